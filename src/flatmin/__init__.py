@@ -1,0 +1,13 @@
+"""flatmin trains neural networks into flat minima: Adversarial Model Perturbation for PyTorch.
+
+optimizer = flatmin.AMP(optimizer, epsilon=0.1, model=model)
+loss = optimizer.step(closure)
+"""
+
+from flatmin import ball
+from flatmin.optim import AMP, RMP
+from flatmin.wrapper import Last
+
+__version__ = "0.1.0"
+
+__all__ = ["AMP", "RMP", "Last", "ball"]

@@ -1,0 +1,173 @@
+"""Norms and projections: what "inside the ball" means.
+
+A perturbation Δ is a list of tensors, one for each parameter. The ball of radius ε is
+
+    B(ε) = {Δ : ‖Δ‖ ≤ ε},   ‖Δ‖ = √(Σ Δᵢ²) for "l2" (the paper),   max |Δᵢ| for "linf".
+
+What ‖Δ‖ runs over is the kind of ball: all tensors together ("global", the paper), each group of parameters on its own
+("group"), or each tensor on its own ("tensor", the paper's published code: T tensors then reach ‖Δ‖ = ε√T in all).
+The nearest point of the ball, Π(Δ), is Δ·min(1, ε/‖Δ‖) for "l2" and each number clamped to [−ε, ε] for "linf".
+
+Nothing here reads a number back to the host: radii and comparisons stay on the device.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from flatmin.tensors import keep_, plain
+
+Norm = Literal["l2", "linf"]
+Ball = Literal["global", "group", "tensor"]
+NORMS: tuple[Norm, ...] = get_args(Norm)
+BALLS: tuple[Ball, ...] = get_args(Ball)
+
+_ORDER = {"l2": 2.0, "linf": float("inf")}
+_ROW = 4096
+
+
+def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
+    """The norm of each tensor, as one vector in float32 (float64 if any tensor is).
+
+    A DTensor counts whole: its shards' norms are combined over its mesh, so every rank of the mesh must call this.
+
+    >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([[-2.0]])])
+    tensor([5., 2.])
+    """
+    if not tensors:
+        return torch.zeros(0)
+    whole = [_without_partial_sums(tensor) for tensor in tensors]
+    parts = [plain(tensor) for tensor in whole]
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    if all(part.is_cuda for part in parts):
+        lengths = torch._foreach_norm(parts, _ORDER[norm], dtype=dtype)
+    else:
+        lengths = tuple(_length(part, norm, dtype) for part in parts)
+    lengths = tuple(_over_ranks(length, tensor, norm) for length, tensor in zip(lengths, whole, strict=True))
+    return torch.stack([length.to(lengths[0].device) for length in lengths])
+
+
+def combine(lengths: Tensor, *, norm: Norm = "l2") -> Tensor:
+    """The norm of the whole from the norms of its parts.
+
+    >>> combine(torch.tensor([3.0, 4.0])), combine(torch.tensor([3.0, 4.0]), norm="linf")
+    (tensor(5.), tensor(4.))
+    """
+    if norm == "linf":
+        return lengths.amax() if lengths.numel() else lengths.new_zeros(())
+    length: Tensor = vector_norm(lengths)
+    return length
+
+
+def radii(lengths: Sequence[Tensor], *, ball: Ball = "global", norm: Norm = "l2") -> list[Tensor]:
+    """For each group of tensors, how far out it lies in its ball: one number a group, or one a tensor.
+
+    `lengths` has one vector a group: the norms of its tensors.
+
+    >>> groups = [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
+    >>> [radii(groups, ball=ball) for ball in BALLS]
+    [[tensor(13.), tensor(13.)], [tensor(5.), tensor(12.)], [tensor([3., 4.]), tensor([12.])]]
+    """
+    if ball == "tensor":
+        return list(lengths)
+    each = [combine(length, norm=norm) for length in lengths]
+    if ball == "group":
+        return each
+    total = combine(torch.stack([length.to(each[0].device) for length in each]), norm=norm)
+    return [total] * len(each)
+
+
+def shrink(radius: Tensor, epsilon: float | Tensor) -> Tensor:
+    """min(1, ε/‖Δ‖): what Δ is multiplied by to come into the ball. It is 1 inside, also at ‖Δ‖ = 0.
+
+    >>> shrink(torch.tensor([0.0, 1.0, 4.0]), 2.0)
+    tensor([1.0000, 1.0000, 0.5000])
+    """
+    return torch.where(radius > epsilon, epsilon / radius, 1.0)
+
+
+@torch.no_grad()
+def project_(
+    groups: Sequence[Sequence[Tensor]],
+    epsilons: Sequence[float | Tensor],
+    *,
+    ball: Ball = "global",
+    norm: Norm = "l2",
+) -> None:
+    """Π(Δ), in place: the point of the ball nearest to Δ. A ball whose Δ is not finite is set to its centre, 0.
+
+    `groups` has one list of tensors a group and `epsilons` one radius a group; a global ball has one radius.
+
+    >>> delta = [torch.tensor([3.0]), torch.tensor([4.0])]
+    >>> project_([delta], [1.0])
+    >>> delta
+    [tensor([0.6000]), tensor([0.8000])]
+    """
+    occupied = [(group, epsilon) for group, epsilon in zip(groups, epsilons, strict=True) if group]
+    lengths = [norms(group, norm=norm) for group, _ in occupied]
+    for (group, epsilon), radius in zip(occupied, radii(lengths, ball=ball, norm=norm) if lengths else [], strict=True):
+        factors = shrink(radius, epsilon).expand(len(group)).unbind()
+        finite = radius.isfinite().expand(len(group)).unbind()
+        for tensor, factor, sound in zip(group, factors, finite, strict=True):
+            keep_([tensor], sound)
+            if norm == "l2":
+                plain(tensor).mul_(factor.to(tensor.device))
+            else:
+                clamp_(plain(tensor), epsilon)
+
+
+def clamp_(tensor: Tensor, epsilon: float | Tensor) -> Tensor:
+    """Each number to the nearest in [−ε, ε], in place.
+
+    >>> clamp_(torch.tensor([-3.0, 0.5]), 1.0)
+    tensor([-1.0000,  0.5000])
+    """
+    return tensor.clamp_(-epsilon, epsilon)  # type: ignore[arg-type]  # the stub forgets that a tensor may bound
+
+
+def _length(tensor: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
+    """‖tensor‖, right to the last bits of float32 on the CPU as well.
+
+    torch adds the squares of a float32 tensor one by one there: ‖x‖ of 20 million normal numbers comes out 0.1 % too
+    small, which would let Δ leave the ball. Rows first, then the rows' norms: 6e-9, in the same time.
+    """
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=dtype, device=tensor.device)
+    if norm == "linf":
+        low, high = torch.aminmax(tensor)  # an order of magnitude faster on the CPU than vector_norm(·, inf)
+        return torch.maximum(-low, high).to(dtype)
+    in_memory_order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    flat = tensor.permute(in_memory_order).reshape(-1).to(dtype)
+    if flat.numel() <= _ROW:
+        return combine(flat)
+    even = flat.numel() // _ROW * _ROW
+    rows = vector_norm(flat[:even].view(-1, _ROW), dim=1)
+    return _length(torch.cat([rows, vector_norm(flat[even:]).view(1)]), norm, dtype)
+
+
+def _without_partial_sums(tensor: Tensor) -> Tensor:
+    """A DTensor whose value is still a sum over ranks, summed; anything else as it is."""
+    placements = getattr(tensor, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    summed = [Replicate() if placement.is_partial() else placement for placement in placements]
+    return tensor.redistribute(placements=summed)  # type: ignore[attr-defined, no-any-return]
+
+
+def _over_ranks(length: Tensor, tensor: Tensor, norm: Norm) -> Tensor:
+    """The norm of a DTensor from that of the shard here; any other tensor lies here whole."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return length
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    reduce = "sum" if norm == "l2" else "max"
+    spread = [Replicate() if placement.is_replicate() else Partial(reduce) for placement in placements]
+    part = length.square() if norm == "l2" else length
+    full = DTensor.from_local(part, tensor.device_mesh, spread).full_tensor()  # type: ignore[attr-defined]
+    return full.sqrt() if norm == "l2" else full

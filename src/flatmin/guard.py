@@ -1,0 +1,54 @@
+"""A base step that does nothing if a flag on the device says so.
+
+A gradient that is not finite must not reach the weights, nor the optimizer's moments, where it would stay. Asking the
+host whether to step costs a wait every step; so the step is always taken, and undone on the device:
+
+    a fused base    is told through `found_inf`, as torch.amp.GradScaler tells it, and its kernels return at once
+    any other base  steps with zero gradients (its moments decay, nothing turns nan), then θ comes back from its copy
+
+With a GradScaler the decision is the scaler's, which looks at the last gradient alone: that one is made infinite where
+an earlier pass was, so that the scaler sees it, skips the step and lowers the scale.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from flatmin.tensors import Copies, choose_, keep_, plain
+
+
+def step_unless(
+    skip: Tensor, base: Optimizer, params: Sequence[Tensor], theta: Copies[Tensor], scaler: GradScaler | None
+) -> None:
+    """`base.step()`; where `skip` holds, `params` (those with a gradient) and the base's state stay as they are.
+
+    `theta` is where copies of parameters are, and where missing ones are made.
+    """
+    gradients = [p.grad for p in params if p.grad is not None]
+    stateless = [p for p in params if not base.state.get(p)]
+    if scaler is not None:
+        if gradients:
+            smallest = min(map(plain, gradients), key=Tensor.numel)
+            smallest.masked_fill_(skip.to(smallest.device), float("inf"))
+        scaler.step(base)
+        _clear_fresh_state(skip, base, stateless)
+    elif getattr(base, "_step_supports_amp_scaling", False) and all(group.get("fused") for group in base.param_groups):
+        base.grad_scale, base.found_inf = None, skip.float()  # type: ignore[attr-defined]
+        try:
+            base.step()
+        finally:
+            del base.grad_scale, base.found_inf  # type: ignore[attr-defined]
+        _clear_fresh_state(skip, base, stateless)
+    else:
+        theta.take({p: p for p in params if p not in theta})
+        keep_(gradients, ~skip)
+        base.step()
+        choose_([(p, theta[p]) for p in params], skip)
+
+
+def _clear_fresh_state(skip: Tensor, base: Optimizer, stateless: Sequence[Tensor]) -> None:
+    """Zero the state that a skipped first step made: torch's fused SGD leaves its momentum uninitialised there."""
+    states = [base.state.get(p, {}) for p in stateless]
+    keep_([value for state in states for value in state.values() if isinstance(value, Tensor)], ~skip)

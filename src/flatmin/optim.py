@@ -1,0 +1,266 @@
+"""AMP and RMP: optimizers that wrap an optimizer.
+
+Adversarial Model Perturbation (Zheng, Zhang, Mao; CVPR 2021) minimises the worst loss near the weights,
+
+    L_AMP(θ) = max over ‖Δ‖ ≤ ε of L(θ + Δ),
+
+on a batch at a time. Its Algorithm 1, with J the loss of the batch:
+
+    Δ ← 0
+    N times:  Δ ← Π(Δ + ζ ∇J(θ + Δ))          ascent, then back into the ball of radius ε
+    θ ← base step at θ with ∇J(θ + Δ)
+
+ε is `epsilon`, ζ is `inner_lr`, N is `inner_iter`. Random Model Perturbation draws Δ uniformly in the same ball.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, shrink
+from flatmin.shell import Group, whole_number
+from flatmin.tensors import Copies, keep_, plain, wide
+from flatmin.wrapper import Wrapper
+
+
+class AMP(Wrapper):
+    """Adversarial Model Perturbation around any torch optimizer.
+
+        base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = AMP(base, epsilon=0.1, model=model)
+        loss = optimizer.step(closure)
+
+    ε and ζ may also stand in a parameter group, whose value wins; a group with `epsilon=0` is left alone. With
+    `model=`, BatchNorm statistics and dropout masks are those of the clean pass. Memory beyond the base's: one copy of
+    the parameters for N = 1, two for N > 1 (Δ in float32 at least).
+
+    >>> weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = AMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.5)
+    >>> def closure():
+    ...     optimizer.zero_grad()
+    ...     loss = weight.square().sum() / 2
+    ...     loss.backward()
+    ...     return loss
+    >>> optimizer.step(closure)                # J = ‖θ‖²/2, so ∇J = θ and Δ = ε θ/‖θ‖
+    tensor(12.5000, grad_fn=<DivBackward0>)
+    >>> weight.data                            # θ − 0.1·(θ + Δ)
+    tensor([2.6700, 3.5600])
+    >>> optimizer.last.delta_norm, optimizer.last.on_ball
+    (tensor(0.5000), tensor(1.))
+    """
+
+    _starts_clean = True
+    _hyperparameters = ("epsilon", "inner_lr")
+
+    def __init__(
+        self,
+        base: Optimizer,
+        *,
+        epsilon: float,
+        inner_lr: float = 1.0,
+        inner_iter: int = 1,
+        ball: Ball = "global",
+        norm: Norm = "l2",
+        model: nn.Module | None = None,
+    ) -> None:
+        super().__init__(
+            base,
+            {"epsilon": epsilon, "inner_lr": inner_lr},
+            inner_iter=whole_number("inner_iter", inner_iter),
+            ball=ball,
+            norm=norm,
+            model=model,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._delta: Copies[Tensor] = Copies()  # Δ between two steps of ascent; stays empty for N = 1
+        super().__setstate__(state)
+
+    def _forget_step(self) -> None:
+        super()._forget_step()
+        self._delta.forget()
+
+    @torch.no_grad()
+    def _perturb(self, n: int, unscale: float | Tensor) -> None:
+        """Δ ← Π(Δ + ζ∇J), and the weights to θ + Δ."""
+        steps = [self._ascent(group, n, unscale) for group in self._perturbed_groups()]
+        steps = [step for step in steps if step.params]
+        if not steps:
+            return
+        lengths = [norms(step.directions, norm=self.norm).to(self._home) for step in steps]
+        if n == 0:
+            self._measured["grad_norm"] = combine(torch.cat(lengths), norm=self.norm) * unscale
+        lengths = [length * step.rate for length, step in zip(lengths, steps, strict=True)]
+        finite = combine(torch.cat(lengths), norm=self.norm).isfinite()
+        self._sound = finite if self._sound is None else finite & self._sound
+        factors = self._bring_inside(lengths, [step.epsilon for step in steps])
+        self._theta.take({p: p for step in steps for p in step.params if p not in self._theta})
+        for step, factor in zip(steps, factors, strict=True):
+            keep_(step.directions, finite)
+            self._place(step, factor, is_last=n + 1 == self.inner_iter)
+
+    def _ascent(self, group: Group, n: int, unscale: float | Tensor) -> "_Ascent":
+        """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
+        rate = group["inner_lr"] * unscale
+        if n == 0:
+            params = [p for p in group["params"] if p.grad is not None]
+            return _Ascent(params, [_gradient(p) for p in params], rate, group["epsilon"])
+        params = [p for p in group["params"] if p.grad is not None or p in self._delta]
+        for p in params:
+            if p not in self._delta:
+                plain(self._delta.room(p, p, dtype=wide(p))).zero_()
+            if p.grad is not None:
+                delta = plain(self._delta[p])
+                delta.add_(plain(_gradient(p)).to(delta.dtype) * _on(delta.device, rate))
+        return _Ascent(params, [self._delta[p] for p in params], 1.0, group["epsilon"])
+
+    def _bring_inside(self, lengths: Sequence[Tensor], epsilons: Sequence[float | Tensor]) -> list[Tensor]:
+        """For each group the factors, one a tensor, that bring Δ into its ball (for "linf": each tensor's longest)."""
+        ball: Ball = "tensor" if self.norm == "linf" else self.ball  # max |Δᵢ| ≤ ε holds for all or for each: the same
+        out = radii(lengths, ball=ball, norm=self.norm)
+        factors = [
+            shrink(radius, epsilon).expand(len(length))
+            for radius, epsilon, length in zip(out, epsilons, lengths, strict=True)
+        ]
+        inside = [length * factor for length, factor in zip(lengths, factors, strict=True)]
+        self._measured["delta_norm"] = combine(torch.cat(inside), norm=self.norm).nan_to_num(0, 0, 0)  # Δ = 0 there
+        touched = [(radius > epsilon).view(-1) for radius, epsilon in zip(out, epsilons, strict=True)]
+        self._measured["on_ball"] = torch.cat(touched).to(lengths[0].dtype).mean()
+        return factors
+
+    def _place(self, step: "_Ascent", factors: Tensor, *, is_last: bool) -> None:
+        """The group's weights to θ + Δ; Δ itself is kept only where another step of ascent follows."""
+        for p, direction, factor in zip(step.params, step.directions, factors.unbind(), strict=True):
+            along = plain(direction)
+            by = _on(along.device, step.rate * factor if self.norm == "l2" else step.rate)
+            room = None if is_last else plain(self._delta.room(p, p, dtype=wide(p)))
+            delta = torch.mul(along.to(wide(along)), by, out=room)  # bfloat16 would round the factor to 3 digits
+            if self.norm == "linf":
+                clamp_(delta, step.epsilon)
+            torch.add(plain(self._theta[p]), delta, out=plain(p))
+
+
+@dataclass(frozen=True)
+class _Ascent:
+    """One group's part of Δ + ζ∇J: rate · directions, a direction for each parameter."""
+
+    params: list[Tensor]
+    directions: list[Tensor]
+    rate: float | Tensor
+    epsilon: float | Tensor
+
+
+class RMP(Wrapper):
+    """Random Model Perturbation: the gradient is taken at a point drawn uniformly in the ball of radius ε around θ.
+
+    The paper's baseline (there with ε = 0.1): what remains of AMP when Δ is not adversarial. One closure call a step.
+    In many dimensions nearly all of a ball lies at its edge: ‖Δ‖ = ε·u^(1/d) with u uniform in [0, 1].
+
+    >>> weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = RMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.5)
+    >>> def closure():
+    ...     optimizer.zero_grad()
+    ...     loss = weight.square().sum() / 2
+    ...     loss.backward()
+    ...     return loss
+    >>> loss = optimizer.step(closure)
+    >>> bool(optimizer.last.delta_norm <= 0.5)
+    True
+    """
+
+    _starts_clean = False
+    _hyperparameters = ("epsilon",)
+    _settings = (*Wrapper._settings, "generator")
+
+    def __init__(
+        self,
+        base: Optimizer,
+        *,
+        epsilon: float,
+        ball: Ball = "global",
+        norm: Norm = "l2",
+        generator: torch.Generator | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+        self.generator = generator
+        super().__init__(base, {"epsilon": epsilon}, inner_iter=1, ball=ball, norm=norm, model=model)
+
+    @torch.no_grad()
+    def _perturb(self, n: int, unscale: float | Tensor) -> None:
+        """Δ uniform in its ball, and the weights to θ + Δ: noise in the weights' own memory, scaled and moved to θ."""
+        groups = [group for group in self._perturbed_groups() if any(p.requires_grad for p in group["params"])]
+        params = [[p for p in group["params"] if p.requires_grad] for group in groups]
+        self._theta.take({p: p for here in params for p in here})
+        for here in params:
+            for p in here:
+                self._draw_(plain(p))
+        lengths = [norms(here, norm=self.norm).to(self._home) for here in params]
+        scales = self._scales(lengths, params, [group["epsilon"] for group in groups])
+        for here, scale in zip(params, scales, strict=True):
+            for p, factor in zip(here, scale.unbind(), strict=True):
+                noise = plain(p)
+                torch.add(plain(self._theta[p]), noise.to(wide(noise)) * factor.to(p.device), out=noise)
+        inside = torch.cat([length * scale for length, scale in zip(lengths, scales, strict=True)])
+        self._measured["delta_norm"] = combine(inside, norm=self.norm)
+        self._measured["on_ball"] = torch.zeros((), device=self._home)
+
+    def _draw_(self, tensor: Tensor) -> None:
+        """Fill with noise: normal, so that its direction is uniform, or for "linf" uniform in [−1, 1]."""
+        elsewhere = self.generator is not None and self.generator.device != tensor.device
+        noise = torch.empty_like(tensor, device=self.generator.device) if elsewhere else tensor  # type: ignore[union-attr]
+        if self.norm == "l2":
+            noise.normal_(generator=self.generator)
+        else:
+            noise.uniform_(-1, 1, generator=self.generator)
+        if elsewhere:
+            tensor.copy_(noise)
+
+    def _scales(
+        self, lengths: Sequence[Tensor], params: Sequence[Sequence[Tensor]], epsilons: Sequence[float | Tensor]
+    ) -> list[Tensor]:
+        """For each group the factors, one a tensor, that make the noise uniform in its ball."""
+        if self.norm == "linf":
+            return [torch.ones_like(length) * epsilon for length, epsilon in zip(lengths, epsilons, strict=True)]
+        sizes = [[plain(p).numel() for p in here] for here in params]
+        shared = self._shares(sum(map(sum, sizes))) if self.ball == "global" else None
+        scales = []
+        for radius, size, epsilon in zip(radii(lengths, ball=self.ball), sizes, epsilons, strict=True):
+            if shared is not None:
+                share = shared
+            elif self.ball == "group":
+                share = self._shares(sum(size))
+            else:
+                share = torch.cat([self._shares(dimension).view(1) for dimension in size])
+            scales.append((epsilon * share / radius).expand(len(size)))
+        return scales
+
+    def _shares(self, dimension: int) -> Tensor:
+        """u^(1/d): how far out a uniform point of a d-dimensional ball lies, as a share of the radius."""
+        device = self._home if self.generator is None else self.generator.device
+        share: Tensor = torch.rand((), generator=self.generator, device=device) ** (1 / dimension)
+        return share.to(self._home)
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """The gradient, laid out over ranks as its parameter is."""
+    gradient = param.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise ValueError(
+            f"a perturbation needs dense gradients, got a sparse one for a parameter of shape {tuple(param.shape)}; "
+            "use sparse=False in the embedding, or put the parameter in a group with epsilon=0"
+        )
+    placements = getattr(param, "placements", None)
+    if placements is not None and gradient.placements != placements:  # type: ignore[attr-defined]
+        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return gradient
+
+
+def _on(device: torch.device, number: float | Tensor) -> float | Tensor:
+    return number.to(device) if isinstance(number, Tensor) else number

@@ -1,0 +1,186 @@
+"""One optimizer to the outside: a wrapper whose state, groups, checkpoints and copies are those of its base.
+
+A wrapper that copies its base's groups must be linked to it again after every load, deepcopy or added group, and each
+forgotten link is a learning rate that no longer changes. So nothing is copied: `state`, `param_groups` and `defaults`
+are properties that reach through. The wrapper's own numbers (ε, ζ) live in the groups beside lr and weight decay, where
+schedulers move them, checkpoints carry them and a group may have its own.
+"""
+
+from collections.abc import Callable, Mapping
+from numbers import Real
+from operator import index
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from flatmin.ball import BALLS, NORMS, Ball, Norm
+
+Group = dict[str, Any]
+
+
+class Shell(Optimizer):
+    """An optimizer around `base`, with hyper-parameters of its own in the base's groups."""
+
+    base: Optimizer
+    inner_iter: int
+    ball: Ball
+    norm: Norm
+    model: nn.Module | None
+
+    _hyperparameters: ClassVar[tuple[str, ...]]
+    _settings: ClassVar[tuple[str, ...]] = ("base", "inner_iter", "ball", "norm", "model")
+
+    def __init__(self, base: Optimizer, hyperparameters: dict[str, float], **settings: Any) -> None:
+        _check_base(base, type(self).__name__)
+        _check_settings(**settings)
+        for values in (hyperparameters, *base.param_groups):
+            check_hyperparameters(base, {key: values[key] for key in hyperparameters if key in values})
+        for key, value in hyperparameters.items():
+            earlier = base.defaults.get(key)  # filled in by a wrapper before this one: not a group's own value
+            base.defaults[key] = value
+            for group in base.param_groups:
+                if group.get(key, earlier) == earlier:
+                    group[key] = value
+        # Optimizer.__init__ would make groups and state of its own; __setstate__ makes the rest, the tables of hooks
+        self.__setstate__({"base": base, **settings})
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
+
+    @property
+    def param_groups(self) -> list[Group]:
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        self.base.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.base.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.base.defaults = defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or pickle carries: not what belongs to a moment (hooks, a scheduler's patch, a step's copies)."""
+        return {key: getattr(self, key) for key in self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        super().__setstate__({})
+
+    def __repr__(self) -> str:
+        settings = f"inner_iter={self.inner_iter}, ball={self.ball!r}, norm={self.norm!r}"
+        return f"{type(self).__name__}({settings}) around {self.base!r}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer, or of its base alone: ε and ζ then stay as they are."""
+        before = [{key: group[key] for key in self._hyperparameters if key in group} for group in self.param_groups]
+        self.base.load_state_dict(state_dict)
+        for group, known in zip(self.param_groups, before, strict=True):
+            for key, value in known.items():
+                group.setdefault(key, value)
+
+    def add_param_group(self, param_group: Group) -> None:
+        check_hyperparameters(self.base, {key: param_group[key] for key in self._hyperparameters if key in param_group})
+        self.base.add_param_group(param_group)
+
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return self.base.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return self.base.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return self.base.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return self.base.register_load_state_dict_post_hook(hook, prepend)
+
+    def _check_groups(self) -> None:
+        """The groups' values may have come from anywhere by now: a scheduler, a checkpoint, a user."""
+        for group in self.param_groups:
+            check_hyperparameters(
+                self.base, {key: group.setdefault(key, self.defaults[key]) for key in self._hyperparameters}
+            )
+        radii = {group["epsilon"] for group in self._perturbed_groups() if not isinstance(group["epsilon"], Tensor)}
+        if self.ball == "global" and len(radii) > 1:
+            raise ValueError(
+                f'ball="global" has one radius, got epsilon={", ".join(map(str, sorted(radii)))} in the groups; '
+                'give them one value (or 0), or use ball="group"'
+            )
+
+    def _perturbed_groups(self) -> list[Group]:
+        return [group for group in self.param_groups if _is_positive(group["epsilon"])]
+
+    def _is_idle(self) -> bool:
+        """N = 0 or ε = 0: the step is the base's own."""
+        return self.inner_iter == 0 or not self._perturbed_groups()
+
+
+def whole_number(name: str, value: object) -> int:
+    """`value` as an int of at least 0.
+
+    >>> whole_number("inner_iter", 1.5)
+    Traceback (most recent call last):
+    ValueError: inner_iter must be a whole number of at least 0, got 1.5
+    """
+    try:
+        number = -1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+    return number
+
+
+def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if isinstance(value, Tensor):  # for the fast path: trusted, because reading it would wait for the device
+            if value.numel() != 1:
+                raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+            continue
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_number and 0 <= float(value) < float("inf")):  # type: ignore[arg-type]
+            raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+    if isinstance(base, LBFGS) and _is_positive(values.get("epsilon", 0)):
+        raise ValueError(
+            f"LBFGS evaluates its closure itself, at points of its own, and cannot be perturbed, got epsilon="
+            f"{values['epsilon']}; use epsilon=0 with it, or another base such as SGD"
+        )
+
+
+def _check_base(base: object, name: str) -> None:
+    if isinstance(base, Shell):
+        raise TypeError(f"{name} cannot wrap {type(base).__name__}; wrap the optimizer inside it, `optimizer.base`")
+    if not isinstance(base, Optimizer):
+        what = f"the class {base.__name__}" if isinstance(base, type) else f"an object of type {type(base).__name__}"
+        raise TypeError(
+            f"{name} wraps an instance of torch.optim.Optimizer, got {what}; "
+            f"write {name}(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1)"
+        )
+
+
+def _check_settings(inner_iter: int, ball: object, norm: object, model: object) -> None:
+    if ball not in BALLS:
+        raise ValueError(f"unknown ball {ball!r}; choose from {', '.join(BALLS)}")
+    if norm not in NORMS:
+        raise ValueError(f"unknown norm {norm!r}; choose from {', '.join(NORMS)}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module or None, got an object of type {type(model).__name__}")
+
+
+def _is_positive(epsilon: Any) -> bool:
+    return isinstance(epsilon, Tensor) or epsilon > 0

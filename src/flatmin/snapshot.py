@@ -1,0 +1,66 @@
+"""What the extra passes of a step must leave as the clean pass left it.
+
+A step of AMP runs the model N + 1 times on one batch. Each forward pass moves BatchNorm's running statistics and draws
+dropout masks, so without care the statistics would mix those of θ with those of θ + Δ, and the ascent would climb one
+network's loss and descend another's. A `Snapshot` holds a model's buffers and the states of the random generators at
+one moment and puts them back: buffers by copying in place (no attribute of a module is touched, so nothing that
+torch.compile guards on changes), generators by setting their state.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.tensors import Copies
+
+
+class Snapshot:
+    """A model's buffers and its devices' random states, as they were at the last `take_buffers` and `take_random`.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> snapshot = Snapshot(norm)
+    >>> snapshot.take_buffers()
+    >>> _ = norm(torch.tensor([[1.0], [3.0]]))
+    >>> snapshot.put_back_buffers()
+    >>> norm.running_mean, norm.num_batches_tracked
+    (tensor([0.]), tensor(0))
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._buffers: Copies[str] = Copies()
+        self._random: dict[torch.device, Tensor] = {}
+
+    def take_buffers(self) -> None:
+        self._buffers.forget()
+        self._buffers.take(dict(self.model.named_buffers()))
+
+    def put_back_buffers(self) -> None:
+        self._buffers.put_back(dict(self.model.named_buffers()))
+
+    def take_random(self) -> None:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        devices = {torch.device("cpu"), *(tensor.device for tensor in tensors if tensor.device.type != "meta")}
+        self._random = {device: _random_state(device) for device in devices}
+
+    def put_back_random(self) -> None:
+        for device, state in self._random.items():
+            _set_random_state(device, state)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module = torch.get_device_module(device)
+    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+        return
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)

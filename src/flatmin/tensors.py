@@ -1,0 +1,148 @@
+"""Arithmetic on lists of tensors that never asks the host.
+
+A training step on a GPU runs ahead of the Python that starts it, until something reads a number back. So the decisions
+of a step ("was every gradient finite?") stay on the device as 0-dim bool tensors, and what depends on them is chosen
+there: `keep_` zeroes a list unless a flag holds, `choose_` overwrites one list by another where a flag holds.
+
+`plain` looks through the wrappers a gradient or weight may come in (a shard of a DTensor, a sparse tensor's values, a
+complex tensor's two reals) to the dense real numbers that lie on this rank. `Copies` remembers tensors and puts them
+back.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+Key = TypeVar("Key", bound=Hashable)
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The dense real numbers of `tensor` that lie on this rank; the same memory, not a copy.
+
+    >>> plain(torch.tensor([3 + 4j]))
+    tensor([[3., 4.]])
+    """
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    to_local = getattr(tensor, "to_local", None)  # a DTensor; asked by name, so that torch.distributed is not imported
+    if to_local is not None:
+        tensor = to_local()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype for arithmetic on `tensor`: its own, but float32 for half precision.
+
+    >>> wide(torch.zeros(1, dtype=torch.bfloat16)), wide(torch.zeros(1, dtype=torch.complex128))
+    (torch.float32, torch.complex128)
+    """
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def copy_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Target ← source for each pair, in place: a target keeps its storage. One launch a device and dtype on a GPU."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for target, source in pairs:
+        kinds[target.device, target.dtype].append((plain(target), plain(source)))
+    for alike in kinds.values():
+        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
+
+
+def keep_(tensors: Iterable[Tensor], flag: Tensor) -> None:
+    """Zero every tensor unless `flag` holds, in place.
+
+    The numbers are masked bit by bit, not multiplied by 0 or 1: 0 · nan = nan.
+
+    >>> spoilt = torch.tensor([1.0, float("nan")])
+    >>> keep_([spoilt], torch.tensor(False))
+    >>> spoilt
+    tensor([0., 0.])
+    """
+    ones_or_zeros = -flag.to(torch.int64)  # -1 is all ones in two's complement
+    masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    for tensor in map(plain, tensors):
+        kind = tensor.device, _BITS[tensor.element_size()]
+        if kind not in masks:
+            masks[kind] = ones_or_zeros.to(*kind)
+        tensor.view(kind[1]).bitwise_and_(masks[kind])
+
+
+def choose_(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
+    """Target ← source for each pair, in place, where `flag` holds; else nothing.
+
+    >>> weight = torch.tensor([1.0])
+    >>> choose_([(weight, torch.tensor([2.0]))], torch.tensor(True))
+    >>> weight
+    tensor([2.])
+    """
+    for target, source in pairs:
+        here = plain(target)
+        torch.where(flag.to(here.device), plain(source), here, out=here)
+
+
+class Copies(Generic[Key]):
+    """Copies of tensors by name (or by the tensor itself), whose memory is kept from one step to the next.
+
+    >>> copies, weight = Copies(), torch.tensor([1.0])
+    >>> copies.take({"weight": weight})
+    >>> _ = weight.add_(1)
+    >>> copies.put_back({"weight": weight})
+    >>> weight
+    tensor([1.])
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Key, Tensor] = {}
+        self._rooms: dict[Key, Tensor] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._held
+
+    def __getitem__(self, key: Key) -> Tensor:
+        return self._held[key]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._held)
+
+    def nbytes(self) -> int:
+        """The memory it holds, in use or not."""
+        return sum(plain(room).nbytes for room in self._rooms.values())
+
+    def room(self, key: Key, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of the shape of `like` to write the copy into."""
+        self._held[key] = self._room(key, like, dtype)
+        return self._held[key]
+
+    def _room(self, key: Key, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The memory of last time where it still fits: fresh pages cost the CPU more than the copy itself."""
+        dtype = like.dtype if dtype is None else dtype
+        room = self._rooms.get(key)
+        fits = (like.shape, like.stride(), dtype, like.device)
+        if room is None or (room.shape, room.stride(), room.dtype, room.device) != fits:
+            room = self._rooms[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return room
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[Key, Tensor]) -> None:
+        rooms = {key: self._room(key, tensor) for key, tensor in tensors.items()}
+        copy_((rooms[key], tensor) for key, tensor in tensors.items())
+        self._held.update(rooms)  # last: should memory run out above, nothing that was not copied is ever put back
+
+    @torch.no_grad()
+    def put_back(self, tensors: Mapping[Key, Tensor]) -> None:
+        """Into the tensors given, in place; one that has since appeared or changed its shape stays as it is."""
+        known = {key: tensor for key, tensor in tensors.items() if key in self._held}
+        copy_((tensor, self[key]) for key, tensor in known.items() if tensor.shape == self[key].shape)
+
+    def forget(self) -> None:
+        """Hold nothing; keep the memory of what was held last, let go of what was not used since the last call."""
+        self._rooms = self._held or self._rooms
+        self._held = {}

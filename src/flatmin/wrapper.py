@@ -1,0 +1,299 @@
+"""The gradient at θ + Δ, the step at θ: what AMP and RMP share.
+
+    θ ← base.step(θ, ∇J(θ + Δ))
+
+How Δ is found is the subclass's (`_perturb`); here are the two forms of a step. With a closure, `step` runs all passes
+itself. In a loop without one, `perturbed()` is one pass, and `step` ends what the blocks began. While the weights are
+at θ + Δ, θ is kept in a copy, and it comes back by copying, in place: θ + Δ − Δ ≠ θ in floating point. Whatever goes
+wrong in a pass, the weights end as they were.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from flatmin.ball import combine, norms
+from flatmin.guard import step_unless
+from flatmin.shell import Shell
+from flatmin.snapshot import Snapshot
+from flatmin.tensors import Copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Last:
+    """What the last step measured, as tensors on the device: nothing waits for them until they are read.
+
+    `loss` is that of the clean pass and `loss_perturbed` that of the last pass, at θ + Δ (RMP has that pass alone, so
+    the two are one); their difference is the sharpness. `grad_norm` is ‖∇J(θ)‖ (RMP: at θ + Δ) and `delta_norm` is ‖Δ‖
+    over all balls together, both in the ball's norm. `on_ball` is the share of balls whose edge Δ was brought back to.
+    `skipped` tells that a gradient was not finite and θ stayed as it was. None: not measured.
+    """
+
+    loss: Tensor | None = None
+    loss_perturbed: Tensor | None = None
+    grad_norm: Tensor | None = None
+    delta_norm: Tensor | None = None
+    on_ball: Tensor | None = None
+    skipped: Tensor | None = None
+
+
+class Wrapper(Shell, ABC):
+    """An optimizer whose base takes its step with the gradient of perturbed passes."""
+
+    last: Last
+
+    _starts_clean: ClassVar[bool]  # is there a pass at θ, before the perturbed ones?
+    _scaler_of_blocks: GradScaler | None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.last = Last()
+        self._theta: Copies[Tensor] = Copies()  # θ of the parameters that are, or may have to be, put back
+        self._before = None if self.model is None else Snapshot(self.model)
+        self._after_clean = None if self.model is None else Snapshot(self.model)
+        self._in_a_pass = False
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._theta.forget()
+        self._blocks = 0
+        self._scaler_of_blocks = None
+        self._knows_beginning = False
+        self._sound: Tensor | None = None  # was every gradient that Δ came from finite? None: there was none
+        self._measured: dict[str, Tensor] = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._forget_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. Outside a pass this also begins a step afresh.
+
+        With `model=`, the random state is remembered here: called right before the forward pass, as loops do, it lets
+        the `perturbed()` blocks that follow draw the dropout masks of the clean pass again.
+        """
+        if not self._in_a_pass:
+            self._forget_step()
+            if self._before is not None:
+                self._before.take_random()
+                self._knows_beginning = True
+        self.base.zero_grad(set_to_none)
+
+    # ---- with a closure
+
+    def step(
+        self, closure: Callable[[], Any] | None = None, *misplaced: object, scaler: GradScaler | None = None
+    ) -> Any:
+        """One step. Returns what the first call of the closure returned.
+
+        The closure zeroes the gradients, runs forward and backward and returns the loss; it is called once for each
+        pass. Without one, this ends what `perturbed()` began. With a `scaler` the closure calls
+        `scaler.scale(loss).backward()`, and `scaler.update()` follows the step as usual.
+        """
+        scaler = self._checked(closure, misplaced, scaler)
+        if self._in_a_pass:
+            raise RuntimeError("step() was called inside a pass: leave the perturbed() block, or the closure, first")
+        if closure is None:
+            self._step_after_blocks(scaler)
+            return None
+        if self._blocks:
+            raise RuntimeError(
+                f"step() ends a step that perturbed() began, and takes no closure then, got one after {self._blocks} "
+                "block(s); leave it out, or call zero_grad() to begin afresh"
+            )
+        if self._is_idle():
+            return self._step_plainly(closure, scaler)
+        with self._pass(undo=self._before):
+            first, latest = self._run(closure, scaler)
+            self._return_to_theta()
+        self._step_base(scaler, loss=_loss_in(first), loss_perturbed=_loss_in(latest))
+        return first
+
+    def _run(self, closure: Callable[[], Any], scaler: GradScaler | None) -> tuple[Any, Any]:
+        """All passes of a step; the closure's first and last results."""
+        results = []
+        if self._before is not None:
+            self._before.take_buffers()
+            self._before.take_random()
+        with torch.enable_grad():
+            if self._starts_clean:
+                results.append(closure())
+                self._end_clean_pass()
+            for n in range(self.inner_iter):
+                self._perturb(n, self._unscale(scaler))
+                if self._starts_clean and self._before is not None:
+                    self._before.put_back_random()
+                results.append(closure())
+        return results[0], results[-1]
+
+    # ---- in blocks
+
+    @contextmanager
+    def perturbed(self, *misplaced: object, scaler: GradScaler | None = None) -> Iterator[None]:
+        """One perturbed pass, for loops without a closure: run forward and backward inside the block.
+
+        Outside the blocks the weights are θ. Before the first block of an AMP step comes a backward pass at θ; after
+        `inner_iter` blocks (RMP: one) comes `step()`. The gradients left for it are those of the last block.
+        """
+        scaler = self._checked(None, misplaced, scaler)
+        self._check_block(scaler)
+        idle = self._is_idle()
+        gradients = {p: p.grad for group in self.param_groups for p in group["params"]} if idle else {}
+        with self._pass(undo=self._after_clean):
+            if self._blocks == 0:
+                self._end_clean_pass()
+            if not idle:
+                self._perturb(self._blocks, self._unscale(scaler))
+            self.base.zero_grad()
+            if self._starts_clean and self._knows_beginning and self._before is not None:
+                self._before.put_back_random()
+            yield
+            self._return_to_theta()
+        for param, gradient in gradients.items():  # ε = 0 is the base's step bit for bit, so with the clean gradients
+            param.grad = gradient
+        self._blocks += 1
+        self._scaler_of_blocks = scaler
+
+    def _check_block(self, scaler: GradScaler | None) -> None:
+        if self._in_a_pass:
+            raise RuntimeError("perturbed() blocks follow one another: leave the pass you are in first")
+        if self._blocks >= self.inner_iter:
+            raise RuntimeError(
+                f"inner_iter={self.inner_iter} asks for {self.inner_iter} perturbed() block(s) a step, and they are "
+                "done; call step() next (with a GradScaler step(scaler=scaler), in place of scaler.step(optimizer))"
+            )
+        self._check_same_scaler(scaler)
+        params = [p for group in self._perturbed_groups() for p in group["params"]]
+        if self._starts_clean and params and all(p.grad is None for p in params):
+            raise RuntimeError("perturbed() climbs along the gradient, and no parameter has one; call backward() first")
+
+    def _check_same_scaler(self, scaler: GradScaler | None) -> None:
+        if self._blocks and scaler is not self._scaler_of_blocks:
+            raise RuntimeError(
+                "a GradScaler goes to all calls of a step, or to none: `with optimizer.perturbed(scaler=scaler):`, "
+                "then optimizer.step(scaler=scaler) in place of scaler.step(optimizer)"
+            )
+
+    def _step_after_blocks(self, scaler: GradScaler | None) -> None:
+        idle = self._is_idle()
+        if self._blocks == 0 and not idle:
+            raise TypeError(
+                f"{type(self).__name__}.step needs a closure that zeroes gradients, runs forward and backward, and "
+                "returns the loss; without one, use `with optimizer.perturbed():`"
+            )
+        if 0 < self._blocks < self.inner_iter:
+            raise RuntimeError(
+                f"inner_iter={self.inner_iter} asks for {self.inner_iter} perturbed() blocks before step(), "
+                f"got {self._blocks}; add the rest, or call zero_grad() to begin afresh"
+            )
+        self._check_same_scaler(scaler)
+        if idle:
+            self._step_plainly(None, scaler)
+        else:
+            self._step_base(scaler)
+
+    # ---- in both
+
+    @abstractmethod
+    def _perturb(self, n: int, unscale: float | Tensor) -> None:
+        """Keep θ of the parameters to move in `_theta`, and move them to θ + Δ for the n-th perturbed pass."""
+
+    @contextmanager
+    def _pass(self, *, undo: Snapshot | None) -> Iterator[None]:
+        """Whatever goes wrong inside, θ comes back, and the buffers and random states in `undo` with it."""
+        self._in_a_pass = True
+        try:
+            yield
+        except BaseException:
+            self._put_back_theta()
+            if undo is not None:
+                undo.put_back_buffers()
+                undo.put_back_random()
+            self._forget_step()
+            raise
+        finally:
+            self._in_a_pass = False
+
+    def _end_clean_pass(self) -> None:
+        if self._after_clean is not None:
+            self._after_clean.take_buffers()
+            self._after_clean.take_random()
+
+    def _return_to_theta(self) -> None:
+        self._put_back_theta()
+        if self._after_clean is not None and self._starts_clean:
+            self._after_clean.put_back_buffers()
+            self._after_clean.put_back_random()
+
+    def _put_back_theta(self) -> None:
+        self._theta.put_back({param: param for param in self._theta})
+
+    @torch.no_grad()
+    def _step_base(self, scaler: GradScaler | None, **losses: Tensor | None) -> None:
+        """The base's step at θ with the gradient of the last pass, unless some gradient of the step was not finite."""
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        length = combine(norms([p.grad for p in params], norm=self.norm), norm=self.norm).to(self._home)
+        skip = ~(length.isfinite() if self._sound is None else length.isfinite() & self._sound)
+        measured = {"grad_norm": length * self._unscale(scaler), **self._measured}
+        try:
+            self._hand_over_to(scaler)
+            step_unless(skip, self.base, params, self._theta, scaler)
+        finally:
+            self._forget_step()
+        self.last = Last(skipped=skip, **measured, **losses)
+
+    def _step_plainly(self, closure: Callable[[], Any] | None, scaler: GradScaler | None) -> Any:
+        """No pass, or no radius: the base optimizer itself."""
+        self._forget_step()
+        if scaler is None:
+            result = self.base.step() if closure is None else self.base.step(closure)
+        else:
+            with torch.enable_grad():
+                result = None if closure is None else closure()
+            self._hand_over_to(scaler)
+            scaler.step(self.base)
+        self.last = Last(loss=_loss_in(result))
+        return result
+
+    def _unscale(self, scaler: GradScaler | None) -> float | Tensor:
+        """1/S for gradients multiplied by the scaler's S, on the device: `get_scale` would read it back to the host."""
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._home)).reciprocal()
+
+    def _hand_over_to(self, scaler: GradScaler | None) -> None:
+        """Where `scaler.unscale_(optimizer)` was said of this wrapper, let it count for the base, which is to step."""
+        if scaler is not None and id(self) in scaler._per_optimizer_states:
+            scaler._per_optimizer_states[id(self.base)] = scaler._per_optimizer_states.pop(id(self))
+
+    @property
+    def _home(self) -> torch.device:
+        """The device where a step's few numbers (lengths, flags) come together."""
+        params = (p for group in self.param_groups for p in group["params"])
+        return next((p.device for p in params), torch.device("cpu"))
+
+    def _checked(self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None) -> GradScaler | None:
+        """The door of both forms: the scaler that counts, None if it is switched off."""
+        if misplaced or (closure is not None and not callable(closure)):
+            what = type(misplaced[0] if misplaced else closure).__name__
+            raise TypeError(
+                f"{type(self).__name__} takes a closure by position and a GradScaler by keyword, got an object of type "
+                f"{what} by position; write step(closure, scaler=scaler) or perturbed(scaler=scaler)"
+            )
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got an object of type {type(scaler).__name__}")
+        self._check_groups()
+        return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def _loss_in(result: object) -> Tensor | None:
+    """The loss in what a closure returned: the tensor itself, a dict's "loss", the first tensor of a tuple or list."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif isinstance(result, tuple | list):
+        result = next((item for item in result if isinstance(item, Tensor)), None)
+    return result.detach() if isinstance(result, Tensor) else None

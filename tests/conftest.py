@@ -1,0 +1,31 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import METHODS, MODELS, OPTIMIZERS, MakeBase, Method
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: threads cost more than they give, and the suite runs a process a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make_base(request: pytest.FixtureRequest) -> MakeBase:
+    """A base optimizer for some parameters: every row of the table."""
+    return OPTIMIZERS[request.param]
+
+
+@pytest.fixture(params=MODELS)
+def model_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> Method:
+    """AMP or RMP around a base: every row of the table."""
+    return METHODS[request.param]

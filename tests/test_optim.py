@@ -1,0 +1,153 @@
+"""What is computed: Algorithm 1, its ball, and nothing at all for ε = 0."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import MakeBase, run, same, setup
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import flatmin
+from flatmin.ball import BALLS, NORMS, Ball, Norm
+
+
+@pytest.mark.parametrize("off", [{"epsilon": 0.0}, {"epsilon": 0.1, "inner_iter": 0}])
+def test_epsilon_zero_and_no_pass_are_the_base_optimizer(
+    make_base: MakeBase, model_name: str, off: dict[str, Any]
+) -> None:
+    plain, wrapped = setup(model_name), setup(model_name)
+    torch.manual_seed(1)
+    expected = run(plain, make_base(plain.model.parameters()), 4)
+    torch.manual_seed(1)
+    weights = run(wrapped, flatmin.AMP(make_base(wrapped.model.parameters()), **off), 4)
+    assert same(weights, expected)
+    assert same(wrapped.buffers(), plain.buffers())
+
+
+def test_epsilon_zero_is_the_base_optimizer_in_blocks_too(make_base: MakeBase, model_name: str) -> None:
+    plain, wrapped = setup(model_name), setup(model_name)
+    torch.manual_seed(1)
+    expected = run(plain, make_base(plain.model.parameters()), 4)
+    torch.manual_seed(1)
+    optimizer = flatmin.AMP(make_base(wrapped.model.parameters()), epsilon=0.0, inner_iter=2, model=wrapped.model)
+    for _ in range(4):
+        wrapped.step_in_blocks(optimizer)
+    assert same(wrapped.weights(), expected)
+    assert same(wrapped.buffers(), plain.buffers())
+
+
+def test_rmp_with_epsilon_zero_is_the_base_optimizer(make_base: MakeBase) -> None:
+    plain, wrapped = setup(), setup()
+    expected = run(plain, make_base(plain.model.parameters()), 3)
+    assert same(run(wrapped, flatmin.RMP(make_base(wrapped.model.parameters()), epsilon=0), 3), expected)
+
+
+def test_a_group_with_epsilon_zero_is_left_alone_and_does_not_count(make_base: MakeBase) -> None:
+    case = setup(dtype=torch.float64)
+    first, second = case.layers()
+    optimizer = flatmin.AMP(
+        make_base([{"params": first, "epsilon": 0.0}, {"params": second}]), epsilon=0.1, inner_lr=1e3
+    )
+    theta, seen = case.weights(), list[list[Tensor]]()
+    optimizer.step(case.watched(optimizer, seen))
+    assert same(seen[1][:2], theta[:2])
+    assert length(seen[1][2:], theta[2:]) == pytest.approx(0.1, rel=1e-12)
+
+
+def length(weights: list[Tensor], theta: list[Tensor], norm: str = "l2") -> float:
+    """‖Δ‖ of some of the weights, in float64."""
+    delta = torch.cat([(a.double() - b.double()).flatten() for a, b in zip(weights, theta, strict=True)])
+    return float(torch.linalg.vector_norm(delta, 2 if norm == "l2" else float("inf")))
+
+
+WHERE = {"global": [slice(0, 4)], "group": [slice(0, 2), slice(2, 4)], "tensor": [slice(i, i + 1) for i in range(4)]}
+
+
+@pytest.mark.parametrize("ball", BALLS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("inner_iter", [1, 2, 3])
+@pytest.mark.parametrize("epsilon", [1e-3, 0.05, 10.0])
+def test_delta_is_inside_the_ball_after_every_inner_step(
+    ball: Ball, norm: Norm, inner_iter: int, epsilon: float
+) -> None:
+    case = setup(dtype=torch.float64)
+    base = SGD([{"params": layer} for layer in case.layers()], lr=0.1)
+    optimizer = flatmin.AMP(base, epsilon=epsilon, inner_iter=inner_iter, ball=ball, norm=norm)
+    for _ in range(3):
+        theta, seen = case.weights(), list[list[Tensor]]()
+        optimizer.step(case.watched(optimizer, seen))
+        assert len(seen) == inner_iter + 1
+        for weights in seen[1:]:
+            for part in WHERE[ball]:
+                assert length(weights[part], theta[part], norm) <= epsilon * (1 + 1e-6)
+        assert optimizer.last.delta_norm == pytest.approx(length(seen[-1], theta, norm), rel=1e-6)
+
+
+def test_the_global_ball_is_global_and_the_others_are_not() -> None:
+    for ball, reached in (("global", 0.1), ("group", 0.1 * 2**0.5), ("tensor", 0.1 * 4**0.5)):
+        case = setup(dtype=torch.float64)
+        base = SGD([{"params": layer} for layer in case.layers()], lr=0.1)
+        optimizer = flatmin.AMP(base, epsilon=0.1, inner_lr=1e6, ball=ball)  # type: ignore[arg-type]
+        theta, seen = case.weights(), list[list[Tensor]]()
+        optimizer.step(case.watched(optimizer, seen))
+        assert length(seen[1], theta) == pytest.approx(reached)
+        assert optimizer.last.on_ball == 1
+
+
+def test_delta_stays_inside_the_ball_for_millions_of_float32_weights() -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(6_000_000))
+    direction = torch.randn(6_000_000)
+    optimizer = flatmin.AMP(SGD([weight], lr=1.0), epsilon=0.5, inner_lr=1e3)
+    lengths = list[Tensor]()
+
+    def closure() -> Tensor:
+        lengths.append(weight.detach().double().norm())
+        optimizer.zero_grad()
+        loss = weight @ direction
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert lengths[1] == pytest.approx(0.5, rel=1e-6)
+
+
+def test_groups_may_have_their_own_radius_and_rate() -> None:
+    case = setup(dtype=torch.float64)
+    first, second = case.layers()
+    groups = [{"params": first, "epsilon": 0.2, "inner_lr": 1e6}, {"params": second, "inner_lr": 1e-4}]
+    optimizer = flatmin.AMP(SGD(groups, lr=0.1), epsilon=0.1, ball="group")
+    theta, seen = case.weights(), list[list[Tensor]]()
+    optimizer.step(case.watched(optimizer, seen))
+    assert length(seen[1][:2], theta[:2]) == pytest.approx(0.2)
+    assert 0 < length(seen[1][2:], theta[2:]) < 1e-3
+    assert optimizer.last.on_ball == pytest.approx(0.5)
+
+
+def test_memory_beyond_the_base_is_one_copy_and_two_for_more_passes() -> None:
+    for inner_iter, copies in ((1, 1), (2, 2), (3, 2)):
+        case = setup()
+        size = sum(param.nbytes for param in case.model.parameters())
+        optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, inner_iter=inner_iter)
+        run(case, optimizer, 3)
+        assert optimizer._theta.nbytes() + optimizer._delta.nbytes() == copies * size
+
+
+def test_complex_parameters_are_perturbed_as_pairs_of_reals() -> None:
+    weight = nn.Parameter(torch.tensor([3 + 4j, 0j]))
+    for settings in ({"inner_iter": 1}, {"inner_iter": 3}, {"norm": "linf"}):
+        optimizer = flatmin.AMP(SGD([weight], lr=0.0), epsilon=0.5, inner_lr=1e3, **settings)
+        seen = list[Tensor]()
+
+        def closure(optimizer: flatmin.AMP = optimizer, seen: list[Tensor] = seen) -> Tensor:
+            optimizer.zero_grad()
+            seen.append(weight.detach().clone())
+            loss = weight.abs().square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        expected = [3.3 + 4.4j, 0j] if "norm" not in settings else [3.5 + 4.5j, 0j]
+        assert seen[-1].tolist() == pytest.approx(expected)
+        assert weight.tolist() == [3 + 4j, 0j]
