@@ -29,7 +29,7 @@ def plain(tensor: Tensor) -> Tensor:
     """
     if tensor.is_sparse:
         tensor = tensor._values()
-    to_local = getattr(tensor, "to_local", None)  # a DTensor; asked by name, so that torch.distributed is not imported
+    to_local = getattr(tensor, "to_local", None)  # a DTensor; by name: a build of torch may lack torch.distributed
     if to_local is not None:
         tensor = to_local()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,55 @@
+"""The house: flatmin needs torch alone, never looks at the laboratory, and does nothing when imported."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import flatmin
+
+LIBRARY = Path(flatmin.__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}
+ALLOWED = {"flatmin", "torch", *sys.stdlib_module_names}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The top-level names of everything a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            names.add(node.module or "")
+    return {name.partition(".")[0] for name in names}
+
+
+def test_the_library_imports_torch_and_itself_alone() -> None:
+    files = list(LIBRARY.rglob("*.py"))
+    assert len(files) > 5
+    for path in files:
+        assert imports_of(path) <= ALLOWED, path.name
+
+
+def test_the_library_imports_and_steps_where_torch_alone_is_installed() -> None:
+    """In a process that refuses to import anything but the standard library, torch and what torch itself requires."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("torch_alone.py"))]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert result.stdout.strip() == "ok", result.stderr
+
+
+def test_importing_changes_no_global_setting() -> None:
+    code = (
+        "import torch; before = (torch.get_rng_state().sum(), torch.get_num_threads(), torch.get_default_dtype(),"
+        " torch.backends.cudnn.benchmark); import flatmin; assert before == (torch.get_rng_state().sum(),"
+        " torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark); print('ok')"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert result.stdout.strip() == "ok", result.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(hasattr(flatmin, name) for name in flatmin.__all__)
+    assert {"AMP", "RMP"} <= set(flatmin.__all__)

@@ -1,0 +1,194 @@
+"""fp16 with torch.amp.GradScaler: the same numbers, the same skipped steps, no more host reads than the base's."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import MakeBase, Method, Setup, run, same, setup, tensors_in
+from test_wrapper import HostReads
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import SGD
+
+import flatmin
+
+
+def scaled_closure(
+    case: Setup, optimizer: torch.optim.Optimizer, scaler: GradScaler, spoilt: tuple[int, ...] = ()
+) -> Callable[[], Tensor]:
+    """Passes whose number is in `spoilt` get a gradient that overflowed."""
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        optimizer.zero_grad()
+        loss = case.loss()
+        scaler.scale(loss).backward()
+        if calls in spoilt:
+            for param in case.model.parameters():
+                if param.grad is not None:
+                    param.grad.view(-1)[0] = float("inf")
+        calls += 1
+        return loss
+
+    return closure
+
+
+def new_scaler(**settings: float) -> GradScaler:
+    return GradScaler("cpu", init_scale=2.0**12, **settings)  # type: ignore[arg-type]
+
+
+def test_scaled_steps_equal_plain_ones_bit_for_bit(method: Method, make_base: MakeBase) -> None:
+    """The scale is a power of two, so nothing is rounded on the way."""
+    plain, scaled = setup("conv-batchnorm"), setup("conv-batchnorm")
+    torch.manual_seed(1)
+    expected = run(plain, method(make_base(plain.model.parameters())), 4)
+    torch.manual_seed(1)
+    optimizer, scaler = method(make_base(scaled.model.parameters())), new_scaler()
+    for _ in range(4):
+        loss = optimizer.step(scaled_closure(scaled, optimizer, scaler), scaler=scaler)
+        assert torch.equal(optimizer.last.loss, loss)  # type: ignore[arg-type]
+        assert not optimizer.last.skipped
+        scaler.update()
+    for weight, value in zip(scaled.weights(), expected, strict=True):
+        torch.testing.assert_close(weight, value, rtol=1e-6, atol=1e-7)
+
+
+def test_blocks_take_a_scaler_and_equal_the_closure_form(make_base: MakeBase) -> None:
+    for inner_iter in (1, 2):
+        first, second = setup(), setup()
+        with_closure = flatmin.AMP(make_base(first.model.parameters()), epsilon=0.1, inner_iter=inner_iter)
+        in_blocks = flatmin.AMP(make_base(second.model.parameters()), epsilon=0.1, inner_iter=inner_iter)
+        scaler, scaler_of_blocks = new_scaler(), new_scaler()
+        for _ in range(3):
+            with_closure.step(scaled_closure(first, with_closure, scaler), scaler=scaler)
+            scaler.update()
+            in_blocks.zero_grad()
+            scaler_of_blocks.scale(second.loss()).backward()
+            for _ in range(inner_iter):
+                with in_blocks.perturbed(scaler=scaler_of_blocks):
+                    scaler_of_blocks.scale(second.loss()).backward()
+            in_blocks.step(scaler=scaler_of_blocks)
+            scaler_of_blocks.update()
+        assert same(first.weights(), second.weights())
+
+
+@pytest.mark.parametrize("spoilt", [(0,), (1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_overflow_in_any_pass_is_skipped_and_lowers_the_scale(
+    make_base: MakeBase, spoilt: tuple[int, ...], steps_before: int
+) -> None:
+    case = setup("conv-batchnorm")
+    optimizer, scaler = flatmin.AMP(make_base(case.model.parameters()), epsilon=0.1, inner_iter=2), new_scaler()
+    for _ in range(steps_before):
+        optimizer.step(scaled_closure(case, optimizer, scaler), scaler=scaler)
+        scaler.update()
+    theta, state = case.weights(), [t.clone() for t in tensors_in(optimizer)]
+    optimizer.step(scaled_closure(case, optimizer, scaler, spoilt), scaler=scaler)
+    scaler.update()
+    assert optimizer.last.skipped
+    assert scaler.get_scale() == 2.0**11
+    assert same(case.weights(), theta)
+    assert all(buffer.isfinite().all() for buffer in case.model.buffers())
+    if steps_before:
+        assert same(tensors_in(optimizer), state)
+    assert all(bool((t == 0).all()) for t in tensors_in(optimizer) if not steps_before)
+    optimizer.step(scaled_closure(case, optimizer, scaler), scaler=scaler)
+    scaler.update()
+    assert not optimizer.last.skipped
+    assert not same(case.weights(), theta)
+
+
+def test_a_scale_that_is_much_too_large_comes_down_by_itself() -> None:
+    case = setup()
+    optimizer, scaler = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1), GradScaler("cpu", 2.0**127)
+    theta, skipped = case.weights(), 0
+    while same(case.weights(), theta):
+        optimizer.step(scaled_closure(case, optimizer, scaler), scaler=scaler)
+        skipped += bool(optimizer.last.skipped)
+        scaler.update()
+        assert skipped < 100
+    assert skipped > 0
+    assert scaler.get_scale() == 2.0 ** (127 - skipped)
+
+
+def test_gradients_can_be_unscaled_and_clipped_before_the_step() -> None:
+    first, second = setup(), setup()
+    plain = flatmin.AMP(SGD(first.model.parameters(), lr=0.1), epsilon=0.1)
+    scaled, scaler = flatmin.AMP(SGD(second.model.parameters(), lr=0.1), epsilon=0.1), new_scaler()
+    for _ in range(3):
+        plain.zero_grad()
+        first.loss().backward()
+        with plain.perturbed():
+            first.loss().backward()
+        torch.nn.utils.clip_grad_norm_(first.model.parameters(), 0.1)
+        plain.step()
+
+        scaled.zero_grad()
+        scaler.scale(second.loss()).backward()
+        with scaled.perturbed(scaler=scaler):
+            scaler.scale(second.loss()).backward()
+        scaler.unscale_(scaled)
+        torch.nn.utils.clip_grad_norm_(second.model.parameters(), 0.1)
+        scaled.step(scaler=scaler)
+        scaler.update()
+    for weight, value in zip(second.weights(), first.weights(), strict=True):
+        torch.testing.assert_close(weight, value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_scaler_that_is_switched_off_changes_nothing(make_base: MakeBase) -> None:
+    plain, wrapped = setup(), setup()
+    expected = run(plain, flatmin.AMP(make_base(plain.model.parameters()), epsilon=0.1), 3)
+    optimizer, scaler = (
+        flatmin.AMP(make_base(wrapped.model.parameters()), epsilon=0.1),
+        GradScaler("cpu", enabled=False),
+    )
+    for _ in range(3):
+        optimizer.step(scaled_closure(wrapped, optimizer, scaler), scaler=scaler)
+        scaler.update()
+    assert same(wrapped.weights(), expected)
+    optimizer.step(scaled_closure(wrapped, optimizer, scaler, spoilt=(0,)), scaler=scaler)
+    assert optimizer.last.skipped
+
+
+def test_with_epsilon_zero_a_scaled_step_is_the_bases_own(make_base: MakeBase) -> None:
+    plain, wrapped = setup(), setup()
+    base, base_scaler = make_base(plain.model.parameters()), new_scaler()
+    optimizer, scaler = flatmin.AMP(make_base(wrapped.model.parameters()), epsilon=0.0), new_scaler()
+    for spoilt in ((), (0,), ()):
+        scaled_closure(plain, base, base_scaler, spoilt)()
+        base_scaler.step(base)
+        base_scaler.update()
+        optimizer.step(scaled_closure(wrapped, optimizer, scaler, spoilt), scaler=scaler)
+        scaler.update()
+    assert same(plain.weights(), wrapped.weights())
+    assert scaler.get_scale() == base_scaler.get_scale()
+
+
+def test_no_host_read_beyond_those_of_the_scaler_and_the_base(make_base: MakeBase) -> None:
+    plain, wrapped = setup(), setup()
+    base, base_scaler = make_base(plain.model.parameters()), new_scaler()
+    optimizer, scaler = flatmin.AMP(make_base(wrapped.model.parameters()), epsilon=0.1), new_scaler()
+    for _ in range(2):
+        with HostReads() as own:
+            scaled_closure(plain, base, base_scaler)()
+            base_scaler.step(base)
+            base_scaler.update()
+        with HostReads() as ours:
+            optimizer.step(scaled_closure(wrapped, optimizer, scaler), scaler=scaler)
+            scaler.update()
+    assert ours.count == own.count
+
+
+def test_a_scaler_given_to_some_calls_only_is_an_error_that_loses_nothing() -> None:
+    case, scaler = setup(), new_scaler()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)
+    theta = case.weights()
+    scaler.scale(case.loss()).backward()
+    with optimizer.perturbed(scaler=scaler):
+        scaler.scale(case.loss()).backward()
+    with pytest.raises(RuntimeError, match=r"optimizer.step\(scaler=scaler\) in place of scaler.step\(optimizer\)"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="in place of"):
+        scaler.step(optimizer)
+    assert same(case.weights(), theta)
