@@ -29,3 +29,11 @@ def model_name(request: pytest.FixtureRequest) -> str:
 def method(request: pytest.FixtureRequest) -> Method:
     """AMP or RMP around a base: every row of the table."""
     return METHODS[request.param]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import same, setup
-from pytorch_optimizer import SAM
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from twin import Twin
@@ -59,15 +58,16 @@ def test_float32_follows_the_float64_twin(inner_iter: int, ball: Ball) -> None:
 @pytest.mark.parametrize("model", ["mlp", "conv-batchnorm", "tied"])
 def test_with_a_huge_rate_amp_is_sam(kind: str, model: str) -> None:
     """Δ is then always on the sphere, ε∇J/‖∇J‖, as SAM's. The oracle: pytorch_optimizer's SAM."""
+    oracle = pytest.importorskip("pytorch_optimizer", reason="the oracle is installed with flatmin[dev]")
     ours, theirs = setup(model), setup(model)
     make, settings = {"sgd": (SGD, {"lr": 0.1, "momentum": 0.9}), "adamw": (AdamW, {"lr": 1e-2})}[kind]
     amp = flatmin.AMP(make(ours.model.parameters(), **settings), epsilon=0.05, inner_lr=1e6)
-    sam = SAM(theirs.model.parameters(), make, rho=0.05, **settings)  # type: ignore[arg-type]
+    sam = oracle.SAM(theirs.model.parameters(), make, rho=0.05, **settings)
     for _ in range(30):
         amp.step(ours.closure(amp))
         closure = theirs.closure(sam)
         closure()
-        sam.step(closure)  # type: ignore[arg-type]
+        sam.step(closure)
         assert amp.last.on_ball == 1
     for weight, expected in zip(ours.weights(), theirs.weights(), strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-5)

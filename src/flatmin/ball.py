@@ -139,13 +139,15 @@ def _length(tensor: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
     if norm == "linf":
         low, high = torch.aminmax(tensor)  # an order of magnitude faster on the CPU than vector_norm(·, inf)
         return torch.maximum(-low, high).to(dtype)
+    if tensor.numel() <= _ROW:
+        return combine(tensor.to(dtype))
     in_memory_order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     flat = tensor.permute(in_memory_order).reshape(-1).to(dtype)
-    if flat.numel() <= _ROW:
-        return combine(flat)
     even = flat.numel() // _ROW * _ROW
     rows = vector_norm(flat[:even].view(-1, _ROW), dim=1)
-    return _length(torch.cat([rows, vector_norm(flat[even:]).view(1)]), norm, dtype)
+    if even < flat.numel():
+        rows = torch.cat([rows, vector_norm(flat[even:]).view(1)])
+    return _length(rows, norm, dtype)
 
 
 def _without_partial_sums(tensor: Tensor) -> Tensor:

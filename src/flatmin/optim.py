@@ -134,14 +134,18 @@ class AMP(Wrapper):
 
     def _place(self, step: "_Ascent", factors: Tensor, *, is_last: bool) -> None:
         """The group's weights to θ + Δ; Δ itself is kept only where another step of ascent follows."""
-        for p, direction, factor in zip(step.params, step.directions, factors.unbind(), strict=True):
-            along = plain(direction)
-            by = _on(along.device, step.rate * factor if self.norm == "l2" else step.rate)
+        multipliers = step.rate * (factors if self.norm == "l2" else torch.ones_like(factors))
+        for p, direction, multiplier in zip(step.params, step.directions, multipliers.unbind(), strict=True):
+            theta, along, weight = plain(self._theta[p]), plain(direction), plain(p)
+            by = multiplier.to(along.device)
+            if is_last and self.norm == "l2" and along.dtype == wide(along):
+                torch.addcmul(theta, along, by, out=weight)  # in one go: Δ is never written to memory
+                continue
             room = None if is_last else plain(self._delta.room(p, p, dtype=wide(p)))
             delta = torch.mul(along.to(wide(along)), by, out=room)  # bfloat16 would round the factor to 3 digits
             if self.norm == "linf":
                 clamp_(delta, step.epsilon)
-            torch.add(plain(self._theta[p]), delta, out=plain(p))
+            torch.add(theta, delta, out=weight)
 
 
 @dataclass(frozen=True)

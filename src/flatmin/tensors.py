@@ -18,7 +18,7 @@ from torch import Tensor
 
 Key = TypeVar("Key", bound=Hashable)
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ def keep_(tensors: Iterable[Tensor], flag: Tensor) -> None:
     """
     ones_or_zeros = -flag.to(torch.int64)  # -1 is all ones in two's complement
     masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-    for tensor in map(plain, tensors):
-        kind = tensor.device, _BITS[tensor.element_size()]
+    for bits in map(_bits, map(plain, tensors)):
+        kind = bits.device, bits.dtype
         if kind not in masks:
             masks[kind] = ones_or_zeros.to(*kind)
-        tensor.view(kind[1]).bitwise_and_(masks[kind])
+        bits.bitwise_and_(masks[kind])
 
 
 def choose_(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
@@ -81,8 +81,17 @@ def choose_(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
     tensor([2.])
     """
     for target, source in pairs:
-        here = plain(target)
-        torch.where(flag.to(here.device), plain(source), here, out=here)
+        here, there = _bits(plain(target)), _bits(plain(source))
+        if here.shape != there.shape:  # they lie in memory differently
+            here, there = plain(target), plain(source)
+        torch.where(flag.to(here.device), there, here, out=here)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, as few as can be: `where` goes one by one on the CPU, and two floats fit in one."""
+    if tensor.is_contiguous() and tensor.nbytes % 8 == 0 == tensor.storage_offset() * tensor.element_size() % 8:
+        return tensor.view(-1).view(torch.int64)
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 class Copies(Generic[Key]):

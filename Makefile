@@ -1,0 +1,34 @@
+# Every target sets up what it needs: the first one makes .venv and installs into it, later ones find it ready.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --constraint constraints/cpu.txt)
+
+.PHONY: demo test check format bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/spiral.py
+
+test: $(READY)
+	$(BIN)/python -m pytest --numprocesses auto
+
+check: $(READY)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(READY)
+	$(BIN)/python benchmarks/wrapper_overhead.py
+
+clean:
+	rm -rf .venv build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit("flatmin needs Python 3.10 or newer, got " + sys.version.split()[0] + "; name one with `make PYTHON=python3.12`" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,166 @@
+"""What the wrapper itself costs: everything of a step but the two forward-backward passes and the base's own update.
+
+The closure only hands over gradients that lie ready, and the base does nothing, so what is timed is the arithmetic of
+the perturbation: norm, projection, θ kept, moved and put back, and the check that every gradient is finite. AMP and
+pytorch_optimizer's SAM take turns in one process, because machines are noisy; a ratio is of the medians.
+
+The floor counts bytes. In parameter sizes (R read, W written), the least that a step can move:
+
+    R∇ for its norm · Rθ R∇ W(θ+Δ) W(copy of θ) · R(copy) Wθ to put back · R∇ to check it is finite      = 8
+
+AMP moves 16 with any base: 1 more because θ is read once for the copy and once to move, 2 to zero a gradient that is
+not finite before the ascent and 2 before the base's step, 3 to choose θ after it. With a fused base, which is told to
+skip instead, it is 11. SAM moves 12 and checks nothing.
+
+    python benchmarks/wrapper_overhead.py [--steps 60] [--device cpu] [--json out/wrapper_overhead.json]
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import flatmin
+
+FLOOR = 8
+
+
+class Nothing(Optimizer):
+    """A base whose step costs nothing: what remains is the wrapper's."""
+
+    def __init__(self, params: Any, *, lr: float = 0.1, fused: bool = False, **_: Any) -> None:
+        super().__init__(params, {"lr": lr, "fused": fused})
+        self._step_supports_amp_scaling = fused
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        pass
+
+
+def resnet18_shapes() -> list[tuple[int, ...]]:
+    """The 62 parameters of a PreActResNet18 for ten classes: 11.2 million numbers."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3)]
+    planes = 64
+    for width in (64, 128, 256, 512):
+        for block in range(2):
+            shapes += [(planes,), (planes,), (width, planes, 3, 3), (width,), (width,), (width, width, 3, 3)]
+            if block == 0 and planes != width:
+                shapes.append((width, planes, 1, 1))
+            planes = width
+    return [*shapes, (512,), (512,), (10, 512), (10,)]
+
+
+def contenders(params: list[nn.Parameter], gradients: list[Tensor]) -> dict[str, tuple[Callable[[], object], int]]:
+    """Name to (one step, the parameter sizes it moves)."""
+
+    def hand_over() -> float:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        return 0.0
+
+    amp = flatmin.AMP(Nothing(params), epsilon=0.05)
+    fused = flatmin.AMP(Nothing(params, fused=True), epsilon=0.05)
+    runs: dict[str, tuple[Callable[[], object], int]] = {
+        "flatmin AMP": (lambda: amp.step(hand_over), 16),
+        "flatmin AMP, fused base": (lambda: fused.step(hand_over), 11),
+    }
+    if find_spec("pytorch_optimizer") is None:
+        print("pytorch_optimizer is not installed here: its SAM is left out\n")
+        return runs
+    sam = import_module("pytorch_optimizer").SAM
+    sams = {foreach: sam(params, Nothing, rho=0.05, foreach=foreach) for foreach in (None, True)}
+
+    def sam_step(foreach: bool | None) -> None:
+        hand_over()
+        sams[foreach].step(hand_over)
+
+    return {
+        **runs,
+        "pytorch_optimizer SAM": (lambda: sam_step(None), 12),
+        "pytorch_optimizer SAM, foreach=True": (lambda: sam_step(True), 12),
+    }
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return perf_counter() - start
+
+
+def measure(steps: int, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(0)
+    shapes = resnet18_shapes()
+    params = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    gradients = [torch.randn(shape, device=device) for shape in shapes]
+    copies = [torch.empty_like(gradient) for gradient in gradients]
+    size = sum(param.nbytes for param in params)
+    runs = contenders(params, gradients)
+    runs["a copy of the parameters"] = (lambda: torch._foreach_copy_(copies, gradients), 2)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(steps + 5):
+        for name, (step, _) in runs.items():
+            seconds = timed(step, device)
+            if turn >= 5:
+                times[name].append(seconds)
+    bandwidth = 2 * size / median(times["a copy of the parameters"])
+    rows = {}
+    for name, (_, moved) in runs.items():
+        low, middle, high = quantiles(times[name], n=4)
+        rows[name] = {"ms": middle * 1e3, "ms_quartiles": [low * 1e3, high * 1e3], "parameter_sizes_moved": moved}
+    return {
+        "parameters": sum(param.numel() for param in params),
+        "steps": steps,
+        "bandwidth_GB_per_s": bandwidth / 1e9,
+        "floor_ms": FLOOR * size / bandwidth * 1e3,
+        "rows": rows,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    ours = result["rows"]["flatmin AMP"]["ms"]
+    print(f"{result['parameters'] / 1e6:.1f} million parameters, {result['steps']} steps each, in turns")
+    print(f"{result['device']}, {result['threads']} threads, torch {result['torch']}, commit {result['commit']}\n")
+    print(f"{'':38}{'ms a step':>10}  {'quartiles':>15}{'bytes moved':>13}{'against AMP':>13}")
+    for name, row in result["rows"].items():
+        low, high = row["ms_quartiles"]
+        spread = f"{low:.2f} .. {high:.2f}"
+        moved = f"{row['parameter_sizes_moved']} sizes"
+        print(f"{name:38}{row['ms']:10.2f}  {spread:>15}{moved:>13}{row['ms'] / ours:12.2f}x")
+    bandwidth = f"{result['bandwidth_GB_per_s']:.0f} GB/s"
+    print(f"{'floor: ' + str(FLOOR) + ' sizes at the speed of a copy':38}{result['floor_ms']:10.2f}  {bandwidth:>15}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--json", type=Path, default=Path("out/wrapper_overhead.json"))
+    arguments = parser.parse_args()
+    result = measure(arguments.steps, arguments.device)
+    show(result)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The laboratory: data, models, training and reports around flatmin. It imports flatmin; flatmin never imports it."""
