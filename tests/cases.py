@@ -178,8 +178,11 @@ def run(case: Setup, optimizer: Optimizer, steps: int) -> list[Tensor]:
 
 def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
     """Equal bit for bit, also where both are nan."""
-    pairs = zip(left, right, strict=True)
-    return all(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)
+
+    def octets(tensor: Tensor) -> Tensor:
+        return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+    return all(torch.equal(octets(a), octets(b)) for a, b in zip(left, right, strict=True))
 
 
 def tensors_in(optimizer: Optimizer) -> list[Tensor]:

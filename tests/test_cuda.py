@@ -1,5 +1,6 @@
 """On a GPU: no step waits for the device, fp16 works for real, the laws hold under deterministic settings."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,9 @@ def make_cuda_base(request: pytest.FixtureRequest) -> Callable[[Params], Optimiz
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
     torch.backends.cudnn.deterministic = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "synchronization debug mode is a prototype feature"
+        torch.cuda.set_sync_debug_mode("default")
     yield
     torch.backends.cudnn.deterministic = False
     torch.cuda.set_sync_debug_mode("default")

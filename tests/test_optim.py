@@ -151,3 +151,38 @@ def test_complex_parameters_are_perturbed_as_pairs_of_reals() -> None:
         expected = [3.3 + 4.4j, 0j] if "norm" not in settings else [3.5 + 4.5j, 0j]
         assert seen[-1].tolist() == pytest.approx(expected)
         assert weight.tolist() == [3 + 4j, 0j]
+
+
+@pytest.mark.parametrize("ball", BALLS)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "channels-last", "gradient laid out otherwise"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_the_perturbed_weights_are_theta_plus_delta_rounded_once(kind: str, ball: Ball, device: str) -> None:
+    """However weights and gradients lie in memory, and whichever kernel moves them."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, kind, torch.float32)
+    weights = [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape in ((4, 3, 5, 5), (7,))]
+    if kind == "channels-last":
+        weights[0].data = weights[0].data.to(memory_format=torch.channels_last)
+    gradients = [torch.randn_like(weight) for weight in weights]
+    if kind == "gradient laid out otherwise":
+        gradients[0] = gradients[0].to(memory_format=torch.channels_last)
+    theta = [weight.detach().clone() for weight in weights]
+    optimizer = flatmin.AMP(SGD(weights, lr=0.0), epsilon=0.5, inner_lr=1e3, ball=ball)
+    seen = list[list[Tensor]]()
+
+    def closure() -> None:
+        seen.append([weight.detach().clone() for weight in weights])
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+
+    optimizer.step(closure)
+    exact = [gradient.double() for gradient in gradients]
+    total = torch.cat([gradient.flatten() for gradient in exact]).norm()
+    for value, weight, gradient in zip(seen[1], theta, exact, strict=True):
+        length = gradient.norm() if ball == "tensor" else total
+        delta = 0.5 * gradient / length
+        wrong = (value.double() - (weight.double() + delta)).abs()
+        rounding = torch.finfo(dtype).eps * value.double().abs() / 2  # of the sum, once
+        arithmetic = 4 * torch.finfo(torch.float32).eps * (weight.double().abs() + delta.abs())
+        assert (wrong <= rounding + arithmetic).all()
+    assert same([weight.detach() for weight in weights], theta)

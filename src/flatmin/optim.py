@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.sgd import sgd
 
 from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, shrink
 from flatmin.shell import Group, whole_number
@@ -99,9 +100,13 @@ class AMP(Wrapper):
         self._sound = finite if self._sound is None else finite & self._sound
         factors = self._bring_inside(lengths, [step.epsilon for step in steps])
         self._theta.take({p: p for step in steps for p in step.params if p not in self._theta})
+        is_last = n + 1 == self.inner_iter
         for step, factor in zip(steps, factors, strict=True):
-            keep_(step.directions, finite)
-            self._place(step, factor, is_last=n + 1 == self.inner_iter)
+            if n == 0 and is_last and self.norm == "l2" and self.ball != "tensor" and step.suits_one_kernel():
+                step.climb(step.rate * factor[0], unless=~finite)
+            else:
+                keep_(step.directions, finite)
+                self._place(step, factor, is_last=is_last)
 
     def _ascent(self, group: Group, n: int, unscale: float | Tensor) -> "_Ascent":
         """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
@@ -133,19 +138,16 @@ class AMP(Wrapper):
         return factors
 
     def _place(self, step: "_Ascent", factors: Tensor, *, is_last: bool) -> None:
-        """The group's weights to θ + Δ; Δ itself is kept only where another step of ascent follows."""
+        """The group's weights to θ + Δ, for any dtype, norm and ball; Δ is kept where another ascent follows."""
         multipliers = step.rate * (factors if self.norm == "l2" else torch.ones_like(factors))
         for p, direction, multiplier in zip(step.params, step.directions, multipliers.unbind(), strict=True):
-            theta, along, weight = plain(self._theta[p]), plain(direction), plain(p)
-            by = multiplier.to(along.device)
-            if is_last and self.norm == "l2" and along.dtype == wide(along):
-                torch.addcmul(theta, along, by, out=weight)  # in one go: Δ is never written to memory
-                continue
+            along = plain(direction)
             room = None if is_last else plain(self._delta.room(p, p, dtype=wide(p)))
-            delta = torch.mul(along.to(wide(along)), by, out=room)  # bfloat16 would round the factor to 3 digits
+            # in float32 at least: bfloat16 would round the multiplier to three digits
+            delta = torch.mul(along.to(wide(along)), multiplier.to(along.device), out=room)
             if self.norm == "linf":
                 clamp_(delta, step.epsilon)
-            torch.add(theta, delta, out=weight)
+            torch.add(plain(self._theta[p]), delta, out=plain(p))
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,38 @@ class _Ascent:
     directions: list[Tensor]
     rate: float | Tensor
     epsilon: float | Tensor
+
+    def suits_one_kernel(self) -> bool:
+        """Can torch's fused kernel move these weights? With float64 its rate is too short, in half precision it is
+        wrong on the CPU (torch 2.13).
+        """
+        pairs = [(plain(p), plain(direction)) for p, direction in zip(self.params, self.directions, strict=True)]
+        return all(
+            (p.is_cuda or p.is_cpu)
+            and (p.dtype == torch.float32 or (p.is_cuda and p.dtype in (torch.bfloat16, torch.float16)))
+            and (p.dtype, p.device, p.stride()) == (direction.dtype, direction.device, direction.stride())
+            for p, direction in pairs
+        )
+
+    def climb(self, rate: Tensor, *, unless: Tensor) -> None:
+        """θ + Δ = θ + rate · directions: a step of SGD uphill, which leaves the weights at θ where `unless` holds.
+
+        One pass over memory and a launch for all tensors; Δ is never written down.
+        """
+        sgd(
+            [plain(p) for p in self.params],
+            [plain(direction) for direction in self.directions],
+            [None] * len(self.params),
+            fused=True,
+            foreach=False,
+            found_inf=unless.float(),
+            lr=rate,  # type: ignore[arg-type]  # a tensor on the device will do
+            maximize=True,
+            weight_decay=0.0,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+        )
 
 
 class RMP(Wrapper):
