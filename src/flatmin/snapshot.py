@@ -7,6 +7,8 @@ one moment and puts them back: buffers by copying in place (no attribute of a mo
 torch.compile guards on changes), generators by setting their state.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from flatmin.tensors import Copies
 
 
 class Snapshot:
-    """A model's buffers and its devices' random states, as they were at the last `take_buffers` and `take_random`.
+    """A model's buffers and some devices' random states, as they were at the last `take_buffers` and `take_random`.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> snapshot = Snapshot(norm)
@@ -37,10 +39,8 @@ class Snapshot:
     def put_back_buffers(self) -> None:
         self._buffers.put_back(dict(self.model.named_buffers()))
 
-    def take_random(self) -> None:
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        devices = {torch.device("cpu"), *(tensor.device for tensor in tensors if tensor.device.type != "meta")}
-        self._random = {device: _random_state(device) for device in devices}
+    def take_random(self, devices: Iterable[torch.device]) -> None:
+        self._random = {device: _random_state(device) for device in {torch.device("cpu"), *devices}}
 
     def put_back_random(self) -> None:
         for device, state in self._random.items():

@@ -81,7 +81,7 @@ class Wrapper(Shell, ABC):
         if not self._in_a_pass:
             self._forget_step()
             if self._before is not None:
-                self._before.take_random()
+                self._before.take_random(self._devices())
                 self._knows_beginning = True
         self.base.zero_grad(set_to_none)
 
@@ -120,7 +120,7 @@ class Wrapper(Shell, ABC):
         results = []
         if self._before is not None:
             self._before.take_buffers()
-            self._before.take_random()
+            self._before.take_random(self._devices())
         with torch.enable_grad():
             if self._starts_clean:
                 results.append(closure())
@@ -223,7 +223,7 @@ class Wrapper(Shell, ABC):
     def _end_clean_pass(self) -> None:
         if self._after_clean is not None:
             self._after_clean.take_buffers()
-            self._after_clean.take_random()
+            self._after_clean.take_random(self._devices())
 
     def _return_to_theta(self) -> None:
         self._put_back_theta()
@@ -269,6 +269,10 @@ class Wrapper(Shell, ABC):
         """Where `scaler.unscale_(optimizer)` was said of this wrapper, let it count for the base, which is to step."""
         if scaler is not None and id(self) in scaler._per_optimizer_states:
             scaler._per_optimizer_states[id(self.base)] = scaler._per_optimizer_states.pop(id(self))
+
+    def _devices(self) -> list[torch.device]:
+        """Those of the parameters, each once, in the order of the groups."""
+        return list({p.device: None for group in self.param_groups for p in group["params"]})
 
     @property
     def _home(self) -> torch.device:
