@@ -1,0 +1,62 @@
+"""Every snippet of the README and the guides runs, and none of them names a command that is not there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatmin
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = [
+    pytest.param(code, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
+
+
+def reader() -> dict[str, Any]:
+    """What the reader of a page has at hand: a model, data, a loss, an optimizer and a closure."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+    batches = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(3)]
+    loss_fn = nn.CrossEntropyLoss()
+    optimizer = flatmin.AMP(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    (x, y), device = batches[0], "cpu"
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = loss_fn(model(x), y)
+        loss.backward()
+        return loss
+
+    names = {"torch": torch, "flatmin": flatmin, "loader": batches, "micro_batches": batches}
+    return {**names, **{key: value for key, value in locals().items() if key not in ("names", "batches")}}
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_snippets_run_as_they_stand(code: str) -> None:
+    names = reader()
+    before = [param.detach().clone() for param in names["model"].parameters()]
+    exec(compile(code, "snippet", "exec"), names)
+    for value in names["model"].parameters():
+        assert value.isfinite().all()
+    if ".step(" in code:
+        assert not all(torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
+
+
+def test_there_are_snippets_and_pictures() -> None:
+    assert len(SNIPPETS) >= 8
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_the_readme_names_commands_that_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"make (\w+)", (ROOT / "README.md").read_text()))
+    assert {"demo", "test"} <= named <= targets
