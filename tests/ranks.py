@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import METHODS, Setup, setup
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from flatmin import AMP
-from flatmin.ball import NORMS, norms, project_
+from flatmin import AMP, RMP
+from flatmin.ball import BALLS, NORMS, norms, project_
 
 RANKS = 2
 
@@ -84,10 +84,26 @@ def train_sharded(rank: int, inner_iter: int) -> dict[str, Any]:
     return {"single": results[0], "sharded": results[1]}
 
 
+def train_sharded_at_random(rank: int, ball: str) -> dict[str, Any]:
+    """RMP on sharded weights, one of which has no row on the second rank; each rank draws from its own seed."""
+    case = full_batch("mlp", dtype=torch.float64)
+    case.model[2] = nn.Linear(8, 1, bias=False, dtype=torch.float64)  # type: ignore[operator]
+    case.y = torch.zeros_like(case.y)
+    fully_shard(case.model, mesh=init_device_mesh("cpu", (RANKS,)))
+    torch.manual_seed(rank)
+    optimizer = RMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, ball=ball)  # type: ignore[arg-type]
+    lengths = []
+    for _ in range(5):
+        optimizer.step(case.closure(optimizer))
+        lengths.append(float(optimizer.last.delta_norm))  # type: ignore[arg-type]
+    return {"lengths": lengths}
+
+
 JOBS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{f"ddp-{method}": lambda rank, method=method: train_ddp(rank, method) for method in METHODS},  # type: ignore[misc]
     **{f"ddp-{method}-spoilt": lambda rank, method=method: train_ddp(rank, method, spoil=True) for method in METHODS},  # type: ignore[misc]
     "dtensors": measure_dtensors,
+    **{f"rmp-{ball}": lambda rank, ball=ball: train_sharded_at_random(rank, ball) for ball in BALLS},  # type: ignore[misc]
     **{f"sharded-{n}": lambda rank, n=n: train_sharded(rank, n) for n in (1, 2)},  # type: ignore[misc]
 }
 

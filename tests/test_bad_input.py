@@ -16,6 +16,14 @@ AMP: Any = flatmin.AMP  # so that the type checker lets the mistakes below be ma
 RMP: Any = flatmin.RMP
 
 
+class OwnEpsilon(torch.optim.SGD):
+    """Someone's optimizer in whose groups `epsilon` means something else."""
+
+    def __init__(self, params: Any, epsilon: float = 1e-8) -> None:
+        super().__init__(params)
+        self.defaults["epsilon"] = self.param_groups[0]["epsilon"] = epsilon
+
+
 def sgd(case: Setup) -> SGD:
     return SGD(case.model.parameters(), lr=0.1)
 
@@ -60,6 +68,10 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
     "rmp around amp": (
         lambda case: RMP(AMP(sgd(case), epsilon=0.1), epsilon=0.1),
         "RMP cannot wrap AMP",
+    ),
+    "a base with an epsilon of its own": (
+        lambda case: AMP(OwnEpsilon(case.model.parameters()), epsilon=0.1),
+        "AMP keeps epsilon in the groups of its base, and OwnEpsilon has a epsilon of its own there; rename it",
     ),
     "lbfgs": (lambda case: AMP(LBFGS(case.model.parameters()), epsilon=0.1), "LBFGS .* got epsilon=0.1; use"),
     "bad group": (

@@ -92,6 +92,19 @@ def test_a_block_without_a_gradient_says_so() -> None:
         pass
 
 
+def test_a_block_may_perturb_nothing_when_the_groups_to_perturb_are_frozen() -> None:
+    case = setup()
+    first, second = case.layers()
+    for param in first:
+        param.requires_grad_(False)
+    base = SGD([{"params": first}, {"params": second, "epsilon": 0.0}], lr=0.1)  # type: ignore[arg-type]
+    optimizer = flatmin.AMP(base, epsilon=0.1)
+    theta = case.weights()
+    case.step_in_blocks(optimizer)
+    assert same(case.weights()[:2], theta[:2])
+    assert not same(case.weights()[2:], theta[2:])
+
+
 def test_blocks_do_not_nest_and_a_step_does_not_fit_inside() -> None:
     case = setup()
     optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)

@@ -154,7 +154,9 @@ def test_complex_parameters_are_perturbed_as_pairs_of_reals() -> None:
 
 
 @pytest.mark.parametrize("ball", BALLS)
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "channels-last", "gradient laid out otherwise"])
+@pytest.mark.parametrize(
+    "kind", ["float32", "bfloat16", "float16", "channels-last", "gradient laid out otherwise", "with gaps"]
+)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_the_perturbed_weights_are_theta_plus_delta_rounded_once(kind: str, ball: Ball, device: str) -> None:
     """However weights and gradients lie in memory, and whichever kernel moves them."""
@@ -166,6 +168,10 @@ def test_the_perturbed_weights_are_theta_plus_delta_rounded_once(kind: str, ball
     gradients = [torch.randn_like(weight) for weight in weights]
     if kind == "gradient laid out otherwise":
         gradients[0] = gradients[0].to(memory_format=torch.channels_last)
+    if kind == "with gaps":  # as in a padded flat buffer
+        for tensors in (weights, gradients):
+            tensors[0].data = torch.randn(4, 3, 5, 8, device=device)[..., :5]
+    rest = weights[0].data.untyped_storage().clone()
     theta = [weight.detach().clone() for weight in weights]
     optimizer = flatmin.AMP(SGD(weights, lr=0.0), epsilon=0.5, inner_lr=1e3, ball=ball)
     seen = list[list[Tensor]]()
@@ -173,7 +179,7 @@ def test_the_perturbed_weights_are_theta_plus_delta_rounded_once(kind: str, ball
     def closure() -> None:
         seen.append([weight.detach().clone() for weight in weights])
         for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient.clone()
+            weight.grad = gradient.as_strided(gradient.shape, gradient.stride())
 
     optimizer.step(closure)
     exact = [gradient.double() for gradient in gradients]
@@ -186,3 +192,4 @@ def test_the_perturbed_weights_are_theta_plus_delta_rounded_once(kind: str, ball
         arithmetic = 4 * torch.finfo(torch.float32).eps * (weight.double().abs() + delta.abs())
         assert (wrong <= rounding + arithmetic).all()
     assert same([weight.detach() for weight in weights], theta)
+    assert rest.tolist() == weights[0].data.untyped_storage().tolist()  # what lies between the weights is untouched

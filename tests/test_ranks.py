@@ -45,3 +45,10 @@ def test_sharded_weights_are_trained_as_whole_ones(seen: list[dict[str, Any]], i
     for results in seen:
         job = results[f"sharded-{inner_iter}"]
         torch.testing.assert_close(job["sharded"], job["single"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("ball", "bound"), [("global", 0.1), ("group", 0.1), ("tensor", 0.1 * 3**0.5)])
+def test_a_random_point_of_sharded_weights_has_one_radius(seen: list[dict[str, Any]], ball: str, bound: float) -> None:
+    first, second = (results[f"rmp-{ball}"]["lengths"] for results in seen)
+    assert first == second
+    assert 0.5 * bound < max(first) <= bound * (1 + 1e-6)

@@ -1,5 +1,7 @@
 """RMP: a point drawn uniformly in the ball, one closure call, θ back."""
 
+from typing import Any
+
 import pytest
 import torch
 from cases import run, same, setup
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import flatmin
-from flatmin.ball import Norm
+from flatmin.ball import BALLS, Ball, Norm
 
 
 def draws(norm: Norm, dimension: int, n: int, seed: int = 0) -> Tensor:
@@ -92,3 +94,31 @@ def test_frozen_parameters_stay() -> None:
     assert not torch.equal(seen[0][2], theta[2])
     assert optimizer.last.loss_perturbed is not None
     assert optimizer.last.on_ball == 0
+
+
+def test_epsilon_zero_is_the_base_optimizer_in_blocks_too() -> None:
+    plain, wrapped = setup(), setup()
+    expected = run(plain, SGD(plain.model.parameters(), lr=0.1), 3)
+    optimizer = flatmin.RMP(SGD(wrapped.model.parameters(), lr=0.1), epsilon=0.0)
+    for _ in range(3):
+        wrapped.step_in_blocks(optimizer)
+    assert same(wrapped.weights(), expected)
+
+
+@pytest.mark.parametrize("ball", BALLS)
+def test_groups_with_nothing_to_move_do_no_harm(ball: Ball) -> None:
+    case = setup()
+    first, second = case.layers()
+    for param in second:
+        param.requires_grad_(False)
+    groups: list[dict[str, Any]] = [{"params": first, "epsilon": 0.0}, {"params": second}, {"params": []}]
+    for epsilon in (0.0, 0.1):
+        groups[0]["epsilon"] = epsilon
+        optimizer = flatmin.RMP(SGD(groups, lr=0.1), epsilon=0.1, ball=ball)
+        theta = case.weights()
+        assert not same(run(case, optimizer, 1), theta)
+    empty = torch.nn.Parameter(torch.ones(0))
+    optimizer = flatmin.RMP(SGD([*first, empty], lr=0.1), epsilon=0.1, ball=ball)
+    run(case, optimizer, 1)
+    assert optimizer.last.delta_norm is not None
+    assert 0 < optimizer.last.delta_norm < 0.2

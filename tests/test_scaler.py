@@ -192,3 +192,80 @@ def test_a_scaler_given_to_some_calls_only_is_an_error_that_loses_nothing() -> N
     with pytest.raises(RuntimeError, match="in place of"):
         scaler.step(optimizer)
     assert same(case.weights(), theta)
+
+
+def clipped_training(case: Setup, scaler: GradScaler | None, form: str) -> list[Tensor]:
+    """Three steps with N = 2 in which the gradients of every pass are clipped, in their own size."""
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, inner_iter=2)
+
+    def run_pass() -> Tensor:
+        loss = case.loss()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.05)
+        return loss
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return run_pass()
+
+    for _ in range(3):
+        if form == "closure":
+            optimizer.step(closure, scaler=scaler)
+        else:
+            closure()
+            for _ in range(2):
+                with optimizer.perturbed(scaler=scaler):
+                    run_pass()
+            optimizer.step(scaler=scaler)
+        assert float(optimizer.last.grad_norm) == pytest.approx(0.05, rel=1e-4)  # type: ignore[arg-type]
+        if scaler is not None:
+            scaler.update()
+    return case.weights()
+
+
+@pytest.mark.parametrize("form", ["closure", "blocks"])
+def test_the_gradients_of_every_pass_can_be_unscaled_and_clipped(form: str) -> None:
+    plain, scaled = clipped_training(setup(), None, form), clipped_training(setup(), new_scaler(), form)
+    for weight, value in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(weight, value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+def test_overflow_in_any_pass_is_skipped_after_unscaling_too(make_base: MakeBase, spoilt: int) -> None:
+    case, scaler = setup(), new_scaler()
+    optimizer = flatmin.AMP(make_base(case.model.parameters()), epsilon=0.1, inner_iter=2)
+    theta = case.weights()
+
+    def run_pass(number: int) -> None:
+        scaler.scale(case.loss() * (float("inf") if number == spoilt else 1)).backward()
+
+    run_pass(0)
+    for number in (1, 2):
+        with optimizer.perturbed(scaler=scaler):
+            run_pass(number)
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
+    optimizer.step(scaler=scaler)
+    scaler.update()
+    assert optimizer.last.skipped
+    assert same(case.weights(), theta)
+    assert scaler.get_scale() == 2.0**11
+    assert all(bool((t == 0).all()) for t in tensors_in(optimizer))
+
+
+def test_an_empty_parameter_does_not_hide_an_overflow() -> None:
+    weight, empty = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(0))
+    optimizer, scaler = flatmin.AMP(SGD([weight, empty], lr=0.1), epsilon=0.1, inner_iter=2), new_scaler()
+    losses = iter([1.0, float("inf"), 1.0])
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        scaler.scale((weight.square().sum() + empty.sum()) * next(losses)).backward()
+
+    optimizer.step(closure, scaler=scaler)
+    scaler.update()
+    assert optimizer.last.skipped
+    assert weight.tolist() == [1, 1]
+    assert scaler.get_scale() == 2.0**11

@@ -123,3 +123,14 @@ def test_a_snapshot_can_be_taken_again() -> None:
         model.running_mean.zero_()  # type: ignore[union-attr]
         snapshot.put_back_buffers()
         assert model.running_mean.tolist() == [value, value]  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_buffers_that_are_not_made_yet_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(), nn.Linear(4, 3))
+    case = setup()
+    case.model = model
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    for _ in range(2):
+        optimizer.step(case.closure(optimizer))
+    assert model[1].num_batches_tracked == 2

@@ -1,5 +1,6 @@
 """A step from outside: weights, buffers and storage come back, results pass through, nothing waits for the device."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -188,3 +189,23 @@ def test_a_step_reads_nothing_from_the_device_that_its_base_does_not(
     plain, wrapped = setup(model_name), setup(model_name)
     own = host_reads(plain, make_base(plain.model.parameters()))
     assert host_reads(wrapped, method(make_base(wrapped.model.parameters()), model=wrapped.model)) == own
+
+
+def test_no_more_than_two_results_of_the_closure_are_kept() -> None:
+    class Result:
+        pass
+
+    case = setup()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, inner_iter=5)
+    alive = list[int]()
+    seen = weakref.WeakSet[Result]()
+
+    def closure() -> Result:
+        case.closure(optimizer)()
+        alive.append(len(seen))
+        result = Result()
+        seen.add(result)
+        return result
+
+    optimizer.step(closure)
+    assert max(alive) == 2

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from flatmin.tensors import keep_, plain
+from flatmin.tensors import in_memory_order, keep_, plain
 
 Norm = Literal["l2", "linf"]
 Ball = Literal["global", "group", "tensor"]
@@ -32,7 +32,8 @@ _ROW = 4096
 def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
     """The norm of each tensor, as one vector in float32 (float64 if any tensor is).
 
-    A DTensor counts whole: its shards' norms are combined over its mesh, so every rank of the mesh must call this.
+    A DTensor counts whole: its shards' norms are combined over its mesh, so every rank of the mesh must call this. The
+    squares are float32's: numbers beyond 1e19 have an infinite norm, those below 1e-19 count little or nothing.
 
     >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([[-2.0]])])
     tensor([5., 2.])
@@ -141,8 +142,7 @@ def _length(tensor: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
         return torch.maximum(-low, high).to(dtype)
     if tensor.numel() <= _ROW:
         return combine(tensor.to(dtype))
-    in_memory_order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    flat = tensor.permute(in_memory_order).reshape(-1).to(dtype)
+    flat = in_memory_order(tensor).reshape(-1).to(dtype)
     even = flat.numel() // _ROW * _ROW
     rows = vector_norm(flat[:even].view(-1, _ROW), dim=1)
     if even < flat.numel():
@@ -173,3 +173,14 @@ def _over_ranks(length: Tensor, tensor: Tensor, norm: Norm) -> Tensor:
     part = length.square() if norm == "l2" else length
     full = DTensor.from_local(part, tensor.device_mesh, spread).full_tensor()  # type: ignore[attr-defined]
     return full.sqrt() if norm == "l2" else full
+
+
+def same_on_all_ranks(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """A number drawn at random, as the first rank drew it, where some of these tensors are spread over ranks."""
+    meshes = [tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")]
+    if not meshes:
+        return number
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * meshes[0].ndim
+    return DTensor.from_local(number, meshes[0], everywhere, run_check=True).to_local()

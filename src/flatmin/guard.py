@@ -6,8 +6,8 @@ host whether to step costs a wait every step; so the step is always taken, and u
     a fused base    is told through `found_inf`, as torch.amp.GradScaler tells it, and its kernels return at once
     any other base  steps with zero gradients (its moments decay, nothing turns nan), then θ comes back from its copy
 
-With a GradScaler the decision is the scaler's, which looks at the last gradient alone: that one is made infinite where
-an earlier pass was, so that the scaler sees it, skips the step and lowers the scale.
+Hooks of the base run in between and see the weights before they come back; hooks of the wrapper see them after.
+With a GradScaler the decision is the scaler's.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,22 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from flatmin.tensors import Copies, choose_, keep_, plain
+from flatmin.scaling import Owners, step_scaled
+from flatmin.tensors import Copies, choose_, keep_
 
 
 def step_unless(
-    skip: Tensor, base: Optimizer, params: Sequence[Tensor], theta: Copies[Tensor], scaler: GradScaler | None
+    skip: Tensor, owners: Owners, params: Sequence[Tensor], theta: Copies[Tensor], scaler: GradScaler | None
 ) -> None:
     """`base.step()`; where `skip` holds, `params` (those with a gradient) and the base's state stay as they are.
 
     `theta` is where copies of parameters are, and where missing ones are made.
     """
+    _, base = owners
     gradients = [p.grad for p in params if p.grad is not None]
     stateless = [p for p in params if not base.state.get(p)]
     if scaler is not None:
-        if gradients:
-            smallest = min(map(plain, gradients), key=Tensor.numel)
-            smallest.masked_fill_(skip.to(smallest.device), float("inf"))
-        scaler.step(base)
+        step_scaled(skip, owners, gradients, scaler)
         _clear_fresh_state(skip, base, stateless)
     elif getattr(base, "_step_supports_amp_scaling", False) and all(group.get("fused") for group in base.param_groups):
         base.grad_scale, base.found_inf = None, skip.float()  # type: ignore[attr-defined]

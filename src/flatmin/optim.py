@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
-from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, shrink
+from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, same_on_all_ranks, shrink
 from flatmin.shell import Group, whole_number
-from flatmin.tensors import Copies, keep_, plain, wide
+from flatmin.tensors import Copies, is_dense, keep_, plain, wide
 from flatmin.wrapper import Wrapper
 
 
@@ -166,6 +166,7 @@ class _Ascent:
         pairs = [(plain(p), plain(direction)) for p, direction in zip(self.params, self.directions, strict=True)]
         return all(
             (p.is_cuda or p.is_cpu)
+            and is_dense(p)  # the kernel walks through memory, gaps included
             and (p.dtype == torch.float32 or (p.is_cuda and p.dtype in (torch.bfloat16, torch.float16)))
             and (p.dtype, p.device, p.stride()) == (direction.dtype, direction.device, direction.stride())
             for p, direction in pairs
@@ -183,7 +184,7 @@ class _Ascent:
             fused=True,
             foreach=False,
             found_inf=unless.float(),
-            lr=rate,  # type: ignore[arg-type]  # a tensor on the device will do
+            lr=rate.float(),  # type: ignore[arg-type]  # a tensor on the device will do
             maximize=True,
             weight_decay=0.0,
             momentum=0.0,
@@ -233,6 +234,8 @@ class RMP(Wrapper):
     def _perturb(self, n: int, unscale: float | Tensor) -> None:
         """Δ uniform in its ball, and the weights to θ + Δ: noise in the weights' own memory, scaled and moved to θ."""
         groups = [group for group in self._perturbed_groups() if any(p.requires_grad for p in group["params"])]
+        if not groups:
+            return
         params = [[p for p in group["params"] if p.requires_grad] for group in groups]
         self._theta.take({p: p for here in params for p in here})
         for here in params:
@@ -265,24 +268,24 @@ class RMP(Wrapper):
         """For each group the factors, one a tensor, that make the noise uniform in its ball."""
         if self.norm == "linf":
             return [torch.ones_like(length) * epsilon for length, epsilon in zip(lengths, epsilons, strict=True)]
-        sizes = [[plain(p).numel() for p in here] for here in params]
-        shared = self._shares(sum(map(sum, sizes))) if self.ball == "global" else None
+        shared = self._share([p for here in params for p in here]) if self.ball == "global" else None
         scales = []
-        for radius, size, epsilon in zip(radii(lengths, ball=self.ball), sizes, epsilons, strict=True):
+        for radius, here, epsilon in zip(radii(lengths, ball=self.ball), params, epsilons, strict=True):
             if shared is not None:
                 share = shared
             elif self.ball == "group":
-                share = self._shares(sum(size))
+                share = self._share(here)
             else:
-                share = torch.cat([self._shares(dimension).view(1) for dimension in size])
-            scales.append((epsilon * share / radius).expand(len(size)))
+                share = torch.stack([self._share([p]) for p in here])
+            scales.append(torch.where(radius > 0, epsilon * share / radius, 0.0).expand(len(here)))
         return scales
 
-    def _shares(self, dimension: int) -> Tensor:
-        """u^(1/d): how far out a uniform point of a d-dimensional ball lies, as a share of the radius."""
+    def _share(self, params: Sequence[Tensor]) -> Tensor:
+        """u^(1/d): how far out a uniform point of these parameters' ball lies, as a share of its radius."""
+        dimension = sum(p.numel() * (2 if p.is_complex() else 1) for p in params)
         device = self._home if self.generator is None else self.generator.device
-        share: Tensor = torch.rand((), generator=self.generator, device=device) ** (1 / dimension)
-        return share.to(self._home)
+        share: Tensor = torch.rand((), generator=self.generator, device=device) ** (1 / max(dimension, 1))
+        return same_on_all_ranks(share.to(self._home), params)
 
 
 def _gradient(param: Tensor) -> Tensor:

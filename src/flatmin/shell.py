@@ -6,7 +6,8 @@ are properties that reach through. The wrapper's own numbers (ε, ζ) live in th
 schedulers move them, checkpoints carry them and a group may have its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from numbers import Real
 from operator import index
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ class Shell(Optimizer):
     _settings: ClassVar[tuple[str, ...]] = ("base", "inner_iter", "ball", "norm", "model")
 
     def __init__(self, base: Optimizer, hyperparameters: dict[str, float], **settings: Any) -> None:
-        _check_base(base, type(self).__name__)
+        _check_base(base, type(self).__name__, hyperparameters)
         _check_settings(**settings)
         for values in (hyperparameters, *base.param_groups):
             check_hyperparameters(base, {key: values[key] for key in hyperparameters if key in values})
@@ -149,7 +150,7 @@ def whole_number(name: str, value: object) -> int:
 def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None:
     for name, value in values.items():
         if isinstance(value, Tensor):  # for the fast path: trusted, because reading it would wait for the device
-            if value.numel() != 1:
+            if value.dim():
                 raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
             continue
         is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -162,7 +163,7 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
         )
 
 
-def _check_base(base: object, name: str) -> None:
+def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None:
     if isinstance(base, Shell):
         raise TypeError(f"{name} cannot wrap {type(base).__name__}; wrap the optimizer inside it, `optimizer.base`")
     if not isinstance(base, Optimizer):
@@ -170,6 +171,11 @@ def _check_base(base: object, name: str) -> None:
         raise TypeError(
             f"{name} wraps an instance of torch.optim.Optimizer, got {what}; "
             f"write {name}(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1)"
+        )
+    for key in signature(type(base)).parameters.keys() & set(hyperparameters):
+        raise ValueError(
+            f"{name} keeps {key} in the groups of its base, and {type(base).__name__} has a {key} of its own there; "
+            "rename it in the base"
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from flatmin.tensors import Copies
 
@@ -34,7 +35,7 @@ class Snapshot:
 
     def take_buffers(self) -> None:
         self._buffers.forget()
-        self._buffers.take(dict(self.model.named_buffers()))
+        self._buffers.take({name: buffer for name, buffer in self.model.named_buffers() if not is_lazy(buffer)})
 
     def put_back_buffers(self) -> None:
         self._buffers.put_back(dict(self.model.named_buffers()))

@@ -44,6 +44,21 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Do its numbers fill their memory without gaps or overlap, in whatever order?
+
+    >>> picture = torch.zeros(2, 3, 4, 4)
+    >>> is_dense(picture.to(memory_format=torch.channels_last)), is_dense(picture[..., :3])
+    (True, False)
+    """
+    return tensor.is_contiguous() or in_memory_order(tensor).is_contiguous()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The same memory with its dimensions turned so that the last one has the smallest stride."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
 def copy_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Target ← source for each pair, in place: a target keeps its storage. One launch a device and dtype on a GPU."""
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)

@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 
 from flatmin.ball import combine, norms
 from flatmin.guard import step_unless
+from flatmin.scaling import Owners, inverse_scale, new_gradients_come, step_scaled
 from flatmin.shell import Shell
 from flatmin.snapshot import Snapshot
 from flatmin.tensors import Copies
@@ -31,8 +32,9 @@ class Last:
 
     `loss` is that of the clean pass and `loss_perturbed` that of the last pass, at θ + Δ (RMP has that pass alone, so
     the two are one); their difference is the sharpness. `grad_norm` is ‖∇J(θ)‖ (RMP: at θ + Δ) and `delta_norm` is ‖Δ‖
-    over all balls together, both in the ball's norm. `on_ball` is the share of balls whose edge Δ was brought back to.
-    `skipped` tells that a gradient was not finite and θ stayed as it was. None: not measured.
+    over all balls together, both in the ball's norm. `on_ball` is the share of balls whose edge Δ was brought back to
+    (for "linf", of tensors with a clamped number). `skipped` tells that a gradient was not finite and θ stayed as it
+    was. None: not measured.
     """
 
     loss: Tensor | None = None
@@ -55,8 +57,11 @@ class Wrapper(Shell, ABC):
         super().__setstate__(state)
         self.last = Last()
         self._theta: Copies[Tensor] = Copies()  # θ of the parameters that are, or may have to be, put back
-        self._before = None if self.model is None else Snapshot(self.model)
-        self._after_clean = None if self.model is None else Snapshot(self.model)
+        # With `model=`, buffers and random states at two moments. Before the step: there an exception in step(closure)
+        # leads back to, and from there the extra passes draw their masks. After the clean pass (RMP: before the block):
+        # so a step ends, and there an exception in a block leads back to.
+        self._at_start = None if self.model is None else Snapshot(self.model)
+        self._at_clean = None if self.model is None else Snapshot(self.model)
         self._in_a_pass = False
         self._forget_step()
 
@@ -64,7 +69,7 @@ class Wrapper(Shell, ABC):
         self._theta.forget()
         self._blocks = 0
         self._scaler_of_blocks = None
-        self._knows_beginning = False
+        self._knows_start = False
         self._sound: Tensor | None = None  # was every gradient that Δ came from finite? None: there was none
         self._measured: dict[str, Tensor] = {}
 
@@ -80,9 +85,9 @@ class Wrapper(Shell, ABC):
         """
         if not self._in_a_pass:
             self._forget_step()
-            if self._before is not None:
-                self._before.take_random(self._devices())
-                self._knows_beginning = True
+            if self._at_start is not None:
+                self._at_start.take_random(self._devices())
+                self._knows_start = True
         self.base.zero_grad(set_to_none)
 
     # ---- with a closure
@@ -109,7 +114,7 @@ class Wrapper(Shell, ABC):
             )
         if self._is_idle():
             return self._step_plainly(closure, scaler)
-        with self._pass(undo=self._before):
+        with self._pass(undo=self._at_start):
             first, latest = self._run(closure, scaler)
             self._return_to_theta()
         self._step_base(scaler, loss=_loss_in(first), loss_perturbed=_loss_in(latest))
@@ -117,20 +122,19 @@ class Wrapper(Shell, ABC):
 
     def _run(self, closure: Callable[[], Any], scaler: GradScaler | None) -> tuple[Any, Any]:
         """All passes of a step; the closure's first and last results."""
-        results = []
-        if self._before is not None:
-            self._before.take_buffers()
-            self._before.take_random(self._devices())
+        self._take(self._at_start)
         with torch.enable_grad():
             if self._starts_clean:
-                results.append(closure())
-                self._end_clean_pass()
+                first = latest = closure()
+                self._take(self._at_clean)
             for n in range(self.inner_iter):
-                self._perturb(n, self._unscale(scaler))
-                if self._starts_clean and self._before is not None:
-                    self._before.put_back_random()
-                results.append(closure())
-        return results[0], results[-1]
+                self._move(n, scaler)
+                if self._starts_clean and self._at_start is not None:
+                    self._at_start.put_back_random()
+                latest = closure()
+                if n == 0 and not self._starts_clean:
+                    first = latest
+        return first, latest
 
     # ---- in blocks
 
@@ -144,19 +148,20 @@ class Wrapper(Shell, ABC):
         scaler = self._checked(None, misplaced, scaler)
         self._check_block(scaler)
         idle = self._is_idle()
-        gradients = {p: p.grad for group in self.param_groups for p in group["params"]} if idle else {}
-        with self._pass(undo=self._after_clean):
+        gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
+        with self._pass(undo=self._at_clean):
             if self._blocks == 0:
-                self._end_clean_pass()
+                self._take(self._at_clean)
             if not idle:
-                self._perturb(self._blocks, self._unscale(scaler))
+                self._move(self._blocks, scaler)
             self.base.zero_grad()
-            if self._starts_clean and self._knows_beginning and self._before is not None:
-                self._before.put_back_random()
+            if self._starts_clean and self._knows_start and self._at_start is not None:
+                self._at_start.put_back_random()
             yield
             self._return_to_theta()
-        for param, gradient in gradients.items():  # ε = 0 is the base's step bit for bit, so with the clean gradients
-            param.grad = gradient
+        if idle and self._starts_clean:  # ε = 0 is the base's step bit for bit, so with the gradients of the clean pass
+            for param, gradient in gradients.items():
+                param.grad = gradient
         self._blocks += 1
         self._scaler_of_blocks = scaler
 
@@ -169,8 +174,8 @@ class Wrapper(Shell, ABC):
                 "done; call step() next (with a GradScaler step(scaler=scaler), in place of scaler.step(optimizer))"
             )
         self._check_same_scaler(scaler)
-        params = [p for group in self._perturbed_groups() for p in group["params"]]
-        if self._starts_clean and params and all(p.grad is None for p in params):
+        params = [p for group in self.param_groups for p in group["params"]]
+        if self._starts_clean and all(p.grad is None for p in params):
             raise RuntimeError("perturbed() climbs along the gradient, and no parameter has one; call backward() first")
 
     def _check_same_scaler(self, scaler: GradScaler | None) -> None:
@@ -220,16 +225,20 @@ class Wrapper(Shell, ABC):
         finally:
             self._in_a_pass = False
 
-    def _end_clean_pass(self) -> None:
-        if self._after_clean is not None:
-            self._after_clean.take_buffers()
-            self._after_clean.take_random(self._devices())
+    def _move(self, n: int, scaler: GradScaler | None) -> None:
+        self._perturb(n, inverse_scale(scaler, self._owners, self._home))
+        new_gradients_come(scaler, self._owners)
+
+    def _take(self, snapshot: Snapshot | None) -> None:
+        if snapshot is not None:
+            snapshot.take_random(self._devices())
+            snapshot.take_buffers()
 
     def _return_to_theta(self) -> None:
         self._put_back_theta()
-        if self._after_clean is not None and self._starts_clean:
-            self._after_clean.put_back_buffers()
-            self._after_clean.put_back_random()
+        if self._at_clean is not None and self._starts_clean:
+            self._at_clean.put_back_buffers()
+            self._at_clean.put_back_random()
 
     def _put_back_theta(self) -> None:
         self._theta.put_back({param: param for param in self._theta})
@@ -240,10 +249,9 @@ class Wrapper(Shell, ABC):
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         length = combine(norms([p.grad for p in params], norm=self.norm), norm=self.norm).to(self._home)
         skip = ~(length.isfinite() if self._sound is None else length.isfinite() & self._sound)
-        measured = {"grad_norm": length * self._unscale(scaler), **self._measured}
+        measured = {"grad_norm": length * inverse_scale(scaler, self._owners, self._home), **self._measured}
         try:
-            self._hand_over_to(scaler)
-            step_unless(skip, self.base, params, self._theta, scaler)
+            step_unless(skip, self._owners, params, self._theta, scaler)
         finally:
             self._forget_step()
         self.last = Last(skipped=skip, **measured, **losses)
@@ -256,19 +264,13 @@ class Wrapper(Shell, ABC):
         else:
             with torch.enable_grad():
                 result = None if closure is None else closure()
-            self._hand_over_to(scaler)
-            scaler.step(self.base)
+            step_scaled(torch.zeros((), dtype=torch.bool, device=self._home), self._owners, [], scaler)
         self.last = Last(loss=_loss_in(result))
         return result
 
-    def _unscale(self, scaler: GradScaler | None) -> float | Tensor:
-        """1/S for gradients multiplied by the scaler's S, on the device: `get_scale` would read it back to the host."""
-        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._home)).reciprocal()
-
-    def _hand_over_to(self, scaler: GradScaler | None) -> None:
-        """Where `scaler.unscale_(optimizer)` was said of this wrapper, let it count for the base, which is to step."""
-        if scaler is not None and id(self) in scaler._per_optimizer_states:
-            scaler._per_optimizer_states[id(self.base)] = scaler._per_optimizer_states.pop(id(self))
+    @property
+    def _owners(self) -> Owners:
+        return self, self.base
 
     def _devices(self) -> list[torch.device]:
         """Those of the parameters, each once, in the order of the groups."""

@@ -1,0 +1,56 @@
+"""What a perturbing optimizer and a torch.amp.GradScaler tell each other.
+
+Under fp16 the closure multiplies the loss by the scaler's S, so gradients come S times too large: the ascent divides by
+S, on the device. Where `scaler.unscale_(optimizer)` was called, to clip, they are in their own size already. The scaler
+decides whether to step by looking at the last gradient alone, so it is told of an earlier pass that overflowed.
+
+The scaler keeps what it knows of an optimizer under the optimizer's id. A user speaks of the wrapper, the scaler steps
+the base: `owners` are the two.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from flatmin.tensors import plain
+
+Owners = tuple[Optimizer, Optimizer]  # the wrapper and its base
+
+
+def inverse_scale(scaler: GradScaler | None, owners: Owners, device: torch.device) -> float | Tensor:
+    """1/S, by which the present gradients are to be multiplied. `scaler.get_scale()` would read S back to the host."""
+    if scaler is None or _unscaled(scaler, owners):
+        return 1.0
+    return scaler.scale(torch.ones((), device=device)).reciprocal()
+
+
+def new_gradients_come(scaler: GradScaler | None, owners: Owners) -> None:
+    """The next pass brings gradients that are scaled again: what was unscaled before does not count for them."""
+    if scaler is not None:
+        for owner in _unscaled(scaler, owners):
+            del scaler._per_optimizer_states[id(owner)]
+
+
+def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scaler: GradScaler) -> None:
+    """`scaler.step(base)`, which skips the step and lowers the scale where `skip` holds too."""
+    wrapper, base = owners
+    known = scaler._per_optimizer_states
+    if id(wrapper) in known:
+        known[id(base)] = known.pop(id(wrapper))
+    if _unscaled(scaler, owners):  # the scaler has looked already: correct what it noted
+        for found in known[id(base)]["found_inf_per_device"].values():
+            torch.maximum(found, skip.to(found.device, found.dtype), out=found)  # fused kernels skip at exactly 1
+    else:  # it will look now: show it an infinite gradient
+        occupied = [gradient for gradient in map(plain, gradients) if gradient.numel()]
+        for gradient in sorted(occupied, key=Tensor.numel)[:1]:
+            gradient.masked_fill_(skip.to(gradient.device), float("inf"))
+    scaler.step(base)
+
+
+def _unscaled(scaler: GradScaler, owners: Owners) -> list[Optimizer]:
+    known = scaler._per_optimizer_states
+    return [owner for owner in owners if id(owner) in known and known[id(owner)]["stage"] is OptState.UNSCALED]
