@@ -66,6 +66,7 @@ def test_both_ways_of_choosing_are_the_same(
     assert same(targets, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 says so at any sparse tensor
 def test_plain_shares_memory() -> None:
     weight = torch.zeros(2, dtype=torch.complex64)
     plain(weight).fill_(1)

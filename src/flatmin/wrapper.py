@@ -148,7 +148,9 @@ class Wrapper(Shell, ABC):
         scaler = self._checked(None, misplaced, scaler)
         self._check_block(scaler)
         idle = self._is_idle()
-        gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
+        # ε = 0 is the base's step bit for bit, so with the gradients of the clean pass: they are kept aside
+        aside = [p for group in self.param_groups for p in group["params"]] if idle and self._starts_clean else []
+        gradients = [p.grad for p in aside]
         with self._pass(undo=self._at_clean):
             if self._blocks == 0:
                 self._take(self._at_clean)
@@ -159,9 +161,8 @@ class Wrapper(Shell, ABC):
                 self._at_start.put_back_random()
             yield
             self._return_to_theta()
-        if idle and self._starts_clean:  # ε = 0 is the base's step bit for bit, so with the gradients of the clean pass
-            for param, gradient in gradients.items():
-                param.grad = gradient
+        for param, gradient in zip(aside, gradients, strict=True):
+            param.grad = gradient
         self._blocks += 1
         self._scaler_of_blocks = scaler
 
