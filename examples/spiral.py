@@ -134,8 +134,9 @@ def picture(path: Path, erm: Trained, amp: Trained, epsilon: float) -> None:
 
 
 def cell(values: list[float], *, percent: bool = True) -> str:
-    spread = stdev(values) if len(values) > 1 else 0.0
-    return f"{mean(values):.2%} ± {spread:.2%}" if percent else f"{mean(values):.3f} ± {spread:.3f}"
+    form = ".2%" if percent else ".3f"
+    spread = f" ± {stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{mean(values):{form}}{spread}"
 
 
 def main() -> None:

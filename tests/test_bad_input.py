@@ -52,6 +52,11 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
     ),
     "unknown norm": (lambda case: RMP(sgd(case), epsilon=0.1, norm="l1"), "unknown norm 'l1'; .* l2, linf"),
     "model is a list": (lambda case: AMP(sgd(case), epsilon=0.1, model=[1]), "model .* got .* list"),
+    "model is a class": (lambda case: AMP(sgd(case), epsilon=0.1, model=nn.Linear), "model .* got the class Linear"),
+    "model is another": (
+        lambda case: AMP(sgd(case), epsilon=0.1, model=nn.Linear(1, 1)),
+        "model must be the one whose parameters the optimizer has, got a Linear with none of them",
+    ),
     "generator is a seed": (lambda case: RMP(sgd(case), epsilon=0.1, generator=3), "generator .* got int"),
     "base is a class": (
         lambda case: AMP(SGD, epsilon=0.1),

@@ -92,6 +92,18 @@ def test_a_block_without_a_gradient_says_so() -> None:
         pass
 
 
+def test_a_block_without_backward_says_so_and_loses_nothing(method: Method) -> None:
+    case = setup()
+    optimizer = method(SGD(case.model.parameters(), lr=0.1))
+    theta = case.weights()
+    case.loss().backward()
+    with pytest.raises(RuntimeError, match=r"in the perturbed\(\) block; call backward"), optimizer.perturbed():
+        case.loss()
+    assert same(case.weights(), theta)
+    case.step_in_blocks(optimizer)
+    assert not same(case.weights(), theta)
+
+
 def test_a_block_may_perturb_nothing_when_the_groups_to_perturb_are_frozen() -> None:
     case = setup()
     first, second = case.layers()

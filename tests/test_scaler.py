@@ -180,18 +180,51 @@ def test_no_host_read_beyond_those_of_the_scaler_and_the_base(make_base: MakeBas
     assert ours.count == own.count
 
 
+def in_blocks(case: Setup, optimizer: flatmin.AMP, scaler: GradScaler, *, overflow: bool) -> None:
+    optimizer.zero_grad()
+    scaler.scale(case.loss() * (float("inf") if overflow else 1)).backward()
+    for _ in range(optimizer.inner_iter):
+        with optimizer.perturbed(scaler=scaler):
+            scaler.scale(case.loss()).backward()
+
+
+def test_scaler_step_of_the_optimizer_ends_blocks_as_well(make_base: MakeBase) -> None:
+    """What loops and trainers write; on overflow too, where torch would not call an ordinary optimizer at all."""
+    for inner_iter in (1, 2):
+        runs = []
+        for form in ("optimizer.step", "scaler.step"):
+            case, scaler = setup(), new_scaler()
+            optimizer = flatmin.AMP(make_base(case.model.parameters()), epsilon=0.1, inner_iter=inner_iter)
+            for overflow in (False, True, False):
+                in_blocks(case, optimizer, scaler, overflow=overflow)
+                if form == "optimizer.step":
+                    optimizer.step(scaler=scaler)
+                else:
+                    scaler.step(optimizer)
+                scaler.update()
+                assert bool(optimizer.last.skipped) == overflow
+            assert scaler.get_scale() == 2.0**11
+            runs.append(case.weights())
+        assert same(*runs)
+
+
 def test_a_scaler_given_to_some_calls_only_is_an_error_that_loses_nothing() -> None:
     case, scaler = setup(), new_scaler()
     optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)
     theta = case.weights()
-    scaler.scale(case.loss()).backward()
-    with optimizer.perturbed(scaler=scaler):
-        scaler.scale(case.loss()).backward()
-    with pytest.raises(RuntimeError, match=r"optimizer.step\(scaler=scaler\) in place of scaler.step\(optimizer\)"):
+    in_blocks(case, optimizer, scaler, overflow=False)
+    with pytest.raises(RuntimeError, match=r"goes to all calls of a step.* then optimizer.step\(scaler=scaler\)"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="in place of"):
+    optimizer.zero_grad()
+    scaler.scale(case.loss()).backward()
+    with optimizer.perturbed():
+        scaler.scale(case.loss()).backward()
+    with pytest.raises(RuntimeError, match=r"write `with optimizer.perturbed\(scaler=scaler\):`"):
         scaler.step(optimizer)
     assert same(case.weights(), theta)
+    optimizer.zero_grad()
+    optimizer.step(case.closure(optimizer))
+    assert not same(case.weights(), theta)
 
 
 def clipped_training(case: Setup, scaler: GradScaler | None, form: str) -> list[Tensor]:

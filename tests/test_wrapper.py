@@ -209,3 +209,29 @@ def test_no_more_than_two_results_of_the_closure_are_kept() -> None:
 
     optimizer.step(closure)
     assert max(alive) == 2
+
+
+def test_a_closure_may_leave_zero_grad_to_the_loop(method: Method, make_base: MakeBase) -> None:
+    first, second = setup(), setup()
+    torch.manual_seed(1)
+    expected = run(first, method(make_base(first.model.parameters())), 3)
+    torch.manual_seed(1)
+    optimizer = method(make_base(second.model.parameters()))
+
+    def closure() -> Tensor:
+        loss = second.loss()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.step(closure)
+    assert same(second.weights(), expected)
+
+
+def test_an_optimizer_shows_its_settings_and_its_base() -> None:
+    params = setup().layers()[0]
+    shown = repr(flatmin.AMP(SGD(params, lr=0.1), epsilon=0.3))
+    assert shown.startswith("AMP(inner_iter=1, ball='global', norm='l2') around SGD")
+    assert "epsilon: 0.3" in shown
+    assert repr(flatmin.RMP(SGD(params, lr=0.1), epsilon=0.3)).startswith("RMP(ball='global', norm='l2') around SGD")

@@ -25,6 +25,8 @@ Ball = Literal["global", "group", "tensor"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
 BALLS: tuple[Ball, ...] = get_args(Ball)
 
+__all__ = ["BALLS", "NORMS", "Ball", "Norm", "clamp_", "combine", "norms", "project_", "radii", "shrink"]
+
 _ORDER = {"l2": 2.0, "linf": float("inf")}
 _ROW = 4096
 

@@ -35,9 +35,16 @@ class AMP(Wrapper):
         optimizer = AMP(base, epsilon=0.1, model=model)
         loss = optimizer.step(closure)
 
-    ε and ζ may also stand in a parameter group, whose value wins; a group with `epsilon=0` is left alone. With
-    `model=`, BatchNorm statistics and dropout masks are those of the clean pass. Memory beyond the base's: one copy of
-    the parameters for N = 1, two for N > 1 (Δ in float32 at least).
+    epsilon     ε, the radius of the ball; 0.1 is a good start
+    inner_lr    ζ, the rate of the ascent
+    inner_iter  N, its steps; each costs a pass
+    ball        what ε bounds: all parameters together ("global"), each "group", or each "tensor"
+    norm        "l2", or "linf": the largest number of Δ
+    model       given: BatchNorm statistics and dropout masks of a step are those of its clean pass
+
+    ε and ζ live in `param_groups`, where a group may have its own and schedulers move them; a group with `epsilon=0` is
+    left alone. `last` has what the last step measured. Memory beyond the base's: one copy of the parameters for N = 1,
+    two for N > 1 (Δ in float32 at least).
 
     >>> weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = AMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.5)
@@ -214,6 +221,7 @@ class RMP(Wrapper):
     _starts_clean = False
     _hyperparameters = ("epsilon",)
     _settings = (*Wrapper._settings, "generator")
+    _shown = ("ball", "norm")
 
     def __init__(
         self,

@@ -31,11 +31,12 @@ class Shell(Optimizer):
     model: nn.Module | None
 
     _hyperparameters: ClassVar[tuple[str, ...]]
+    _shown: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm")
     _settings: ClassVar[tuple[str, ...]] = ("base", "inner_iter", "ball", "norm", "model")
 
     def __init__(self, base: Optimizer, hyperparameters: dict[str, float], **settings: Any) -> None:
         _check_base(base, type(self).__name__, hyperparameters)
-        _check_settings(**settings)
+        _check_settings(base, **settings)
         for values in (hyperparameters, *base.param_groups):
             check_hyperparameters(base, {key: values[key] for key in hyperparameters if key in values})
         for key, value in hyperparameters.items():
@@ -80,7 +81,7 @@ class Shell(Optimizer):
         super().__setstate__({})
 
     def __repr__(self) -> str:
-        settings = f"inner_iter={self.inner_iter}, ball={self.ball!r}, norm={self.norm!r}"
+        settings = ", ".join(f"{key}={getattr(self, key)!r}" for key in self._shown)
         return f"{type(self).__name__}({settings}) around {self.base!r}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,9 +168,8 @@ def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None
     if isinstance(base, Shell):
         raise TypeError(f"{name} cannot wrap {type(base).__name__}; wrap the optimizer inside it, `optimizer.base`")
     if not isinstance(base, Optimizer):
-        what = f"the class {base.__name__}" if isinstance(base, type) else f"an object of type {type(base).__name__}"
         raise TypeError(
-            f"{name} wraps an instance of torch.optim.Optimizer, got {what}; "
+            f"{name} wraps an instance of torch.optim.Optimizer, got {_what(base)}; "
             f"write {name}(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1)"
         )
     for key in signature(type(base)).parameters.keys() & set(hyperparameters):
@@ -179,13 +179,24 @@ def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None
         )
 
 
-def _check_settings(inner_iter: int, ball: object, norm: object, model: object) -> None:
+def _check_settings(base: Optimizer, *, inner_iter: int, ball: object, norm: object, model: object) -> None:
     if ball not in BALLS:
         raise ValueError(f"unknown ball {ball!r}; choose from {', '.join(BALLS)}")
     if norm not in NORMS:
         raise ValueError(f"unknown norm {norm!r}; choose from {', '.join(NORMS)}")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module or None, got an object of type {type(model).__name__}")
+    if model is None:
+        return
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module or None, got {_what(model)}")
+    optimized = {id(p) for group in base.param_groups for p in group["params"]}
+    if optimized and not any(id(p) in optimized for p in model.parameters()):
+        raise ValueError(
+            f"model must be the one whose parameters the optimizer has, got a {type(model).__name__} with none of them"
+        )
+
+
+def _what(thing: object) -> str:
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"an object of type {type(thing).__name__}"
 
 
 def _is_positive(epsilon: Any) -> bool:

@@ -50,6 +50,11 @@ class Wrapper(Shell, ABC):
 
     last: Last
 
+    # so scaler.step(optimizer) always calls step(), also on overflow, and leaves `grad_scale` and `found_inf` here
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None
+    found_inf: Tensor
+
     _starts_clean: ClassVar[bool]  # is there a pass at θ, before the perturbed ones?
     _scaler_of_blocks: GradScaler | None
 
@@ -101,7 +106,14 @@ class Wrapper(Shell, ABC):
         pass. Without one, this ends what `perturbed()` began. With a `scaler` the closure calls
         `scaler.scale(loss).backward()`, and `scaler.update()` follows the step as usual.
         """
-        scaler = self._checked(closure, misplaced, scaler)
+        try:
+            return self._step(closure, self._checked(closure, misplaced, self._scaler_that_calls() or scaler))
+        except BaseException:
+            for left_by_the_scaler in ("grad_scale", "found_inf"):
+                vars(self).pop(left_by_the_scaler, None)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None, scaler: GradScaler | None) -> Any:
         if self._in_a_pass:
             raise RuntimeError("step() was called inside a pass: leave the perturbed() block, or the closure, first")
         if closure is None:
@@ -129,6 +141,7 @@ class Wrapper(Shell, ABC):
                 self._take(self._at_clean)
             for n in range(self.inner_iter):
                 self._move(n, scaler)
+                self.base.zero_grad()  # for closures that leave it to the loop: two passes must not add up
                 if self._starts_clean and self._at_start is not None:
                     self._at_start.put_back_random()
                 latest = closure()
@@ -160,6 +173,8 @@ class Wrapper(Shell, ABC):
             if self._starts_clean and self._knows_start and self._at_start is not None:
                 self._at_start.put_back_random()
             yield
+            if not self._has_gradients():
+                raise RuntimeError("no parameter got a gradient in the perturbed() block; call backward() inside it")
             self._return_to_theta()
         for param, gradient in zip(aside, gradients, strict=True):
             param.grad = gradient
@@ -172,18 +187,17 @@ class Wrapper(Shell, ABC):
         if self._blocks >= self.inner_iter:
             raise RuntimeError(
                 f"inner_iter={self.inner_iter} asks for {self.inner_iter} perturbed() block(s) a step, and they are "
-                "done; call step() next (with a GradScaler step(scaler=scaler), in place of scaler.step(optimizer))"
+                "done; call step() next"
             )
         self._check_same_scaler(scaler)
-        params = [p for group in self.param_groups for p in group["params"]]
-        if self._starts_clean and all(p.grad is None for p in params):
+        if self._starts_clean and not self._has_gradients():
             raise RuntimeError("perturbed() climbs along the gradient, and no parameter has one; call backward() first")
 
     def _check_same_scaler(self, scaler: GradScaler | None) -> None:
         if self._blocks and scaler is not self._scaler_of_blocks:
             raise RuntimeError(
-                "a GradScaler goes to all calls of a step, or to none: `with optimizer.perturbed(scaler=scaler):`, "
-                "then optimizer.step(scaler=scaler) in place of scaler.step(optimizer)"
+                "a GradScaler goes to all calls of a step, or to none: `with optimizer.perturbed(scaler=scaler):` for "
+                "every block, then optimizer.step(scaler=scaler)"
             )
 
     def _step_after_blocks(self, scaler: GradScaler | None) -> None:
@@ -191,7 +205,7 @@ class Wrapper(Shell, ABC):
         if self._blocks == 0 and not idle:
             raise TypeError(
                 f"{type(self).__name__}.step needs a closure that zeroes gradients, runs forward and backward, and "
-                "returns the loss; without one, use `with optimizer.perturbed():`"
+                "returns the loss; without one, use `with optimizer.perturbed():` (zero_grad() discards earlier blocks)"
             )
         if 0 < self._blocks < self.inner_iter:
             raise RuntimeError(
@@ -282,6 +296,20 @@ class Wrapper(Shell, ABC):
         """The device where a step's few numbers (lengths, flags) come together."""
         params = (p for group in self.param_groups for p in group["params"])
         return next((p.device for p in params), torch.device("cpu"))
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self.param_groups for p in group["params"])
+
+    def _scaler_that_calls(self) -> GradScaler | None:
+        """The scaler of the blocks, if this is `scaler.step(optimizer)` and not `optimizer.step(scaler=scaler)`."""
+        if "found_inf" not in vars(self):
+            return None
+        if self._scaler_of_blocks is None:
+            raise RuntimeError(
+                "scaler.step(optimizer) ends a step whose blocks had the scaler, and there were none; write "
+                "`with optimizer.perturbed(scaler=scaler):`, or optimizer.step(closure, scaler=scaler)"
+            )
+        return self._scaler_of_blocks
 
     def _checked(self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None) -> GradScaler | None:
         """The door of both forms: the scaler that counts, None if it is switched off."""
