@@ -12,10 +12,20 @@ import flatmin
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def snippets(page: Path) -> list[str]:
+    """The code of a page: of its Python blocks, and of its diffs what stands after the change, and before it."""
+    text = page.read_text()
+    diffs = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    after = [re.sub(r"^[+ ]", "", diff, flags=re.MULTILINE) for diff in diffs]
+    before = [re.sub(r"^\+.*\n", "", diff, flags=re.MULTILINE) for diff in diffs]
+    before = [re.sub(r"^ ", "", diff, flags=re.MULTILINE) for diff in before]
+    return [*re.findall(r"```python\n(.*?)```", text, re.DOTALL), *after, *before]
+
+
 SNIPPETS = [
-    pytest.param(code, id=f"{page.name}-{number}")
-    for page in PAGES
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    pytest.param(code, id=f"{page.name}-{number}") for page in PAGES for number, code in enumerate(snippets(page))
 ]
 
 
