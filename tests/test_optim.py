@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from cases import MakeBase, run, same, setup
+from hypothesis import given, settings
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 import flatmin
 from flatmin.ball import BALLS, NORMS, Ball, Norm
@@ -136,8 +138,8 @@ def test_memory_beyond_the_base_is_one_copy_and_two_for_more_passes() -> None:
 
 def test_complex_parameters_are_perturbed_as_pairs_of_reals() -> None:
     weight = nn.Parameter(torch.tensor([3 + 4j, 0j]))
-    for settings in ({"inner_iter": 1}, {"inner_iter": 3}, {"norm": "linf"}):
-        optimizer = flatmin.AMP(SGD([weight], lr=0.0), epsilon=0.5, inner_lr=1e3, **settings)
+    for choice in ({"inner_iter": 1}, {"inner_iter": 3}, {"norm": "linf"}):
+        optimizer = flatmin.AMP(SGD([weight], lr=0.0), epsilon=0.5, inner_lr=1e3, **choice)
         seen = list[Tensor]()
 
         def closure(optimizer: flatmin.AMP = optimizer, seen: list[Tensor] = seen) -> Tensor:
@@ -148,7 +150,7 @@ def test_complex_parameters_are_perturbed_as_pairs_of_reals() -> None:
             return loss
 
         optimizer.step(closure)
-        expected = [3.3 + 4.4j, 0j] if "norm" not in settings else [3.5 + 4.5j, 0j]
+        expected = [3.3 + 4.4j, 0j] if "norm" not in choice else [3.5 + 4.5j, 0j]
         assert seen[-1].tolist() == pytest.approx(expected)
         assert weight.tolist() == [3 + 4j, 0j]
 
@@ -193,3 +195,78 @@ def test_the_perturbed_weights_are_theta_plus_delta_rounded_once(kind: str, ball
         assert (wrong <= rounding + arithmetic).all()
     assert same([weight.detach() for weight in weights], theta)
     assert rest.tolist() == weights[0].data.untyped_storage().tolist()  # what lies between the weights is untouched
+
+
+class Quadratic:
+    """½ Σ (aᵢ·wᵢ − 1)² over weights of several shapes, in float64."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = ((3,), (2, 4), (), (1, 1, 5))
+        self.scales = [torch.randn(shape, generator=generator, dtype=torch.float64) * 3 for shape in shapes]
+        self.weights = [nn.Parameter(torch.randn_like(scale, dtype=torch.float64)) for scale in self.scales]
+        with torch.no_grad():
+            for weight, scale in zip(self.weights, self.scales, strict=True):
+                weight.copy_(scale.flatten().flip(0).view_as(scale))
+
+    def train(self, optimizer: Optimizer, steps: int) -> list[list[Tensor]]:
+        """The weights of every pass, step by step, and those at the end."""
+        seen = list[list[Tensor]]()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            seen.append([weight.detach().clone() for weight in self.weights])
+            parts = [(w * a - 1).square().sum() / 2 for w, a in zip(self.weights, self.scales, strict=True)]
+            loss = torch.stack(parts).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)  # type: ignore[arg-type]
+        return [*seen, [weight.detach().clone() for weight in self.weights]]
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 2**31),
+    epsilon=st.floats(1e-6, 1e3),
+    inner_lr=st.floats(0, 1e6),
+    inner_iter=st.integers(1, 4),
+    ball=st.sampled_from(BALLS),
+    norm=st.sampled_from(NORMS),
+)
+def test_delta_is_inside_the_ball_whatever_the_settings(
+    seed: int, epsilon: float, inner_lr: float, inner_iter: int, ball: Ball, norm: Norm
+) -> None:
+    problem = Quadratic(seed)
+    base = SGD([{"params": problem.weights[:2]}, {"params": problem.weights[2:]}], lr=0.0)
+    optimizer = flatmin.AMP(base, epsilon=epsilon, inner_lr=inner_lr, inner_iter=inner_iter, ball=ball, norm=norm)
+    theta, *perturbed, after = problem.train(optimizer, 1)
+    assert len(perturbed) == inner_iter
+    rounding = 1e-14 * (1 + length(theta, [torch.zeros_like(t) for t in theta]))  # of θ + Δ − θ, as seen from here
+    for weights in perturbed:
+        for part in WHERE[ball]:
+            assert length(weights[part], theta[part], norm) <= epsilon * (1 + 1e-6) + rounding
+    assert same(after, theta)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    seed=st.integers(0, 2**31),
+    lr=st.floats(0, 0.1),
+    momentum=st.floats(0, 0.99),
+    weight_decay=st.floats(0, 0.1),
+    inner_iter=st.integers(0, 3),
+    epsilon=st.sampled_from([0.0, 0.3]),
+)
+def test_epsilon_zero_is_the_identity_whatever_the_settings(
+    seed: int, lr: float, momentum: float, weight_decay: float, inner_iter: int, epsilon: float
+) -> None:
+    epsilon = epsilon if inner_iter == 0 else 0.0
+    plain, wrapped = Quadratic(seed), Quadratic(seed)
+    outer = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    expected = plain.train(SGD(plain.weights, **outer), 3)  # type: ignore[arg-type]
+    base = SGD(wrapped.weights, **outer)  # type: ignore[arg-type]
+    seen = wrapped.train(flatmin.AMP(base, epsilon=epsilon, inner_iter=inner_iter), 3)
+    assert len(seen) == len(expected)
+    assert all(same(ours, theirs) for ours, theirs in zip(seen, expected, strict=True))

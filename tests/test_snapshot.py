@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import Method, same, setup
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD
 
 import flatmin
@@ -134,3 +135,18 @@ def test_buffers_that_are_not_made_yet_are_left_alone() -> None:
     for _ in range(2):
         optimizer.step(case.closure(optimizer))
     assert model[1].num_batches_tracked == 2
+
+
+def test_a_compiled_model_is_compiled_once() -> None:
+    """Whatever a step does to weights, buffers and random states, nothing that the compiler guards on changes."""
+    case = setup("conv-batchnorm")
+    counter = CompileCounter()
+    model = case.model
+    case.model = torch.compile(model, backend=counter)  # type: ignore[assignment]
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, inner_iter=2, model=model)
+    optimizer.step(case.closure(optimizer))
+    after_one_step = counter.frame_count
+    for _ in range(3):
+        optimizer.step(case.closure(optimizer))
+        case.step_in_blocks(optimizer)
+    assert after_one_step == counter.frame_count == 1
