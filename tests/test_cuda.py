@@ -180,3 +180,49 @@ def test_memory_beyond_the_base_is_one_copy_and_two_for_more_passes(inner_iter: 
     for _ in range(3):
         optimizer.step(closure)
     assert torch.cuda.memory_allocated() - before == pytest.approx(copies * size, rel=0.01)
+
+
+class Spread(nn.Module):
+    """One layer on the CPU, one on the GPU, or both on one of them."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 3)])
+        self.layers[0].to(first)
+        self.layers[1].to(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layers[0](x.to(self.layers[0].weight.device)))  # type: ignore[arg-type]
+        out: Tensor = self.layers[1](hidden.to(self.layers[1].weight.device))  # type: ignore[arg-type]
+        return out.cpu()
+
+
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"inner_iter": 2}, {"ball": "tensor"}, {"norm": "linf", "epsilon": 0.01}])
+def test_a_model_spread_over_devices_is_trained_as_one_on_a_single_device(
+    first: str, grouped: bool, scaled: bool, settings: dict[str, Any]
+) -> None:
+    results = []
+    for devices in (("cpu", "cpu"), (first, "cuda" if first == "cpu" else "cpu")):
+        case = setup()
+        case.model = Spread(*devices)
+        params: Any = [{"params": layer} for layer in case.layers()] if grouped else case.model.parameters()
+        optimizer = flatmin.AMP(SGD(params, lr=0.1, momentum=0.9), **{"epsilon": 0.1, "model": case.model, **settings})
+        scaler = GradScaler("cuda", init_scale=1024.0, enabled=scaled)
+
+        def closure(case: Setup = case, optimizer: flatmin.AMP = optimizer, scaler: GradScaler = scaler) -> Tensor:
+            optimizer.zero_grad()
+            loss = case.loss()
+            scaler.scale(loss).backward()
+            return loss
+
+        for _ in range(4):
+            optimizer.step(closure, scaler=scaler)
+            scaler.update()
+            assert not optimizer.last.skipped
+        results.append([weight.cpu() for weight in case.weights()])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

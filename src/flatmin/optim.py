@@ -171,8 +171,9 @@ class _Ascent:
         wrong on the CPU (torch 2.13).
         """
         pairs = [(plain(p), plain(direction)) for p, direction in zip(self.params, self.directions, strict=True)]
-        return all(
-            (p.is_cuda or p.is_cpu)
+        home = pairs[0][0].device
+        return home.type in ("cpu", "cuda") and all(
+            p.device == home
             and is_dense(p)  # the kernel walks through memory, gaps included
             and (p.dtype == torch.float32 or (p.is_cuda and p.dtype in (torch.bfloat16, torch.float16)))
             and (p.dtype, p.device, p.stride()) == (direction.dtype, direction.device, direction.stride())
@@ -184,14 +185,16 @@ class _Ascent:
 
         One pass over memory and a launch for all tensors; Δ is never written down.
         """
+        weights = [plain(p) for p in self.params]
+        home = weights[0].device
         sgd(
-            [plain(p) for p in self.params],
+            weights,
             [plain(direction) for direction in self.directions],
             [None] * len(self.params),
             fused=True,
             foreach=False,
-            found_inf=unless.float(),
-            lr=rate.float(),  # type: ignore[arg-type]  # a tensor on the device will do
+            found_inf=unless.to(home, torch.float32),
+            lr=rate.to(home, torch.float32),  # type: ignore[arg-type]  # a tensor on the device will do
             maximize=True,
             weight_decay=0.0,
             momentum=0.0,
