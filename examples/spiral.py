@@ -2,7 +2,8 @@
 
 Two spiral arms, 400 training points, one label in five is wrong. A network with 33 666 weights learns some of the wrong
 labels by heart, in a sharp minimum, where its boundary bends around single points. AMP minimises the worst loss near
-the weights, so it does not stay there. Both methods start from the same weights and see the same batches.
+the weights, so it does not stay there. Both methods start from the same weights and see the same batches. The problem
+was chosen to show this; with right labels only, there is no such gap.
 
     python examples/spiral.py [--seeds 5] [--steps 2500] [--epsilon 0.2] [--out out/spiral.png]
 """
