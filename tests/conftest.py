@@ -2,6 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from cases import METHODS, MODELS, OPTIMIZERS, MakeBase, Method
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import METHODS, Setup, setup
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,19 +15,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from cases import METHODS, setup
 from flatmin import AMP, RMP
 from flatmin.ball import BALLS, NORMS, norms, project_
 
 RANKS = 2
 
 
-def full_batch(model: str, dtype: torch.dtype | None = None) -> Setup:
-    return setup(model, dtype=dtype)
-
-
 def train_ddp(rank: int, method: str, *, spoil: bool = False) -> dict[str, Any]:
     """Five steps of data-parallel training, each rank with its own half of the batch."""
-    case = full_batch("conv-batchnorm")
+    case = setup("conv-batchnorm")
     case.x, case.y = case.x[rank::RANKS], case.y[rank::RANKS]
     plain = case.model
     case.model = DistributedDataParallel(plain)
@@ -41,7 +37,7 @@ def train_ddp(rank: int, method: str, *, spoil: bool = False) -> dict[str, Any]:
             case.x = case.x * float("nan")
         optimizer.step(closure)
         if spoil and step == 2 and rank == 1:
-            case.x = full_batch("conv-batchnorm").x[rank::RANKS]
+            case.x = setup("conv-batchnorm").x[rank::RANKS]
         skipped.append(bool(optimizer.last.skipped))
     return {
         "weights": case.weights(),
@@ -73,7 +69,7 @@ def train_sharded(rank: int, inner_iter: int) -> dict[str, Any]:
     """Fully sharded weights: the whole weights after four steps, beside those of a single process."""
     results = []
     for sharded in (False, True):
-        case = full_batch("mlp", dtype=torch.float64)
+        case = setup("mlp", dtype=torch.float64)
         if sharded:
             fully_shard(case.model, mesh=init_device_mesh("cpu", (RANKS,)))
         optimizer = AMP(SGD(case.model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1, inner_iter=inner_iter)
@@ -86,7 +82,7 @@ def train_sharded(rank: int, inner_iter: int) -> dict[str, Any]:
 
 def train_sharded_at_random(rank: int, ball: str) -> dict[str, Any]:
     """RMP on sharded weights, one of which has no row on the second rank; each rank draws from its own seed."""
-    case = full_batch("mlp", dtype=torch.float64)
+    case = setup("mlp", dtype=torch.float64)
     case.model[2] = nn.Linear(8, 1, bias=False, dtype=torch.float64)  # type: ignore[operator]
     case.y = torch.zeros_like(case.y)
     fully_shard(case.model, mesh=init_device_mesh("cpu", (RANKS,)))

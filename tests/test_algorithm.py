@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import same, setup
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from twin import Twin
 
 import flatmin
+from cases import same, setup
 from flatmin.ball import BALLS, NORMS, Ball, Norm
+from twin import Twin
 
 INDICES = {"global": [[0, 1, 2, 3]], "group": [[0, 1], [2, 3]], "tensor": [[0], [1], [2], [3]]}
 

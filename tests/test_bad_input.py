@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import METHODS, Setup, same, setup
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, SGD, SparseAdam
 
 import flatmin
+from cases import METHODS, Setup, same, setup
 
 AMP: Any = flatmin.AMP  # so that the type checker lets the mistakes below be made
 RMP: Any = flatmin.RMP
@@ -76,7 +76,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
     ),
     "a base with an epsilon of its own": (
         lambda case: AMP(OwnEpsilon(case.model.parameters()), epsilon=0.1),
-        "AMP keeps epsilon in the groups of its base, and OwnEpsilon has a epsilon of its own there; rename it",
+        "AMP keeps epsilon in the groups of its base, and OwnEpsilon has an epsilon of its own there; rename it",
     ),
     "lbfgs": (lambda case: AMP(LBFGS(case.model.parameters()), epsilon=0.1), "LBFGS .* got epsilon=0.1; use"),
     "bad group": (

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import METHODS, Method, Params, Setup, run, same, setup, tensors_in
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
 import flatmin
+from cases import METHODS, Method, Params, Setup, run, same, setup, tensors_in
 from flatmin.ball import norms
 
 pytestmark = pytest.mark.cuda

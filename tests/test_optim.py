@@ -5,12 +5,12 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from cases import MakeBase, run, same, setup
 from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import flatmin
+from cases import MakeBase, run, same, setup
 from flatmin.ball import BALLS, NORMS, Ball, Norm
 
 

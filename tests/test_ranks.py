@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
 from cases import METHODS, same
 from ranks import JOBS, RANKS, work
-from torch.multiprocessing.spawn import spawn
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import run, same, setup
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import flatmin
+from cases import run, same, setup
 from flatmin.ball import BALLS, Ball, Norm
 
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import MakeBase, Method, Setup, run, same, setup, tensors_in
-from test_wrapper import HostReads
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import SGD
 
 import flatmin
+from cases import MakeBase, Method, Setup, run, same, setup, tensors_in
+from test_wrapper import HostReads
 
 
 def scaled_closure(

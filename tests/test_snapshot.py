@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cases import Method, same, setup
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD
 
 import flatmin
+from cases import Method, same, setup
 from flatmin.snapshot import Snapshot
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import same
 from torch import Tensor
 
+from cases import same
 from flatmin.tensors import Copies, choose_, choose_at_once, choose_one_by_one, keep_, plain
 
 SPECIAL = [0.0, -0.0, 1.0, -1.5, float("inf"), float("-inf"), float("nan"), 1e-40, 3.4e38]

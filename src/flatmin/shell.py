@@ -169,12 +169,12 @@ def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None
         raise TypeError(f"{name} cannot wrap {type(base).__name__}; wrap the optimizer inside it, `optimizer.base`")
     if not isinstance(base, Optimizer):
         raise TypeError(
-            f"{name} wraps an instance of torch.optim.Optimizer, got {_what(base)}; "
+            f"{name} wraps an instance of torch.optim.Optimizer, got {what(base)}; "
             f"write {name}(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1)"
         )
     for key in signature(type(base)).parameters.keys() & set(hyperparameters):
         raise ValueError(
-            f"{name} keeps {key} in the groups of its base, and {type(base).__name__} has a {key} of its own there; "
+            f"{name} keeps {key} in the groups of its base, and {type(base).__name__} has an {key} of its own there; "
             "rename it in the base"
         )
 
@@ -187,7 +187,7 @@ def _check_settings(base: Optimizer, *, inner_iter: int, ball: object, norm: obj
     if model is None:
         return
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module or None, got {_what(model)}")
+        raise TypeError(f"model must be a torch.nn.Module or None, got {what(model)}")
     optimized = {id(p) for group in base.param_groups for p in group["params"]}
     if optimized and not any(id(p) in optimized for p in model.parameters()):
         raise ValueError(
@@ -195,7 +195,12 @@ def _check_settings(base: Optimizer, *, inner_iter: int, ball: object, norm: obj
         )
 
 
-def _what(thing: object) -> str:
+def what(thing: object) -> str:
+    """A wrong argument, in the words of an error message.
+
+    >>> what(nn.Linear), what(0.1)
+    ('the class Linear', 'an object of type float')
+    """
     return f"the class {thing.__name__}" if isinstance(thing, type) else f"an object of type {type(thing).__name__}"
 
 

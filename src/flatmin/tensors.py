@@ -148,9 +148,6 @@ class Copies(Generic[Key]):
     def __getitem__(self, key: Key) -> Tensor:
         return self._held[key]
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def __iter__(self) -> Iterator[Key]:
         return iter(self._held)
 

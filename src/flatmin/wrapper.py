@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from flatmin.ball import combine, norms
 from flatmin.guard import step_unless
 from flatmin.scaling import Owners, inverse_scale, new_gradients_come, step_scaled
-from flatmin.shell import Shell
+from flatmin.shell import Shell, what
 from flatmin.snapshot import Snapshot
 from flatmin.tensors import Copies
 
@@ -264,7 +264,9 @@ class Wrapper(Shell, ABC):
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         length = combine(norms([p.grad for p in params], norm=self.norm), norm=self.norm).to(self._home)
         skip = ~(length.isfinite() if self._sound is None else length.isfinite() & self._sound)
-        measured = {"grad_norm": length * inverse_scale(scaler, self._owners, self._home), **self._measured}
+        measured = self._measured
+        if "grad_norm" not in measured:  # RMP, or nothing to perturb had a gradient in the clean pass
+            measured["grad_norm"] = length * inverse_scale(scaler, self._owners, self._home)
         try:
             step_unless(skip, self._owners, params, self._theta, scaler)
         finally:
@@ -314,13 +316,13 @@ class Wrapper(Shell, ABC):
     def _checked(self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None) -> GradScaler | None:
         """The door of both forms: the scaler that counts, None if it is switched off."""
         if misplaced or (closure is not None and not callable(closure)):
-            what = type(misplaced[0] if misplaced else closure).__name__
+            wrong = misplaced[0] if misplaced else closure
             raise TypeError(
-                f"{type(self).__name__} takes a closure by position and a GradScaler by keyword, got an object of type "
-                f"{what} by position; write step(closure, scaler=scaler) or perturbed(scaler=scaler)"
+                f"{type(self).__name__} takes a closure by position and a GradScaler by keyword, got {what(wrong)} by "
+                "position; write step(closure, scaler=scaler) or perturbed(scaler=scaler)"
             )
         if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler, got an object of type {type(scaler).__name__}")
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {what(scaler)}")
         self._check_groups()
         return scaler if scaler is not None and scaler.is_enabled() else None
 
