@@ -23,6 +23,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/wrapper_overhead.py
+	$(BIN)/python benchmarks/data_path.py
 
 clean:
 	rm -rf .venv build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,7 +9,6 @@ was chosen to show this; with right labels only, there is no such gap.
 """
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,26 +26,10 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import flatmin
+from flatmin_lab.data.spiral import Spiral
 
 WRONG = 0.2
 COLOURS = ["#2a6f97", "#e07a3f"]
-
-
-@dataclass(frozen=True)
-class Spiral:
-    x: Tensor
-    y: Tensor
-    wrong: Tensor  # which labels were turned around
-
-    @staticmethod
-    def draw(n: int, *, wrong: float, generator: torch.Generator) -> "Spiral":
-        """Points on two arms of one turn each, with noise in place and in the labels."""
-        angle = torch.rand(n, generator=generator).sqrt() * 2 * math.pi
-        arm = torch.randint(0, 2, (n,), generator=generator)
-        radius, turned = angle / (2 * math.pi), angle + math.pi * arm
-        x = radius[:, None] * torch.stack([turned.cos(), turned.sin()], dim=1)
-        flipped = torch.rand(n, generator=generator) < wrong
-        return Spiral(x + 0.03 * torch.randn(n, 2, generator=generator), arm ^ flipped, flipped)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+"""What augmentation costs: whole batches at once on their device, against a loop over PIL pictures.
+
+Both get the same pictures and the same random numbers and give the same result (but for a grey level here and there in
+AutoAugment's shears), and take turns in one process. The floor is a copy of the batch: every picture must be read and
+written once. AutoAugment sends every picture through all operations of its policy, because a branch on what was drawn
+would make the host wait for the device; a loop does only the one or two that were drawn, and is still slower.
+
+    python benchmarks/data_path.py [--turns 20] [--device cpu] [--json out/data_path.json]
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+import pillow_loop
+from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Flip, augmentation
+from machine import facts, in_turns, line, save
+
+ROWS: dict[str, Augmentation] = {
+    "crop": Augmentation((Crop(4),)),
+    "flip": Augmentation((Flip(),)),
+    "cutout": Augmentation((Cutout(16),)),
+    "autoaugment, cifar10": Augmentation((AutoAugment("cifar10"),)),
+    "autoaugment, svhn": Augmentation((AutoAugment("svhn"),)),
+    "all, cifar10": augmentation("autoaugment", "cifar10"),
+    "all, svhn": augmentation("autoaugment", "svhn"),
+}
+SIZES = (50, 500)
+
+
+def pictures(count: int) -> Tensor:
+    """Smooth colours with some noise: what matters here is that the histograms are full, as in photographs."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(count, 3, 5, 5, generator=generator)
+    smooth = interpolate(coarse, size=(32, 32), mode="bicubic").clamp(0, 1) * 235
+    return (smooth + 20 * torch.rand(count, 3, 32, 32, generator=generator)).to(torch.uint8)
+
+
+def measure(turns: int, device: torch.device) -> dict[str, Any]:
+    rows = []
+    for size in SIZES:
+        x = pictures(size)
+        here = x.to(device)
+        for name, augment in ROWS.items():
+            u = augment.draw(size, generator=torch.Generator().manual_seed(1))
+            runs: dict[str, Callable[[], object]] = {
+                "ours": partial(augment, here, u.to(device)),
+                "pillow": partial(pillow_loop.augment, augment, x.to(memory_format=torch.channels_last), u),
+                "copy": here.clone,
+            }
+            times = in_turns(runs, device, turns=turns, warm=2)
+            rows.append({"batch": size, "name": name, **{which: list(parts) for which, parts in times.items()}})
+    return {"turns": turns, "rows": rows, **facts(device)}
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"ms a batch: median of {result['turns']} (quartiles), in turns")
+    print(line(result), end="\n\n")
+    print(f"{'':30}{'flatmin':>24}{'PIL loop':>26}{'ratio':>8}{'a copy':>9}")
+    for row in result["rows"]:
+        cells = {
+            which: f"{row[which][1]:.2f} ({row[which][0]:.2f} .. {row[which][2]:.2f})" for which in ("ours", "pillow")
+        }
+        ratio = row["pillow"][1] / row["ours"][1]
+        print(
+            f"{row['name'] + ', batch ' + str(row['batch']):30}{cells['ours']:>24}{cells['pillow']:>26}"
+            f"{ratio:7.1f}x{row['copy'][1]:9.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--json", type=Path, default=Path("out/data_path.json"))
+    arguments = parser.parse_args()
+    if arguments.turns < 2:
+        parser.error(f"--turns must be at least 2, got {arguments.turns}")
+    result = measure(arguments.turns, arguments.device)
+    show(result)
+    save(arguments.json, result)
+
+
+if __name__ == "__main__":
+    main()

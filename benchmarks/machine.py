@@ -1,0 +1,57 @@
+"""What every benchmark needs: a clock that waits for the device, turns between contenders, and what the machine is."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, the device's part included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return perf_counter() - start
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, *, turns: int, warm: int = 5
+) -> dict[str, tuple[float, float, float]]:
+    """Lower quartile, median and upper quartile in ms of each; one after the other, because machines are noisy."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(turns + warm):
+        for name, work in runs.items():
+            seconds = timed(work, device)
+            if turn >= warm:
+                times[name].append(1e3 * seconds)
+    return {name: (parts[0], parts[1], parts[2]) for name, parts in ((n, quantiles(t, n=4)) for n, t in times.items())}
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Device, threads, torch and commit."""
+    return {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+    }
+
+
+def line(result: Mapping[str, Any]) -> str:
+    return f"{result['device']}, {result['threads']} threads, torch {result['torch']}, commit {result['commit']}"
+
+
+def save(path: Path, result: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")

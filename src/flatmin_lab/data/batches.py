@@ -1,0 +1,77 @@
+"""Batches of a split: a random order and the random numbers of the augmentation, both fixed by (seed, epoch).
+
+    batches = Batches(data.train, batch_size=50, augment=augment, normalise=Normalisation.of(data.train), seed=0)
+    for x, y in batches.epoch(3): ...
+
+The plan of an epoch is made on the CPU and copied to the data's device once. So an epoch can be begun anywhere
+(`start=` a batch), it is the same on every device, and every method with that seed sees the same pictures.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatmin_lab.data.augment import Augmentation
+from flatmin_lab.data.dataset import Split
+from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.data.seeds import generator
+
+
+class Plan(NamedTuple):
+    """An epoch: which picture comes when, and its random numbers, (N,) and (N, draws), on the data's device."""
+
+    order: Tensor
+    u: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Augmented, normalised, shuffled batches; the last one is smaller where the size does not divide the set."""
+
+    split: Split
+    batch_size: int
+    normalise: Normalisation
+    augment: Augmentation = Augmentation()
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not 0 < self.batch_size <= len(self.split):
+            raise ValueError(
+                f"the batch size must be from 1 to the {len(self.split)} pictures of the split, got {self.batch_size}"
+            )
+        if self.augment.stages and not self.split.pictures:
+            raise ValueError("only pictures can be augmented, got points; use the augmentation 'none'")
+        self.augment.check(self.split.shape)
+
+    def __len__(self) -> int:
+        return -(-len(self.split) // self.batch_size)
+
+    def plan(self, epoch: int) -> Plan:
+        device, count = self.split.x.device, len(self.split)
+        order = torch.randperm(count, generator=generator("order", self.seed, epoch))
+        u = self.augment.draw(count, generator=generator("augment", self.seed, epoch))
+        return Plan(order.to(device), u.to(device))
+
+    def at(self, index: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch of these pictures with these random numbers: device work alone, of a shape that `index` fixes."""
+        x = self.augment(self.split.x[index], u)
+        return self.normalise(x, dtype=self.dtype), self.split.y[index]
+
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, from the one numbered `start`."""
+        plan = self.plan(number)
+        for begin in range(start * self.batch_size, len(self.split), self.batch_size):
+            part = slice(begin, begin + self.batch_size)
+            yield self.at(plan.order[part], plan.u[part])
+
+
+def in_order(
+    split: Split, normalise: Normalisation, *, batch_size: int = 500, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The pictures as they are, normalised, in the order they lie in: for evaluation."""
+    for x, y in zip(split.x.split(batch_size), split.y.split(batch_size), strict=True):
+        yield normalise(x, dtype=dtype), y

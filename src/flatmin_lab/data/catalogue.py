@@ -1,0 +1,89 @@
+"""Every data set by its name, or by the path of a file or folder of your own.
+
+load("cifar10", "data")      looks in data/ and data/cifar10/, for the unpacked folder and for the archive
+load("digits")               embedded; needs no file
+load("pets.npz"), load("pictures/pets")
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from flatmin_lab.data import cifar, digits, folder, npz, spiral, svhn
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.download import REMOTE, Progress, fetch
+
+
+def _cifar(name: str, root: Path) -> Dataset | None:
+    for layout in cifar.CIFAR10 if name == "cifar10" else cifar.CIFAR100:
+        named = [base / place for base in (root, root / name) for place in (layout.folder, layout.archive)]
+        itself = [root] if root.name in (layout.folder, layout.archive) else []
+        for source in itself + named:
+            if source.exists():
+                return cifar.load(name, source, layout)
+    return None
+
+
+def _svhn(name: str, root: Path) -> Dataset | None:
+    for base in (root, root / name):
+        if any((base / file).exists() for file in svhn.FILES):
+            return svhn.load(base)
+    return None
+
+
+OFFICIAL: dict[str, Callable[[str, Path], Dataset | None]] = {"cifar10": _cifar, "cifar100": _cifar, "svhn": _svhn}
+EMBEDDED: dict[str, Callable[[], Dataset]] = {"digits": digits.load, "spiral": spiral.load}
+DATA_SETS = (*OFFICIAL, *EMBEDDED)
+
+
+def load(
+    name: str | Path,
+    root: Path | str = "data",
+    *,
+    device: torch.device | str = "cpu",
+    download: bool = False,
+    progress: Progress | None = None,
+) -> Dataset:
+    """The data set on the device. `download` fetches the official files into `root` where they are missing.
+
+    >>> load("digits").train.x.shape
+    torch.Size([1438, 1, 8, 8])
+    """
+    return _load(str(name), Path(root), download=download, progress=progress).to(device)
+
+
+def _load(name: str, root: Path, *, download: bool, progress: Progress | None) -> Dataset:
+    if name in EMBEDDED:
+        return EMBEDDED[name]()
+    if name in OFFICIAL:
+        found = OFFICIAL[name](name, root)
+        if found is None and download:
+            for remote in REMOTE[name]:
+                fetch(remote, root, progress=progress)
+            found = OFFICIAL[name](name, root)
+        if found is None:
+            raise FileNotFoundError(_missing(name, root))
+        return found
+    path = Path(name)
+    if path.suffix == ".npz" and path.is_file():
+        return npz.load(path)
+    if path.is_dir():
+        return folder.load(path)
+    raise ValueError(
+        f"unknown data set {name!r}; choose from {', '.join(DATA_SETS)}, "
+        "or give the path of an .npz file or of a folder of pictures that exists"
+    )
+
+
+def _missing(name: str, root: Path) -> str:
+    if name == "svhn":
+        looked = list(svhn.FILES)
+    else:
+        layouts = cifar.CIFAR10 if name == "cifar10" else cifar.CIFAR100
+        looked = [place for layout in layouts for place in (f"{layout.folder}/", layout.archive)]
+    urls = " and ".join(remote.url for remote in REMOTE[name])
+    return (
+        f"{name} was not found: looked for {', '.join(looked)} in {root.absolute()} and in {root.absolute() / name}. "
+        f"Put {urls} there, or have it fetched: --download, or load({name!r}, download=True)"
+    )

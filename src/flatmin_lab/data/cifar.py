@@ -1,0 +1,125 @@
+"""CIFAR-10 and CIFAR-100 from the official files: the python or the binary version, unpacked or as the `.tar.gz`.
+
+    cifar-10-batches-py/   data_batch_1 … 5, test_batch, batches.meta     or cifar-10-python.tar.gz
+    cifar-10-batches-bin/  data_batch_1.bin … 5, test_batch.bin           or cifar-10-binary.tar.gz
+    cifar-100-python/      train, test, meta                              or cifar-100-python.tar.gz
+    cifar-100-binary/      train.bin, test.bin, fine_label_names.txt      or cifar-100-binary.tar.gz
+
+A picture is 3072 bytes, the red plane first; CIFAR-100 is read with its 100 fine labels.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatmin_lab.data import archive, unpickle
+from flatmin_lab.data.dataset import Dataset, Split
+
+PIXELS = 3 * 32 * 32
+CIFAR10_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One official version: folder, archive and files."""
+
+    folder: str
+    archive: str
+    train: Sequence[str]
+    test: str
+    meta: str
+    binary: bool
+
+    def split(self, files: Mapping[str, bytes], names: Sequence[str], label: str, where: str) -> Split:
+        parts = [self._part(files[name], f"{where}/{name}", label) for name in names]
+        return Split(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+
+    def _part(self, content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]:
+        return _from_binary(content, what, label) if self.binary else _from_pickle(content, what, label)
+
+    def names(self, content: bytes | None, key: str, where: str) -> list[str]:
+        if content is None:
+            return []
+        if self.binary:
+            return content.decode("utf-8", errors="replace").split()
+        found = unpickle.load(content, f"{where}/{self.meta}").get(key, [])
+        return [name.decode("latin1") if isinstance(name, bytes) else str(name) for name in found]
+
+
+CIFAR10 = [
+    Layout(
+        "cifar-10-batches-py",
+        "cifar-10-python.tar.gz",
+        [f"data_batch_{number}" for number in range(1, 6)],
+        "test_batch",
+        "batches.meta",
+        binary=False,
+    ),
+    Layout(
+        "cifar-10-batches-bin",
+        "cifar-10-binary.tar.gz",
+        [f"data_batch_{number}.bin" for number in range(1, 6)],
+        "test_batch.bin",
+        "batches.meta.txt",
+        binary=True,
+    ),
+]
+CIFAR100 = [
+    Layout("cifar-100-python", "cifar-100-python.tar.gz", ["train"], "test", "meta", binary=False),
+    Layout(
+        "cifar-100-binary", "cifar-100-binary.tar.gz", ["train.bin"], "test.bin", "fine_label_names.txt", binary=True
+    ),
+]
+
+
+def load(name: str, source: Path, layout: Layout) -> Dataset:
+    """`cifar10` or `cifar100` from a folder or archive of that layout."""
+    files = archive.read(source, layout.folder, [*layout.train, layout.test], optional=[layout.meta])
+    label, key, count = ("labels", "label_names", 10) if name == "cifar10" else ("fine_labels", "fine_label_names", 100)
+    where = str(source)
+    names = layout.names(files.pop(layout.meta, None), key, where)
+    if len(names) != count:
+        names = CIFAR10_NAMES if name == "cifar10" else [str(number) for number in range(count)]
+    return Dataset(
+        name,
+        layout.split(files, layout.train, label, where),
+        layout.split(files, [layout.test], label, where),
+        names,
+        where,
+    )
+
+
+def _from_pickle(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]:
+    batch = unpickle.load(content, what)
+    for key in ("data", label):
+        if key not in batch:
+            raise ValueError(f"{what} must hold 'data' and {label!r}, got {', '.join(map(repr, batch)) or 'nothing'}")
+    x, labels = batch["data"], batch[label]
+    if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != PIXELS:
+        shape = f"{x.dtype} of shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
+        raise ValueError(f"{what}: the data must be uint8 of shape (N, {PIXELS}), got {shape}")
+    if not isinstance(labels, np.ndarray) and not (isinstance(labels, list) and all(type(y) is int for y in labels)):
+        raise ValueError(f"{what}: the labels must be a list of whole numbers, got {type(labels).__name__}")
+    if len(labels) != len(x):
+        raise ValueError(f"{what}: every picture needs one label, got {len(x)} pictures and {len(labels)} labels")
+    return _pictures(x), torch.from_numpy(np.array(labels, dtype=np.int64))
+
+
+def _from_binary(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]:
+    """Records of the label (of the coarse one before it in CIFAR-100) and the pixels."""
+    head = 1 if label == "labels" else 2
+    if not content or len(content) % (head + PIXELS):
+        raise ValueError(
+            f"{what} must be whole records of {head + PIXELS} bytes, got {len(content)} bytes; "
+            "it is cut short or of another data set: unpack or fetch it again"
+        )
+    records = np.frombuffer(content, dtype=np.uint8).reshape(-1, head + PIXELS)
+    return _pictures(records[:, head:]), torch.from_numpy(records[:, head - 1].astype(np.int64))
+
+
+def _pictures(rows: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> Tensor:
+    return torch.from_numpy(np.array(rows)).view(-1, 3, 32, 32)  # a copy: the file's bytes may not be written to

@@ -1,0 +1,28 @@
+"""scikit-learn's digits: 1,797 real handwritten digits of 8 by 8, inside the package, so nothing is fetched.
+
+Their 17 grey levels are spread over 0 … 255. The set has no split of its own: a fifth of every class is for testing,
+the same fifth always.
+"""
+
+import torch
+
+from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.seeds import generator
+from flatmin_lab.data.splitting import stratified
+
+
+def load() -> Dataset:
+    """The embedded data set, 1,438 digits to train on and 359 to test with."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)[:, None]
+    y = torch.from_numpy(digits.target).long()
+    train, test = stratified(y, share=0.2, generator=generator("digits"))
+    return Dataset(
+        "digits",
+        Split(x[train], y[train]),
+        Split(x[test], y[test]),
+        [str(digit) for digit in range(10)],
+        "scikit-learn",
+    )

@@ -1,0 +1,100 @@
+"""A folder of pictures: one folder a class, under `train` and `test` or, where there are none, divided by a seed.
+
+    pets/train/cat/1.png   pets/train/dog/2.jpg   pets/test/cat/3.png   …       or   pets/cat/1.png   pets/dog/2.jpg   …
+
+All pictures must have one size, or be brought to one with `size=`. They are RGB, or grey where every one of them is.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.seeds import generator
+from flatmin_lab.data.splitting import stratified
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+GREY = ("1", "L", "LA")
+COLOUR = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
+TEST = ("test", "val", "valid", "validation")
+
+
+def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> Dataset:
+    """From the folder; `size` (height, width) resizes, `seed` chooses the fifth for testing where no `test` folder is."""
+    test = next((path / name for name in TEST if (path / name).is_dir()), None)
+    if (path / "train").is_dir() != (test is not None):
+        raise FileNotFoundError(
+            f"{path} must have both train/ and test/, or neither (then a fifth is taken for testing); "
+            f"got only {(test or path / 'train').name}/"
+        )
+    folders = [path] if test is None else [path / "train", test]
+    names = _classes(folders)
+    found = [_listed(folder, names) for folder in folders]
+    mode = "L" if all(_mode(file) in GREY for files, _ in found for file in files) else "RGB"
+    splits = [Split(_read(files, mode, size), torch.tensor(labels)) for files, labels in found]
+    if test is None:
+        train_part, test_part = stratified(splits[0].y, share=0.2, generator=generator("folder", seed))
+        splits = [splits[0].at(train_part), splits[0].at(test_part)]
+    return Dataset(path.name, splits[0], splits[1], names, str(path))
+
+
+def _classes(folders: Sequence[Path]) -> list[str]:
+    sets = [sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) for folder in folders]
+    if not sets[0]:
+        raise FileNotFoundError(f"{folders[0]} must hold a folder of pictures a class, got no folder in it")
+    if any(names != sets[0] for names in sets):
+        odd = sorted(set(sets[0]) ^ set(sets[1]))
+        raise ValueError(f"train and test must have the same classes; only one of them has {', '.join(odd)}")
+    return sets[0]
+
+
+def _listed(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
+    files, labels = [], []
+    for label, name in enumerate(names):
+        here = sorted(file for file in (folder / name).rglob("*") if file.suffix.lower() in ENDINGS)
+        if not here:
+            raise FileNotFoundError(f"{folder / name} must hold pictures ({', '.join(ENDINGS)}), got none")
+        files += here
+        labels += [label] * len(here)
+    return files, labels
+
+
+def _mode(file: Path) -> str:
+    from PIL import Image
+
+    try:
+        with Image.open(file) as picture:
+            mode = picture.mode
+    except Exception as error:  # a damaged picture can raise anything
+        raise ValueError(f"{file} is not a picture that can be read ({error}); repair or remove it") from error
+    if mode not in (*GREY, *COLOUR):
+        raise ValueError(f"pictures must have 8 bits a channel, got {file} of mode {mode}; convert it first")
+    return mode
+
+
+def _read(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Tensor:
+    from PIL import Image
+
+    rows: list[np.ndarray[Any, Any]] = []
+    first = files[0]
+    for file in files:
+        try:
+            with Image.open(file) as picture:
+                converted = picture.convert(mode)
+                if size is not None:
+                    converted = converted.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+                row = np.array(converted)
+        except Exception as error:  # a damaged picture can raise anything
+            raise ValueError(f"{file} is not a picture that can be read ({error}); repair or remove it") from error
+        if rows and row.shape != rows[0].shape:
+            raise ValueError(
+                f"all pictures must have one size: {first} is {rows[0].shape[1]} by {rows[0].shape[0]}, "
+                f"{file} is {row.shape[1]} by {row.shape[0]}; give size=(height, width) to bring them to one"
+            )
+        rows.append(row)
+    x = torch.from_numpy(np.stack(rows))
+    return x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous()

@@ -1,0 +1,181 @@
+"""The 14 operations of AutoAugment as tables: what each does to a place, or to a grey level.
+
+A geometric operation is a map from every place of the new picture to the place of the old one that it shows. It depends
+on operation, level and sign alone, so it is worked out once and a batch only looks it up:
+
+    rotate, translate_x, translate_y    one place, the nearest one
+    shear_x, shear_y                    four places in a row or a column, and what they weigh (bicubic)
+
+Places outside the picture show the fill, 128. invert, posterize, solarize and brightness are tables of 256 grey levels;
+contrast, autocontrast and equalize too, but their tables depend on the picture. color and sharpness blend the picture
+with a duller one, d + factor · (x − d), where a factor 1 is the picture itself.
+
+Pillow is followed in everything, down to its 16.16 fixed point for rotations, with the interpolation, fill and signs of
+the published AMP code: rotation is never mirrored, the other signed operations are.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+FILL = 128
+LEVELS = 10
+SHEARS = ("shear_x", "shear_y")
+GEOMETRIC = (*SHEARS, "translate_x", "translate_y", "rotate")
+TABLES = ("invert", "posterize", "solarize", "brightness", "contrast", "autocontrast", "equalize")
+BLENDS = ("color", "sharpness")
+FACTORS = ("color", "contrast", "brightness", "sharpness")
+SIGNED = (*SHEARS, "translate_x", "translate_y", *FACTORS)
+OPERATIONS = (*GEOMETRIC, *TABLES, *BLENDS)
+
+
+def magnitude(name: str, level: int) -> float:
+    """What a level means: a slope, a share of the side, degrees, a change of the factor, bits, or a threshold.
+
+    >>> magnitude("rotate", 9), magnitude("solarize", 9), magnitude("posterize", 9)
+    (30.0, 0.0, 4.0)
+    """
+    step = level / (LEVELS - 1)
+    if name in SHEARS:
+        return 0.3 * step
+    if name in ("translate_x", "translate_y"):
+        return 150 / 331 * step
+    if name == "rotate":
+        return 30 * step
+    if name in FACTORS:
+        return 0.9 * step
+    if name == "posterize":
+        return float(round(8 - 4 * step))
+    if name == "solarize":
+        return 256 * (1 - step)
+    return 0.0
+
+
+def places(name: str, amount: float, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Where the new picture's places are found in the old one: (4, H·W) places, and (4, H·W) what they weigh.
+
+    The place H·W stands for the fill. Operations that take one place have it second, with the whole weight.
+    """
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    if name == "rotate":
+        return _rotated(amount, x, y)
+    along, across, side = (x, y, width) if name.endswith("_x") else (y, x, height)
+    at = along.double() + 0.5
+    if name in SHEARS:
+        at += amount * (across.double() + 0.5)
+        low = (at - 0.5).floor()
+        between = at - 0.5 - low
+        neighbours = (low.long() + torch.arange(-1, 3)[:, None, None]).clamp(0, side - 1)  # the border repeats
+    else:
+        at += amount * side
+        between = torch.zeros_like(at)
+        neighbours = at.floor().long().expand(4, -1, -1)
+    taps = y * width + neighbours if along is x else neighbours * width + x
+    inside = (at >= 0) & (at < side)
+    taps = torch.where(inside, taps, height * width)
+    return taps.flatten(1), cubic(between.flatten())
+
+
+def _rotated(degrees: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Counter-clockwise about the middle, in Pillow's fixed point: numbers are rounded to 1/65536."""
+    height, width = x.shape
+    angle = -math.radians(degrees % 360.0)
+    cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
+    shift_x = cos * -width / 2 + sin * -height / 2 + width / 2
+    shift_y = -sin * -width / 2 + cos * -height / 2 + height / 2
+
+    def fixed(number: float) -> int:
+        return math.floor(number * 65536 + 0.5)
+
+    column = (fixed(shift_x + cos * 0.5 + sin * 0.5) + fixed(cos) * x + fixed(sin) * y) >> 16
+    row = (fixed(shift_y - sin * 0.5 + cos * 0.5) + fixed(-sin) * x + fixed(cos) * y) >> 16
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    taps = torch.where(inside, row * width + column, height * width).flatten()
+    return taps.expand(4, -1), cubic(torch.zeros(height * width))
+
+
+def cubic(between: Tensor) -> Tensor:
+    """What four neighbours weigh, (4, …), for a place `between` the middle two: Pillow's bicubic filter.
+
+    >>> cubic(torch.tensor([0.0, 0.5])).T
+    tensor([[ 0.0000,  1.0000,  0.0000,  0.0000],
+            [-0.1250,  0.6250,  0.6250, -0.1250]])
+    """
+    d = between.double()
+    before, low = d * (-1 + d * (2 - d)), 1 + d * d * (d - 2)
+    high, after = d * (1 + d * (1 - d)), d * d * (d - 1)
+    return torch.stack([before, low, high, after]).float()
+
+
+def whole(x: Tensor) -> Tensor:
+    """Cut to whole numbers from 0 to 255, in place. By way of int16: a CPU converts that four times as fast to uint8."""
+    return x.clamp_(0, 255).to(torch.int16).to(torch.uint8)
+
+
+def blend(bright: Tensor, dull: Tensor, factor: Tensor | float) -> Tensor:
+    """Dull + factor · (bright − dull), cut to whole numbers from 0 to 255."""
+    return whole((bright - dull).mul_(factor).add_(dull))
+
+
+def levels(name: str, amount: float) -> Tensor:
+    """The new grey level of each of the 256, for the operations whose table does not depend on the picture."""
+    old = torch.arange(256)
+    if name == "invert":
+        new = 255 - old
+    elif name == "posterize":
+        new = old & -(1 << (8 - int(amount)))
+    elif name == "solarize":
+        new = torch.where(old < amount, old, 255 - old)
+    elif name == "brightness":
+        new = blend(old, torch.zeros(()), 1 + amount)
+    else:
+        new = old
+    return new.to(torch.uint8)
+
+
+def contrast(luma: Tensor, factor: Tensor) -> Tensor:
+    """Tables that move away from the mean grey of (B, 1, H, W) pictures, or towards it: (B, 1, 256)."""
+    count = luma.shape[2] * luma.shape[3]
+    mean = (2 * luma.sum(dim=(2, 3)) + count) // (2 * count)  # rounded, in whole numbers
+    return blend(torch.arange(256, device=luma.device), mean[..., None].float(), factor[:, None, None])
+
+
+def autocontrast(darkest: Tensor, brightest: Tensor) -> Tensor:
+    """Tables that stretch each channel to the whole range: from (…,) darkest and brightest levels to (…, 256)."""
+    low, high = darkest.double()[..., None], brightest.double()[..., None]
+    scale = torch.full_like(low, 255).div((high - low).clamp(min=1))  # `255 / t` multiplies by the inverse: inexact
+    old = torch.arange(256, device=darkest.device, dtype=torch.float64)
+    stretched = (old * scale - low * scale).trunc().clamp(0, 255)
+    return torch.where(high > low, stretched, old).to(torch.uint8)
+
+
+def equalize(counts: Tensor) -> Tensor:
+    """Tables that make every grey level about as frequent: from (…, 256) int32 counts to (…, 256)."""
+    old = torch.arange(256, device=counts.device, dtype=torch.int32)
+    last = torch.where(counts > 0, old, -1).amax(dim=-1, keepdim=True)  # the brightest level there is
+    brightest = counts.gather(-1, last.long())
+    step = (counts.sum(dim=-1, keepdim=True, dtype=torch.int32) - brightest) // 255
+    below = counts.cumsum(dim=-1, dtype=torch.int32) - counts
+    spread = (below + step // 2) // step.clamp(min=1)
+    return torch.where(step > 0, spread.clamp(max=255), old).to(torch.uint8)
+
+
+def grey(x: Tensor) -> Tensor:
+    """Luma of (B, 3, H, W) pictures as Pillow's mode L: (B, 1, H, W) int32."""
+    red, green, blue = x.int().split(1, dim=1)
+    luma: Tensor = (red * 19595).add_(green, alpha=38470).add_(blue, alpha=7471).add_(0x8000)
+    return luma >> 16
+
+
+def smooth(x: Tensor) -> Tensor:
+    """Each place averaged with its eight neighbours, itself five times; the border as it is: Pillow's SMOOTH.
+
+    float32 that holds whole numbers. Thirteenths never lie halfway between two of them: rounding needs no rule for ties.
+    """
+    wide = x.to(torch.int16)
+    rows = (wide[..., :-2] + wide[..., 1:-1]).add_(wide[..., 2:])
+    boxes = (rows[..., :-2, :] + rows[..., 1:-1, :]).add_(rows[..., 2:, :]).add_(wide[..., 1:-1, 1:-1], alpha=4)
+    result = x.float()
+    result[..., 1:-1, 1:-1] = boxes.float().div_(13).round_()
+    return result

@@ -1,0 +1,35 @@
+"""A progress bar for downloads, on the error stream, so that what a command prints stays clean."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
+
+from flatmin_lab.data.download import Progress
+
+
+@contextmanager
+def download_bar() -> Iterator[Progress]:
+    """`with download_bar() as progress: load("cifar10", download=True, progress=progress)`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    bars = Bars(*columns, console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
+
+    def progress(name: str, there: int, size: int) -> None:
+        if name not in tasks:
+            bars.start()  # not before: where nothing is fetched, nothing is shown
+            tasks[name] = bars.add_task(name, total=size)
+        bars.update(tasks[name], completed=there)
+
+    try:
+        yield progress
+    finally:
+        bars.stop()

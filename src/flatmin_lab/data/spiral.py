@@ -1,0 +1,39 @@
+"""Two spiral arms in the plane, after the paper's picture of a decision boundary: points, not pictures.
+
+Some training labels can be turned around, so that a network that learns everything by heart is seen to do so.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.seeds import generator as seeded
+
+
+@dataclass(frozen=True)
+class Spiral:
+    x: Tensor
+    y: Tensor
+    wrong: Tensor  # which labels were turned around
+
+    @staticmethod
+    def draw(n: int, *, wrong: float, generator: torch.Generator) -> "Spiral":
+        """Points on two arms of one turn each, with noise in place and in the labels."""
+        if not 0 <= wrong <= 1:
+            raise ValueError(f"the share of wrong labels must be between 0 and 1, got {wrong}")
+        angle = torch.rand(n, generator=generator).sqrt() * 2 * math.pi
+        arm = torch.randint(0, 2, (n,), generator=generator)
+        radius, turned = angle / (2 * math.pi), angle + math.pi * arm
+        x = radius[:, None] * torch.stack([turned.cos(), turned.sin()], dim=1)
+        flipped = torch.rand(n, generator=generator) < wrong
+        return Spiral(x + 0.03 * torch.randn(n, 2, generator=generator), arm ^ flipped, flipped)
+
+
+def load(*, train: int = 400, test: int = 10_000, wrong: float = 0.2, seed: int = 0) -> Dataset:
+    """400 points to train on, a fifth of them with a wrong label, and 10,000 right ones to test with."""
+    generator = seeded("spiral", seed)
+    drawn, clean = Spiral.draw(train, wrong=wrong, generator=generator), Spiral.draw(test, wrong=0, generator=generator)
+    return Dataset("spiral", Split(drawn.x, drawn.y), Split(clean.x, clean.y), ["first arm", "second arm"], "generated")

@@ -1,0 +1,50 @@
+"""What the networks share: activation with dropout, first weights, the head, and checks of their arguments.
+
+`dropout` is the paper's Dropout baseline: that share of the neurons after every ReLU. At 0 there is no dropout module
+at all, so no random number is drawn. A network's first weights depend on the seed alone, not on its dropout.
+"""
+
+from torch import nn
+
+
+def relu(dropout: float) -> list[nn.Module]:
+    """ReLU, and dropout after it."""
+    return [nn.ReLU(inplace=True), *([nn.Dropout(dropout)] if dropout > 0 else [])]
+
+
+def head(channels: int, num_classes: int, dropout: float, *, momentum: float = 0.1) -> nn.Sequential:
+    """From the last feature maps to logits: BatchNorm, ReLU, mean over the places, one linear layer."""
+    return nn.Sequential(
+        nn.BatchNorm2d(channels, momentum=momentum),
+        *relu(dropout),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, num_classes),
+    )
+
+
+def conv3x3(inputs: int, outputs: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=bias)
+
+
+def conv1x1(inputs: int, outputs: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=bias)
+
+
+def initialise(model: nn.Module) -> None:
+    """As published: He's normal distribution by fan-out for convolutions, no bias in linear layers."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+
+def check(num_classes: int, in_channels: int, dropout: float) -> None:
+    """The arguments that every network takes."""
+    if num_classes < 1:
+        raise ValueError(f"num_classes must be at least 1, got {num_classes}")
+    if in_channels < 1:
+        raise ValueError(f"in_channels must be at least 1, got {in_channels}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")

@@ -1,0 +1,57 @@
+"""VGG with BatchNorm (Simonyan and Zisserman 2015), 3 × 3 convolutions between five halvings, then three linear layers.
+
+As published with AMP: 32 by 32 pixels shrink to one place of 512 numbers, and both hidden linear layers have 4096
+neurons, where many CIFAR versions have one linear layer only.
+"""
+
+from torch import Tensor, nn
+
+from flatmin_lab.models.layers import check, conv3x3, initialise, relu
+
+# convolutions in each of the five groups of 64, 128, 256, 512 and 512 channels
+DEPTHS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+WIDTHS = (64, 128, 256, 512, 512)
+SIDE = 2 ** len(WIDTHS)
+
+
+class VGG(nn.Module):
+    """33,646,666 parameters at depth 16 for 10 classes."""
+
+    def __init__(
+        self, depth: int = 16, *, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.0, hidden: int = 4096
+    ) -> None:
+        super().__init__()
+        check(num_classes, in_channels, dropout)
+        if depth not in DEPTHS:
+            raise ValueError(f"VGG has a depth of {', '.join(map(str, DEPTHS))}, got {depth}")
+        layers: list[nn.Module] = []
+        channels = in_channels
+        for width, count in zip(WIDTHS, DEPTHS[depth], strict=True):
+            for _ in range(count):
+                layers += [conv3x3(channels, width, bias=True), nn.BatchNorm2d(width), *relu(dropout)]
+                channels = width
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),  # the one place there is at 32 by 32
+            nn.Flatten(),
+            nn.Linear(channels, hidden),
+            *relu(dropout),
+            nn.Linear(hidden, hidden),
+            *relu(dropout),
+            nn.Linear(hidden, num_classes),
+        )
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if min(x.shape[2:]) < SIDE:
+            raise ValueError(
+                f"VGG halves pictures {len(WIDTHS)} times and needs at least {SIDE} by {SIDE} pixels, "
+                f"got {x.shape[2]} by {x.shape[3]}; use another model for small pictures"
+            )
+        logits: Tensor = self.classifier(self.features(x))
+        return logits
+
+
+def vgg16(**settings: object) -> VGG:
+    return VGG(16, **settings)  # type: ignore[arg-type]
