@@ -18,6 +18,17 @@ from flatmin_lab.data.autoaugment import AutoAugment
 
 Picture = Image.Image
 FILL = (operations.FILL,) * 3
+ENHANCERS: dict[str, Callable[[Picture], Any]] = {
+    "color": ImageEnhance.Color,
+    "contrast": ImageEnhance.Contrast,
+    "brightness": ImageEnhance.Brightness,
+    "sharpness": ImageEnhance.Sharpness,
+}
+PLAIN: dict[str, Callable[[Picture], Picture]] = {
+    "autocontrast": ImageOps.autocontrast,
+    "equalize": ImageOps.equalize,
+    "invert": ImageOps.invert,
+}
 
 
 def to_pil(x: Tensor) -> Picture:
@@ -43,21 +54,14 @@ def operation(picture: Picture, name: str, amount: float) -> Picture:
     if name == "rotate":
         turned = picture.convert("RGBA").rotate(amount)
         return Image.composite(turned, Image.new("RGBA", turned.size, (*FILL, 128)), turned).convert("RGB")
-    enhancers: dict[str, Any] = {
-        "color": ImageEnhance.Color,
-        "contrast": ImageEnhance.Contrast,
-        "brightness": ImageEnhance.Brightness,
-        "sharpness": ImageEnhance.Sharpness,
-    }
-    if name in enhancers:
-        return enhancers[name](picture).enhance(1 + amount)  # type: ignore[no-any-return]
     if name == "posterize":
         return ImageOps.posterize(picture, int(amount))
     if name == "solarize":
         return ImageOps.solarize(picture, amount)  # type: ignore[arg-type]  # a threshold of 28.4 works as well as 28
-    if name == "autocontrast":
-        return ImageOps.autocontrast(picture)
-    return ImageOps.equalize(picture) if name == "equalize" else ImageOps.invert(picture)
+    if name in operations.FACTORS:
+        enhanced: Picture = ENHANCERS[name](picture).enhance(1 + amount)
+        return enhanced
+    return PLAIN[name](picture)
 
 
 def autoaugment(stage: AutoAugment, picture: Picture, u: Sequence[float]) -> Picture:

@@ -37,7 +37,7 @@ def _from_archive(source: Path, folder: str, names: set[str]) -> dict[str, bytes
             for member in archive:
                 if member.offset_data + member.size > LIMIT:
                     raise ValueError(
-                        f"{source} unpacks to more than {LIMIT >> 30} GiB, which no official archive does; fetch it again"
+                        f"{source} unpacks to more than {LIMIT >> 30} GiB, as no official archive does; fetch it again"
                     )
                 top, _, name = member.name.removeprefix("./").partition("/")
                 if top == folder and name in names and member.isreg():

@@ -1,8 +1,8 @@
 """Augmentation of whole batches on their device: each picture has its own random numbers, drawn before.
 
-A stage is a pure function of uint8 pictures x (B, C, H, W) and of numbers u (B, draws), uniform in [0, 1). Whoever calls
-it makes the numbers, a row a picture, so the same row gives the same picture in any batch, on any device. A stage never
-looks at values on the host and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
+A stage is a pure function of uint8 pictures x (B, C, H, W) and of numbers u (B, draws), uniform in [0, 1). Whoever
+calls it makes the numbers, a row a picture, so the same row gives the same picture in any batch, on any device. A stage
+never looks at values on the host and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
 
     augment = augmentation("cutout", "cifar10")
     augment(x, augment.draw(len(x), generator=generator).to(x.device))
@@ -133,8 +133,8 @@ CUTOUT = {"cifar10": 16, "cifar100": 8, "svhn": 20, "digits": 4}
 def augmentation(kind: Kind, data: str, *, side: int = 32) -> Augmentation:
     """The paper's augmentations, with what its published code adds: padding, fill, lengths, and no flips for digits.
 
-    "vanilla" is crop and flip; "cutout" adds the hole; "autoaugment" adds the policy before the hole, on SVHN in place of
-    the crop. Data sets that the paper does not have are taken as photographs of that side.
+    "vanilla" is crop and flip; "cutout" adds the hole; "autoaugment" adds the policy before the hole, on SVHN in place
+    of the crop. Data sets that the paper does not have are taken as photographs of that side.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown augmentation {kind!r}; choose from {', '.join(KINDS)}")

@@ -7,8 +7,9 @@ The plan of an epoch is made on the CPU and copied to the data's device once. So
 (`start=` a batch), it is the same on every device, and every method with that seed sees the same pictures.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class Batches:
     split: Split
     batch_size: int
     normalise: Normalisation
-    augment: Augmentation = Augmentation()
+    augment: Augmentation = field(default_factory=Augmentation)
     seed: int = 0
     dtype: torch.dtype = torch.float32
 
@@ -48,7 +49,7 @@ class Batches:
         self.augment.check(self.split.shape)
 
     def __len__(self) -> int:
-        return -(-len(self.split) // self.batch_size)
+        return math.ceil(len(self.split) / self.batch_size)
 
     def plan(self, epoch: int) -> Plan:
         device, count = self.split.x.device, len(self.split)

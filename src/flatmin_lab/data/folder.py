@@ -24,7 +24,7 @@ TEST = ("test", "val", "valid", "validation")
 
 
 def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> Dataset:
-    """From the folder; `size` (height, width) resizes, `seed` chooses the fifth for testing where no `test` folder is."""
+    """From the folder; `size` (height, width) resizes, `seed` chooses what is for testing where there is no `test/`."""
     test = next((path / name for name in TEST if (path / name).is_dir()), None)
     if (path / "train").is_dir() != (test is not None):
         raise FileNotFoundError(

@@ -65,7 +65,7 @@ def _as_uint8(x: Tensor, index: int) -> Tensor:
     if x.ndim == 3 and x.is_floating_point():
         if not bool(((x >= 0) & (x <= 1)).all()):
             raise ValueError(
-                f"a float picture must have values from 0 to 1, got {float(x.min()):g} to {float(x.max()):g} at {index}; "
+                f"a float picture must have values from 0 to 1, got {x.min():g} to {x.max():g} at {index}; "
                 "pass the data set without normalisation"
             )
         x = (x * 255).round().to(torch.uint8)

@@ -12,7 +12,7 @@ from flatmin_lab.data.download import Progress
 
 @contextmanager
 def download_bar() -> Iterator[Progress]:
-    """`with download_bar() as progress: load("cifar10", download=True, progress=progress)`."""
+    """A bar a file, for `load("cifar10", download=True, progress=progress)`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
