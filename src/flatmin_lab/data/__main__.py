@@ -48,7 +48,7 @@ def main() -> None:
     try:
         with download_bar() as progress:
             data = load(arguments.name, arguments.root, download=arguments.download, progress=progress)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"flatmin: {error}")
     Console(soft_wrap=True, highlight=False).print(describe(data, perf_counter() - start), markup=False)
 

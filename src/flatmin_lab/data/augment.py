@@ -9,7 +9,7 @@ never looks at values on the host and its shapes depend on no value: an `Augment
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from flatmin_lab.data.autoaugment import AutoAugment
 
 Kind = Literal["none", "vanilla", "cutout", "autoaugment"]
-KINDS = ("none", "vanilla", "cutout", "autoaugment")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Stage(Protocol):

@@ -100,7 +100,8 @@ class _Stage:
 
         if not self.names & set(SHEARS):
             return found(1).view_as(x)
-        # cut to whole numbers, as Pillow does; the small number keeps even areas, whose weights sum to 1 − 6e-8, even
+        # Pillow cuts to whole numbers. The small number keeps those that are whole from being cut to the one below,
+        # as float32 would do in even areas, where the weights sum to 1 − 6e-8, and as Pillow's doubles do now and then
         total = torch.full_like(x, 1e-4, dtype=torch.float32).flatten(2)
         for tap in range(4):
             total.addcmul_(found(tap).float(), self.weights[tap].index_select(0, row)[:, None])

@@ -34,7 +34,8 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
     folders = [path] if test is None else [path / "train", test]
     names = _classes(folders)
     found = [_listed(folder, names) for folder in folders]
-    mode = "L" if all(_mode(file) in GREY for files, _ in found for file in files) else "RGB"
+    modes = {_mode(file) for files, _ in found for file in files}
+    mode = "L" if modes <= set(GREY) else "RGB"
     splits = [Split(_read(files, mode, size), torch.tensor(labels)) for files, labels in found]
     if test is None:
         train_part, test_part = stratified(splits[0].y, share=0.2, generator=generator("folder", seed))

@@ -105,10 +105,9 @@ def _read(split: Any) -> Split:
 
 def _cached(path: Path, seen: str) -> tuple[Split, Split] | None:
     """What the cache holds; None where the data set has changed since."""
-    try:
-        arrays = npz.read(path, (*npz.KEYS, "probe"))
-    except KeyError as error:
-        raise ValueError(f"{path} is a file of another kind, not a cache; choose another place") from error
+    arrays = npz.read(path, npz.KEYS, optional=("probe",))
+    if "probe" not in arrays:
+        raise ValueError(f"{path} is a data set of its own, not a cache; choose another place for the cache")
     if str(arrays["probe"]) != seen:
         return None
     pairs = [(torch.from_numpy(arrays[f"x_{which}"]), torch.from_numpy(arrays[f"y_{which}"])) for which in _SPLITS]

@@ -33,15 +33,17 @@ def load(path: Path) -> Dataset:
 def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -> dict[str, Array]:
     """The named arrays of the file; never a pickle."""
     try:
-        with np.load(path, allow_pickle=False) as content:
-            missing = [key for key in keys if key not in content]
-            if missing:
-                raise KeyError(
-                    f"{path} must hold {', '.join(keys)}; missing: {', '.join(missing)}, there: {', '.join(content)}"
-                )
-            return {key: content[key] for key in (*keys, *optional) if key in content}
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, AttributeError) as error:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
+            there = list(content)
+            arrays = {key: content[key] for key in (*keys, *optional) if key in there}
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is not a whole .npz file of plain arrays ({error}); write it again") from error
+    missing = [key for key in keys if key not in arrays]
+    if missing:
+        raise ValueError(
+            f"{path} must hold {', '.join(keys)}; missing: {', '.join(missing)}, there: {', '.join(there) or 'nothing'}"
+        )
+    return arrays
 
 
 def pictures(x: Array, what: str) -> Tensor:

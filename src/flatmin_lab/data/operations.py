@@ -90,9 +90,8 @@ def _rotated(degrees: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def cubic(between: Tensor) -> Tensor:
     """What four neighbours weigh, (4, …), for a place `between` the middle two: Pillow's bicubic filter.
 
-    >>> cubic(torch.tensor([0.0, 0.5])).T
-    tensor([[ 0.0000,  1.0000,  0.0000,  0.0000],
-            [-0.1250,  0.6250,  0.6250, -0.1250]])
+    >>> cubic(torch.tensor(0.5))
+    tensor([-0.1250,  0.6250,  0.6250, -0.1250])
     """
     d = between.double()
     before, low = d * (-1 + d * (2 - d)), 1 + d * d * (d - 2)

@@ -32,4 +32,5 @@ def download_bar() -> Iterator[Progress]:
     try:
         yield progress
     finally:
-        bars.stop()
+        if tasks:
+            bars.stop()

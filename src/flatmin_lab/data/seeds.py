@@ -15,7 +15,7 @@ def generator(*what: str | int) -> torch.Generator:
     """A CPU generator seeded by a hash of its purpose.
 
     >>> [int(torch.randint(100, (), generator=generator("order", 0, epoch))) for epoch in (1, 2, 1)]
-    [67, 39, 67]
+    [52, 12, 52]
     """
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))

@@ -1,7 +1,8 @@
 """What the networks share: activation with dropout, first weights, the head, and checks of their arguments.
 
-`dropout` is the paper's Dropout baseline: that share of the neurons after every ReLU. At 0 there is no dropout module
-at all, so no random number is drawn. A network's first weights depend on the seed alone, not on its dropout.
+`dropout` is the paper's Dropout baseline: that share of the neurons after every ReLU. (Its published code drops once a
+block and once before the classifier instead, but for VGG.) At 0 there is no dropout module at all, so no random number
+is drawn. A network's first weights depend on the seed alone, not on its dropout.
 """
 
 from torch import nn

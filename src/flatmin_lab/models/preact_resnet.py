@@ -8,14 +8,14 @@ numbers come from). Its convolutions have biases, all but the first; `bias=False
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
 from flatmin_lab.models.layers import check, conv1x1, conv3x3, head, initialise, relu
 
 Shortcut = Literal["activated", "identity"]
-SHORTCUTS = ("activated", "identity")
+SHORTCUTS: tuple[Shortcut, ...] = get_args(Shortcut)
 
 
 class Block(nn.Module):

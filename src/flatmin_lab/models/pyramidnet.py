@@ -66,9 +66,10 @@ class PyramidNet(nn.Module):
             raise ValueError(f"a PyramidNet's alpha, by which its width grows, must be above 0, got {alpha}")
         self.stem = nn.Sequential(conv3x3(in_channels, 16), nn.BatchNorm2d(16))
         count = (depth - 2) // layers
-        blocks, channels = [], 16
+        blocks, channels, exact = [], 16, 16.0
         for number in range(3 * count):
-            width = round(16 + alpha * (number + 1) / (3 * count))
+            exact += alpha / (3 * count)  # summed up as in the published code, so that halves are rounded alike
+            width = round(exact)
             stride = 2 if number and number % count == 0 else 1
             blocks.append(Block(channels, width, stride, bottleneck=bottleneck, dropout=dropout))
             channels = 4 * width if bottleneck else width

@@ -1,0 +1,177 @@
+"""Downloads from a real server: whole, broken off, resumed, wrong; and no network at all."""
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from flatmin_lab.data import download, load
+from flatmin_lab.data.download import REMOTE, Remote, fetch
+from flatmin_lab.data.progress import download_bar
+from official_files import cifar10_python, made, packed
+
+CONTENT = os.urandom(3_000_000)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves CONTENT, also from the middle; misbehaves as told."""
+
+    asked: ClassVar[list[str | None]] = []
+    breaks_after: ClassVar[list[int]] = []  # bytes after which the line is cut, one for each request
+    ranges = True
+    slow = False
+    content = CONTENT
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        type(self).asked.append(wanted)
+        start = int(re.findall(r"bytes=(\d+)-", wanted)[0]) if wanted and self.ranges else 0
+        body = self.content[start:]
+        self.send_response(206 if wanted and self.ranges else 200)
+        if wanted and self.ranges:
+            self.send_header("Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        body = body[: type(self).breaks_after.pop(0)] if type(self).breaks_after else body
+        try:
+            for place in range(0, len(body), 100_000):
+                self.wfile.write(body[place : place + 100_000])
+                if self.slow:
+                    time.sleep(0.1)
+        except OSError:
+            pass  # the client went away
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    Handler.asked, Handler.breaks_after, Handler.ranges, Handler.slow, Handler.content = [], [], True, False, CONTENT
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.daemon_threads = True
+    thread = threading.Thread(target=running.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{running.server_port}/file.bin"
+    running.shutdown()
+    running.server_close()
+    thread.join()
+
+
+def remote(url: str, content: bytes = CONTENT) -> Remote:
+    return Remote("file.bin", url, len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_a_file_comes_whole_and_once(tmp_path: Path, server: str) -> None:
+    seen: list[int] = []
+    path = fetch(remote(server), tmp_path, progress=lambda name, there, size: seen.append(there))
+    assert path.read_bytes() == CONTENT
+    assert seen == sorted(seen)
+    assert seen[-1] == len(CONTENT)
+    assert fetch(remote(server), tmp_path) == path
+    assert Handler.asked == [None]
+    assert [file.name for file in tmp_path.iterdir()] == ["file.bin"]
+
+
+def test_a_broken_line_is_taken_up_where_it_broke(tmp_path: Path, server: str) -> None:
+    Handler.breaks_after = [1_000_000, 700_000]
+    assert fetch(remote(server), tmp_path, pause=0).read_bytes() == CONTENT
+    assert Handler.asked == [None, "bytes=1000000-", "bytes=1700000-"]
+
+
+def test_a_server_that_cannot_resume_is_asked_for_all(tmp_path: Path, server: str) -> None:
+    Handler.breaks_after, Handler.ranges = [1_000_000], False
+    assert fetch(remote(server), tmp_path, pause=0).read_bytes() == CONTENT
+
+
+def test_a_killed_process_has_lost_nothing(tmp_path: Path, server: str) -> None:
+    """Killed for real in the middle of the file; the next call asks for the rest only."""
+    Handler.slow = True
+    code = (
+        "import sys; from pathlib import Path; from flatmin_lab.data.download import Remote, fetch;"
+        "fetch(Remote('file.bin', sys.argv[1], int(sys.argv[2]), sys.argv[3]), Path(sys.argv[4]))"
+    )
+    source = remote(server)
+    line = [sys.executable, "-c", code, source.url, str(source.size), source.sha256, str(tmp_path)]
+    process = subprocess.Popen(line)
+    part = tmp_path / "file.bin.part"
+    deadline = time.monotonic() + 60
+    while not (part.exists() and part.stat().st_size > 300_000):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = part.stat().st_size
+    assert 0 < kept < len(CONTENT)
+    assert not (tmp_path / "file.bin").exists()
+    Handler.slow = False
+    assert fetch(source, tmp_path).read_bytes() == CONTENT
+    assert Handler.asked[-1] == f"bytes={kept}-"
+
+
+def test_what_is_not_the_official_file_is_not_kept(tmp_path: Path, server: str) -> None:
+    Handler.content = CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])
+    with pytest.raises(ValueError, match="not the official file and was deleted; try again"):
+        fetch(remote(server), tmp_path)
+    assert not list(tmp_path.iterdir())
+    Handler.content = CONTENT
+    assert fetch(remote(server), tmp_path).read_bytes() == CONTENT
+
+
+def test_a_longer_answer_is_no_endless_one(tmp_path: Path, server: str) -> None:
+    Handler.content = CONTENT * 3
+    with pytest.raises(ValueError, match="not the official file"):
+        fetch(remote(server), tmp_path)
+
+
+def test_a_file_of_that_name_that_is_another_one_is_left_alone(tmp_path: Path, server: str) -> None:
+    (tmp_path / "file.bin").write_bytes(b"mine")
+    with pytest.raises(ValueError, match="move it away to fetch that"):
+        fetch(remote(server), tmp_path)
+    assert (tmp_path / "file.bin").read_bytes() == b"mine"
+
+
+def test_without_a_network_it_says_where_to_put_the_file(tmp_path: Path, server: str) -> None:
+    closed = remote("http://127.0.0.1:9/file.bin")
+    with pytest.raises(ConnectionError) as error:
+        fetch(closed, tmp_path, pause=0)
+    for part in ("http://127.0.0.1:9/file.bin", "network", f"put it into {tmp_path}"):
+        assert part in str(error.value)
+    Handler.breaks_after = [1_000_000, 0, 0, 0, 0]
+    with pytest.raises(ConnectionError, match="What came is kept"):
+        fetch(remote(server), tmp_path, pause=0)
+    assert (tmp_path / "file.bin.part").stat().st_size == 1_000_000
+
+
+def test_a_data_set_is_fetched_where_it_is_missing(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train, test = made(10, 10, seed=0), made(3, 10, seed=1)
+    Handler.content = packed(cifar10_python(tmp_path / "there", train, test), "x.tar.gz").read_bytes()
+    digest = hashlib.sha256(Handler.content).hexdigest()
+    official = Remote("cifar-10-python.tar.gz", server, len(Handler.content), digest)
+    monkeypatch.setitem(download.REMOTE, "cifar10", [official])
+    with download_bar() as progress:
+        data = load("cifar10", tmp_path / "here", download=True, progress=progress)
+    assert data.train.x.equal(train[0])
+    assert "cifar-10-python.tar.gz" in capfd.readouterr().err
+    load("cifar10", tmp_path / "here", download=True)
+    assert len(Handler.asked) == 1
+
+
+def test_every_official_file_has_an_address_a_length_and_a_checksum() -> None:
+    for files in REMOTE.values():
+        for file in files:
+            assert re.fullmatch(r"[0-9a-f]{64}", file.sha256)
+            assert file.size > 60_000_000
+            assert file.url.endswith(file.name)

@@ -1,0 +1,103 @@
+"""Every method of the paper with every model: a few steps on a fixed batch lower the loss."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+import flatmin
+from flatmin_lab import methods, models
+from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.methods import METHODS
+
+# deep and wide ones in small, for the CPU; in full size on a GPU (test_lab_cuda.py)
+NETWORKS = (
+    "preactresnet18",
+    "preactresnet34",
+    "preactresnet50",
+    "vgg16",
+    "wideresnet16_2",
+    "pyramidnet29_24",
+    "convnet",
+    "mlp",
+)
+
+
+def fixed_batch(side: int, device: str = "cpu") -> tuple[Tensor, Tensor, Normalisation]:
+    """Eight pictures of four classes: stripes of another direction each, with noise."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(8) % 4
+    row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    stripes = torch.stack([torch.sin((row * k + column * (3 - k)) / 3) for k in range(4)])
+    pixels = 0.5 + 0.3 * stripes[y][:, None] + 0.1 * torch.randn(8, 3, side, side, generator=generator)
+    normalise = Normalisation(torch.full((3,), 0.5, device=device), torch.full((3,), 0.25, device=device))
+    return (pixels.clamp(0, 1).to(device) - 0.5) / 0.25, y.to(device), normalise
+
+
+def losses_of(method: str, network: str, *, device: str = "cpu", steps: int = 6) -> list[float]:
+    """The plain training loss before and after some steps; the loop never asks which method it runs."""
+    torch.manual_seed(0)
+    side = 32 if network == "vgg16" or device == "cuda" else 16
+    x, y, normalise = fixed_batch(side, device)
+    # a large radius would need a long training
+    knobs = {"epsilon": 0.05} if method in ("amp", "rmp") else {}
+    chosen = methods.build(method, normalise=normalise, **knobs)
+    settings = {"side": side} if network == "mlp" else {}
+    model = models.build(network, num_classes=4, dropout=chosen.dropout, **settings).to(device)
+    optimizer = chosen.wrap(SGD(model.parameters(), lr=0.01, momentum=0.9), model)
+
+    @torch.no_grad()
+    def plain() -> float:
+        """With the batch's own statistics, and without dropout."""
+        for module in model.modules():
+            module.train(not isinstance(module, nn.Dropout))
+        loss = float(cross_entropy(model(x), y))
+        model.train()
+        return loss
+
+    before = plain()
+    for _ in range(steps):
+        changed, target = chosen.regulariser.batch(model, x, y)
+
+        def closure(changed: Tensor = changed, target: Any = target) -> Tensor:
+            optimizer.zero_grad()
+            loss = chosen.regulariser.loss(model(changed), target)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, everyone returns a tensor
+    return [before, plain()]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_few_steps_lower_the_loss(method: str, network: str) -> None:
+    before, after = losses_of(method, network)
+    assert after < before
+
+
+def test_the_eight_methods_of_the_paper_are_there() -> None:
+    assert set(METHODS) == {
+        "erm", "dropout", "label_smoothing", "flooding", "mixup", "adversarial", "rmp", "amp",
+    }  # fmt: skip
+
+
+def test_defaults_are_the_papers() -> None:
+    model = models.build("mlp", in_channels=2, num_classes=2)
+    base = SGD(model.parameters(), lr=0.1)
+    amp = methods.build("amp").wrap(base, model)
+    assert isinstance(amp, flatmin.AMP)
+    assert (amp.param_groups[0]["epsilon"], amp.param_groups[0]["inner_lr"], amp.inner_iter) == (0.5, 1.0, 1)
+    rmp = methods.build("rmp").wrap(SGD(model.parameters(), lr=0.1), model)
+    assert isinstance(rmp, flatmin.RMP)
+    assert rmp.param_groups[0]["epsilon"] == 0.1
+    assert methods.build("dropout").dropout == 0.1
+    assert methods.build("erm").wrap(base, model) is base
+
+
+def test_an_unknown_method_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown method 'sam'; choose from erm, .*amp"):
+        methods.build("sam")

@@ -1,0 +1,165 @@
+"""The networks: sizes known from the published code, shapes, first gradients, dropout, and what wrong arguments get."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flatmin_lab.models import MODELS, PreActResNet, build
+from flatmin_lab.models.preact_resnet import SHORTCUTS
+from flatmin_lab.models.preact_resnet import Block as PreActBlock
+from flatmin_lab.models.wide_resnet import Block as WideBlock
+
+# (parameters, tensors) for 10 classes and 3 channels; the first column is known, the second counted
+SIZES = {
+    "preactresnet18": (11_176_906, 75),
+    "preactresnet34": (21_288_778, 139),
+    "preactresnet50": (23_539_658, 205),
+    "vgg16": (33_646_666, 58),
+    "wideresnet28_10": (36_479_194, 80),
+    "pyramidnet164_270": (27_216_021, 601),
+    # counted with the published code
+    "wideresnet28_2": (1_467_610, 80),
+    "pyramidnet164_48": (1_715_442, 601),
+    "pyramidnet110_150": (6_472_640, 403),  # its widths are halves before rounding
+}
+SMALL = {"convnet": {}, "mlp": {"side": 8}}  # what each needs for pictures of 8 by 8
+names = pytest.mark.parametrize("name", MODELS)
+
+
+def size(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+def settings(name: str) -> dict[str, int]:
+    return {"side": 32} if name == "mlp" else {}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_are_counted(name: str) -> None:
+    model = build(name)
+    assert (size(model), len(list(model.parameters()))) == SIZES[name]
+
+
+def test_preactresnet18_without_biases_and_basic_pyramids() -> None:
+    assert size(build("preactresnet18", bias=False)) == 11_172_170
+    assert size(build("pyramidnet110_84", bottleneck=False)) == 3_904_446
+
+
+@names
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_have_their_shape_and_the_first_gradient_is_finite(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = build(name, num_classes=7, dropout=0.1, **settings(name)).to(dtype)
+    x, y = torch.randn(2, 3, 32, 32).to(dtype), torch.tensor([1, 6])
+    logits = model(x)
+    assert logits.shape == (2, 7)
+    cross_entropy(logits.float(), y).backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        assert param.grad.isfinite().all()
+    assert any(bool(param.grad.ne(0).any()) for param in model.parameters() if param.grad is not None)
+
+
+@names
+def test_other_channels_and_classes(name: str) -> None:
+    model = build(name, num_classes=3, in_channels=1, **settings(name)).eval()
+    with torch.no_grad():
+        assert model(torch.zeros(2, 1, 32, 32)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["preactresnet18", "wideresnet10_1", "pyramidnet11_6", *SMALL])
+def test_small_pictures_pass(name: str) -> None:
+    model = build(name, in_channels=1, **({"side": 8} if name == "mlp" else {}))
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@names
+def test_dropout_changes_no_first_weight_and_stands_after_every_relu(name: str) -> None:
+    built = []
+    for dropout in (0.0, 0.1):
+        torch.manual_seed(0)
+        built.append(build(name, dropout=dropout, **settings(name)))
+    plain, dropped = built
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), dropped.parameters(), strict=True))
+    assert not [module for module in plain.modules() if isinstance(module, nn.Dropout)]
+    relus = 0
+    for sequence in (module for module in dropped.modules() if isinstance(module, nn.Sequential)):
+        children = list(sequence)
+        for place, child in enumerate(children):
+            if isinstance(child, nn.ReLU):
+                relus += 1
+                follower = children[place + 1]
+                assert isinstance(follower, nn.Dropout)
+                assert follower.p == 0.1
+    assert relus == sum(isinstance(module, nn.ReLU) for module in dropped.modules())
+
+
+def test_the_shortcut_is_taken_from_the_activated_tensor_or_from_the_input() -> None:
+    """With a residual branch of zeros, a block of constant shape gives its shortcut."""
+    x = torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(0))
+    for shortcut in SHORTCUTS:
+        block = PreActBlock(8, 8, 1, bottleneck=False, dropout=0.0, shortcut=shortcut, bias=True).eval()
+        for param in block.residual.parameters():
+            nn.init.zeros_(param)
+        expected = block.activation(x) if shortcut == "activated" else x
+        assert torch.equal(block(x), expected)
+
+
+def test_where_the_shape_changes_both_shortcuts_are_the_projection_of_the_activated() -> None:
+    x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+    for shortcut in SHORTCUTS:
+        block = PreActBlock(4, 8, 2, bottleneck=False, dropout=0.0, shortcut=shortcut, bias=True).eval()
+        for param in block.residual.parameters():
+            nn.init.zeros_(param)
+        assert torch.equal(block(x), block.shortcut(block.activation(x)))
+
+
+def test_the_published_details_of_the_wide_resnet() -> None:
+    model = build("wideresnet16_2")
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert [norm.momentum for norm in norms[-2:]] == [0.1, 0.9]
+    first = [module for module in model.modules() if isinstance(module, WideBlock)][2]  # of the second group
+    strides = [module.stride for module in first.residual if isinstance(module, nn.Conv2d)]
+    assert strides == [(1, 1), (2, 2)]
+
+
+def test_first_weights_depend_on_the_seed_alone() -> None:
+    def weights(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        return [param.detach().clone() for param in build("wideresnet10_1").parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(0), weights(0), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights(0), weights(1), strict=True))
+
+
+WRONG = [
+    ({"name": "resnet18"}, "unknown model 'resnet18'; choose from preactresnet18, .*wideresnetA_B"),
+    ({"name": "pyramidnet165_48"}, r"depth must be 9n \+ 2 with bottlenecks \(11, 20, 29 …\), got 165"),
+    ({"name": "pyramidnet112_48", "bottleneck": False}, r"6n \+ 2 without bottlenecks"),
+    ({"name": "pyramidnet164_0"}, "must be above 0, got 0"),
+    ({"name": "wideresnet27_10"}, r"6n \+ 4 .*, got 27"),
+    ({"name": "wideresnet28_0"}, "width must be at least 1, got 0"),
+    ({"name": "preactresnet18", "dropout": 1.0}, "below 1, got 1.0"),
+    ({"name": "preactresnet18", "num_classes": 0}, "num_classes must be at least 1, got 0"),
+    ({"name": "convnet", "in_channels": 0}, "in_channels must be at least 1, got 0"),
+    ({"name": "preactresnet18", "shortcut": "raw"}, "unknown shortcut 'raw'; choose from activated, identity"),
+    ({"name": "mlp", "depth": 0}, "depth must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**arguments)  # type: ignore[arg-type]
+
+
+def test_vgg_says_how_large_pictures_must_be() -> None:
+    with pytest.raises(ValueError, match="at least 32 by 32 pixels, got 28 by 28"):
+        build("vgg16")(torch.zeros(1, 3, 28, 28))
+
+
+def test_models_are_plain_modules() -> None:
+    model = build("preactresnet18")
+    assert isinstance(model, PreActResNet)
+    assert set(model.state_dict()) == set(build("preactresnet18").state_dict())
