@@ -42,6 +42,16 @@ def pictures(count: int) -> Tensor:
     return (smooth + 20 * torch.rand(count, 3, 32, 32, generator=generator)).to(torch.uint8)
 
 
+def captured(work: Callable[[], object]) -> Callable[[], object]:
+    """The same kernels as one CUDA graph: without the launches, which are most of the time of a small batch."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
 def measure(turns: int, device: torch.device) -> dict[str, Any]:
     rows = []
     for size in SIZES:
@@ -54,6 +64,8 @@ def measure(turns: int, device: torch.device) -> dict[str, Any]:
                 "pillow": partial(pillow_loop.augment, augment, x.to(memory_format=torch.channels_last), u),
                 "copy": here.clone,
             }
+            if device.type == "cuda":
+                runs["graph"] = captured(runs["ours"])
             times = in_turns(runs, device, turns=turns, warm=2)
             rows.append({"batch": size, "name": name, **{which: list(parts) for which, parts in times.items()}})
     return {"turns": turns, "rows": rows, **facts(device)}
@@ -62,15 +74,16 @@ def measure(turns: int, device: torch.device) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     print(f"ms a batch: median of {result['turns']} (quartiles), in turns")
     print(line(result), end="\n\n")
-    print(f"{'':30}{'flatmin':>24}{'PIL loop':>26}{'ratio':>8}{'a copy':>9}")
+    print(f"{'':33}{'flatmin':>24}{'PIL loop':>26}{'ratio':>8}{'a copy':>9}")
     for row in result["rows"]:
         cells = {
             which: f"{row[which][1]:.2f} ({row[which][0]:.2f} .. {row[which][2]:.2f})" for which in ("ours", "pillow")
         }
         ratio = row["pillow"][1] / row["ours"][1]
+        graph = f"   in a CUDA graph {row['graph'][1]:.3f}" if "graph" in row else ""
         print(
-            f"{row['name'] + ', batch ' + str(row['batch']):30}{cells['ours']:>24}{cells['pillow']:>26}"
-            f"{ratio:7.1f}x{row['copy'][1]:9.3f}"
+            f"{row['name'] + ', batch ' + str(row['batch']):33}{cells['ours']:>24}{cells['pillow']:>26}"
+            f"{ratio:7.1f}x{row['copy'][1]:9.3f}{graph}"
         )
 
 

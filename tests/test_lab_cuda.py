@@ -1,5 +1,6 @@
 """The laboratory on a GPU: the same pictures as on the CPU, inside a CUDA graph, and every pair in full size."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import get_args
 
@@ -38,11 +39,13 @@ def deterministic() -> Iterator[None]:
 def without_sync(work: Callable[[], object]) -> None:
     work()  # tables are made and copied once
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "synchronization debug mode is a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @kinds

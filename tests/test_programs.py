@@ -1,4 +1,4 @@
-"""The demo and the benchmark run from the command line, and say what is wrong with a wrong argument."""
+"""The demo and the benchmarks run from the command line, and say what is wrong with a wrong argument."""
 
 import json
 import os
@@ -34,6 +34,15 @@ def test_the_demo_names_a_wrong_argument(tmp_path: Path, wrong: list[str]) -> No
     assert result.returncode == 2
     assert f"got {wrong[1]}" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_benchmark_of_augmentation_has_every_row_at_both_sizes(tmp_path: Path) -> None:
+    result = program("benchmarks/data_path.py", "--turns", "2", "--json", str(tmp_path / "data.json"))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "data.json").read_text())["rows"]
+    assert {row["batch"] for row in rows} == {50, 500}
+    assert all(f"{row['name']}, batch {row['batch']}" in result.stdout for row in rows)
+    assert all(row[which][1] > 0 for row in rows for which in ("ours", "pillow", "copy"))
 
 
 def test_the_benchmark_prints_a_table_and_writes_json(tmp_path: Path) -> None:
