@@ -7,6 +7,7 @@ binary records byte by byte, the .mat files with scipy.
 import io
 import pickle
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,17 @@ def member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(content)
     tar.addfile(info, io.BytesIO(content))
+
+
+# name of the data set, what writes it, and what its archive is called
+LAYOUTS: dict[str, tuple[str, Callable[..., Path], str | None]] = {
+    "cifar10-python": ("cifar10", cifar10_python, "cifar-10-python.tar.gz"),
+    "cifar10-binary": ("cifar10", cifar10_binary, "cifar-10-binary.tar.gz"),
+    "cifar100-python": ("cifar100", cifar100_python, "cifar-100-python.tar.gz"),
+    "cifar100-binary": ("cifar100", cifar100_binary, "cifar-100-binary.tar.gz"),
+    "svhn": ("svhn", svhn, None),
+}
+
+
+def classes(name: str) -> int:
+    return 100 if name == "cifar100" else 10
