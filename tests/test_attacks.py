@@ -76,18 +76,35 @@ def test_normalised_coordinates_are_the_same_attack() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model, (x, y) = network(), batch()
-    model[1].eval()  # type: ignore[index]  # one module frozen by its owner
+    model, (x, y) = network().train(), batch()
+    model[3].eval()  # type: ignore[index]  # one module frozen by its owner
     model(x).sum().backward()
     before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     buffers = [buffer.clone() for buffer in model.buffers()]
     modes = [module.training for module in model.modules()]
     random = torch.get_rng_state()
     pgd(model, x, y, epsilon=0.1, step_size=0.05, steps=3)
+    assert len(before) == len(list(model.parameters()))
     assert all(torch.equal(a, b.grad) for a, b in zip(before, model.parameters(), strict=True) if b.grad is not None)
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert modes == [module.training for module in model.modules()]
     assert torch.equal(random, torch.get_rng_state())  # no dropout mask was drawn
+
+
+def test_the_attack_is_the_one_in_eval_mode() -> None:
+    """BatchNorm with the batch's own statistics would give another gradient."""
+    (x, y), trained = batch(), network().train()
+    for _ in range(3):
+        trained(x)  # running statistics that are not the first ones
+    found = fgsm(trained, x, y, epsilon=0.03)
+    assert torch.equal(found, fgsm(trained.eval(), x, y, epsilon=0.03))
+
+
+def test_a_plain_function_is_called_as_it_is() -> None:
+    model, (x, y) = network().train(), batch()
+    before = model[1].running_mean.clone()  # type: ignore[index]
+    fgsm(lambda pixels: model(pixels), x, y, epsilon=0.03)  # noqa: PLW0108
+    assert not torch.equal(before, model[1].running_mean)  # type: ignore[index]
 
 
 def test_modes_come_back_after_an_exception() -> None:
@@ -106,11 +123,57 @@ def test_modes_come_back_after_an_exception() -> None:
 
 
 def test_it_works_where_gradients_are_off_and_on_soft_labels() -> None:
-    model, (x, y) = network(), batch()
+    model, (x, y) = network().eval(), batch()
+    expected = fgsm(model, x, y, epsilon=0.1)
+    assert not torch.equal(expected, x)
     with torch.no_grad():
-        assert torch.equal(fgsm(model, x, y, epsilon=0.1), fgsm(model, x, y, epsilon=0.1))
-    soft = torch.softmax(torch.randn(7, 5, generator=torch.Generator().manual_seed(0)), dim=1)
-    assert fgsm(model, x, soft, epsilon=0.1).shape == x.shape
+        assert torch.equal(fgsm(model, x, y, epsilon=0.1), expected)
+    with torch.inference_mode():
+        assert torch.equal(fgsm(model, x, y, epsilon=0.1), expected)
+        assert torch.equal(fgsm(model, x + 0, y, epsilon=0.1), expected)
+    soft = torch.nn.functional.one_hot(y, 5).float()
+    assert torch.equal(fgsm(model, x, soft, epsilon=0.1), expected)
+
+
+def test_the_loss_can_be_another_one() -> None:
+    """Descending where the default ascends: away from the other end of the ball."""
+    model, (x, y) = network().eval(), batch()
+    up = fgsm(model, x, y, epsilon=0.01, bounds=(-9, 9))
+    down = fgsm(model, x, y, epsilon=0.01, bounds=(-9, 9), loss=lambda logits, y: -cross_entropy(logits, y))
+    torch.testing.assert_close(up - x, x - down, rtol=0, atol=1e-6)
+
+
+def test_a_random_start_is_drawn_by_its_generator() -> None:
+    model, (x, y) = network(), batch()
+
+    def started(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(7 + seed)
+        return pgd(model, x, y, epsilon=0.1, step_size=0, steps=0, random_start=True, generator=generator)
+
+    assert torch.equal(started(0), started(0))
+    assert not torch.equal(started(0), started(1))
+    assert float((started(0) - x).abs().max()) > 0.09
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_radii_of_another_type_do_not_change_the_inputs(dtype: torch.dtype) -> None:
+    model, (x, y) = network().to(dtype), batch()
+    radius = torch.full((3, 1, 1), 0.1, dtype=torch.float64)
+    found = pgd(model, x.to(dtype), y, epsilon=radius, step_size=radius / 2, steps=2, random_start=True)
+    assert found.dtype == dtype
+    assert not torch.equal(found, x.to(dtype))
+
+
+def test_in_half_precision_a_small_loss_still_moves_the_pictures() -> None:
+    """The mean over many pictures would be too small a gradient for float16."""
+    weights = torch.randn(12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float16)
+    x = torch.rand(4096, 12, generator=torch.Generator().manual_seed(1)).half()
+
+    def surely(pixels: Tensor) -> Tensor:
+        return pixels @ weights * 0.05 + torch.tensor([9, 0, 0, 0, 0], dtype=torch.float16)
+
+    found = fgsm(surely, x, torch.zeros(4096, dtype=torch.int64), epsilon=0.1)
+    assert float((found != x).float().mean()) > 0.9
 
 
 def test_a_gradient_that_is_not_a_number_moves_nothing() -> None:
@@ -124,6 +187,8 @@ def test_a_gradient_that_is_not_a_number_moves_nothing() -> None:
 
 def test_impossible_settings_are_refused() -> None:
     model, (x, y) = network(), batch()
+    with pytest.raises(TypeError, match=r"must be floats .*, got torch\.uint8"):
+        fgsm(model, (x * 255).to(torch.uint8), y, epsilon=0.1)
     with pytest.raises(ValueError, match=r"epsilon must be at least 0, got -0\.1"):
         fgsm(model, x, y, epsilon=-0.1)
     with pytest.raises(ValueError, match="step_size must be at least 0, got nan"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pillow_loop
-from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Flip, augmentation
+from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Dataset, Flip, Split, augmentation, load
 from flatmin_lab.data.augment import Stage, below
 from pictures import various
 
@@ -55,24 +55,62 @@ def test_each_data_set_has_the_published_augmentation(kind: str, data: str) -> N
     assert all(stage.fill == 128 for stage in PAPER[kind, data] if isinstance(stage, Crop))
 
 
-def test_other_data_takes_photographs_rules() -> None:
-    assert augmentation("cutout", "pets", side=64).stages == (Crop(8), Flip(), Cutout(32))
-    assert augmentation("cutout", "digits", side=8).stages == (Crop(1, fill=0), Cutout(4))
+def own(*shape: int) -> Dataset:
+    x, y = torch.zeros(2, *shape, dtype=torch.uint8), torch.tensor([0, 1])
+    return Dataset("pets", Split(x, y), Split(x, y), ["cat", "dog"])
+
+
+def test_other_data_takes_photographs_rules_from_its_size() -> None:
+    assert augmentation("cutout", own(3, 64, 64)).stages == (Crop(8), Flip(), Cutout(32))
+    assert augmentation("cutout", own(1, 8, 10)).stages == (Crop(1), Flip(), Cutout(4))
+    assert augmentation("cutout", load("digits")).stages == (Crop(1, fill=0), Cutout(4))
+    assert augmentation("none", load("spiral")).stages == ()
+
+
+def test_what_does_not_fit_the_data_is_said_before_the_first_batch() -> None:
+    with pytest.raises(ValueError, match="3 colour channels, got pictures with 1"):
+        augmentation("autoaugment", load("digits"))
+    with pytest.raises(ValueError, match="only pictures can be augmented, got the points of spiral"):
+        augmentation("vanilla", load("spiral"))
+    for name in ("SVHN", "svnh", "", "pets"):
+        with pytest.raises(
+            ValueError, match=f"augmentation of '{name}' is not known; choose from cifar10, .*Dataset itself"
+        ):
+            augmentation("vanilla", name)
+    with pytest.raises(ValueError, match=r"at most the picture's side.*got 16 for pictures of 8 by 8"):
+        augmentation("cutout", "cifar10").check(torch.Size([3, 8, 8]))
+
+
+@pytest.mark.parametrize(
+    ("x", "u", "error", "message"),
+    [
+        (torch.zeros(2, 3, 8, 8), torch.zeros(2, 3), TypeError, r"must be uint8 \(B, C, H, W\), got torch.float32"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, 3), ValueError, r"shape \(2, 3\), got .*\(1, 3\)"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, 4), ValueError, r"shape \(2, 3\), got .*\(2, 4\)"),
+        (
+            torch.zeros(2, 3, 8, 8, dtype=torch.uint8),
+            torch.zeros(2, 3).double(),
+            ValueError,
+            "float32 .*got torch.float64",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(x: Tensor, u: Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        augmentation("vanilla", "cifar10")(x, u)
 
 
 def test_every_place_of_the_crop_is_as_likely_and_so_is_the_flip() -> None:
+    """A picture of one white pixel: where it lands in the window tells what was drawn."""
     n = 81_000
-    marked = torch.arange(81, dtype=torch.uint8).view(1, 1, 9, 9)
-    window = Crop(4, fill=255)
-    # a 1 by 1 picture padded by 4: the window shows the picture in one of 81 places
-    x = torch.zeros(n, 1, 1, 1, dtype=torch.uint8)
+    x = torch.zeros(n, 1, 9, 9, dtype=torch.uint8)
+    x[:, 0, 4, 4] = 255
     u = torch.rand(n, 3, generator=torch.Generator().manual_seed(0))
-    shown = float((window(x, u[:, :2]) == 0).float().mean())
-    assert shown == pytest.approx(1 / 81, rel=0.2)
-    places = (below(u[:, 0], 9) * 9 + below(u[:, 1], 9)).bincount(minlength=81)
+    places = Crop(4, fill=0)(x, u[:, :2]).flatten(1).argmax(dim=1).bincount(minlength=81)
     assert int(places.min()) > 850
     assert int(places.max()) < 1150
-    mirrored = Flip()(marked.expand(n, -1, -1, -1), u[:, 2:])[:, 0, 0, 0] == 8
+    x[:, 0, 4, 4], x[:, 0, 4, 0] = 0, 255
+    mirrored = Flip()(x, u[:, 2:])[:, 0, 4, 8] == 255
     assert float(mirrored.float().mean()) == pytest.approx(0.5, abs=0.01)
 
 

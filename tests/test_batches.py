@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from flatmin_lab.data import Augmentation, Batches, Dataset, Normalisation, Split, augmentation, in_order, load
 from flatmin_lab.data.seeds import generator
@@ -101,6 +102,22 @@ class TestBatches:
                 batches(data, batch_size=size)
         with pytest.raises(ValueError, match="3 colour channels, got pictures with 1"):
             batches(load("digits"))
+        for start in (-1, 12):
+            with pytest.raises(ValueError, match=f"one of the 11 batches of an epoch, got {start}"):
+                next(batches(data).epoch(0, start=start))
+        assert list(batches(data).epoch(0, start=11)) == []
+
+    def test_other_objects_are_refused_with_the_way_out(self) -> None:
+        data = pictures()
+        normalise = Normalisation.of(data.train)
+        with pytest.raises(TypeError, match=r"split must be a Split, got Dataset; take data\.train"):
+            Batches(split=data, batch_size=5, normalise=normalise)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"split must be a Split, got DataLoader; .*from_torch"):
+            Batches(split=DataLoader([1]), batch_size=5, normalise=normalise)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="augment must be a Augmentation, got str"):
+            batches(data, augment="vanilla")
+        with pytest.raises(TypeError, match=r"takes a Split such as data\.train, got Dataset"):
+            Normalisation.of(data)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="only pictures can be augmented, got points"):
             batches(load("spiral"), augment=augmentation("vanilla", "cifar10"))
 

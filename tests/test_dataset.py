@@ -4,12 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import official_files
-from flatmin_lab.data import DATA_SETS, Dataset, Split, load
+from flatmin_lab.data import DATA_SETS, Dataset, Split, augmentation, load
 from flatmin_lab.data.spiral import Spiral
 from flatmin_lab.data.spiral import load as load_spiral
 from official_files import made
@@ -46,9 +47,14 @@ class TestDataset:
         assert (len(tuning.train), len(tuning.test)) == (1294, 144)
         assert torch.equal(tuning.test.x, again.test.x)
         assert not torch.equal(tuning.test.x, other.test.x)
-        both = torch.cat([tuning.train.x, tuning.test.x]).flatten(1).sort(dim=0).values
-        assert torch.equal(both, data.train.x.flatten(1).sort(dim=0).values)  # the training set, each picture once
-        for share in (0.0, 1.0, 1e-9, 2.0):
+        marked = torch.arange(len(data.train)).float()[:, None]  # every point knows its label
+        points = Split(marked, torch.arange(len(data.train)))
+        parts = Dataset("marked", points, points, [str(n) for n in range(len(marked))]).held_out(0)
+        for part in (parts.train, parts.test):
+            assert torch.equal(part.x[:, 0].long(), part.y)
+        assert torch.cat([parts.train.y, parts.test.y]).sort().values.equal(points.y)  # each once
+        assert torch.equal(data.held_out(np.int64(1)).test.x, other.test.x)  # whatever kind of 1 it is
+        for share in (0.0, 1.0, 1e-9, 2.0, float("nan"), float("inf")):
             with pytest.raises(ValueError, match="leaves one part empty"):
                 data.held_out(0, share=share)
 
@@ -59,6 +65,22 @@ class TestDataset:
         changed = Dataset("digits", Split(x, data.train.y), data.test, data.names)
         assert changed.checksum != data.checksum
         assert data.to("cpu").checksum == data.checksum
+
+    def test_it_says_what_it_is_in_a_line(self) -> None:
+        assert repr(load("digits")) == (
+            "Dataset('digits', train=Split(1438 pictures of 1 × 8 × 8 on cpu), "
+            "test=Split(359 pictures of 1 × 8 × 8 on cpu), 10 classes)"
+        )
+
+    def test_the_default_type_of_floats_changes_nothing(self) -> None:
+        before = load("spiral").checksum
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert load("spiral").checksum == before
+            draws = augmentation("vanilla", "cifar10").draw(3, generator=torch.Generator().manual_seed(0))
+            assert draws.dtype == torch.float32
+        finally:
+            torch.set_default_dtype(torch.float32)
 
     @pytest.mark.parametrize(
         ("x", "y", "message"),
@@ -77,6 +99,24 @@ class TestDataset:
             Dataset("x", Split(x, y), good, ["a", "b"])
 
 
+def test_paths_of_the_home_folder_and_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    official_files.cifar10_python(tmp_path / "real", made(10, 10, seed=0), made(3, 10, seed=1))
+    assert len(load("cifar10", "~/real").train) == 10
+    with pytest.raises(
+        FileNotFoundError, match=r"nope\.npz must be an \.npz file or a folder of pictures, and is neither"
+    ):
+        load("~/nope.npz")
+    with pytest.raises(ValueError, match="unknown data set ''"):
+        load("")
+
+
+def test_a_missing_package_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r"the data set digits needs sklearn, .*pip install 'flatmin\[lab\]'"):
+        load("digits")
+
+
 def test_the_module_describes_a_data_set(tmp_path: Path) -> None:
     official_files.cifar10_python(tmp_path, made(50, 10, seed=0), made(10, 10, seed=1))
 
@@ -86,7 +126,7 @@ def test_the_module_describes_a_data_set(tmp_path: Path) -> None:
 
     shown = command("cifar10", "--root", str(tmp_path))
     assert shown.returncode == 0, shown.stderr
-    for fact in ("50 to train on, 10 to test with, 3 × 32 × 32, 10 classes", "mean", "sha256", "MB"):
+    for fact in ("50 to train on, 10 to test with, pictures of 3 × 32 × 32, 10 classes", "mean", "sha256", "MB"):
         assert fact in shown.stdout
     assert shown.stderr == ""
     wrong = command("cifar10", "--root", str(tmp_path / "empty"))

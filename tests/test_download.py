@@ -18,7 +18,7 @@ import pytest
 from flatmin_lab.data import download, load
 from flatmin_lab.data.download import REMOTE, Remote, fetch
 from flatmin_lab.data.progress import download_bar
-from official_files import cifar10_python, made, packed
+from official_files import cifar10_python, made, packed, svhn
 
 CONTENT = os.urandom(3_000_000)
 
@@ -30,12 +30,17 @@ class Handler(BaseHTTPRequestHandler):
     breaks_after: ClassVar[list[int]] = []  # bytes after which the line is cut, one for each request
     ranges = True
     slow = False
+    status = 0  # other than 0: the answer to everything
+    shift = 0  # by how much an answer is beside what was asked for
     content = CONTENT
 
     def do_GET(self) -> None:
         wanted = self.headers.get("Range")
         type(self).asked.append(wanted)
-        start = int(re.findall(r"bytes=(\d+)-", wanted)[0]) if wanted and self.ranges else 0
+        if self.status:
+            self.send_error(self.status)
+            return
+        start = self.shift + int(re.findall(r"bytes=(\d+)-", wanted)[0]) if wanted and self.ranges else 0
         body = self.content[start:]
         self.send_response(206 if wanted and self.ranges else 200)
         if wanted and self.ranges:
@@ -56,8 +61,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     Handler.asked, Handler.breaks_after, Handler.ranges, Handler.slow, Handler.content = [], [], True, False, CONTENT
+    Handler.status = Handler.shift = 0
     running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     running.daemon_threads = True
     thread = threading.Thread(target=running.serve_forever, daemon=True)
@@ -128,10 +135,92 @@ def test_what_is_not_the_official_file_is_not_kept(tmp_path: Path, server: str) 
     assert fetch(remote(server), tmp_path).read_bytes() == CONTENT
 
 
-def test_a_longer_answer_is_no_endless_one(tmp_path: Path, server: str) -> None:
-    Handler.content = CONTENT * 3
-    with pytest.raises(ValueError, match="not the official file"):
+def test_a_page_in_place_of_the_file_costs_nothing_that_came(tmp_path: Path, server: str) -> None:
+    """A portal that answers everything with its own page, longer or shorter: the part is kept, and goes on later."""
+    part = tmp_path / "file.bin.part"
+    part.write_bytes(CONTENT[:900_000])
+    Handler.ranges = False
+    for page in (b"<html>log in</html>", CONTENT * 3):
+        Handler.content = page
+        with pytest.raises(
+            ConnectionError, match=f"answered with {len(page)} bytes, and the file has 3000000.*are kept"
+        ):
+            fetch(remote(server), tmp_path, pause=0)
+        assert part.read_bytes() == CONTENT[:900_000]
+    Handler.content, Handler.breaks_after = CONTENT, [500_000, 2_000_000]
+    assert fetch(remote(server), tmp_path, pause=0).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("status", [404, 403, 416])
+def test_a_refusal_is_final(tmp_path: Path, server: str, status: int) -> None:
+    Handler.status = status
+    with pytest.raises(ConnectionError) as error:
+        fetch(remote(server), tmp_path, pause=0)
+    assert f"HTTP Error {status}" in str(error.value)
+    assert "network" not in str(error.value)
+    assert len(Handler.asked) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_wrong_part_is_not_appended(tmp_path: Path, server: str) -> None:
+    (tmp_path / "file.bin.part").write_bytes(CONTENT[:1000])
+    Handler.shift = 7
+    with pytest.raises(ConnectionError, match="the wrong part, bytes 1007-"):
+        fetch(remote(server), tmp_path, pause=0)
+    assert (tmp_path / "file.bin.part").stat().st_size == 1000
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path, server: str) -> None:
+    Handler.slow = True
+    first = threading.Thread(target=fetch, args=(remote(server), tmp_path))
+    first.start()
+    part = tmp_path / "file.bin.part"
+    deadline = time.monotonic() + 60
+    while not (part.exists() and part.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(BlockingIOError, match="another process is fetching"):
         fetch(remote(server), tmp_path)
+    Handler.slow = False
+    first.join()
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
+
+
+def test_a_full_disk_is_named_and_what_came_is_kept(tmp_path: Path, server: str) -> None:
+    """In a process that may write no file longer than a megabyte."""
+    code = (
+        "import resource, sys; from pathlib import Path; from flatmin_lab.data.download import Remote, fetch;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000));"
+        "fetch(Remote('file.bin', sys.argv[1], int(sys.argv[2]), sys.argv[3]), Path(sys.argv[4]))"
+    )
+    source = remote(server)
+    line = [sys.executable, "-c", code, source.url, str(source.size), source.sha256, str(tmp_path)]
+    result = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert "could not be written" in result.stderr
+    assert "needs 3 MB" in result.stderr
+    assert (tmp_path / "file.bin.part").stat().st_size == 1_000_000
+    assert fetch(source, tmp_path).read_bytes() == CONTENT
+    assert Handler.asked[-1] == "bytes=1000000-"
+
+
+def test_the_second_of_two_files_is_fetched_when_the_first_is_there(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SVHN has two: a stop between them must not be the end."""
+    svhn(tmp_path / "there", made(5, 10, seed=0), made(3, 10, seed=1))
+    Handler.content = (tmp_path / "there" / "test_32x32.mat").read_bytes()
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "train_32x32.mat").write_bytes((tmp_path / "there" / "train_32x32.mat").read_bytes())
+    (here / "test_32x32.mat.part").write_bytes(Handler.content[:100])
+    digest = hashlib.sha256(Handler.content).hexdigest()
+    never = Remote("train_32x32.mat", "http://127.0.0.1:9/", 1, "0" * 64)
+    second = Remote("test_32x32.mat", server, len(Handler.content), digest)
+    monkeypatch.setitem(download.REMOTE, "svhn", [never, second])
+    with pytest.raises(FileNotFoundError, match="was not found"):
+        load("svhn", here)
+    assert len(load("svhn", here, download=True).test) == 3
+    assert Handler.asked == ["bytes=100-"]
 
 
 def test_a_file_of_that_name_that_is_another_one_is_left_alone(tmp_path: Path, server: str) -> None:
@@ -148,7 +237,7 @@ def test_without_a_network_it_says_where_to_put_the_file(tmp_path: Path, server:
     for part in ("http://127.0.0.1:9/file.bin", "network", f"put it into {tmp_path}"):
         assert part in str(error.value)
     Handler.breaks_after = [1_000_000, 0, 0, 0, 0]
-    with pytest.raises(ConnectionError, match="What came is kept"):
+    with pytest.raises(ConnectionError, match="1000000 bytes that came are kept"):
         fetch(remote(server), tmp_path, pause=0)
     assert (tmp_path / "file.bin.part").stat().st_size == 1_000_000
 

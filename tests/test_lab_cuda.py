@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from flatmin.attacks import pgd
 from flatmin.regularisers import adversarial, mixup
 from flatmin_lab import models
 from flatmin_lab.data import Batches, Dataset, Normalisation, Split, augmentation
@@ -125,9 +126,12 @@ def test_mixup_and_adversarial_examples_fit_into_a_cuda_graph() -> None:
     torch.manual_seed(0)
     model = models.build("convnet").cuda()
     x, y = torch.rand(8, 3, 16, 16, device="cuda"), torch.arange(8, device="cuda")
-    mean, std = torch.full((3,), 0.5, device="cuda"), torch.full((3,), 0.25, device="cuda")
-    mixing, attack = mixup(1.0), adversarial(1 / 255, mean=mean, std=std)
-    for regulariser in (mixing, attack):
+    plain = adversarial(1 / 255)
+    mean, std = torch.full((3,), 0.5, device="cuda"), torch.full((3,), 0.5, device="cuda")
+    on_device = adversarial(1 / 255, mean=mean, std=std)
+    from_lists = adversarial(1 / 255, mean=[0.5, 0.5, 0.5], std=[0.5, 0.5, 0.5])
+    mixing = mixup(1.0)
+    for regulariser in (mixing, plain, on_device, from_lists):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -141,9 +145,9 @@ def test_mixup_and_adversarial_examples_fit_into_a_cuda_graph() -> None:
             graph.replay()
             seen.append(changed.clone())
         assert not torch.equal(seen[0], x)
-        assert torch.equal(seen[0], seen[1]) == (regulariser is attack)  # new shares in every replay
-    without_sync(lambda: mixing.batch(model, x, y))
-    without_sync(lambda: attack.batch(model, x, y))
+        assert torch.equal(seen[0], seen[1]) == (regulariser is not mixing)  # new shares in every replay
+        without_sync(lambda regulariser=regulariser: regulariser.batch(model, x, y))  # type: ignore[misc]
+    without_sync(lambda: pgd(model, x, y, epsilon=0.1, step_size=0.05, steps=3))
 
 
 def test_mixup_takes_a_generator_of_the_device() -> None:

@@ -1,5 +1,6 @@
 """Every method of the paper with every model: a few steps on a fixed batch lower the loss."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import flatmin
+from flatmin.regularisers import Mixed
 from flatmin_lab import methods, models
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.methods import METHODS
@@ -96,6 +98,50 @@ def test_defaults_are_the_papers() -> None:
     assert rmp.param_groups[0]["epsilon"] == 0.1
     assert methods.build("dropout").dropout == 0.1
     assert methods.build("erm").wrap(base, model) is base
+
+
+def test_each_method_is_its_own() -> None:
+    """What it does to a batch, a loss or a step tells one from another."""
+    torch.manual_seed(0)
+    x, y, normalise = fixed_batch(8)
+    model = models.build("convnet", num_classes=4)
+    for name in ("erm", "dropout", "rmp", "amp"):
+        assert methods.build(name).regulariser.name == "erm"
+    for name in ("label_smoothing", "flooding", "mixup", "adversarial"):
+        assert methods.build(name, normalise=normalise).regulariser.name == name
+    assert isinstance(methods.build("mixup").regulariser.batch(model, x, y)[1], Mixed)
+    moved, _ = methods.build("adversarial", normalise=normalise).regulariser.batch(model, x, y)
+    step = float((moved - x).abs().max()) * float(normalise.std[0]) * 255
+    assert step == pytest.approx(1, abs=1e-3)
+    for name in ("amp", "rmp"):
+        wrapped = methods.build(name).wrap(SGD(model.parameters(), lr=0.1), model)
+        assert wrapped.model is model  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_can_be_sent_to_another_process(name: str) -> None:
+    method = methods.build(name, normalise=fixed_batch(8)[2])
+    copy = pickle.loads(pickle.dumps(method))
+    model = models.build("convnet", num_classes=4)
+    assert (copy.name, copy.dropout) == (method.name, method.dropout)
+    assert type(copy.wrap(SGD(model.parameters(), lr=0.1), model)) is type(
+        method.wrap(SGD(model.parameters(), lr=0.1), model)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("erm", {"epsilon": 0.1}, "erm takes no settings, got epsilon"),
+        ("dropout", {"p": 0.1}, "dropout takes rate, got p"),
+        ("amp", {"eps": 0.1}, "amp takes epsilon, inner_lr, inner_iter, ball, norm, got eps"),
+        ("dropout", {"rate": 10}, "below 1, got 10"),
+        ("adversarial", {}, "must know what the pictures went through: give normalise="),
+    ],
+)
+def test_wrong_settings_are_named(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        methods.build(name, **settings)
 
 
 def test_an_unknown_method_names_the_known_ones() -> None:

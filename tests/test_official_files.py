@@ -1,16 +1,18 @@
 """CIFAR-10, CIFAR-100 and SVHN from their official layouts, and what a file of another kind gets."""
 
 import pickle
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.io import savemat
+from scipy.io import loadmat, savemat
 from torch import Tensor
 
 import official_files
-from flatmin_lab.data import Dataset, load
+from flatmin_lab.data import Dataset, load, matfile
 from official_files import LAYOUTS, classes, made, packed
 
 Pair = tuple[Tensor, Tensor]
@@ -44,7 +46,7 @@ def test_official_files_are_read_to_the_last_byte(tmp_path: Path, layout: str, f
     data.train.x[0] = 0  # it may be written to
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", range(6))
 def test_pickles_of_every_protocol_are_read(tmp_path: Path, protocol: int) -> None:
     train, test = made(10, 10, seed=0), made(3, 10, seed=1)
     official_files.cifar10_python(tmp_path, train, test, protocol=protocol)
@@ -94,7 +96,7 @@ def test_labels_out_of_range_are_named(tmp_path: Path) -> None:
         load("cifar10", tmp_path / "a")
     savemat(tmp_path / "train_32x32.mat", {"X": x.permute(2, 3, 1, 0).numpy(), "y": y.numpy()[:, None]})
     savemat(tmp_path / "test_32x32.mat", {"X": x.permute(2, 3, 1, 0).numpy(), "y": y.numpy()[:, None]})
-    with pytest.raises(ValueError, match=r"1 to 10 .*, got 12"):
+    with pytest.raises(ValueError, match=r"0 to 10, where 10 is the digit 0, got 12"):
         load("svhn", tmp_path)
 
 
@@ -104,7 +106,7 @@ WRONG_BATCHES = {
         {b"data": np.zeros((2, 3), np.uint8), b"labels": [1, 2]},
         r"\(N, 3072\), got uint8 of shape \(2, 3\)",
     ),
-    "floats": ({b"data": np.zeros((2, 3072)), b"labels": [1, 2]}, "whole numbers, got the type"),
+    "floats": ({b"data": np.zeros((2, 3072)), b"labels": [1, 2]}, "arrays must hold whole numbers of 1 to 8 bytes"),
     "words": ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [b"1", b"2"]}, "list of whole numbers"),
     "one label short": ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, "2 pictures and 1 labels"),
 }
@@ -117,3 +119,60 @@ def test_a_batch_of_another_kind_is_refused(tmp_path: Path, case: str) -> None:
     (root / "test_batch").write_bytes(pickle.dumps(content))
     with pytest.raises(ValueError, match=message):
         load("cifar10", tmp_path)
+
+
+def test_a_training_batch_cut_at_a_picture_is_noticed(tmp_path: Path) -> None:
+    root = official_files.cifar10_binary(tmp_path, made(25, 10, seed=0), made(3, 10, seed=1))
+    (root / "data_batch_2.bin").write_bytes((root / "data_batch_2.bin").read_bytes()[: 3 * 3073])
+    with pytest.raises(ValueError, match=r"the same number of pictures, got .*'data_batch_2.bin': 3"):
+        load("cifar10", tmp_path)
+
+
+ODD_META: dict[str, object] = {"a number": 5, "nothing": None, "numbers": [1] * 10, "an array": np.arange(10)}
+
+
+@pytest.mark.parametrize("names", ODD_META.values(), ids=ODD_META)
+def test_odd_names_are_replaced_by_the_known_ones(tmp_path: Path, names: object) -> None:
+    root = official_files.cifar10_python(tmp_path, made(10, 10, seed=0), made(3, 10, seed=1))
+    (root / "batches.meta").write_bytes(pickle.dumps({b"label_names": names}))
+    assert load("cifar10", tmp_path).names[3] == "cat"
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("kind", ["u1", "f8", "i4"])
+@pytest.mark.parametrize("compressed", [True, False])
+def test_matlab_files_are_read_as_scipy_reads_them(tmp_path: Path, order: str, kind: str, compressed: bool) -> None:
+    generator = np.random.default_rng(0)
+    arrays = {
+        "X": generator.integers(0, 99, (5, 4, 3, 2)).astype(kind),
+        "y": np.arange(3, dtype=kind)[:, None],  # small enough for the short form of an element
+    }
+    extra = {"text": "words", "complex": np.array([1j]), "cell": np.array([1, "a"], dtype=object)}
+    savemat(tmp_path / "x.mat", {**arrays, **extra}, do_compression=compressed)
+    content = (tmp_path / "x.mat").read_bytes()
+    if order == ">":
+        if compressed:
+            return  # scipy writes little-endian files; the big-endian one is made of its plain form
+        content = matlab_big_endian(arrays)
+        (tmp_path / "x.mat").write_bytes(content)
+    found, expected = matfile.load(content, ("X", "y", "text", "complex", "cell")), loadmat(tmp_path / "x.mat")
+    assert set(found) == {"X", "y"}
+    for name, array in arrays.items():
+        assert np.array_equal(found[name], expected[name])
+        assert found[name].dtype == array.dtype
+
+
+def matlab_big_endian(arrays: dict[str, Any]) -> bytes:
+    """A file as a machine of the other byte order writes it."""
+
+    def element(kind: int, body: bytes) -> bytes:
+        return struct.pack(">II", kind, len(body)) + body + bytes(-len(body) % 8)
+
+    kinds = {"u1": (9, 2), "i4": (12, 5), "f8": (6, 9)}
+    matrices = b""
+    for name, array in arrays.items():
+        kept, stored = kinds[array.dtype.str[1:]]
+        body = element(6, struct.pack(">II", kept, 0)) + element(5, struct.pack(f">{array.ndim}i", *array.shape))
+        body += element(1, name.encode())
+        matrices += element(14, body + element(stored, array.astype(array.dtype.newbyteorder(">")).tobytes(order="F")))
+    return b"MATLAB 5.0".ljust(124) + struct.pack(">H", 0x0100) + b"MI" + matrices

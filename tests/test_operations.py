@@ -72,3 +72,27 @@ def test_an_area_of_one_level_stays_so_under_a_shear() -> None:
 def test_the_weights_of_the_cubic_sum_to_one() -> None:
     between = torch.linspace(0, 1, 101)
     torch.testing.assert_close(operations.cubic(between).sum(dim=0), torch.ones(101))
+
+
+# what level 9 means, from the AutoAugment paper's table 6 and the published AMP code; level 0 of the first is nothing
+RANGES = {
+    "shear_x": (0.0, 0.3),
+    "shear_y": (0.0, 0.3),
+    "translate_x": (0.0, 150 / 331),
+    "translate_y": (0.0, 150 / 331),
+    "rotate": (0.0, 30.0),
+    "color": (0.0, 0.9),
+    "contrast": (0.0, 0.9),
+    "sharpness": (0.0, 0.9),
+    "brightness": (0.0, 0.9),
+    "solarize": (256.0, 0.0),
+}
+
+
+def test_levels_mean_what_they_do_in_the_published_code() -> None:
+    for name, (first, last) in RANGES.items():
+        expected = [first + (last - first) * level / 9 for level in range(10)]
+        assert [operations.magnitude(name, level) for level in range(10)] == pytest.approx(expected)
+    assert [operations.magnitude("posterize", level) for level in range(10)] == [8, 8, 7, 7, 6, 6, 5, 5, 4, 4]
+    assert set(SIGNED) == set(RANGES) - {"rotate", "solarize"}
+    assert operations.FILL == 128

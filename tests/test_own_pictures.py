@@ -1,5 +1,6 @@
 """One's own pictures: an .npz file, or a folder."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,14 @@ class TestNpz:
                 "y_test": np.array([0, 5]),
                 "names": np.array(["a", "b"]),
             },
+            "labels must start at 0, got 1 to 2; subtract 1": {
+                **good,
+                "y_train": np.array([1, 2]),
+                "y_test": np.array([1, 2]),
+            },
+            "got 90000 for 4 pictures; number the classes": {**good, "y_test": np.array([0, 90_000])},
+            "names must be strings": {**good, "names": np.array("cat")},
+            "of at least one pixel": {**good, "x_train": good["x_train"][:, :0], "x_test": good["x_test"][:, :0]},
             "one shape": {**good, "x_test": np.zeros((2, 9, 9, 3), np.uint8)},
             "plain arrays": {**good, "y_train": np.array([{}, {}], dtype=object)},
         }
@@ -62,7 +71,15 @@ class TestNpz:
             np.savez(tmp_path / "x.npz", **arrays)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match=message):
                 load(tmp_path / "x.npz")
+        np.savez(tmp_path / "x.npz", **good)  # type: ignore[arg-type]
         content = (tmp_path / "x.npz").read_bytes()
+        generator = np.random.default_rng(0)
+        for place in generator.integers(0, len(content), 200):
+            broken = bytearray(content)
+            broken[place] ^= 1 << int(generator.integers(0, 8))
+            (tmp_path / "x.npz").write_bytes(bytes(broken))
+            with suppress(ValueError):
+                load(tmp_path / "x.npz")
         (tmp_path / "x.npz").write_bytes(content[: len(content) // 2])
         with pytest.raises(ValueError, match=r"not a whole \.npz"):
             load(tmp_path / "x.npz")
@@ -102,7 +119,21 @@ class TestFolder:
         Image.new("RGB", (20, 20)).save(root / "dog" / "large.png")
         with pytest.raises(ValueError, match=r"9 by 7.*large.png is 20 by 20; give size="):
             load(root)
-        assert tuple(picture_folder.load(root, size=(8, 6)).train.shape) == (3, 8, 6)
+        assert tuple(load(root, size=(8, 6)).train.shape) == (3, 8, 6)
+        with pytest.raises(ValueError, match=r"\(height, width\) of at least 1 by 1, got \(0, 8\)"):
+            load(root, size=(0, 8))
+
+    def test_a_camera_held_upright_and_files_of_other_programs(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "pets", size=(7, 9))
+        for other in (".ipynb_checkpoints", "__MACOSX"):
+            (root / other).mkdir()
+        turned = Image.fromarray(np.zeros((7, 9, 3), np.uint8))  # 9 wide, 7 high, to be turned by a quarter
+        exif = turned.getexif()
+        exif[0x0112] = 6
+        turned.save(root / "dog" / "camera.jpg", exif=exif)
+        data = load(root)
+        assert data.names == ["cat", "dog"]
+        assert tuple(data.train.shape) == (3, 9, 7)
 
     def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
@@ -114,8 +145,11 @@ class TestFolder:
             load(root)
         (root / "cat" / "3.png").unlink()
         Image.fromarray(np.zeros((7, 9), np.uint16)).save(root / "cat" / "deep.png")
-        with pytest.raises(ValueError, match=r"8 bits a channel, got .*deep\.png of mode I;16"):
+        with pytest.raises(ValueError, match=r"8 bits a channel, got mode I;16 in .*deep\.png"):
             load(root)
+        few = self.write(tmp_path / "few", count=2)
+        with pytest.raises(ValueError, match="at least 3 pictures"):
+            load(few)
         self.write(tmp_path / "half" / "train")
         with pytest.raises(FileNotFoundError, match="both train/ and test/, or neither"):
             load(tmp_path / "half")

@@ -1,6 +1,9 @@
 """Each regulariser is plain cross-entropy at its zero, and the textbook's formula elsewhere."""
 
+import pickle
 from collections.abc import Callable
+from copy import deepcopy
+from inspect import signature
 
 import pytest
 import torch
@@ -101,6 +104,7 @@ def test_flooding_turns_the_gradient_round_below_its_level(level: float) -> None
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
 def test_mixup_mixes_pictures_and_labels_alike(alpha: float, per: str) -> None:
     x, y = batch(64)
+    x = x.double()
     regulariser = mixup(alpha, per=per, generator=torch.Generator().manual_seed(5))  # type: ignore[arg-type]
     mixed, target = regulariser.batch(network(), x, y)
     assert isinstance(target, Mixed)
@@ -109,7 +113,8 @@ def test_mixup_mixes_pictures_and_labels_alike(alpha: float, per: str) -> None:
     scores = logits(64)
     torch.testing.assert_close(regulariser.loss(scores, target), cross_entropy(scores, soft), rtol=1e-6, atol=0)
     # the partner is another picture of the batch: solve for it and look it up
-    strong = target.share < 0.9
+    strong = target.share < 0.9999
+    assert strong.any()
     weight = target.share[strong].view(-1, 1, 1, 1)
     partner = (mixed[strong] - weight * x[strong]) / (1 - weight)
     distances = torch.cdist(partner.flatten(1), x.flatten(1), compute_mode="donot_use_mm_for_euclid_dist")
@@ -125,6 +130,40 @@ def test_mixups_share_is_beta_distributed(alpha: float) -> None:
     regulariser = mixup(alpha, generator=torch.Generator().manual_seed(0))
     _, target = regulariser.batch(network(), x, torch.zeros(4000, dtype=torch.int64))
     assert kstest(target.share.numpy(), beta(alpha, alpha).cdf).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("alpha", [1e-4, 1e-2])
+def test_a_small_alpha_hardly_mixes(alpha: float) -> None:
+    """Beta(α, α) for α → 0 is a coin: all of one picture or all of the other."""
+    regulariser = mixup(alpha, generator=torch.Generator().manual_seed(0))
+    _, target = regulariser.batch(network(), torch.zeros(4000, 1), torch.zeros(4000, dtype=torch.int64))
+    middle = ((target.share > 0.01) & (target.share < 0.99)).float().mean()
+    expected = float(beta(alpha, alpha).cdf(0.99) - beta(alpha, alpha).cdf(0.01))
+    assert float(middle) == pytest.approx(expected, abs=0.01)
+    assert float(target.share.mean()) == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_labels_are_mixed_as_the_pictures_were(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.ones(1, 5, dtype=dtype), torch.zeros(499, 5, dtype=dtype)])
+    mixed, target = mixup(1, generator=torch.Generator().manual_seed(0)).batch(network(), x, torch.arange(500))
+    assert mixed.dtype == dtype
+    assert float(mixed[0, 0]) == float(target.share[0])
+    assert float(mixed[int((target.partner == 0).nonzero()), 0]) == pytest.approx(
+        1 - float(target.share[target.partner == 0]), rel=1e-2 if dtype == torch.bfloat16 else 1e-3
+    )
+
+
+def test_a_generator_fixes_pairs_and_shares_and_alpha_zero_draws_nothing() -> None:
+    x, y = batch()
+    drawn = [mixup(0.5, generator=torch.Generator().manual_seed(1)).batch(network(), x, y) for _ in range(2)]
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1].partner, drawn[1][1].partner)
+    before = torch.get_rng_state()
+    mixup(0.0).batch(nn.Identity(), x, y)
+    assert torch.equal(before, torch.get_rng_state())
+    with pytest.raises(TypeError, match=r"must be floats to be mixed, got torch\.uint8"):
+        mixup(1.0).batch(network(), (255 * x).to(torch.uint8), y)
 
 
 def test_mixup_pairs_every_picture_once() -> None:
@@ -168,6 +207,27 @@ class TestAdversarial:
             assert float(back.max()) <= 1 + 1e-6
             assert not torch.equal(moved, x)
 
+    def test_inputs_outside_the_bounds_are_named_with_the_way_out(self) -> None:
+        model, (pixels, y) = network(), batch()
+        with pytest.raises(ValueError, match=r"takes inputs of 0 to 1 .*got -2\..* to 1\..*give mean= and std="):
+            adversarial().batch(model, 4 * pixels - 2.1, y)
+        moved, _ = adversarial(bounds=(-float("inf"), float("inf"))).batch(model, 4 * pixels - 2, y)
+        assert float((moved - (4 * pixels - 2)).abs().min()) > 0
+        cut, _ = adversarial(0.1, bounds=(0.2, 0.4)).batch(model, pixels.clamp(0.2, 0.4), y)
+        assert [float(cut.min()), float(cut.max())] == pytest.approx([0.2, 0.4])
+        with pytest.raises(ValueError, match="one number per channel: got 3 for 1"):
+            adversarial(mean=[0.5] * 3, std=[0.2] * 3).batch(model, pixels[:, :1], y)
+
+    def test_bfloat16_pictures_stay_valid(self) -> None:
+        mean, std = [0.4914, 0.4822, 0.4465], [0.247, 0.2435, 0.2616]
+        y = batch()[1]
+        for level in (0.0, 1.0):
+            x = (torch.full((9, 3, 4, 4), level) - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+            moved, _ = adversarial(1 / 255, mean=mean, std=std).batch(network().bfloat16(), x.bfloat16(), y)
+            assert moved.dtype == torch.bfloat16
+            low, high = (x.bfloat16().min(), x.bfloat16().max())
+            assert (moved >= low).all() if level == 0 else (moved <= high).all()  # not a bit further out
+
     def test_the_model_keeps_its_mode_and_has_no_gradient(self) -> None:
         model, (x, y) = network().train(), batch()
         adversarial(1 / 255).batch(model, x, y)
@@ -182,9 +242,11 @@ WRONG: dict[str, Callable[[], object]] = {
         torch.zeros(1, 2), torch.tensor([0])
     ),
     "level must be at least 0, got -1": lambda: flooding(-1),
-    "alpha must be at least 0, got -1": lambda: mixup(-1),
+    "number of at least 0, got -1": lambda: mixup(-1),
+    "number of at least 0, got inf": lambda: mixup(float("inf")),
     "choose from picture, batch": lambda: mixup(per="pixel"),  # type: ignore[arg-type]
-    "epsilon must be at least 0, got nan": lambda: adversarial(float("nan")),
+    "at least 0 and no more than the bounds .* apart, got nan": lambda: adversarial(float("nan")),
+    "got 8; a step of 8 grey levels is 8 / 255": lambda: adversarial(8),
     "mean and std belong together": lambda: adversarial(mean=[0.5]),
     "std must be above 0": lambda: adversarial(mean=[0.5], std=[0.0]),
     "two rising numbers": lambda: adversarial(bounds=(1.0, 0.0)),
@@ -203,3 +265,20 @@ def test_the_table_has_the_papers_settings_as_defaults() -> None:
     scores, y = logits(), batch()[1]
     pairs = ((label_smoothing(), label_smoothing(0.2)), (flooding(), flooding(0.02)))
     assert all(torch.equal(one.loss(scores, y), two.loss(scores, y)) for one, two in pairs)
+    x, y = batch()
+    moved, _ = adversarial().batch(network(), x, y)
+    assert float((moved - x).abs().max()) * 255 == pytest.approx(1, abs=1e-3)
+    assert signature(mixup).parameters["alpha"].default == 1.0
+
+
+@pytest.mark.parametrize("name", REGULARISERS)
+def test_a_regulariser_can_be_pickled_and_copied(name: str) -> None:
+    """To another process, or into a checkpoint: what comes back does the same."""
+    original = REGULARISERS[name]()
+    for copy in (pickle.loads(pickle.dumps(original)), deepcopy(original)):
+        found = []
+        for one in (original, copy):
+            torch.manual_seed(3)
+            x, target = one.batch(network(), *batch())
+            found.append(one.loss(network()(x), target).detach())
+        assert torch.equal(found[0], found[1])

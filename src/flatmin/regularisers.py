@@ -1,19 +1,21 @@
 """The regularisers that the paper compares AMP with: each changes the batch or the loss, nothing else.
 
-    x, y = regulariser.batch(model, x, y)       once a step, outside the closure
-    loss = regulariser.loss(model(x), y)        inside it
+    x, target = regulariser.batch(model, x, y)      once a step, before the closure (in blocks: before zero_grad)
+    loss = regulariser.loss(model(x), target)       inside it
 
     erm                ℓ(x, y), cross-entropy: ordinary training
     label_smoothing    cross-entropy with (1 − s) of the target on the label and s spread over the classes
     flooding           |J − b| + b: the loss is kept from sinking below b
     mixup              λx + (1 − λ)x′ with the labels y and y′ in the same proportion, λ ~ Beta(α, α)
-    adversarial        x moved by ε a pixel, one step uphill, back into the valid range
+    adversarial        x moved by ε per pixel, one step uphill, back into the valid range
 
 Dropout is an argument of the model, RMP and AMP are optimizers. With λ = 1, s = 0, b = 0 or ε = 0 each is erm.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ __all__ = ["REGULARISERS", "Mixed", "Regulariser", "adversarial", "erm", "floodi
 
 
 class Mixed(NamedTuple):
-    """Labels of a mixed batch: `share` of y, the rest of `partner`; all of shape (B,)."""
+    """The target of a mixed batch: `share` of the labels y, the rest of `partner`; all of shape (B,)."""
 
     y: Tensor
     partner: Tensor
@@ -69,18 +71,18 @@ def label_smoothing(smoothing: float = 0.2, *, over: Literal["all", "others"] = 
         raise ValueError(f"smoothing must be between 0 and 1, got {smoothing}")
     if over not in ("all", "others"):
         raise ValueError(f"unknown over={over!r}; choose from all, others")
+    return Regulariser("label_smoothing", loss=partial(_smoothed, smoothing=smoothing, over=over))
 
-    def loss(logits: Tensor, y: Tensor) -> Tensor:
-        classes = logits.shape[1]
-        spread = smoothing if over == "all" else smoothing * classes / max(classes - 1, 1)
-        if spread > 1:
-            raise ValueError(
-                f"smoothing over the other classes must be at most {(classes - 1) / classes:g} for {classes} classes, "
-                f"got {smoothing}; beyond, the label would be less likely than they are"
-            )
-        return cross_entropy(logits, y, label_smoothing=spread)
 
-    return Regulariser("label_smoothing", loss=loss)
+def _smoothed(logits: Tensor, y: Tensor, *, smoothing: float, over: str) -> Tensor:
+    classes = logits.shape[1]
+    spread = smoothing if over == "all" else smoothing * classes / max(classes - 1, 1)
+    if spread > 1:
+        raise ValueError(
+            f"smoothing over the other classes must be at most {(classes - 1) / classes:g} for {classes} classes, "
+            f"got {smoothing}; beyond, the label would be less likely than they are"
+        )
+    return cross_entropy(logits, y, label_smoothing=spread)
 
 
 def flooding(level: float = 0.02) -> Regulariser:
@@ -92,7 +94,11 @@ def flooding(level: float = 0.02) -> Regulariser:
     """
     if not level >= 0:
         raise ValueError(f"the flooding level must be at least 0, got {level}")
-    return Regulariser("flooding", loss=lambda logits, y: (cross_entropy(logits, y) - level).abs() + level)
+    return Regulariser("flooding", loss=partial(_flooded, level=level))
+
+
+def _flooded(logits: Tensor, y: Tensor, *, level: float) -> Tensor:
+    return (cross_entropy(logits, y) - level).abs() + level
 
 
 def mixup(
@@ -103,29 +109,38 @@ def mixup(
 ) -> Regulariser:
     """Pairs of pictures and of their labels, mixed (Zhang et al. 2018). α = 0 mixes nothing.
 
-    λ is drawn for each picture, as in the paper's published code, or once for the batch, as in MixUp's own. A generator
-    must live on the data's device.
+    λ is drawn per picture, as in the paper's published code, or once per batch, as in MixUp's own. A generator must
+    live on the data's device.
     """
-    if not alpha >= 0:
-        raise ValueError(f"mixup's alpha must be at least 0, got {alpha}")
+    if not (alpha >= 0 and isfinite(alpha)):
+        raise ValueError(f"mixup's alpha must be a number of at least 0, got {alpha}")
     if per not in ("picture", "batch"):
         raise ValueError(f"unknown per={per!r}; choose from picture, batch")
+    if alpha == 0:
+        return Regulariser("mixup", loss=mixed_cross_entropy)
+    return Regulariser("mixup", partial(_mixed, alpha=float(alpha), per=per, generator=generator), mixed_cross_entropy)
 
-    def batch(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Mixed]:
-        count = len(x) if per == "picture" else 1
-        if alpha == 0:
-            share = torch.ones(count, device=x.device)
-        else:
-            both = torch.full((count, 2), alpha, device=x.device)
-            share = torch._sample_dirichlet(both, generator=generator)[
-                :, 0
-            ]  # Beta(α, α); takes a generator, unlike Beta
-        share = share.expand(len(x))
-        order = torch.rand(len(x), device=x.device, generator=generator).argsort()
-        weight = share.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
-        return weight * x + (1 - weight) * x[order], Mixed(y, y[order], share)
 
-    return Regulariser("mixup", batch, mixed_cross_entropy)
+def _mixed(
+    model: nn.Module, x: Tensor, y: Tensor, *, alpha: float, per: str, generator: torch.Generator | None
+) -> tuple[Tensor, Mixed]:
+    if not x.is_floating_point():
+        raise TypeError(f"pictures must be floats to be mixed, got {x.dtype}; use x.float() / 255")
+    count = len(x) if per == "picture" else 1
+    share = _beta(alpha, count, x, generator).to(x.dtype)
+    order = torch.rand(len(x), device=x.device, generator=generator).argsort()
+    weight = share.view(-1, *[1] * (x.ndim - 1))
+    exact = share if x.dtype == torch.float64 else share.float()  # what the pictures got, also where x is bfloat16
+    return weight * x + (1 - weight) * x[order], Mixed(y, y[order], exact.expand(len(x)))
+
+
+def _beta(alpha: float, count: int, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Beta(α, α) as G/(G + G′) for gamma variables, in logarithms: Γ(α) ~ Γ(α + 1) · U^(1/α) is tiny for a small α."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    above = torch._standard_gamma(torch.full((2, count), alpha + 1, device=x.device, dtype=dtype), generator=generator)
+    uniform = 1 - torch.rand(2, count, device=x.device, dtype=dtype, generator=generator)
+    mine, other = above.log() + uniform.log() / alpha
+    return torch.sigmoid(mine - other)
 
 
 def mixed_cross_entropy(logits: Tensor, target: Target) -> Tensor:
@@ -144,31 +159,60 @@ def adversarial(
     std: Tensor | Sequence[float] | None = None,
     bounds: tuple[float, float] = (0.0, 1.0),
 ) -> Regulariser:
-    """Training on adversarial examples in place of the pictures (Goodfellow et al. 2015): one step of ε a pixel.
+    """Training on adversarial examples in place of the pictures (Goodfellow et al. 2015): one step of ε per pixel.
 
     ε and `bounds` are in pixels of 0 to 1. If the model takes normalised pictures, give the `mean` and `std` of their
     channels: the step is then ε/std, and the result lies where a valid picture can, (0 − mean)/std to (1 − mean)/std.
+    Data without bounds has `bounds=(-inf, inf)`. That the first batch lies within them is checked.
     """
-    if not epsilon >= 0:
-        raise ValueError(f"adversarial's epsilon must be at least 0, got {epsilon}")
     if not bounds[0] < bounds[1]:
         raise ValueError(f"bounds must be two rising numbers, got {bounds}")
+    if not 0 <= epsilon <= bounds[1] - bounds[0]:
+        raise ValueError(
+            f"adversarial's epsilon must be at least 0 and no more than the bounds {bounds} are apart, got {epsilon}; "
+            "a step of 8 grey levels is 8 / 255"
+        )
     if (mean is None) != (std is None):
         raise ValueError(f"mean and std belong together: give both, or neither; got mean={mean}, std={std}")
-    centre = torch.as_tensor(0.0 if mean is None else mean)
-    scale = torch.as_tensor(1.0 if std is None else std)
-    if scale.device.type == "cpu" and not bool((scale > 0).all()):
+    centre = torch.as_tensor([0.0] if mean is None else mean, dtype=torch.float64).flatten()
+    scale = torch.as_tensor([1.0] if std is None else std, dtype=torch.float64).flatten()
+    if not bool((scale > 0).all()):
         raise ValueError(f"std must be above 0 in every channel, got {scale.tolist()}")
+    return Regulariser("adversarial", _Attack(epsilon, centre, scale, bounds) if epsilon > 0 else _unchanged)
 
-    def batch(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        if epsilon == 0:
-            return x, y
+
+@dataclass
+class _Attack:
+    """FGSM in the model's own coordinates; what it needs there is copied once a device and type."""
+
+    epsilon: float
+    mean: Tensor
+    std: Tensor
+    bounds: tuple[float, float]
+    there: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        key = (x.device, x.dtype, x.ndim)
+        if key not in self.there:
+            self.there[key] = self._checked(x)
+        epsilon, low, high = self.there[key]
+        return fgsm(model, x, y, epsilon=epsilon, bounds=(low, high)), y
+
+    def _checked(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """ε, lowest and highest value per channel; the one time that the host looks at the pictures."""
+        if max(len(self.mean), len(self.std)) not in (1, x.shape[1]):
+            raise ValueError(f"mean and std must have one number per channel: got {len(self.mean)} for {x.shape[1]}")
         view = (-1, *[1] * (x.ndim - 2))
-        middle, spread = (number.to(x.device, x.dtype).view(view) for number in (centre, scale))
-        low, high = (bounds[0] - middle) / spread, (bounds[1] - middle) / spread
-        return fgsm(model, x, y, epsilon=epsilon / spread, bounds=(low, high)), y
-
-    return Regulariser("adversarial", batch)
+        ends = [(bound - self.mean) / self.std for bound in self.bounds]
+        epsilon, low, high = (number.view(view).to(x.device, x.dtype) for number in (self.epsilon / self.std, *ends))
+        slack = 0.01 * (high - low).nan_to_num(0)
+        if bool(((x < low - slack) | (x > high + slack)).any()):
+            raise ValueError(
+                f"adversarial training takes inputs of {self.bounds[0]:g} to {self.bounds[1]:g} before normalisation, "
+                f"got {float(x.min()):.3g} to {float(x.max()):.3g} after it; give mean= and std= of the normalisation, "
+                "or bounds=(-inf, inf) for data without bounds"
+            )
+        return epsilon, low, high
 
 
 REGULARISERS: dict[str, Callable[..., Regulariser]] = {

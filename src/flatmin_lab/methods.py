@@ -10,18 +10,26 @@ wrapper around the optimizer); the training loop is the same for all of them:
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import flatmin
+from flatmin.ball import Ball, Norm
 from flatmin.regularisers import REGULARISERS, Regulariser, erm
 from flatmin_lab.data.normalise import Normalisation
 
 
 def _as_it_is(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     return optimizer
+
+
+def _around(optimizer: Optimizer, model: nn.Module, *, wrapper: Callable[..., Optimizer], **settings: Any) -> Optimizer:
+    return wrapper(optimizer, model=model, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,25 +44,26 @@ class Method:
 
 def dropout(rate: float = 0.1) -> Method:
     """10 % of the neurons after every ReLU."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout's rate must be at least 0 and below 1, got {rate}")
     return Method(name="dropout", regulariser=erm(), dropout=rate)
 
 
-def rmp(epsilon: float = 0.1, **settings: Any) -> Method:
+def rmp(
+    epsilon: float = 0.1, *, ball: Ball = "global", norm: Norm = "l2", generator: torch.Generator | None = None
+) -> Method:
     """A random perturbation of the weights in a ball of radius 0.1."""
-    return Method(
-        name="rmp",
-        regulariser=erm(),
-        wrap=lambda optimizer, model: flatmin.RMP(optimizer, epsilon=epsilon, model=model, **settings),
-    )
+    wrap = partial(_around, wrapper=flatmin.RMP, epsilon=epsilon, ball=ball, norm=norm, generator=generator)
+    return Method(name="rmp", regulariser=erm(), wrap=wrap)
 
 
-def amp(epsilon: float = 0.5, **settings: Any) -> Method:
-    """The worst perturbation; 0.5 and `inner_lr=1` for PreActResNet18, 0.1 and 0.2 for VGG16."""
-    return Method(
-        name="amp",
-        regulariser=erm(),
-        wrap=lambda optimizer, model: flatmin.AMP(optimizer, epsilon=epsilon, model=model, **settings),
-    )
+def amp(
+    epsilon: float = 0.5, *, inner_lr: float = 1.0, inner_iter: int = 1, ball: Ball = "global", norm: Norm = "l2"
+) -> Method:
+    """The worst perturbation. 0.5 and 1 are the paper's for PreActResNet18 over 200 epochs; VGG16 has 0.1 and 0.2."""
+    settings: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
+    wrap = partial(_around, wrapper=flatmin.AMP, epsilon=epsilon, **settings)
+    return Method(name="amp", regulariser=erm(), wrap=wrap)
 
 
 OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp": amp}
@@ -64,12 +73,21 @@ METHODS = (*REGULARISERS, *OTHERS)
 def build(name: str, *, normalise: Normalisation | None = None, **settings: Any) -> Method:
     """A method by name, with the paper's settings where none are given.
 
-    `normalise` is what the model's pictures went through; adversarial training must undo it.
+    `normalise` is what the model's pictures went through: adversarial training must undo it, the others do not look.
     """
-    if name in OTHERS:
-        return OTHERS[name](**settings)
-    if name not in REGULARISERS:
+    if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; choose from {', '.join(METHODS)}")
-    if name == "adversarial" and normalise is not None:
+    make = OTHERS.get(name) or REGULARISERS[name]
+    known = list(signature(make).parameters)
+    unknown = [key for key in settings if key not in known]
+    if unknown:
+        raise ValueError(f"{name} takes {', '.join(known) or 'no settings'}, got {', '.join(unknown)}")
+    if name == "adversarial" and "mean" not in settings:
+        if normalise is None:
+            raise ValueError(
+                "adversarial training must know what the pictures went through: give "
+                "normalise=Normalisation.of(data.train), or mean= and std= ([0.0] and [1.0] for pictures of 0 to 1)"
+            )
         settings = {"mean": normalise.mean, "std": normalise.std, **settings}
-    return Method(name=name, regulariser=REGULARISERS[name](**settings))
+    made = make(**settings)
+    return made if isinstance(made, Method) else Method(name=name, regulariser=made)

@@ -26,7 +26,8 @@ def describe(data: Dataset, seconds: float) -> str:
 
     lines = [
         f"{data.name}: {len(data.train)} to train on, {len(data.test)} to test with, "
-        f"{' × '.join(map(str, data.train.shape))}, {data.num_classes} classes, from {data.source}",
+        f"{'pictures' if data.train.pictures else 'points'} of {' × '.join(map(str, data.train.shape))}, "
+        f"{data.num_classes} classes, from {data.source}",
         f"read in {seconds:.2f} s, {size / 1e6:.0f} MB",
         f"mean {numbers((statistics.mean * scale).tolist())}, deviation {numbers((statistics.std * scale).tolist())}",
     ]
@@ -42,14 +43,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flatmin_lab.data", description=__doc__)
     parser.add_argument("name", help=f"{', '.join(DATA_SETS)}, an .npz file or a folder of pictures")
     parser.add_argument("--root", type=Path, default=Path("data"), help="where the official files are")
+    parser.add_argument(
+        "--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="bring a folder's pictures to it"
+    )
     parser.add_argument("--download", action="store_true", help="fetch the official files if they are not there")
     arguments = parser.parse_args()
     start = perf_counter()
     try:
         with download_bar() as progress:
-            data = load(arguments.name, arguments.root, download=arguments.download, progress=progress)
-    except (OSError, ValueError) as error:
+            size = tuple(arguments.size) if arguments.size else None
+            data = load(arguments.name, arguments.root, download=arguments.download, progress=progress, size=size)
+    except (OSError, ValueError, ImportError) as error:
         sys.exit(f"flatmin: {error}")
+    except KeyboardInterrupt:
+        sys.exit("flatmin: stopped; what was fetched is kept, and the next try goes on from it")
     Console(soft_wrap=True, highlight=False).print(describe(data, perf_counter() - start), markup=False)
 
 

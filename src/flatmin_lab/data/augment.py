@@ -4,7 +4,7 @@ A stage is a pure function of uint8 pictures x (B, C, H, W) and of numbers u (B,
 calls it makes the numbers, a row a picture, so the same row gives the same picture in any batch, on any device. A stage
 never looks at values on the host and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
 
-    augment = augmentation("cutout", "cifar10")
+    augment = augmentation("cutout", data)
     augment(x, augment.draw(len(x), generator=generator).to(x.device))
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flatmin_lab.data.autoaugment import AutoAugment
+from flatmin_lab.data.dataset import Dataset
 
 Kind = Literal["none", "vanilla", "cutout", "autoaugment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -31,8 +32,8 @@ class Stage(Protocol):
 
 
 def below(u: Tensor, count: int) -> Tensor:
-    """Uniform numbers in [0, 1) as whole numbers 0 … count − 1."""
-    return (u * count).long().clamp(max=count - 1)  # u · count may round up to count
+    """Uniform float32 numbers in [0, 1) as whole numbers 0 … count − 1."""
+    return (u * count).long()  # u ≤ 1 − 2⁻²⁴, and then u · count is rounded to less than count
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,11 @@ class Cutout:
             raise ValueError(f"Cutout's length must be at least 1, got {self.length}")
 
     def check(self, shape: torch.Size) -> None:
-        pass
+        if self.length > min(shape[1:]):
+            raise ValueError(
+                f"Cutout's length must be at most the picture's side, or nothing may be left of it: "
+                f"got {self.length} for pictures of {shape[1]} by {shape[2]}"
+            )
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
         def covered(u: Tensor, side: int) -> Tensor:
@@ -113,7 +118,7 @@ class Augmentation:
     def draw(self, count: int, *, generator: torch.Generator | None = None) -> Tensor:
         """The numbers for that many pictures, (count, draws), made where the generator is."""
         device = "cpu" if generator is None else generator.device
-        return torch.rand(count, self.draws, generator=generator, device=device)
+        return torch.rand(count, self.draws, generator=generator, device=device, dtype=torch.float32)
 
     def check(self, shape: torch.Size) -> None:
         """Whether pictures of shape (C, H, W) can go through: raises ValueError where they cannot."""
@@ -121,32 +126,53 @@ class Augmentation:
             stage.check(shape)
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
+        if x.dtype != torch.uint8 or x.ndim != 4:
+            raise TypeError(f"pictures must be uint8 (B, C, H, W), got {x.dtype} of shape {tuple(x.shape)}")
+        if u.shape != (len(x), self.draws) or u.dtype != torch.float32:
+            raise ValueError(
+                f"{len(x)} pictures need float32 random numbers of shape {(len(x), self.draws)}, "
+                f"got {u.dtype} of shape {tuple(u.shape)}; make them with draw({len(x)})"
+            )
         columns = u.split([stage.draws for stage in self.stages], dim=1)
         for stage, own in zip(self.stages, columns, strict=True):
             x = stage(x, own)
         return x
 
 
-CUTOUT = {"cifar10": 16, "cifar100": 8, "svhn": 20, "digits": 4}
+CROPS = {"cifar10": Crop(4), "cifar100": Crop(4), "svhn": Crop(2), "digits": Crop(1, fill=0)}
+CUTOUTS = {"cifar10": Cutout(16), "cifar100": Cutout(8), "svhn": Cutout(20), "digits": Cutout(4)}
+UPRIGHT = ("svhn", "digits")  # a mirrored digit is another sign, or none
 
 
-def augmentation(kind: Kind, data: str, *, side: int = 32) -> Augmentation:
+def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
     """The paper's augmentations, with what its published code adds: padding, fill, lengths, and no flips for digits.
 
-    "vanilla" is crop and flip; "cutout" adds the hole; "autoaugment" adds the policy before the hole, on SVHN in place
-    of the crop. Data sets that the paper does not have are taken as photographs of that side.
+    "none" is nothing, "vanilla" is crop and flip, "cutout" adds the hole, "autoaugment" adds the policy before the
+    hole, on SVHN in place of the crop. A data set of one's own is taken as photographs: padded by an eighth of the
+    side, with a hole of half of it, and with the CIFAR-10 policy.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown augmentation {kind!r}; choose from {', '.join(KINDS)}")
+    name = data if isinstance(data, str) else data.name
+    if isinstance(data, str) and data not in CROPS:
+        raise ValueError(
+            f"the augmentation of {data!r} is not known; choose from {', '.join(CROPS)}, "
+            "or give the Dataset itself if it is one of your own"
+        )
     if kind == "none":
         return Augmentation()
-    crop = {"svhn": Crop(2), "digits": Crop(1, fill=0)}.get(data, Crop(max(side // 8, 1)))
-    stages: list[Stage] = [crop]
-    if data not in ("svhn", "digits"):
-        stages.append(Flip())  # a mirrored digit is another sign, or none
+    if isinstance(data, Dataset) and not data.train.pictures:
+        raise ValueError(f"only pictures can be augmented, got the points of {data.name}; use the augmentation 'none'")
+    side = 32 if isinstance(data, str) else min(data.train.shape[1:])
+    stages: list[Stage] = [CROPS.get(name, Crop(max(side // 8, 1)))]
+    if name not in UPRIGHT:
+        stages.append(Flip())
     if kind == "autoaugment":
-        policy = AutoAugment("svhn" if data == "svhn" else "cifar10")
-        stages = [policy] if data == "svhn" else [*stages, policy]
+        policy = AutoAugment("svhn" if name == "svhn" else "cifar10")
+        stages = [policy] if name == "svhn" else [*stages, policy]
     if kind != "vanilla":
-        stages.append(Cutout(CUTOUT.get(data, max(side // 2, 1))))
-    return Augmentation(tuple(stages))
+        stages.append(CUTOUTS.get(name, Cutout(max(side // 2, 1))))
+    result = Augmentation(tuple(stages))
+    if isinstance(data, Dataset):
+        result.check(data.train.shape)
+    return result

@@ -40,11 +40,17 @@ class AutoAugment:
     def __post_init__(self) -> None:
         if isinstance(self.policy, str) and self.policy not in POLICIES:
             raise ValueError(f"unknown AutoAugment policy {self.policy!r}; choose from {', '.join(POLICIES)}")
+        if not self.pairs or not isinstance(self.pairs, tuple):
+            raise ValueError(f"a policy must be a tuple of at least one pair of operations, got {self.policy!r}")
         for operation in (operation for pair in self.pairs for operation in pair):
             if operation.name not in OPERATIONS:
                 raise ValueError(f"unknown operation {operation.name!r}; choose from {', '.join(OPERATIONS)}")
-            if not 0 <= operation.level < LEVELS:
+            if operation.level not in range(LEVELS):
                 raise ValueError(f"the level of {operation.name} must be 0 to {LEVELS - 1}, got {operation.level}")
+            if not 0 <= operation.probability <= 1:
+                raise ValueError(
+                    f"the probability of {operation.name} must be between 0 and 1, got {operation.probability}"
+                )
 
     @property
     def pairs(self) -> tuple[SubPolicy, ...]:
@@ -57,12 +63,14 @@ class AutoAugment:
                 "use 'vanilla' or 'cutout' for these, or turn them into RGB"
             )
         if min(shape[1:]) < 3:
-            raise ValueError(f"AutoAugment needs pictures of at least 3 by 3, got {shape[1]} by {shape[2]}")
+            raise ValueError(
+                f"AutoAugment needs pictures of at least 3 by 3, got {shape[1]} by {shape[2]}; use 'vanilla' for these"
+            )
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
         self.check(x.shape[1:])
         size = (x.shape[2], x.shape[3])
-        choice = (u[:, 0] * len(self.pairs)).long().clamp(max=len(self.pairs) - 1)
+        choice = (u[:, 0] * len(self.pairs)).long()
         for half in (0, 1):
             stage = _stage(self.pairs, half, size, x.device)
             row = 2 * choice + (u[:, 2 + 2 * half] < 0.5)

@@ -20,6 +20,12 @@ from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.data.seeds import generator
 
+HELP = {
+    "split": "take data.train or data.test of a Dataset, and make one of a torch data set with from_torch",
+    "normalise": "make one with Normalisation.of(data.train)",
+    "augment": 'make one with augmentation("vanilla", data), or leave it out',
+}
+
 
 class Plan(NamedTuple):
     """An epoch: which picture comes when, and its random numbers, (N,) and (N, draws), on the data's device."""
@@ -40,7 +46,12 @@ class Batches:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if not 0 < self.batch_size <= len(self.split):
+        for name, kind in (("split", Split), ("normalise", Normalisation), ("augment", Augmentation)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(
+                    f"{name} must be a {kind.__name__}, got {type(getattr(self, name)).__name__}; {HELP[name]}"
+                )
+        if self.batch_size not in range(1, len(self.split) + 1):
             raise ValueError(
                 f"the batch size must be from 1 to the {len(self.split)} pictures of the split, got {self.batch_size}"
             )
@@ -64,6 +75,8 @@ class Batches:
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, from the one numbered `start`."""
+        if not 0 <= start <= len(self):
+            raise ValueError(f"start must be one of the {len(self)} batches of an epoch, got {start}")
         plan = self.plan(number)
         for begin in range(start * self.batch_size, len(self.split), self.batch_size):
             part = slice(begin, begin + self.batch_size)

@@ -27,7 +27,7 @@ def _cifar(name: str, root: Path) -> Dataset | None:
 
 def _svhn(name: str, root: Path) -> Dataset | None:
     for base in (root, root / name):
-        if any((base / file).exists() for file in svhn.FILES):
+        if all((base / file).exists() for file in svhn.FILES):
             return svhn.load(base)
     return None
 
@@ -44,32 +44,39 @@ def load(
     device: torch.device | str = "cpu",
     download: bool = False,
     progress: Progress | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Dataset:
-    """The data set on the device. `download` fetches the official files into `root` where they are missing.
+    """The data set on the device.
 
-    >>> load("digits").train.x.shape
-    torch.Size([1438, 1, 8, 8])
+    `download` fetches official files into `root` where they are missing. `size` (height, width) is what the pictures of
+    a folder are brought to.
+
+    >>> load("digits").train
+    Split(1438 pictures of 1 × 8 × 8 on cpu)
     """
-    return _load(str(name), Path(root), download=download, progress=progress).to(device)
+    return _load(str(name), Path(root).expanduser(), download=download, progress=progress, size=size).to(device)
 
 
-def _load(name: str, root: Path, *, download: bool, progress: Progress | None) -> Dataset:
+def _load(name: str, root: Path, *, download: bool, progress: Progress | None, size: tuple[int, int] | None) -> Dataset:
     if name in EMBEDDED:
         return EMBEDDED[name]()
     if name in OFFICIAL:
         found = OFFICIAL[name](name, root)
         if found is None and download:
             for remote in REMOTE[name]:
-                fetch(remote, root, progress=progress)
+                if not (root / remote.name).exists():
+                    fetch(remote, root, progress=progress)
             found = OFFICIAL[name](name, root)
         if found is None:
             raise FileNotFoundError(_missing(name, root))
         return found
-    path = Path(name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return folder.load(path, size=size)
     if path.suffix == ".npz" and path.is_file():
         return npz.load(path)
-    if path.is_dir():
-        return folder.load(path)
+    if path.suffix == ".npz" or len(path.parts) > 1:
+        raise FileNotFoundError(f"{path.absolute()} must be an .npz file or a folder of pictures, and is neither")
     raise ValueError(
         f"unknown data set {name!r}; choose from {', '.join(DATA_SETS)}, "
         "or give the path of an .npz file or of a folder of pictures that exists"
@@ -84,6 +91,7 @@ def _missing(name: str, root: Path) -> str:
         looked = [place for layout in layouts for place in (f"{layout.folder}/", layout.archive)]
     urls = " and ".join(remote.url for remote in REMOTE[name])
     return (
-        f"{name} was not found: looked for {', '.join(looked)} in {root.absolute()} and in {root.absolute() / name}. "
-        f"Put {urls} there, or have it fetched: --download, or load({name!r}, download=True)"
+        f"{name} was not found: looked for {', '.join(looked)} in the folders {root.absolute()} and "
+        f"{root.absolute() / name}. Put {urls} there, or have it fetched: --download, or "
+        f"load({name!r}, {str(root)!r}, download=True)"
     )

@@ -36,6 +36,12 @@ class Layout:
 
     def split(self, files: Mapping[str, bytes], names: Sequence[str], label: str, where: str) -> Split:
         parts = [self._part(files[name], f"{where}/{name}", label) for name in names]
+        counts = {name: len(y) for name, (_, y) in zip(names, parts, strict=True)}
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                f"{where}: the training batches must have the same number of pictures, got {counts}; "
+                "one of them is cut short: unpack or fetch it again"
+            )
         return Split(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
 
     def _part(self, content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]:
@@ -47,7 +53,9 @@ class Layout:
         if self.binary:
             return content.decode("utf-8", errors="replace").split()
         found = unpickle.load(content, f"{where}/{self.meta}").get(key, [])
-        return [name.decode("latin1") if isinstance(name, bytes) else str(name) for name in found]
+        listed = found if isinstance(found, list) else []
+        names = [name.decode("latin1") if isinstance(name, bytes) else name for name in listed]
+        return [name for name in names if isinstance(name, str)]
 
 
 CIFAR10 = [
@@ -102,11 +110,12 @@ def _from_pickle(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]
     if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != PIXELS:
         shape = f"{x.dtype} of shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
         raise ValueError(f"{what}: the data must be uint8 of shape (N, {PIXELS}), got {shape}")
-    if not isinstance(labels, np.ndarray) and not (isinstance(labels, list) and all(type(y) is int for y in labels)):
-        raise ValueError(f"{what}: the labels must be a list of whole numbers, got {type(labels).__name__}")
+    labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
+    if not (isinstance(labels, list) and all(type(y) is int and abs(y) < 1 << 31 for y in labels)):
+        raise ValueError(f"{what}: the labels must be a list of whole numbers below 2³¹; use the official file")
     if len(labels) != len(x):
         raise ValueError(f"{what}: every picture needs one label, got {len(x)} pictures and {len(labels)} labels")
-    return _pictures(x), torch.from_numpy(np.array(labels, dtype=np.int64))
+    return _pictures(x), torch.tensor(labels, dtype=torch.int64)
 
 
 def _from_binary(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from flatmin_lab.data.seeds import generator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Split:
     """Pictures (N, C, H, W) uint8, or points (N, D) float32, with labels (N,) int64."""
 
@@ -25,6 +26,10 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def __repr__(self) -> str:
+        kind = "pictures" if self.pictures else "points"
+        return f"Split({len(self)} {kind} of {' × '.join(map(str, self.shape))} on {self.x.device})"
 
     @property
     def shape(self) -> torch.Size:
@@ -42,7 +47,7 @@ class Split:
         return Split(self.x[index], self.y[index])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dataset:
     """`name`, a training and a test split, and one name a class; checked when made."""
 
@@ -61,6 +66,9 @@ class Dataset:
                 f"got {tuple(self.train.shape)} and {tuple(self.test.shape)}"
             )
 
+    def __repr__(self) -> str:
+        return f"Dataset({self.name!r}, train={self.train}, test={self.test}, {self.num_classes} classes)"
+
     @property
     def num_classes(self) -> int:
         return len(self.names)
@@ -72,12 +80,12 @@ class Dataset:
     def to(self, device: torch.device | str) -> "Dataset":
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
-    def held_out(self, seed: int, *, share: float = 0.1) -> "Dataset":
+    def held_out(self, seed: SupportsIndex, *, share: float = 0.1) -> "Dataset":
         """The training set in two parts: the last tenth of an order drawn by the seed becomes the test split.
 
         The real test set is not in it, so nothing tuned with it can have seen it.
         """
-        count = round(len(self.train) * share)
+        count = round(len(self.train) * share) if 0 < share < 1 else 0
         if not 0 < count < len(self.train):
             raise ValueError(
                 f"a share of {share} of {len(self.train)} training pictures leaves one part empty; "
@@ -98,13 +106,30 @@ class Dataset:
         return digest.hexdigest()
 
 
+def numbered(y_train: Tensor, y_test: Tensor, where: str) -> list[str]:
+    """Names for classes that have none: 0, 1, 2, … up to the largest label."""
+    low, high = int(min(y_train.min(), y_test.min())), int(max(y_train.max(), y_test.max()))
+    if low != 0:
+        raise ValueError(
+            f"{where}: labels must start at 0, got {low} to {high}; "
+            f"{'subtract ' + str(low) if low > 0 else 'count the classes from 0'}, or give the classes' names"
+        )
+    count = len(y_train) + len(y_test)
+    if high >= count:
+        raise ValueError(
+            f"{where}: labels must number the classes 0, 1, 2, …, got {high} for {count} pictures; "
+            "number the classes, or give their names"
+        )
+    return [str(number) for number in range(high + 1)]
+
+
 def _check(name: str, which: str, split: Split, num_classes: int) -> None:
     """The rules of a split; one look at the labels, so made once, not a batch."""
     x, y = split.x, split.y
     if len(x) != len(y):
         raise ValueError(f"{name}: every {which} picture needs one label, got {len(x)} pictures and {len(y)} labels")
-    if len(y) == 0:
-        raise ValueError(f"{name}: the {which} split must have at least one picture, got none")
+    if len(y) == 0 or x.numel() == 0:
+        raise ValueError(f"{name}: the {which} split must have at least one picture of at least one pixel, got none")
     if not ((x.dtype == torch.uint8 and x.ndim == 4) or (x.dtype == torch.float32 and x.ndim == 2)):
         raise ValueError(
             f"{name}: {which} data must be uint8 pictures (N, C, H, W) or float32 points (N, D), "

@@ -9,13 +9,12 @@ import torch
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.data.splitting import stratified
+from flatmin_lab.extras import need
 
 
 def load() -> Dataset:
     """The embedded data set, 1,438 digits to train on and 359 to test with."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
+    digits = need("sklearn.datasets", "the data set digits").load_digits()
     x = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)[:, None]
     y = torch.from_numpy(digits.target).long()
     train, test = stratified(y, share=0.2, generator=generator("digits"))

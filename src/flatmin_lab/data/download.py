@@ -1,7 +1,8 @@
 """The official archives over the network: resumed where they stopped, and believed only when their checksum is right.
 
 A file grows as `NAME.part` and gets its name once its SHA-256 is the published one, so a file under its own name is
-whole. When the line breaks, the next try (in the same call, or days later) asks for the rest only.
+whole. When the line breaks, the next try (in the same call, or days later) asks for the rest only; what has come is
+never given up for less.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 Progress = Callable[[str, int, int], None]  # file, bytes there, bytes in all
 CHUNK = 1 << 18
@@ -68,22 +69,20 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
     if target.exists():
         _verify(target, remote, f"{target} is there but is not the official file; move it away to fetch that")
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    tries = 0
-    while (there := _length(part)) < remote.size:
-        try:
-            _continue(remote, part, progress or (lambda *_: None))
-            lost: Exception = ConnectionError("the server closed the line")
-        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
-            lost = error
-        tries = 1 if _length(part) > there else tries + 1
-        if _length(part) < remote.size and tries >= TRIES:
-            raise ConnectionError(
-                f"{remote.url} could not be fetched ({lost}). Is there a network here? What came is kept and the next "
-                f"try goes on from it; or get {remote.name} by other means and put it into {folder}"
-            ) from lost
-        if _length(part) < remote.size:
-            time.sleep(pause)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with part.open("ab") as file:
+            _lock(file, part)
+            _complete(remote, file, progress or (lambda *_: None), pause)
+    except (ConnectionError, BlockingIOError):
+        if part.exists() and not part.stat().st_size:
+            part.unlink()
+        raise
+    except OSError as error:
+        raise OSError(
+            f"{part} could not be written ({error}); it needs {remote.size / 1e6:.0f} MB in a folder of your own. "
+            "What came is kept, and the next try goes on from it"
+        ) from error
     try:
         _verify(part, remote, f"what came from {remote.url} is not the official file and was deleted; try again")
     except ValueError:
@@ -93,39 +92,75 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
     return target
 
 
-def _length(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _lock(file: BinaryIO, part: Path) -> None:
+    """Two processes must not append to one file; the lock goes with the process, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # not there on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(f"another process is fetching {part}; wait for it to end") from error
 
 
-def _continue(remote: Remote, part: Path, progress: Progress) -> None:
-    """Append what is missing; from the beginning where the server cannot give a part."""
-    there = _length(part)
+def _complete(remote: Remote, file: BinaryIO, progress: Progress, pause: float) -> None:
+    """Ask until all is there, as long as every few tries bring something."""
+    tries, mark = 0, file.tell()
+    while file.tell() < remote.size:
+        try:
+            _continue(remote, file, progress)
+            lost: Exception = ConnectionError("the server closed the line")
+        except urllib.error.HTTPError as error:
+            lost, tries = error, TRIES if 400 <= error.code < 500 else tries  # a refusal is final
+            error.close()
+        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
+            lost = error
+        if file.tell() >= remote.size:
+            return
+        tries, mark = (1, file.tell()) if file.tell() > mark + CHUNK else (tries + 1, mark)
+        if tries >= TRIES:
+            there = file.tell()
+            kept = f"The {there} bytes that came are kept, and the next try goes on from them. " if there else ""
+            asked = "" if isinstance(lost, urllib.error.HTTPError) else "Is there a network here? "
+            raise ConnectionError(
+                f"{remote.url} could not be fetched ({lost}). {asked}{kept}"
+                f"Try again, or get {remote.name} by other means and put it into {Path(file.name).parent}"
+            ) from lost
+        time.sleep(pause)
+
+
+def _continue(remote: Remote, file: BinaryIO, progress: Progress) -> None:
+    """Append what is missing. Where the server cannot give a part, what is there already is read over."""
+    there = file.tell()
     headers = {"User-Agent": "flatmin", **({"Range": f"bytes={there}-"} if there else {})}
-    request = urllib.request.Request(remote.url, headers=headers)
-    with urllib.request.urlopen(request, timeout=WAIT) as response:
-        resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {there}-")
-        if response.status == 206 and there and not resumed:
-            raise ConnectionError(f"the server answered with the wrong part, {response.headers.get('Content-Range')}")
-        there = there if resumed else 0
-        with part.open("ab" if resumed else "wb") as file:
-            while chunk := response.read(min(CHUNK, remote.size + 1 - there)):
-                file.write(chunk)
-                there += len(chunk)
-                progress(remote.name, there, remote.size)
-                if there > remote.size:  # a page that is longer than the file; the checksum says so
-                    break
+    with urllib.request.urlopen(urllib.request.Request(remote.url, headers=headers), timeout=WAIT) as response:
+        given = response.headers.get("Content-Range", "")
+        if response.status == 206 and not given.startswith(f"bytes {there}-"):
+            raise ConnectionError(f"the server answered with the wrong part, {given}")
+        whole = response.headers.get("Content-Length")
+        if response.status == 200 and whole is not None and int(whole) != remote.size:
+            raise ConnectionError(f"the server answered with {whole} bytes, and the file has {remote.size}")
+        over = 0 if response.status == 206 else there
+        while chunk := _read(response, min(CHUNK, remote.size - there + over)):
+            file.write(chunk[over:])
+            file.flush()
+            there += len(chunk[over:])
+            over = max(0, over - len(chunk))
+            progress(remote.name, there, remote.size)
+
+
+def _read(response: http.client.HTTPResponse, size: int) -> bytes:
+    try:
+        return response.read(size)
+    except OSError as error:  # of the network: those of the disk are told apart
+        raise ConnectionError(str(error)) from error
 
 
 def _verify(path: Path, remote: Remote, otherwise: str) -> None:
-    with path.open("rb") as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(path)
-    if got != remote.sha256:
-        raise ValueError(f"{otherwise} (SHA-256 must be {remote.sha256}, got {got})")
-
-
-def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
-    return digest.hexdigest()
+    if digest.hexdigest() != remote.sha256:
+        raise ValueError(f"{otherwise} (SHA-256 must be {remote.sha256}, got {digest.hexdigest()})")

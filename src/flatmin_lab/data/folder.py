@@ -16,15 +16,19 @@ from torch import Tensor
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.data.splitting import stratified
+from flatmin_lab.extras import need
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 GREY = ("1", "L", "LA")
 COLOUR = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
+PICTURES = "a folder of pictures"
 TEST = ("test", "val", "valid", "validation")
 
 
 def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> Dataset:
     """From the folder; `size` (height, width) resizes, `seed` chooses what is for testing where there is no `test/`."""
+    if size is not None and (len(size) != 2 or min(size) < 1):
+        raise ValueError(f"size must be (height, width) of at least 1 by 1, got {size}")
     test = next((path / name for name in TEST if (path / name).is_dir()), None)
     if (path / "train").is_dir() != (test is not None):
         raise FileNotFoundError(
@@ -38,19 +42,28 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
     mode = "L" if modes <= set(GREY) else "RGB"
     splits = [Split(_read(files, mode, size), torch.tensor(labels)) for files, labels in found]
     if test is None:
+        if min(splits[0].y.bincount().tolist()) < 3:
+            raise ValueError(
+                f"{path}: a class must have at least 3 pictures for a fifth of them to be one for testing; "
+                "add pictures, or make train/ and test/"
+            )
         train_part, test_part = stratified(splits[0].y, share=0.2, generator=generator("folder", seed))
         splits = [splits[0].at(train_part), splits[0].at(test_part)]
-    return Dataset(path.name, splits[0], splits[1], names, str(path))
+    return Dataset(path.resolve().name, splits[0], splits[1], names, str(path))
 
 
 def _classes(folders: Sequence[Path]) -> list[str]:
-    sets = [sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) for folder in folders]
+    sets = [sorted(entry.name for entry in folder.iterdir() if _is_class(entry)) for folder in folders]
     if not sets[0]:
         raise FileNotFoundError(f"{folders[0]} must hold a folder of pictures a class, got no folder in it")
     if any(names != sets[0] for names in sets):
         odd = sorted(set(sets[0]) ^ set(sets[1]))
         raise ValueError(f"train and test must have the same classes; only one of them has {', '.join(odd)}")
     return sets[0]
+
+
+def _is_class(entry: Path) -> bool:
+    return entry.is_dir() and not entry.name.startswith((".", "__"))  # .git, .ipynb_checkpoints, __MACOSX
 
 
 def _listed(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
@@ -65,29 +78,32 @@ def _listed(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
 
 
 def _mode(file: Path) -> str:
-    from PIL import Image
-
+    image = need("PIL.Image", PICTURES)
     try:
-        with Image.open(file) as picture:
-            mode = picture.mode
+        with image.open(file) as picture:
+            mode = str(picture.mode)
     except Exception as error:  # a damaged picture can raise anything
         raise ValueError(f"{file} is not a picture that can be read ({error}); repair or remove it") from error
+    return eight_bits(mode, str(file))
+
+
+def eight_bits(mode: str, what: str) -> str:
+    """The mode, if it is one whose numbers go from 0 to 255; others would be cut off when converted."""
     if mode not in (*GREY, *COLOUR):
-        raise ValueError(f"pictures must have 8 bits a channel, got {file} of mode {mode}; convert it first")
+        raise ValueError(f"pictures must have 8 bits a channel, got mode {mode} in {what}; convert it first")
     return mode
 
 
 def _read(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Tensor:
-    from PIL import Image
-
+    image, ops = need("PIL.Image", PICTURES), need("PIL.ImageOps", PICTURES)
     rows: list[np.ndarray[Any, Any]] = []
     first = files[0]
     for file in files:
         try:
-            with Image.open(file) as picture:
-                converted = picture.convert(mode)
+            with image.open(file) as picture:
+                converted = ops.exif_transpose(picture).convert(mode)  # cameras write turned pictures
                 if size is not None:
-                    converted = converted.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+                    converted = converted.resize((size[1], size[0]), image.Resampling.BILINEAR)
                 row = np.array(converted)
         except Exception as error:  # a damaged picture can raise anything
             raise ValueError(f"{file} is not a picture that can be read ({error}); repair or remove it") from error

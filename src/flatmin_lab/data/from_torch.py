@@ -2,9 +2,10 @@
 
     data = from_torch(train, test, name="mine", cache="data/mine.npz")
 
-A picture is a PIL image, a uint8 array or tensor, or a float tensor with values from 0 to 1 (which is what ToTensor
-makes); a float vector is a point. Random transforms do not belong in the data set: they would be frozen by the reading,
-so one that answers differently the second time is refused. Augmentation is `flatmin_lab.data.augment`.
+A picture is a PIL image, a uint8 array or tensor, or floats from 0 to 1 (which is what ToTensor makes): tensors with
+the channels first, arrays with the channels last. A float vector is a point. Random transforms do not belong in the
+data set: they would be frozen by the reading, so one that answers differently the second time is refused. Augmentation
+is `flatmin_lab.data.augment`.
 """
 
 import hashlib
@@ -18,64 +19,102 @@ import torch
 from torch import Tensor
 
 from flatmin_lab.data import npz
-from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.dataset import Dataset, Split, numbered
+from flatmin_lab.data.folder import GREY, eight_bits
+
+PROBES = 16
+SPLITS = ("train", "test")
 
 
 def from_torch(
     train: Any, test: Any, *, name: str, names: Sequence[str] | None = None, cache: Path | str | None = None
 ) -> Dataset:
-    """Both splits; class names from `names`, from the data set's `classes`, or numbers. The cache follows the data."""
+    """Both splits; class names from `names`, from the data set's `classes`, or numbers.
+
+    The cache is made anew when the data set has another length or one of 16 items spread over it has changed; after a
+    smaller change, delete it.
+    """
     probes = [_probe(split, which) for split, which in ((train, "training"), (test, "test"))]
     seen = hashlib.sha256("".join(probes).encode()).hexdigest()
-    path = None if cache is None else Path(cache)
-    splits = None if path is None or not path.exists() else _cached(path, seen)
-    if splits is None:
-        splits = _read(train), _read(test)
-        if path is not None:
-            _write(path, seen, splits)
-    top = int(max(splits[0].y.max(), splits[1].y.max())) + 1
-    found = names or getattr(train, "classes", None) or [str(number) for number in range(top)]
-    return Dataset(name, splits[0], splits[1], [str(one) for one in found], str(path or type(train).__name__))
+    path = None if cache is None else Path(cache).expanduser()
+    kept = None if path is None or not path.exists() else _cached(path, seen)
+    splits = kept or (_read(train), _read(test))
+    found = names or getattr(train, "classes", None) or numbered(splits[0].y, splits[1].y, name)
+    data = Dataset(name, splits[0], splits[1], [str(one) for one in found], str(path or type(train).__name__))
+    if path is not None and kept is None:
+        _write(path, seen, splits)
+    return data
 
 
 def _item(split: Any, index: int) -> tuple[Tensor, int]:
+    if not hasattr(split, "__getitem__"):
+        raise TypeError(
+            f"the data set must give its items by index, got a {type(split).__name__}; pass the data set itself"
+        )
     item = split[index]
     if not isinstance(item, tuple | list) or len(item) != 2:
-        raise TypeError(f"the data set must give pairs (picture, label), got {type(item).__name__} at {index}")
-    return _picture(item[0], index), int(item[1])
+        got = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
+        raise TypeError(f"the data set must give pairs (picture, label), got {got} at {index}")
+    return _picture(item[0], index), _label(item[1], index)
+
+
+def _label(y: Any, index: int) -> int:
+    single = isinstance(y, Tensor | np.ndarray | np.generic) and np.prod(y.shape) == 1
+    value = y.item() if single else y
+    if isinstance(value, bool) or not isinstance(value, int):
+        kind = "" if isinstance(value, int | float | str) else f" ({type(value).__name__})"
+        raise TypeError(
+            f"a label must be one whole number, got {value!r:.60}{kind} at {index}; number the classes from 0"
+        )
+    return value
 
 
 def _picture(x: Any, index: int) -> Tensor:
     """A picture as uint8 (C, H, W), or a point as float32 (D,)."""
+    channels_last = isinstance(x, np.ndarray)
     if hasattr(x, "convert") and hasattr(x, "mode"):  # a PIL image
-        x = np.array(x if x.mode in ("L", "RGB") else x.convert("RGB"))
+        x, channels_last = np.array(x.convert("L" if eight_bits(x.mode, f"item {index}") in GREY else "RGB")), True
     if isinstance(x, np.ndarray):
-        array = torch.from_numpy(np.array(x))
-        x = array.permute(2, 0, 1) if array.ndim == 3 and array.dtype == torch.uint8 else array
+        x = torch.from_numpy(np.array(x))
     if not isinstance(x, Tensor):
         raise TypeError(f"a picture must be a PIL image, an array or a tensor, got {type(x).__name__} at {index}")
-    return _as_uint8(x, index)
+    x = torch.as_tensor(x).detach().cpu()
+    if x.ndim == 1 and x.is_floating_point():
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"a point must be finite, got nan or infinity at {index}")
+        point: Tensor = x.float()
+        return point
+    return _as_uint8(_channels_first(x, index, last=channels_last), index)
+
+
+def _channels_first(x: Tensor, index: int, *, last: bool) -> Tensor:
+    if x.ndim == 2:
+        return x[None]
+    places = (2, 0) if last else (0, 2)
+    for place in places if x.ndim == 3 else ():
+        if x.shape[place] in npz.CHANNELS:
+            return x.movedim(place, 0)
+    raise ValueError(
+        f"a picture must have 1, 3 or 4 channels, first in a tensor and last in an array, "
+        f"got shape {tuple(x.shape)} at {index}"
+    )
 
 
 def _as_uint8(x: Tensor, index: int) -> Tensor:
-    if x.is_floating_point() and x.ndim == 1:
-        return x.float()
-    if x.ndim == 2:
-        x = x[None]
-    if x.ndim == 3 and x.is_floating_point():
+    if x.is_floating_point():
         if not bool(((x >= 0) & (x <= 1)).all()):
             raise ValueError(
                 f"a float picture must have values from 0 to 1, got {x.min():g} to {x.max():g} at {index}; "
                 "pass the data set without normalisation"
             )
-        x = (x * 255).round().to(torch.uint8)
-    if x.ndim != 3 or x.dtype != torch.uint8:
-        raise ValueError(f"a picture must be uint8 (C, H, W), got {x.dtype} of shape {tuple(x.shape)} at {index}")
+        return (x * 255).round().to(torch.uint8)
+    if x.dtype != torch.uint8:
+        raise ValueError(f"a picture must be uint8, or floats from 0 to 1, got {x.dtype} at {index}; convert it first")
     return x
 
 
 def _probe(split: Any, which: str) -> str:
-    """A fingerprint from the number of items and three of them, each read twice."""
+    """A fingerprint from the number of items and some of them, each read twice."""
     try:
         count = len(split)
     except TypeError as error:
@@ -83,14 +122,15 @@ def _probe(split: Any, which: str) -> str:
     if count == 0:
         raise ValueError(f"the {which} set must have at least one picture, got none")
     text = str(count)
-    for index in (0, count // 2, count - 1):
+    for index in sorted({number * (count - 1) // (PROBES - 1) for number in range(PROBES)}):
         first, again = _item(split, index), _item(split, index)
-        if not torch.equal(first[0], again[0]) or first[1] != again[1]:
+        if first[1] != again[1] or first[0].shape != again[0].shape or not torch.equal(first[0], again[0]):
             raise ValueError(
                 f"item {index} of the {which} set differs from one reading to the next: it has a random transform, "
                 "which reading once would freeze. Pass the data set without it and augment batches instead"
             )
-        text += f" {first[1]} {hashlib.sha256(first[0].contiguous().numpy().data).hexdigest()}"
+        content = hashlib.sha256(first[0].contiguous().numpy().data).hexdigest()
+        text += f" {first[1]} {first[0].dtype} {tuple(first[0].shape)} {content}"
     return text
 
 
@@ -99,7 +139,9 @@ def _read(split: Any) -> Split:
     shapes = {tuple(x.shape): index for index, (x, _) in enumerate(items)}
     if len(shapes) > 1:
         (one, first), (two, second), *_ = shapes.items()
-        raise ValueError(f"all pictures must have one shape, got {one} at {first} and {two} at {second}")
+        raise ValueError(
+            f"all pictures must have one shape, got {one} at {first} and {two} at {second}; resize them in the data set"
+        )
     return Split(torch.stack([x for x, _ in items]), torch.tensor([y for _, y in items]))
 
 
@@ -110,18 +152,17 @@ def _cached(path: Path, seen: str) -> tuple[Split, Split] | None:
         raise ValueError(f"{path} is a data set of its own, not a cache; choose another place for the cache")
     if str(arrays["probe"]) != seen:
         return None
-    pairs = [(torch.from_numpy(arrays[f"x_{which}"]), torch.from_numpy(arrays[f"y_{which}"])) for which in _SPLITS]
-    return Split(*pairs[0]), Split(*pairs[1])
-
-
-_SPLITS = ("train", "test")
+    train, test = (
+        Split(torch.from_numpy(arrays[f"x_{which}"]), torch.from_numpy(arrays[f"y_{which}"])) for which in SPLITS
+    )
+    return train, test
 
 
 def _write(path: Path, seen: str, splits: tuple[Split, Split]) -> None:
     """Beside, then renamed: a reader sees a whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {f"x_{which}": split.x.numpy() for which, split in zip(_SPLITS, splits, strict=True)}
-    labels = {f"y_{which}": split.y.numpy() for which, split in zip(_SPLITS, splits, strict=True)}
+    arrays = {f"x_{which}": split.x.numpy() for which, split in zip(SPLITS, splits, strict=True)}
+    labels = {f"y_{which}": split.y.numpy() for which, split in zip(SPLITS, splits, strict=True)}
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:

@@ -22,6 +22,8 @@ class Normalisation:
     @staticmethod
     def of(split: Split) -> "Normalisation":
         """The statistics of a split. A channel that never varies keeps its scale."""
+        if not isinstance(split, Split):
+            raise TypeError(f"Normalisation.of takes a Split such as data.train, got {type(split).__name__}")
         if split.pictures:
             mean, variance = _of_pictures(split.x)
         else:

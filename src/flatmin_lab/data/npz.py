@@ -4,8 +4,6 @@ Pictures are uint8 (N, H, W), (N, H, W, C) or (N, C, H, W); points are floats (N
 `names` is an array of strings; without it the classes are called 0, 1, 2, …
 """
 
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.dataset import Dataset, Split, numbered
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
+CHANNELS = (1, 3, 4)
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
 def load(path: Path) -> Dataset:
     arrays = read(path, KEYS, optional=("names",))
     y_train, y_test = (_labels(arrays[key], f"{path}: {key}") for key in ("y_train", "y_test"))
-    names = [str(name) for name in arrays["names"]] if "names" in arrays else None
-    if names is None:
-        names = [str(number) for number in range(int(max(y_train.max(), y_test.max())) + 1)]
+    names = _names(arrays["names"], f"{path}: names") if "names" in arrays else numbered(y_train, y_test, str(path))
     train = Split(pictures(arrays["x_train"], f"{path}: x_train"), y_train)
     test = Split(pictures(arrays["x_test"], f"{path}: x_test"), y_test)
     return Dataset(path.stem, train, test, names, str(path))
@@ -35,9 +32,11 @@ def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
             there = list(content)
-            arrays = {key: content[key] for key in (*keys, *optional) if key in there}
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a whole .npz file of plain arrays ({error}); write it again") from error
+            arrays = {key: np.asarray(content[key]) for key in (*keys, *optional) if key in there}
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(
+            f"{path} is not a whole .npz file of plain arrays ({error!s:.200}); delete it and make it again"
+        ) from error
     missing = [key for key in keys if key not in arrays]
     if missing:
         raise ValueError(
@@ -53,15 +52,22 @@ def pictures(x: Array, what: str) -> Tensor:
     if x.dtype != np.uint8 or x.ndim not in (3, 4):
         raise ValueError(
             f"{what}: pictures must be uint8 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), points floats of shape "
-            f"(N, D), got {x.dtype} of shape {x.shape}"
+            f"(N, D), got {x.dtype} of shape {x.shape}; float pictures of 0 to 1 become uint8 with "
+            "(255 * x).round().astype('uint8')"
         )
     if x.ndim == 3:
         x = x[:, None]
-    elif x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+    elif x.shape[1] not in CHANNELS:
+        if x.shape[3] not in CHANNELS:
+            raise ValueError(f"{what}: pictures need 1, 3 or 4 channels, second or last, got shape {x.shape}")
         x = x.transpose(0, 3, 1, 2)
-    elif x.shape[1] not in (1, 3, 4):
-        raise ValueError(f"{what}: pictures need 1, 3 or 4 channels, second or last, got shape {x.shape}")
     return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def _names(names: Array, what: str) -> list[str]:
+    if names.ndim != 1 or names.dtype.kind not in "US":
+        raise ValueError(f"{what}: names must be strings of shape (K,), got {names.dtype} of shape {names.shape}")
+    return [name.decode() if isinstance(name, bytes) else str(name) for name in names.tolist()]
 
 
 def _labels(y: Array, what: str) -> Tensor:
@@ -69,4 +75,6 @@ def _labels(y: Array, what: str) -> Tensor:
         raise ValueError(f"{what}: labels must be whole numbers, got {y.dtype}")
     if y.size == 0:
         raise ValueError(f"{what}: there must be at least one label, got none")
+    if y.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{what}: labels must number the classes 0, 1, 2, …, got {y.max()}")
     return torch.from_numpy(y.reshape(-1).astype(np.int64))

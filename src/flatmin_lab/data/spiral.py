@@ -24,12 +24,12 @@ class Spiral:
         """Points on two arms of one turn each, with noise in place and in the labels."""
         if not 0 <= wrong <= 1:
             raise ValueError(f"the share of wrong labels must be between 0 and 1, got {wrong}")
-        angle = torch.rand(n, generator=generator).sqrt() * 2 * math.pi
+        angle = torch.rand(n, generator=generator, dtype=torch.float32).sqrt() * 2 * math.pi
         arm = torch.randint(0, 2, (n,), generator=generator)
-        radius, turned = angle / (2 * math.pi), angle + math.pi * arm
+        radius, turned = angle / (2 * math.pi), angle + math.pi * arm.float()
         x = radius[:, None] * torch.stack([turned.cos(), turned.sin()], dim=1)
-        flipped = torch.rand(n, generator=generator) < wrong
-        return Spiral(x + 0.03 * torch.randn(n, 2, generator=generator), arm ^ flipped, flipped)
+        flipped = torch.rand(n, generator=generator, dtype=torch.float32) < wrong
+        return Spiral(x + 0.03 * torch.randn(n, 2, generator=generator, dtype=torch.float32), arm ^ flipped, flipped)
 
 
 def load(*, train: int = 400, test: int = 10_000, wrong: float = 0.2, seed: int = 0) -> Dataset:

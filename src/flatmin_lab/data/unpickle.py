@@ -1,102 +1,240 @@
-"""Reading the official CIFAR batches, which are pickles, without letting a pickle do anything.
+"""Reading the official CIFAR batches, which are pickles, without loading a pickle.
 
-A pickle is a program: it names functions of any module, and loading calls them. Here it may name five things, the ones
-with which numpy writes arrays, and it does not even get those: in their place stand small functions of our own that
-take shape, type and bytes apart, check them, and let numpy look at the bytes. Everything else is refused where it is
-named, before anything is called.
+A pickle is a program for a small stack machine, and loading one calls whatever functions it names. Here the program is
+read instruction by instruction by a machine of our own, which knows the ones that build numbers, strings, lists,
+dictionaries and numpy's arrays, and no others. It never calls anything: what numpy writes to rebuild an array (its
+shape, type and bytes) is taken apart, checked, and the bytes are looked at. Anything else is refused where it is named.
 """
 
-import io
 import math
-import pickle
-from collections.abc import Callable
-from typing import Any
+import pickletools
+from typing import Any, NamedTuple
 
 import numpy as np
 
-ARRAY = ("numpy", "ndarray")
-KIND = ("numpy", "dtype")
-MAKE_ARRAY = (("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"))
-FROM_BUFFER = (("numpy.core.numeric", "_frombuffer"), ("numpy._core.numeric", "_frombuffer"))
-TO_BYTES = ("_codecs", "encode")
+Array = np.ndarray[Any, Any]
+MARK = object()
+
+# what numpy and Python write to rebuild an array; the names of numpy 1 and 2
+MEANINGS = {
+    "numpy ndarray": "array",
+    "numpy dtype": "kind",
+    "numpy.core.multiarray _reconstruct": "empty array",
+    "numpy._core.multiarray _reconstruct": "empty array",
+    "numpy.core.numeric _frombuffer": "array from bytes",
+    "numpy._core.numeric _frombuffer": "array from bytes",
+    "_codecs encode": "bytes from text",
+}
 
 
-class Refused(pickle.UnpicklingError):
+class RefusedError(Exception):
     """The pickle asked for something that is no array."""
 
 
-class _Kind:
-    """Stands for numpy.dtype: whole numbers of 1 to 8 bytes."""
+class Name(NamedTuple):
+    """Stands for a function or class that the pickle names; nothing can be done with it but what `_made` does."""
 
-    __slots__ = ("code", "order")
+    meaning: str
 
-    def __init__(self, code: Any, *_: Any) -> None:
+
+class Kind:
+    """Stands for a numpy.dtype of whole numbers."""
+
+    def __init__(self, code: Any) -> None:
         text = code.decode("latin1") if isinstance(code, bytes) else code
-        if not (isinstance(text, str) and len(text) == 2 and text[0] in "ui" and text[1] in "1248"):
-            raise Refused(f"arrays must hold whole numbers, got the type {code!r}")
-        self.code, self.order = text, "="
+        if not isinstance(text, str) or text[:1] not in ("u", "i") or text[1:] not in ("1", "2", "4", "8"):
+            raise RefusedError("arrays must hold whole numbers of 1 to 8 bytes")
+        self.dtype: np.dtype[Any] = np.dtype(text)
 
-    def __setstate__(self, state: Any) -> None:
+    def build(self, state: Any) -> None:
         order = state[1].decode("latin1") if isinstance(state[1], bytes) else state[1]
         if order not in ("<", ">", "|", "="):
-            raise Refused(f"unknown byte order {order!r}")
-        self.order = order
+            raise RefusedError("an array's byte order must be known")
+        self.dtype = np.dtype(f"{order}{self.dtype.str[1:]}".replace("|", "="))
 
 
-class _Array:
-    """Stands for numpy.ndarray: filled from what the pickle says, once that fits together."""
-
-    __slots__ = ("value",)
+class Pending:
+    """Stands for a numpy.ndarray; holds one as soon as shape, type and bytes are there and fit."""
 
     def __init__(self) -> None:
-        self.value: np.ndarray[Any, Any] = np.zeros(0, dtype=np.uint8)
+        self.array: Array = np.zeros(0, dtype=np.uint8)
 
-    def __setstate__(self, state: Any) -> None:
+    def build(self, state: Any) -> None:
         _, shape, kind, fortran, content = state
         self.fill(content, kind, shape, "F" if fortran else "C")
 
-    def fill(self, content: Any, kind: Any, shape: Any, order: Any) -> "_Array":
-        if not (isinstance(kind, _Kind) and isinstance(shape, tuple) and all(isinstance(n, int) for n in shape)):
-            raise Refused("an array must come with its shape and type")
-        dtype = np.dtype(kind.order.replace("|", "=") + kind.code)
-        if not isinstance(content, bytes | bytearray) or len(content) != math.prod(shape) * dtype.itemsize:
-            raise Refused(f"an array of shape {shape} must come with {math.prod(shape) * dtype.itemsize} bytes")
-        self.value = np.frombuffer(content, dtype=dtype).reshape(shape, order="F" if order == "F" else "C")
+    def fill(self, content: Any, kind: Any, shape: Any, order: Any = "C") -> "Pending":
+        sides = isinstance(shape, tuple) and len(shape) <= 4 and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+        if not (isinstance(kind, Kind) and sides and isinstance(content, bytes | bytearray)):
+            raise RefusedError("an array must come with its shape, type and bytes")
+        if len(content) != math.prod(shape) * kind.dtype.itemsize:
+            raise RefusedError(
+                f"an array of shape {shape} must come with {math.prod(shape) * kind.dtype.itemsize} bytes"
+            )
+        self.array = np.frombuffer(content, dtype=kind.dtype).reshape(shape, order="F" if order == "F" else "C")
         return self
 
 
-def _to_bytes(text: Any, encoding: Any) -> bytes:
-    if not (isinstance(text, str) and encoding in ("latin1", b"latin1")):
-        raise Refused(f"bytes must be written as latin1, got {encoding!r}")
-    return text.encode("latin1")
+def _made(what: Any, arguments: Any) -> Any:
+    """What calling `what` would give."""
+    if not isinstance(what, Name) or not isinstance(arguments, tuple):
+        raise RefusedError("it calls something that is no function")
+    if what.meaning == "kind":
+        return Kind(arguments[0])
+    if what.meaning == "empty array":
+        return Pending()
+    if what.meaning == "array from bytes":
+        return Pending().fill(*arguments)
+    if what.meaning == "bytes from text" and isinstance(arguments[0], str) and arguments[1] in ("latin1", b"latin1"):
+        return arguments[0].encode("latin1")
+    raise RefusedError(f"it calls {what.meaning} in a way that makes no array")
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        """A fresh function each time, so that a pickle cannot change what the next one gets."""
-        asked = (module, name)
-        if asked in MAKE_ARRAY:
-            return lambda *_: _Array()
-        if asked in FROM_BUFFER:
-            return lambda content, kind, shape, order="C": _Array().fill(content, kind, shape, order)
-        if asked == KIND:
-            return lambda code, *_: _Kind(code)
-        if asked == ARRAY:
-            return lambda *_: _Array()
-        if asked == TO_BYTES:
-            return lambda *words: _to_bytes(*words)  # noqa: PLW0108  # fresh, like the others
-        raise Refused(f"it asks for {module}.{name}, and a batch may hold nothing but arrays")
+class _Machine:
+    """A stack, a memo, and a method for every instruction that is understood."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, content: bytes) -> Any:
+        for opcode, argument, _ in pickletools.genops(content):
+            name = opcode.name
+            if name == "STOP":
+                return self.stack.pop()
+            if name in PUSHED:
+                self.stack.append(argument)
+            elif name in CONSTANTS:
+                self.stack.append(CONSTANTS[name])
+            elif name in AS_BYTES:  # a str of Python 2
+                self.stack.append(str(argument).encode("latin1"))
+            elif name not in IGNORED:
+                action = getattr(self, f"do_{name.lower().removeprefix('long_bin').removeprefix('bin')}", None)
+                if action is None:
+                    raise RefusedError(f"it holds the instruction {name}")
+                action(argument)
+        raise ValueError("it has no end")
+
+    def since_mark(self) -> list[Any]:
+        place = len(self.stack) - 1 - self.stack[::-1].index(MARK)
+        items = self.stack[place + 1 :]
+        del self.stack[place:]
+        return items
+
+    def last(self, count: int) -> list[Any]:
+        items = self.stack[-count:]
+        if len(items) < count or any(item is MARK for item in items):
+            raise ValueError("its stack is too short")
+        del self.stack[-count:]
+        return items
+
+    def named(self, module: Any, name: Any) -> None:
+        meaning = MEANINGS.get(f"{module} {name}") if isinstance(module, str) and isinstance(name, str) else None
+        if meaning is None:
+            raise RefusedError(f"it asks for {module!s:.99}.{name!s:.99}, and a batch may hold nothing but arrays")
+        self.stack.append(Name(meaning))
+
+    def put_items(self, target: Any, pairs: list[Any]) -> None:
+        if not isinstance(target, dict) or len(pairs) % 2:
+            raise RefusedError("it sets items of what is no dictionary")
+        if not all(isinstance(key, str | bytes) for key in pairs[::2]):
+            raise RefusedError("a dictionary's keys must be strings")
+        target.update(zip(pairs[::2], pairs[1::2], strict=True))
+
+    def add_items(self, target: Any, items: list[Any]) -> None:
+        if not isinstance(target, list):
+            raise RefusedError("it appends to what is no list")
+        target.extend(items)
+
+    def do_mark(self, _: Any) -> None:
+        self.stack.append(MARK)
+
+    def do_put(self, index: Any) -> None:
+        self.memo[index] = self.stack[-1]
+
+    def do_memoize(self, _: Any) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def do_get(self, index: Any) -> None:
+        self.stack.append(self.memo[index])
+
+    def do_empty_dict(self, _: Any) -> None:
+        self.stack.append({})
+
+    def do_dict(self, _: Any) -> None:
+        pairs = self.since_mark()
+        self.stack.append({})
+        self.put_items(self.stack[-1], pairs)
+
+    def do_empty_list(self, _: Any) -> None:
+        self.stack.append([])
+
+    def do_list(self, _: Any) -> None:
+        self.stack.append(self.since_mark())
+
+    def do_tuple(self, _: Any) -> None:
+        self.stack.append(tuple(self.since_mark()))
+
+    def do_tuple1(self, _: Any) -> None:
+        self.stack.append(tuple(self.last(1)))
+
+    def do_tuple2(self, _: Any) -> None:
+        self.stack.append(tuple(self.last(2)))
+
+    def do_tuple3(self, _: Any) -> None:
+        self.stack.append(tuple(self.last(3)))
+
+    def do_setitem(self, _: Any) -> None:
+        pair = self.last(2)
+        self.put_items(self.stack[-1], pair)
+
+    def do_setitems(self, _: Any) -> None:
+        pairs = self.since_mark()
+        self.put_items(self.stack[-1], pairs)
+
+    def do_append(self, _: Any) -> None:
+        item = self.last(1)
+        self.add_items(self.stack[-1], item)
+
+    def do_appends(self, _: Any) -> None:
+        items = self.since_mark()
+        self.add_items(self.stack[-1], items)
+
+    def do_global(self, words: Any) -> None:
+        self.named(*words.split(" ", 1))
+
+    def do_stack_global(self, _: Any) -> None:
+        self.named(*self.last(2))
+
+    def do_reduce(self, _: Any) -> None:
+        self.stack.append(_made(*self.last(2)))
+
+    def do_build(self, _: Any) -> None:
+        (state,) = self.last(1)
+        if not isinstance(self.stack[-1], Kind | Pending) or not isinstance(state, tuple):
+            raise RefusedError("it sets the state of what is no array")
+        self.stack[-1].build(state)
+
+
+IGNORED = ("PROTO", "FRAME")
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+AS_BYTES = ("STRING", "BINSTRING", "SHORT_BINSTRING")
+PUSHED = (
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    "BYTEARRAY8",
+)
 
 
 def load(content: bytes, what: str) -> dict[str, Any]:
-    """The dictionary of a CIFAR batch, its keys as str, its arrays as numpy's."""
+    """The dictionary of a CIFAR batch: its keys as str, arrays as numpy's, strings of Python 2 as bytes."""
     try:
-        found = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-    except Refused as error:
+        found = _Machine().run(content)
+    except RefusedError as error:
         raise ValueError(f"{what} was refused: {error}. Use the official file") from error
     except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"{what} is damaged or cut short ({error}); unpack or fetch it again") from error
+        raise ValueError(f"{what} is damaged or cut short ({error!s:.200}); unpack or fetch it again") from error
     if not isinstance(found, dict):
         raise ValueError(f"{what} must hold a dictionary, got {type(found).__name__}; use the official file")
-    plain = {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in found.items()}
-    return {key: value.value if isinstance(value, _Array) else value for key, value in plain.items()}
+    plain = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in found.items()}
+    return {key: value.array if isinstance(value, Pending) else value for key, value in plain.items()}

@@ -3,8 +3,9 @@
     a = ReLU(BN(x))        block(x) = F(a) + shortcut
 
 Where a block changes the shape, its shortcut is a 1 × 1 convolution of a. Where it does not, He et al. add x itself
-(`shortcut="identity"`); the published AMP code adds the activated a (`"activated"`, the default, which the paper's
-numbers come from). Its convolutions have biases, all but the first; `bias=False` leaves them out, as He et al. do.
+(`shortcut="identity"`), but in the very first block, where they add a; the published AMP code adds a in all of them
+(`"activated"`, the default, which the paper's numbers come from). Its convolutions have biases, all but the first;
+`bias=False` leaves them out, as He et al. do.
 """
 
 from collections.abc import Sequence
@@ -63,15 +64,18 @@ class PreActResNet(nn.Module):
         if shortcut not in SHORTCUTS:
             raise ValueError(f"unknown shortcut {shortcut!r}; choose from {', '.join(SHORTCUTS)}")
         self.stem = conv3x3(in_channels, 64)
-        groups, channels = [], 64
+        groups: list[nn.Module] = []
+        channels = 64
         for number, count in enumerate(blocks):
             width = 64 << number
-            group = []
+            group: list[nn.Module] = []
             for place in range(count):
                 stride = 2 if number and not place else 1
-                group.append(
-                    Block(channels, width, stride, bottleneck=bottleneck, dropout=dropout, shortcut=shortcut, bias=bias)
+                taken = shortcut if number or place else "activated"
+                block = Block(
+                    channels, width, stride, bottleneck=bottleneck, dropout=dropout, shortcut=taken, bias=bias
                 )
+                group.append(block)
                 channels = 4 * width if bottleneck else width
             groups.append(nn.Sequential(*group))
         self.groups = nn.Sequential(*groups)

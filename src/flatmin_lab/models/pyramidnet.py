@@ -62,7 +62,7 @@ class PyramidNet(nn.Module):
                 f"a PyramidNet's depth must be {layers}n + 2 {kind} bottlenecks "
                 f"({layers + 2}, {2 * layers + 2}, {3 * layers + 2} …), got {depth}"
             )
-        if alpha <= 0:
+        if not alpha > 0:
             raise ValueError(f"a PyramidNet's alpha, by which its width grows, must be above 0, got {alpha}")
         self.stem = nn.Sequential(conv3x3(in_channels, 16), nn.BatchNorm2d(16))
         count = (depth - 2) // layers

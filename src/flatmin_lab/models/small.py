@@ -1,6 +1,8 @@
 """Small networks for a laptop: a convolutional one for digits and the like, and an MLP for points or pictures."""
 
-from torch import nn
+from math import prod
+
+from torch import Tensor, nn
 
 from flatmin_lab.models.layers import check, conv3x3, head, initialise, relu
 
@@ -26,23 +28,37 @@ def convnet(*, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.0
     return model
 
 
-def mlp(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    dropout: float = 0.0,
-    side: int = 1,
-    width: int = 128,
-    depth: int = 3,
-) -> nn.Sequential:
+class MLP(nn.Module):
     """Linear layers with ReLU between; takes points of `in_channels` numbers, or pictures of that `side`."""
-    check(num_classes, in_channels, dropout)
-    for name, value in (("side", side), ("width", width), ("depth", depth)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    layers: list[nn.Module] = [nn.Flatten()]
-    inputs = in_channels * side * side
-    for _ in range(depth):
-        layers += [nn.Linear(inputs, width), *relu(dropout)]
-        inputs = width
-    return nn.Sequential(*layers, nn.Linear(inputs, num_classes))
+
+    def __init__(
+        self,
+        *,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        dropout: float = 0.0,
+        side: int = 1,
+        width: int = 128,
+        depth: int = 3,
+    ) -> None:
+        super().__init__()
+        check(num_classes, in_channels, dropout)
+        for name, value in (("side", side), ("width", width), ("depth", depth)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.inputs = in_channels * side * side
+        layers: list[nn.Module] = [nn.Flatten()]
+        features = self.inputs
+        for _ in range(depth):
+            layers += [nn.Linear(features, width), *relu(dropout)]
+            features = width
+        self.layers = nn.Sequential(*layers, nn.Linear(features, num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if prod(x.shape[1:]) != self.inputs:
+            raise ValueError(
+                f"this MLP takes {self.inputs} numbers, got inputs of shape {tuple(x.shape[1:])}; "
+                "build it with in_channels= and, for pictures, side="
+            )
+        logits: Tensor = self.layers(x)
+        return logits

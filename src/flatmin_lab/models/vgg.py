@@ -24,6 +24,8 @@ class VGG(nn.Module):
         check(num_classes, in_channels, dropout)
         if depth not in DEPTHS:
             raise ValueError(f"VGG has a depth of {', '.join(map(str, DEPTHS))}, got {depth}")
+        if hidden < 1:
+            raise ValueError(f"VGG's hidden layers must have at least 1 neuron, got {hidden}")
         layers: list[nn.Module] = []
         channels = in_channels
         for width, count in zip(WIDTHS, DEPTHS[depth], strict=True):
@@ -51,7 +53,3 @@ class VGG(nn.Module):
             )
         logits: Tensor = self.classifier(self.features(x))
         return logits
-
-
-def vgg16(**settings: object) -> VGG:
-    return VGG(16, **settings)  # type: ignore[arg-type]
