@@ -102,17 +102,19 @@ class _Stage:
 
     def _move(self, x: Tensor, row: Tensor) -> Tensor:
         flat = pad(x.flatten(2), (0, 1), value=FILL)
-
-        def found(tap: int) -> Tensor:
-            return flat.gather(2, self.places[tap].index_select(0, row)[:, None].expand(-1, x.shape[1], -1))
-
         if not self.names & set(SHEARS):
-            return found(1).view_as(x)
+            place = self.places[1].index_select(0, row)[:, None].expand(-1, x.shape[1], -1)
+            return flat.gather(2, place).view_as(x)
         # Pillow cuts to whole numbers. The small number keeps those that are whole from being cut to the one below,
         # as float32 would do in even areas, where the weights sum to 1 − 6e-8, and as Pillow's doubles do now and then
         total = torch.full_like(x, 1e-4, dtype=torch.float32).flatten(2)
-        for tap in range(4):
-            total.addcmul_(found(tap).float(), self.weights[tap].index_select(0, row)[:, None])
+        flat, found = flat.float(), torch.empty_like(total)
+        place, weight = self.places[0].index_select(0, row), self.weights[0].index_select(0, row)
+        for tap in range(4):  # into the same memory each time: to get fresh memory costs a CPU more than the arithmetic
+            torch.index_select(self.places[tap], 0, row, out=place)
+            torch.index_select(self.weights[tap], 0, row, out=weight)
+            torch.gather(flat, 2, place[:, None].expand(-1, x.shape[1], -1), out=found)
+            total.addcmul_(found, weight[:, None])
         return operations.whole(total).view_as(x)
 
     def _look_up(self, x: Tensor, row: Tensor) -> Tensor:
@@ -136,8 +138,8 @@ class _Stage:
     def _blend(self, x: Tensor, row: Tensor) -> Tensor:
         """Colour and sharpness; all other rows blend with the factor 1, which is x whatever the other picture is."""
         dull = operations.smooth(x) if "sharpness" in self.names else operations.grey(x).float()
-        if {"sharpness", "color"} <= self.names:
-            dull = torch.where(self.is_a["color"][row][:, None, None, None], operations.grey(x).float(), dull)
+        if {"sharpness", "color"} <= self.names:  # a lerp by 0 or 1 chooses, in place
+            dull.lerp_(operations.grey(x).float(), self.is_a["color"][row].float()[:, None, None, None])
         blends = self.is_a["color"] | self.is_a["sharpness"]
         return operations.blend(x, dull, torch.where(blends, self.factor, 1.0)[row][:, None, None, None])
 

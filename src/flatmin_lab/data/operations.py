@@ -106,7 +106,7 @@ def whole(x: Tensor) -> Tensor:
 
 def blend(bright: Tensor, dull: Tensor, factor: Tensor | float) -> Tensor:
     """Dull + factor · (bright − dull), cut to whole numbers from 0 to 255."""
-    return whole((bright - dull).mul_(factor).add_(dull))
+    return whole((bright - dull).mul_(factor).add_(dull))  # in two roundings, as Pillow: a fused one would differ
 
 
 def levels(name: str, amount: float) -> Tensor:
