@@ -3,8 +3,8 @@
 Both get the same pictures and the same random numbers and give the same result (but for a grey level here and there in
 AutoAugment's shears), and take turns in one process. The floor is a copy of the batch: every picture must be read and
 written once. AutoAugment sends every picture through all operations of its policy, because a branch on what was drawn
-would make the host wait for the device; a loop does only the one or two that were drawn. So on a CPU a small batch costs
-about as much either way, and a large one less.
+would make the host wait for the device; a loop does only the one or two that were drawn. So on a CPU a small batch
+costs about as much either way, and a large one less.
 
     python benchmarks/data_path.py [--turns 20] [--device cpu] [--json out/data_path.json]
 """
