@@ -39,7 +39,7 @@ def fixed_batch(side: int, device: str = "cpu") -> tuple[Tensor, Tensor, Normali
     return (pixels.clamp(0, 1).to(device) - 0.5) / 0.25, y.to(device), normalise
 
 
-def losses_of(method: str, network: str, *, device: str = "cpu", steps: int = 5) -> list[float]:
+def losses_of(method: str, network: str, *, device: str = "cpu", steps: int = 5, lr: float = 0.003) -> list[float]:
     """The plain training loss before and after some steps; the loop never asks which method it runs."""
     torch.manual_seed(0)
     side = 32 if device == "cuda" else {"vgg16": 32, "preactresnet50": 16}.get(network, 8)
@@ -49,7 +49,7 @@ def losses_of(method: str, network: str, *, device: str = "cpu", steps: int = 5)
     chosen = methods.build(method, normalise=normalise, **knobs)
     settings = {"side": side} if network == "mlp" else {}
     model = models.build(network, num_classes=4, dropout=chosen.dropout, **settings).to(device)
-    optimizer = chosen.wrap(SGD(model.parameters(), lr=0.003, momentum=0.9), model)
+    optimizer = chosen.wrap(SGD(model.parameters(), lr=lr, momentum=0.9), model)
 
     @torch.no_grad()
     def plain() -> float:
