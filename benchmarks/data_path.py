@@ -9,10 +9,8 @@ costs about as much either way, and a large one less.
     python benchmarks/data_path.py [--turns 20] [--device cpu] [--json out/data_path.json]
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch.nn.functional import interpolate
 
 import pillow_loop
 from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Flip, augmentation
-from machine import facts, in_turns, line, save
+from machine import command, facts, in_turns, line
 
 ROWS: dict[str, Augmentation] = {
     "crop": Augmentation((Crop(4),)),
@@ -88,18 +86,5 @@ def show(result: dict[str, Any]) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--json", type=Path, default=Path("out/data_path.json"))
-    arguments = parser.parse_args()
-    if arguments.turns < 2:
-        parser.error(f"--turns must be at least 2, got {arguments.turns}")
-    result = measure(arguments.turns, arguments.device)
-    show(result)
-    save(arguments.json, result)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, measure, show, counted="turns", default=20, json_file="out/data_path.json")

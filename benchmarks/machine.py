@@ -1,5 +1,6 @@
-"""What every benchmark needs: a clock that waits for the device, turns between contenders, and what the machine is."""
+"""What every benchmark needs: a clock that waits for the device, turns between contenders, a command line."""
 
+import argparse
 import json
 import platform
 import subprocess
@@ -52,6 +53,26 @@ def line(result: Mapping[str, Any]) -> str:
     return f"{result['device']}, {result['threads']} threads, torch {result['torch']}, commit {result['commit']}"
 
 
-def save(path: Path, result: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+def command(
+    doc: str | None,
+    measure: Callable[[int, torch.device], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    *,
+    counted: str,
+    default: int,
+    json_file: str,
+) -> None:
+    """The command line of a benchmark: how many of what is `counted`, on which device, and where the figures go."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(f"--{counted}", type=int, default=default, dest="count")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", type=Path, default=Path(json_file))
+    arguments = parser.parse_args()
+    if arguments.count < 2:
+        parser.error(f"--{counted} must be at least 2, got {arguments.count}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA device, and there is none here")
+    result = measure(arguments.count, torch.device(arguments.device))
+    show(result)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=2) + "\n")

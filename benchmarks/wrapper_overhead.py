@@ -15,11 +15,9 @@ is told to skip instead, it is 9. SAM moves 12 and checks nothing.
     python benchmarks/wrapper_overhead.py [--steps 60] [--device cpu] [--json out/wrapper_overhead.json]
 """
 
-import argparse
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from torch.optim import Optimizer
 
 import flatmin
 from flatmin_lab import models
-from machine import facts, in_turns, line, save
+from machine import command, facts, in_turns, line
 
 FLOOR = 8
 COPY = "a copy of the parameters"
@@ -116,18 +114,5 @@ def show(result: dict[str, Any]) -> None:
     print(f"{'floor: ' + str(FLOOR) + ' sizes at the speed of a copy':38}{result['floor_ms']:10.2f}  {bandwidth:>15}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--json", type=Path, default=Path("out/wrapper_overhead.json"))
-    arguments = parser.parse_args()
-    if arguments.steps < 2:
-        parser.error(f"--steps must be at least 2, got {arguments.steps}")
-    result = measure(arguments.steps, arguments.device)
-    show(result)
-    save(arguments.json, result)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, measure, show, counted="steps", default=60, json_file="out/wrapper_overhead.json")

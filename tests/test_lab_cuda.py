@@ -38,6 +38,7 @@ def deterministic() -> Iterator[None]:
 
 
 def without_sync(work: Callable[[], object]) -> None:
+    """Raises where the work makes the host wait for the device."""
     work()  # tables are made and copied once
     torch.cuda.synchronize()
     with warnings.catch_warnings():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flatmin_lab.models import MODELS, build
-from flatmin_lab.models.preact_resnet import SHORTCUTS
+from flatmin_lab.models.preact_resnet import SHORTCUTS, Shortcut
 from flatmin_lab.models.preact_resnet import Block as PreActBlock
 from flatmin_lab.models.wide_resnet import Block as WideBlock
 
@@ -119,15 +119,18 @@ def test_dropout_changes_no_first_weight_and_stands_after_every_relu(name: str) 
     assert relus == sum(isinstance(module, nn.ReLU) for module in dropped.modules())
 
 
-def test_the_shortcut_is_taken_from_the_activated_tensor_or_from_the_input() -> None:
-    """With a residual branch of zeros, a block of constant shape gives its shortcut."""
-    x = torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(0))
-    for shortcut in SHORTCUTS:
-        block = PreActBlock(8, 8, 1, bottleneck=False, dropout=0.0, shortcut=shortcut, bias=True).eval()
-        for param in block.residual.parameters():
-            nn.init.zeros_(param)
-        expected = block.activation(x) if shortcut == "activated" else x
-        assert torch.equal(block(x), expected)
+@pytest.mark.parametrize("shortcut", SHORTCUTS)
+@pytest.mark.parametrize(("channels", "stride"), [(8, 1), (4, 2)])
+def test_a_shortcut_is_the_input_the_activated_tensor_or_its_projection(
+    shortcut: Shortcut, channels: int, stride: int
+) -> None:
+    """With a residual branch of zeros a block gives its shortcut. Where the shape changes, both kinds are one."""
+    x = torch.randn(2, channels, 6, 6, generator=torch.Generator().manual_seed(0))
+    block = PreActBlock(channels, 8, stride, bottleneck=False, dropout=0.0, shortcut=shortcut, bias=True).eval()
+    for param in block.residual.parameters():
+        nn.init.zeros_(param)
+    same_shape = block.activation(x) if shortcut == "activated" else x
+    assert torch.equal(block(x), same_shape if stride == 1 else block.shortcut(block.activation(x)))
 
 
 def test_he_et_al_take_the_first_shortcut_from_the_activated_tensor() -> None:
@@ -135,15 +138,6 @@ def test_he_et_al_take_the_first_shortcut_from_the_activated_tensor() -> None:
     blocks = [module for module in model.modules() if isinstance(module, PreActBlock)]
     assert [block.from_input for block in blocks] == [False, True, False, True, False, True, False, True]
     assert not any(block.from_input for block in build("preactresnet18").modules() if isinstance(block, PreActBlock))
-
-
-def test_where_the_shape_changes_both_shortcuts_are_the_projection_of_the_activated() -> None:
-    x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
-    for shortcut in SHORTCUTS:
-        block = PreActBlock(4, 8, 2, bottleneck=False, dropout=0.0, shortcut=shortcut, bias=True).eval()
-        for param in block.residual.parameters():
-            nn.init.zeros_(param)
-        assert torch.equal(block(x), block.shortcut(block.activation(x)))
 
 
 def test_the_published_details_of_the_wide_resnet() -> None:

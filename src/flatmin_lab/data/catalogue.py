@@ -16,7 +16,7 @@ from flatmin_lab.data.download import REMOTE, Progress, fetch
 
 
 def _cifar(name: str, root: Path) -> Dataset | None:
-    for layout in cifar.CIFAR10 if name == "cifar10" else cifar.CIFAR100:
+    for layout in cifar.LAYOUTS[name]:
         named = [base / place for base in (root, root / name) for place in (layout.folder, layout.archive)]
         itself = [root] if root.name in (layout.folder, layout.archive) else []
         for source in itself + named:
@@ -87,8 +87,7 @@ def _missing(name: str, root: Path) -> str:
     if name == "svhn":
         looked = list(svhn.FILES)
     else:
-        layouts = cifar.CIFAR10 if name == "cifar10" else cifar.CIFAR100
-        looked = [place for layout in layouts for place in (f"{layout.folder}/", layout.archive)]
+        looked = [place for layout in cifar.LAYOUTS[name] for place in (f"{layout.folder}/", layout.archive)]
     urls = " and ".join(remote.url for remote in REMOTE[name])
     return (
         f"{name} was not found: looked for {', '.join(looked)} in the folders {root.absolute()} and "

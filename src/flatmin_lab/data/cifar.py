@@ -32,7 +32,10 @@ class Layout:
     train: Sequence[str]
     test: str
     meta: str
-    binary: bool
+
+    @property
+    def binary(self) -> bool:
+        return self.test.endswith(".bin")
 
     def split(self, files: Mapping[str, bytes], names: Sequence[str], label: str, where: str) -> Split:
         parts = [self._part(files[name], f"{where}/{name}", label) for name in names]
@@ -58,30 +61,23 @@ class Layout:
         return [name for name in names if isinstance(name, str)]
 
 
-CIFAR10 = [
-    Layout(
-        "cifar-10-batches-py",
-        "cifar-10-python.tar.gz",
-        [f"data_batch_{number}" for number in range(1, 6)],
-        "test_batch",
-        "batches.meta",
-        binary=False,
-    ),
-    Layout(
-        "cifar-10-batches-bin",
-        "cifar-10-binary.tar.gz",
-        [f"data_batch_{number}.bin" for number in range(1, 6)],
-        "test_batch.bin",
-        "batches.meta.txt",
-        binary=True,
-    ),
-]
-CIFAR100 = [
-    Layout("cifar-100-python", "cifar-100-python.tar.gz", ["train"], "test", "meta", binary=False),
-    Layout(
-        "cifar-100-binary", "cifar-100-binary.tar.gz", ["train.bin"], "test.bin", "fine_label_names.txt", binary=True
-    ),
-]
+FIVE = [f"data_batch_{number}" for number in range(1, 6)]
+LAYOUTS = {
+    "cifar10": [
+        Layout("cifar-10-batches-py", "cifar-10-python.tar.gz", FIVE, "test_batch", "batches.meta"),
+        Layout(
+            "cifar-10-batches-bin",
+            "cifar-10-binary.tar.gz",
+            [f"{n}.bin" for n in FIVE],
+            "test_batch.bin",
+            "batches.meta.txt",
+        ),
+    ],
+    "cifar100": [
+        Layout("cifar-100-python", "cifar-100-python.tar.gz", ["train"], "test", "meta"),
+        Layout("cifar-100-binary", "cifar-100-binary.tar.gz", ["train.bin"], "test.bin", "fine_label_names.txt"),
+    ],
+}
 
 
 def load(name: str, source: Path, layout: Layout) -> Dataset:
