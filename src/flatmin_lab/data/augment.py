@@ -9,7 +9,7 @@ never looks at values on the host and its shapes depend on no value: an `Augment
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Crop:
 
     padding: int
     fill: int = 128
-    draws: int = 2
+    draws: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if self.padding < 0:
@@ -63,7 +63,7 @@ class Crop:
 class Flip:
     """Mirror left and right, every second picture on average."""
 
-    draws: int = 1
+    draws: ClassVar[int] = 1
 
     def check(self, shape: torch.Size) -> None:
         pass
@@ -77,7 +77,7 @@ class Cutout:
     """Black out a square whose middle is any place of the picture; what hangs over the border is lost."""
 
     length: int
-    draws: int = 2
+    draws: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if self.length < 1:

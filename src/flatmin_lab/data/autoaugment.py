@@ -9,7 +9,7 @@ was drawn: the whole can be captured in a CUDA graph after one call outside.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class AutoAugment:
     """The stage: `AutoAugment("cifar10")(x, u)` for uint8 pictures (B, 3, H, W) and u of shape (B, 5) in [0, 1)."""
 
     policy: str | tuple[SubPolicy, ...] = "cifar10"
-    draws: int = 5
+    draws: ClassVar[int] = 5
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str) and self.policy not in POLICIES:

@@ -1,6 +1,6 @@
 """Batches of a split: a random order and the random numbers of the augmentation, both fixed by (seed, epoch).
 
-    batches = Batches(data.train, batch_size=50, augment=augment, normalise=Normalisation.of(data.train), seed=0)
+    batches = Batches(split=data.train, batch_size=50, normalise=Normalisation.of(data.train), augment=augment, seed=0)
     for x, y in batches.epoch(3): ...
 
 The plan of an epoch is made on the CPU and copied to the data's device once. So an epoch can be begun anywhere
