@@ -55,9 +55,9 @@ def test_each_data_set_has_the_published_augmentation(kind: str, data: str) -> N
     assert all(stage.fill == 128 for stage in PAPER[kind, data] if isinstance(stage, Crop))
 
 
-def own(*shape: int) -> Dataset:
+def own(*shape: int, name: str = "pets") -> Dataset:
     x, y = torch.zeros(2, *shape, dtype=torch.uint8), torch.tensor([0, 1])
-    return Dataset("pets", Split(x, y), Split(x, y), ["cat", "dog"])
+    return Dataset(name, Split(x, y), Split(x, y), ["cat", "dog"])
 
 
 def test_other_data_takes_photographs_rules_from_its_size() -> None:
@@ -65,6 +65,11 @@ def test_other_data_takes_photographs_rules_from_its_size() -> None:
     assert augmentation("cutout", own(1, 8, 10)).stages == (Crop(1), Flip(), Cutout(4))
     assert augmentation("cutout", load("digits")).stages == (Crop(1, fill=0), Cutout(4))
     assert augmentation("none", load("spiral")).stages == ()
+    assert augmentation("cutout", own(3, 64, 64, name="digits")).stages == (
+        Crop(8),
+        Flip(),
+        Cutout(32),
+    )  # of that name only
 
 
 def test_what_does_not_fit_the_data_is_said_before_the_first_batch() -> None:

@@ -31,10 +31,13 @@ class Handler(BaseHTTPRequestHandler):
     ranges = True
     slow = False
     status = 0  # other than 0: the answer to everything
+    delay = 0.0  # seconds before an answer
+    stall = 0.0  # seconds after a part of it, in place of cutting the line
     shift = 0  # by how much an answer is beside what was asked for
     content = CONTENT
 
     def do_GET(self) -> None:
+        time.sleep(self.delay)
         wanted = self.headers.get("Range")
         type(self).asked.append(wanted)
         if self.status:
@@ -47,12 +50,15 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        stalls = self.stall if type(self).breaks_after else 0.0
         body = body[: type(self).breaks_after.pop(0)] if type(self).breaks_after else body
         try:
             for place in range(0, len(body), 100_000):
                 self.wfile.write(body[place : place + 100_000])
                 if self.slow:
                     time.sleep(0.1)
+            self.wfile.flush()
+            time.sleep(stalls)
         except OSError:
             pass  # the client went away
 
@@ -65,6 +71,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     Handler.asked, Handler.breaks_after, Handler.ranges, Handler.slow, Handler.content = [], [], True, False, CONTENT
     Handler.status = Handler.shift = 0
+    Handler.delay = Handler.stall = 0.0
     running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     running.daemon_threads = True
     thread = threading.Thread(target=running.serve_forever, daemon=True)
@@ -184,6 +191,31 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path, server: str) -> Non
     Handler.slow = False
     first.join()
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
+
+
+def test_who_comes_second_while_nothing_has_come_yet_spoils_nothing(tmp_path: Path, server: str) -> None:
+    Handler.delay = 0.5
+    first = threading.Thread(target=fetch, args=(remote(server), tmp_path))
+    first.start()
+    part = tmp_path / "file.bin.part"
+    deadline = time.monotonic() + 60
+    while not part.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(BlockingIOError, match="another process is fetching"):
+        fetch(remote(server), tmp_path)
+    first.join()
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
+    assert not part.exists()
+
+
+def test_a_line_that_stalls_after_some_bytes_loses_none(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "WAIT", 0.2)
+    Handler.stall, Handler.breaks_after = 0.6, [200_000, 200_000]
+    assert fetch(remote(server), tmp_path, pause=0).read_bytes() == CONTENT
+    assert Handler.asked == [None, "bytes=200000-", "bytes=400000-"]
 
 
 def test_a_full_disk_is_named_and_what_came_is_kept(tmp_path: Path, server: str) -> None:

@@ -92,7 +92,7 @@ def test_labels_out_of_range_are_named(tmp_path: Path) -> None:
     (x, y), test = made(10, 10, seed=0), made(3, 10, seed=1)
     y[7] = 12
     official_files.cifar10_python(tmp_path / "a", (x, y), test)
-    with pytest.raises(ValueError, match=r"training labels must be 0 to 9 for 10 classes, got 12 \(at 7\)"):
+    with pytest.raises(ValueError, match=r"training labels must be 0 to 9 for 10 classes, got 12 \(at 7 of 10\)"):
         load("cifar10", tmp_path / "a")
     savemat(tmp_path / "train_32x32.mat", {"X": x.permute(2, 3, 1, 0).numpy(), "y": y.numpy()[:, None]})
     savemat(tmp_path / "test_32x32.mat", {"X": x.permute(2, 3, 1, 0).numpy(), "y": y.numpy()[:, None]})

@@ -35,6 +35,18 @@ class TestNpz:
         assert data.name == "pets"
         assert data.names == ["cat", "dog", "ant", "bee"]
 
+    def test_tiny_pictures_whose_channels_could_be_first_or_last(self, tmp_path: Path) -> None:
+        def shape(*sides: int) -> tuple[int, ...]:
+            x, y = np.zeros((2, *sides), np.uint8), np.array([0, 1])
+            np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+            return tuple(load(tmp_path / "x.npz").train.shape)
+
+        assert shape(4, 4, 3) == (3, 4, 4)
+        assert shape(3, 4, 4) == (3, 4, 4)
+        for sides in ((3, 3, 3), (3, 5, 4)):
+            with pytest.raises(ValueError, match=r"both could be them .*use \(N, C, H, W\)"):
+                shape(*sides)
+
     def test_points(self, tmp_path: Path) -> None:
         x = np.random.default_rng(0).normal(size=(9, 4))
         np.savez(tmp_path / "p.npz", x_train=x, y_train=np.arange(9) % 3, x_test=x[:2], y_test=np.array([0, 2]))
@@ -127,6 +139,9 @@ class TestFolder:
         root = self.write(tmp_path / "pets", size=(7, 9))
         for other in (".ipynb_checkpoints", "__MACOSX"):
             (root / other).mkdir()
+        (root / "cat" / ".ipynb_checkpoints").mkdir()
+        for copy in ("cat/.ipynb_checkpoints/0-checkpoint.png", "cat/._0.png"):
+            (root / copy).write_bytes((root / "cat" / "0.png").read_bytes())
         turned = Image.fromarray(np.zeros((7, 9, 3), np.uint8))  # 9 wide, 7 high, to be turned by a quarter
         exif = turned.getexif()
         exif[0x0112] = 6
@@ -134,6 +149,7 @@ class TestFolder:
         data = load(root)
         assert data.names == ["cat", "dog"]
         assert tuple(data.train.shape) == (3, 9, 7)
+        assert len(data.train) + len(data.test) == 21
 
     def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()

@@ -215,7 +215,7 @@ class TestAdversarial:
         assert float((moved - (4 * pixels - 2)).abs().min()) > 0
         cut, _ = adversarial(0.1, bounds=(0.2, 0.4)).batch(model, pixels.clamp(0.2, 0.4), y)
         assert [float(cut.min()), float(cut.max())] == pytest.approx([0.2, 0.4])
-        with pytest.raises(ValueError, match="one number per channel: got 3 for 1"):
+        with pytest.raises(ValueError, match="one number per channel: got 3 and 3 for 1"):
             adversarial(mean=[0.5] * 3, std=[0.2] * 3).batch(model, pixels[:, :1], y)
 
     def test_bfloat16_pictures_stay_valid(self) -> None:
@@ -242,13 +242,15 @@ WRONG: dict[str, Callable[[], object]] = {
         torch.zeros(1, 2), torch.tensor([0])
     ),
     "level must be at least 0, got -1": lambda: flooding(-1),
-    "number of at least 0, got -1": lambda: mixup(-1),
-    "number of at least 0, got inf": lambda: mixup(float("inf")),
+    "0, or from 1e-6 to 1e6, got -1": lambda: mixup(-1),
+    "0, or from 1e-6 to 1e6, got inf": lambda: mixup(float("inf")),
+    "0, or from 1e-6 to 1e6, got 1e-39": lambda: mixup(1e-39),
+    "mean must be finite": lambda: adversarial(mean=[float("nan")], std=[1.0]),
     "choose from picture, batch": lambda: mixup(per="pixel"),  # type: ignore[arg-type]
     "at least 0 and no more than the bounds .* apart, got nan": lambda: adversarial(float("nan")),
     "got 8; a step of 8 grey levels is 8 / 255": lambda: adversarial(8),
     "mean and std belong together": lambda: adversarial(mean=[0.5]),
-    "std must be above 0": lambda: adversarial(mean=[0.5], std=[0.0]),
+    "std above 0 in every channel": lambda: adversarial(mean=[0.5], std=[0.0]),
     "two rising numbers": lambda: adversarial(bounds=(1.0, 0.0)),
 }
 

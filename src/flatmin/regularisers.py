@@ -15,7 +15,6 @@ Dropout is an argument of the model, RMP and AMP are optimizers. With λ = 1, s 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -112,8 +111,8 @@ def mixup(
     λ is drawn per picture, as in the paper's published code, or once per batch, as in MixUp's own. A generator must
     live on the data's device.
     """
-    if not (alpha >= 0 and isfinite(alpha)):
-        raise ValueError(f"mixup's alpha must be a number of at least 0, got {alpha}")
+    if alpha != 0 and not 1e-6 <= alpha <= 1e6:  # beyond, float32 cannot draw it
+        raise ValueError(f"mixup's alpha must be 0, or from 1e-6 to 1e6, got {alpha}")
     if per not in ("picture", "batch"):
         raise ValueError(f"unknown per={per!r}; choose from picture, batch")
     if alpha == 0:
@@ -176,12 +175,14 @@ def adversarial(
         raise ValueError(f"mean and std belong together: give both, or neither; got mean={mean}, std={std}")
     centre = torch.as_tensor([0.0] if mean is None else mean, dtype=torch.float64).flatten()
     scale = torch.as_tensor([1.0] if std is None else std, dtype=torch.float64).flatten()
-    if not bool((scale > 0).all()):
-        raise ValueError(f"std must be above 0 in every channel, got {scale.tolist()}")
+    if not bool((scale > 0).all() & scale.isfinite().all() & centre.isfinite().all()):
+        raise ValueError(
+            f"mean must be finite and std above 0 in every channel, got {centre.tolist()} and {scale.tolist()}"
+        )
     return Regulariser("adversarial", _Attack(epsilon, centre, scale, bounds) if epsilon > 0 else _unchanged)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Attack:
     """FGSM in the model's own coordinates; what it needs there is copied once a device and type."""
 
@@ -200,8 +201,11 @@ class _Attack:
 
     def _checked(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """ε, lowest and highest value per channel; the one time that the host looks at the pictures."""
-        if max(len(self.mean), len(self.std)) not in (1, x.shape[1]):
-            raise ValueError(f"mean and std must have one number per channel: got {len(self.mean)} for {x.shape[1]}")
+        if not {len(self.mean), len(self.std)} <= {1, x.shape[1]}:
+            raise ValueError(
+                "mean and std must have one number per channel: "
+                f"got {len(self.mean)} and {len(self.std)} for {x.shape[1]}"
+            )
         view = (-1, *[1] * (x.ndim - 2))
         ends = [(bound - self.mean) / self.std for bound in self.bounds]
         epsilon, low, high = (number.view(view).to(x.device, x.dtype) for number in (self.epsilon / self.std, *ends))

@@ -82,7 +82,7 @@ def build(name: str, *, normalise: Normalisation | None = None, **settings: Any)
     unknown = [key for key in settings if key not in known]
     if unknown:
         raise ValueError(f"{name} takes {', '.join(known) or 'no settings'}, got {', '.join(unknown)}")
-    if name == "adversarial" and "mean" not in settings:
+    if name == "adversarial" and not {"mean", "std"} & settings.keys():
         if normalise is None:
             raise ValueError(
                 "adversarial training must know what the pictures went through: give "

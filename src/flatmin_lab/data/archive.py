@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LIMIT = 1 << 30  # bytes; the largest official archive unpacks to 185 MB
+MEMBERS = 1000  # and none has more than a dozen
+HEADER = 4096  # bytes of a long name, or of a file's further properties
 
 
 def read(source: Path, folder: str, names: Iterable[str], *, optional: Iterable[str] = ()) -> dict[str, bytes]:
@@ -45,13 +47,24 @@ class _Stream:
         return part
 
 
+class _Member(tarfile.TarInfo):
+    """Headers that describe another header are kept short: Python takes time with their square."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE) and self.size > HEADER:
+            raise tarfile.ReadError("it has a header larger than any official archive's")
+        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]  # tarfile's own place for this
+
+
 def _from_archive(source: Path, folder: str, names: set[str]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     try:
         with gzip.open(source) as content:
             stream = _Stream(content)
-            with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]  # it only reads
-                for member in archive:
+            with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:  # type: ignore[call-overload]
+                for number, member in enumerate(archive):
+                    if number >= MEMBERS:
+                        raise tarfile.ReadError(f"it has more than {MEMBERS} members")
                     top, _, name = member.name.removeprefix("./").partition("/")
                     if top != folder or name not in names or not member.isreg() or member.issparse():
                         continue

@@ -141,6 +141,7 @@ class Augmentation:
 
 CROPS = {"cifar10": Crop(4), "cifar100": Crop(4), "svhn": Crop(2), "digits": Crop(1, fill=0)}
 CUTOUTS = {"cifar10": Cutout(16), "cifar100": Cutout(8), "svhn": Cutout(20), "digits": Cutout(4)}
+SHAPES = {"cifar10": (3, 32, 32), "cifar100": (3, 32, 32), "svhn": (3, 32, 32), "digits": (1, 8, 8)}
 UPRIGHT = ("svhn", "digits")  # a mirrored digit is another sign, or none
 
 
@@ -153,7 +154,8 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
     """
     if kind not in KINDS:
         raise ValueError(f"unknown augmentation {kind!r}; choose from {', '.join(KINDS)}")
-    name = data if isinstance(data, str) else data.name
+    known = isinstance(data, str) or tuple(data.train.shape) == SHAPES.get(data.name)
+    name = (data if isinstance(data, str) else data.name) if known else ""
     if isinstance(data, str) and data not in CROPS:
         raise ValueError(
             f"the augmentation of {data!r} is not known; choose from {', '.join(CROPS)}, "

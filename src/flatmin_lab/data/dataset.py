@@ -58,11 +58,12 @@ class Dataset:
     source: str = field(default="", compare=False)  # where it was read from
 
     def __post_init__(self) -> None:
+        where = f"{self.name} ({self.source})" if self.source else self.name
         for which, split in (("training", self.train), ("test", self.test)):
-            _check(self.name, which, split, len(self.names))
+            _check(where, which, split, len(self.names))
         if self.train.shape != self.test.shape:
             raise ValueError(
-                f"{self.name}: training and test pictures must have one shape, "
+                f"{where}: training and test pictures must have one shape, "
                 f"got {tuple(self.train.shape)} and {tuple(self.test.shape)}"
             )
 
@@ -144,5 +145,5 @@ def _check(name: str, which: str, split: Split, num_classes: int) -> None:
         wrong = low if low < 0 else high
         raise ValueError(
             f"{name}: {which} labels must be 0 to {num_classes - 1} for {num_classes} classes, got {wrong} "
-            f"(at {int((y == wrong).nonzero()[0])})"
+            f"(at {int((y == wrong).nonzero()[0])} of {len(y)}); number the classes from 0, or name them all"
         )

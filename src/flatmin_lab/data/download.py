@@ -66,30 +66,35 @@ REMOTE: dict[str, list[Remote]] = {
 def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pause: float = 1.0) -> Path:
     """The file in that folder, fetched if it is not there; `pause` seconds between tries."""
     target, part = folder / remote.name, folder / f"{remote.name}.part"
-    if target.exists():
-        _verify(target, remote, f"{target} is there but is not the official file; move it away to fetch that")
-        return target
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with part.open("ab") as file:
-            _lock(file, part)
-            _complete(remote, file, progress or (lambda *_: None), pause)
-    except (ConnectionError, BlockingIOError):
-        if part.exists() and not part.stat().st_size:
-            part.unlink()
-        raise
-    except OSError as error:
-        raise OSError(
-            f"{part} could not be written ({error}); it needs {remote.size / 1e6:.0f} MB in a folder of your own. "
-            "What came is kept, and the next try goes on from it"
-        ) from error
+    if not target.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with part.open("ab") as file:
+                _lock(file, part)  # until the file has its name
+                if not target.exists():  # another process may have brought it since
+                    _complete(remote, file, progress or (lambda *_: None), pause)
+                    _name(remote, part, target)
+                    return target
+                if not file.tell():
+                    part.unlink()
+        except (ConnectionError, BlockingIOError):
+            raise
+        except OSError as error:
+            raise OSError(
+                f"{part} could not be written ({error}); it needs {remote.size / 1e6:.0f} MB in a folder of your own. "
+                "What came is kept, and the next try goes on from it"
+            ) from error
+    _verify(target, remote, f"{target} is there but is not the official file; move it away to fetch that")
+    return target
+
+
+def _name(remote: Remote, part: Path, target: Path) -> None:
     try:
         _verify(part, remote, f"what came from {remote.url} is not the official file and was deleted; try again")
     except ValueError:
         part.unlink()
         raise
     part.replace(target)
-    return target
 
 
 def _lock(file: BinaryIO, part: Path) -> None:
@@ -121,6 +126,8 @@ def _complete(remote: Remote, file: BinaryIO, progress: Progress, pause: float) 
         tries, mark = (1, file.tell()) if file.tell() > mark + CHUNK else (tries + 1, mark)
         if tries >= TRIES:
             there = file.tell()
+            if not there:
+                Path(file.name).unlink()
             kept = f"The {there} bytes that came are kept, and the next try goes on from them. " if there else ""
             asked = "" if isinstance(lost, urllib.error.HTTPError) else "Is there a network here? "
             raise ConnectionError(
@@ -139,7 +146,7 @@ def _continue(remote: Remote, file: BinaryIO, progress: Progress) -> None:
         if response.status == 206 and not given.startswith(f"bytes {there}-"):
             raise ConnectionError(f"the server answered with the wrong part, {given}")
         whole = response.headers.get("Content-Length")
-        if response.status == 200 and whole is not None and int(whole) != remote.size:
+        if response.status == 200 and whole is not None and whole != str(remote.size):
             raise ConnectionError(f"the server answered with {whole} bytes, and the file has {remote.size}")
         over = 0 if response.status == 206 else there
         while chunk := _read(response, min(CHUNK, remote.size - there + over)):
@@ -152,7 +159,7 @@ def _continue(remote: Remote, file: BinaryIO, progress: Progress) -> None:
 
 def _read(response: http.client.HTTPResponse, size: int) -> bytes:
     try:
-        return response.read(size)
+        return response.read1(size)  # what there is: waiting for more could lose it
     except OSError as error:  # of the network: those of the disk are told apart
         raise ConnectionError(str(error)) from error
 

@@ -53,7 +53,10 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
 
 
 def _classes(folders: Sequence[Path]) -> list[str]:
-    sets = [sorted(entry.name for entry in folder.iterdir() if _is_class(entry)) for folder in folders]
+    sets = [
+        sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _hidden(entry.name))
+        for folder in folders
+    ]
     if not sets[0]:
         raise FileNotFoundError(f"{folders[0]} must hold a folder of pictures a class, got no folder in it")
     if any(names != sets[0] for names in sets):
@@ -62,14 +65,15 @@ def _classes(folders: Sequence[Path]) -> list[str]:
     return sets[0]
 
 
-def _is_class(entry: Path) -> bool:
-    return entry.is_dir() and not entry.name.startswith((".", "__"))  # .git, .ipynb_checkpoints, __MACOSX
+def _hidden(name: str) -> bool:
+    return name.startswith((".", "__"))  # .git, .ipynb_checkpoints, ._picture.png, __MACOSX
 
 
 def _listed(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
     files, labels = [], []
     for label, name in enumerate(names):
-        here = sorted(file for file in (folder / name).rglob("*") if file.suffix.lower() in ENDINGS)
+        pictures = [file for file in (folder / name).rglob("*") if file.suffix.lower() in ENDINGS]
+        here = sorted(file for file in pictures if not any(map(_hidden, file.relative_to(folder).parts)))
         if not here:
             raise FileNotFoundError(f"{folder / name} must hold pictures ({', '.join(ENDINGS)}), got none")
         files += here

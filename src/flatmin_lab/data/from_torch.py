@@ -10,6 +10,7 @@ is `flatmin_lab.data.augment`.
 
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def _write(path: Path, seen: str, splits: tuple[Split, Split]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {f"x_{which}": split.x.numpy() for which, split in zip(SPLITS, splits, strict=True)}
     labels = {f"y_{which}": split.y.numpy() for which, split in zip(SPLITS, splits, strict=True)}
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with beside.open("wb") as file:
             np.savez(file, allow_pickle=False, probe=np.array(seen), **arrays, **labels)

@@ -20,7 +20,8 @@ NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8
 KEPT = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
 MATRIX, PACKED = 14, 15
 COMPLEX = 0x0800
-LIMIT = 1 << 30  # bytes of one matrix; SVHN's largest has 225 MB
+LIMIT = 1 << 28  # bytes of all that is unpacked; SVHN's largest file has 225 MB
+ELEMENTS = 1000
 
 
 def load(content: bytes, wanted: tuple[str, ...]) -> dict[str, Array]:
@@ -30,29 +31,34 @@ def load(content: bytes, wanted: tuple[str, ...]) -> dict[str, Array]:
     order = {b"IM": "<", b"MI": ">"}.get(content[126:128])
     if order is None:
         raise ValueError("it has no MATLAB header")
-    found = {}
-    for outer, packed in _elements(content[128:], order):
-        inner = _elements(_unpacked(packed), order) if outer == PACKED else iter([(outer, packed)])
-        for kind, body in inner:
-            if kind == MATRIX:
-                name, array = _matrix(body, order, wanted)
-                if array is not None:
-                    found[name] = array
+    found, left = {}, LIMIT
+    for outer, packed in _elements(memoryview(content)[128:], order):
+        kind, body = outer, packed
+        if outer == PACKED:
+            unpacked = _unpacked(packed, left)
+            left -= len(unpacked)
+            kind, body = next(_elements(memoryview(unpacked), order), (0, body))
+        if kind == MATRIX:
+            name, array = _matrix(body, order, wanted)
+            if array is not None:
+                found[name] = array
     return found
 
 
-def _unpacked(content: bytes) -> bytes:
+def _unpacked(content: memoryview, limit: int) -> bytes:
     unpacker = zlib.decompressobj()
-    unpacked = unpacker.decompress(content, LIMIT)
+    unpacked = unpacker.decompress(content, max(limit, 1))
     if not unpacker.eof:
-        raise ValueError("a packed matrix has no end, or is larger than any official one")
+        raise ValueError("a packed matrix has no end, or unpacks to more than any official one")
     return unpacked
 
 
-def _elements(content: bytes, order: str) -> Iterator[tuple[int, bytes]]:
+def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
     """Type and bytes of one element after the other."""
-    view, place = memoryview(content), 0
-    while place < len(content):
+    place = 0
+    for _ in range(ELEMENTS):
+        if place >= len(content):
+            return
         if place + 8 > len(content):
             raise ValueError("it ends inside a tag")
         first, length = struct.unpack_from(f"{order}II", content, place)
@@ -65,21 +71,28 @@ def _elements(content: bytes, order: str) -> Iterator[tuple[int, bytes]]:
             after = start + length + (-length % 8 if kind != PACKED else 0)
         if start + length > len(content):
             raise ValueError(f"an element must have {length} bytes, and {len(content) - start} are left")
-        yield kind, bytes(view[start : start + length])
+        yield kind, content[start : start + length]
         place = after
+    raise ValueError(f"it has more than {ELEMENTS} elements")
 
 
-def _matrix(body: bytes, order: str, wanted: tuple[str, ...]) -> tuple[str, Array | None]:
+def _matrix(body: memoryview, order: str, wanted: tuple[str, ...]) -> tuple[str, Array | None]:
     """Name and numbers, in the order of memory of MATLAB: the first side runs fastest."""
-    parts = _elements(body, order)
-    (_, flags), (_, sides), (_, label) = next(parts), next(parts), next(parts)
+    parts = [part for _, part in zip(range(4), _elements(body, order), strict=False)]
+    if len(parts) < 3:
+        raise ValueError("a matrix must have flags, sides and a name")
+    (_, flags), (_, sides), (_, label) = parts[:3]
     (flag,) = struct.unpack_from(f"{order}I", flags)
-    name, kept = label.decode("latin1"), KEPT.get(flag & 0xFF)
+    name, kept = bytes(label).decode("latin1"), KEPT.get(flag & 0xFF)
     if name not in wanted or kept is None or flag & COMPLEX:
         return name, None
+    kind, numbers = parts[3] if len(parts) == 4 else (0, label)
+    if kind not in NUMBERS:
+        raise ValueError(f"{name} has no numbers of a known type")
     shape = tuple(int(side) for side in np.frombuffer(sides, dtype=f"{order}i4"))
-    kind, numbers = next(parts)
     stored = np.dtype(f"{order}{NUMBERS[kind]}")
     if min(shape, default=-1) < 0 or prod(shape) * stored.itemsize != len(numbers):
         raise ValueError(f"{name} has sides {shape}, which do not fit its {len(numbers)} bytes")
+    if prod(shape) * np.dtype(kept).itemsize > LIMIT:
+        raise ValueError(f"{name} has sides {shape}, more than any official matrix")
     return name, np.frombuffer(numbers, dtype=stored).reshape(shape, order="F").astype(kept, copy=False)

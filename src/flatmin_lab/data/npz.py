@@ -57,17 +57,28 @@ def pictures(x: Array, what: str) -> Tensor:
         )
     if x.ndim == 3:
         x = x[:, None]
-    elif x.shape[1] not in CHANNELS:
-        if x.shape[3] not in CHANNELS:
-            raise ValueError(f"{what}: pictures need 1, 3 or 4 channels, second or last, got shape {x.shape}")
+    elif _channels_last(x.shape, what):
         x = x.transpose(0, 3, 1, 2)
     return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def _channels_last(shape: tuple[int, ...], what: str) -> bool:
+    """Where the channels are. In tiny pictures they could be in both places: then in the one that leaves a square."""
+    first, last = shape[1] in CHANNELS, shape[3] in CHANNELS
+    if first and last and (shape[2] == shape[3]) != (shape[1] == shape[2]):
+        first, last = shape[2] == shape[3], shape[1] == shape[2]
+    if first == last:
+        raise ValueError(
+            f"{what}: pictures need 1, 3 or 4 channels, second or last, and {'both' if first else 'neither'} could be "
+            f"them in shape {shape}; use (N, C, H, W)"
+        )
+    return last
 
 
 def _names(names: Array, what: str) -> list[str]:
     if names.ndim != 1 or names.dtype.kind not in "US":
         raise ValueError(f"{what}: names must be strings of shape (K,), got {names.dtype} of shape {names.shape}")
-    return [name.decode() if isinstance(name, bytes) else str(name) for name in names.tolist()]
+    return [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in names.tolist()]
 
 
 def _labels(y: Array, what: str) -> Tensor:

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-MARK = object()
-
 # what numpy and Python write to rebuild an array; the names of numpy 1 and 2
 MEANINGS = {
     "numpy ndarray": "array",
@@ -24,6 +22,8 @@ MEANINGS = {
     "numpy.core.numeric _frombuffer": "array from bytes",
     "numpy._core.numeric _frombuffer": "array from bytes",
     "_codecs encode": "bytes from text",
+    "__builtin__ bytes": "no bytes",
+    "builtins bytes": "no bytes",
 }
 
 
@@ -83,8 +83,10 @@ def _made(what: Any, arguments: Any) -> Any:
         return Kind(arguments[0])
     if what.meaning == "empty array":
         return Pending()
-    if what.meaning == "array from bytes":
+    if what.meaning == "array from bytes" and len(arguments) in (3, 4):
         return Pending().fill(*arguments)
+    if what.meaning == "no bytes" and not arguments:
+        return b""
     if what.meaning == "bytes from text" and isinstance(arguments[0], str) and arguments[1] in ("latin1", b"latin1"):
         return arguments[0].encode("latin1")
     raise RefusedError(f"it calls {what.meaning} in a way that makes no array")
@@ -93,12 +95,15 @@ def _made(what: Any, arguments: Any) -> Any:
 class _Machine:
     """A stack, a memo, and a method for every instruction that is understood."""
 
-    def __init__(self) -> None:
+    def __init__(self, content: bytes) -> None:
+        self.content = content
         self.stack: list[Any] = []
+        self.marks: list[int] = []  # how high the stack was at each mark
         self.memo: dict[int, Any] = {}
+        self.encoded = 0  # bytes made from text: no more than there was text, or one text was used again and again
 
-    def run(self, content: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(content):
+    def run(self) -> Any:
+        for opcode, argument, _ in pickletools.genops(self.content):
             name = opcode.name
             if name == "STOP":
                 return self.stack.pop()
@@ -116,14 +121,14 @@ class _Machine:
         raise ValueError("it has no end")
 
     def since_mark(self) -> list[Any]:
-        place = len(self.stack) - 1 - self.stack[::-1].index(MARK)
-        items = self.stack[place + 1 :]
+        place = self.marks.pop()
+        items = self.stack[place:]
         del self.stack[place:]
         return items
 
     def last(self, count: int) -> list[Any]:
         items = self.stack[-count:]
-        if len(items) < count or any(item is MARK for item in items):
+        if len(self.stack) - count < (self.marks[-1] if self.marks else 0):
             raise ValueError("its stack is too short")
         del self.stack[-count:]
         return items
@@ -147,7 +152,7 @@ class _Machine:
         target.extend(items)
 
     def do_mark(self, _: Any) -> None:
-        self.stack.append(MARK)
+        self.marks.append(len(self.stack))
 
     def do_put(self, index: Any) -> None:
         self.memo[index] = self.stack[-1]
@@ -207,7 +212,11 @@ class _Machine:
         self.named(*self.last(2))
 
     def do_reduce(self, _: Any) -> None:
-        self.stack.append(_made(*self.last(2)))
+        made = _made(*self.last(2))
+        self.encoded += len(made) if isinstance(made, bytes) else 0
+        if self.encoded > len(self.content):
+            raise RefusedError("it makes more bytes than it holds")
+        self.stack.append(made)
 
     def do_build(self, _: Any) -> None:
         (state,) = self.last(1)
@@ -229,7 +238,7 @@ PUSHED = (
 def load(content: bytes, what: str) -> dict[str, Any]:
     """The dictionary of a CIFAR batch: its keys as str, arrays as numpy's, strings of Python 2 as bytes."""
     try:
-        found = _Machine().run(content)
+        found = _Machine(content).run()
     except RefusedError as error:
         raise ValueError(f"{what} was refused: {error}. Use the official file") from error
     except Exception as error:  # a damaged pickle can raise anything
