@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def without_sync(work: Callable[[], object]) -> None:
+def without_sync(work: Callable[[], Any]) -> Any:
     """Raises where the work makes the host wait for the device."""
     work()  # tables are made and copied once
     torch.cuda.synchronize()
@@ -45,7 +45,7 @@ def without_sync(work: Callable[[], object]) -> None:
         warnings.simplefilter("ignore")  # "synchronization debug mode is a prototype feature"
         torch.cuda.set_sync_debug_mode("error")
         try:
-            work()
+            return work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -100,7 +100,9 @@ def test_no_batch_makes_the_host_wait() -> None:
         batches = Batches(split=pets.train, batch_size=50, normalise=Normalisation.of(pets.train), augment=augment)
         plan = batches.plan(0)
         index, u = plan.order[:50], plan.u[:50]
-        without_sync(lambda batches=batches, index=index, u=u: batches.at(index, u))  # type: ignore[misc]
+        x, y = without_sync(lambda batches=batches, index=index, u=u: batches.at(index, u))  # type: ignore[misc]
+        assert x.shape == (50, 3, 32, 32)
+        assert torch.equal(y, pets.train.y[index])
 
 
 def test_batches_and_statistics_are_the_cpus() -> None:

@@ -26,8 +26,7 @@ def describe(data: Dataset, seconds: float) -> str:
 
     lines = [
         f"{data.name}: {len(data.train)} to train on, {len(data.test)} to test with, "
-        f"{'pictures' if data.train.pictures else 'points'} of {' × '.join(map(str, data.train.shape))}, "
-        f"{data.num_classes} classes, from {data.source}",
+        f"{data.train.kind}, {data.num_classes} classes, from {data.source}",
         f"read in {seconds:.2f} s, {size / 1e6:.0f} MB",
         f"mean {numbers((statistics.mean * scale).tolist())}, deviation {numbers((statistics.std * scale).tolist())}",
     ]

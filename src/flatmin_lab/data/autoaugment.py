@@ -86,8 +86,8 @@ class _Stage:
     names: frozenset[str]
     probability: Tensor  # (P,)
     is_a: dict[str, Tensor]  # name -> (R,) bool
-    places: tuple[Tensor, ...]  # four of (R, H·W)
-    weights: tuple[Tensor, ...]  # four of (R, H·W)
+    places: tuple[Tensor, ...]  # (R, H·W): four where a row shears, else the nearest alone
+    weights: tuple[Tensor, ...]  # (R, H·W) each, as many
     levels: Tensor  # (R, 256) uint8
     factor: Tensor  # (R,)
 
@@ -103,16 +103,17 @@ class _Stage:
     def _move(self, x: Tensor, row: Tensor) -> Tensor:
         flat = pad(x.flatten(2), (0, 1), value=FILL)
         if not self.names & set(SHEARS):
-            place = self.places[1].index_select(0, row)[:, None].expand(-1, x.shape[1], -1)
+            place = self.places[0].index_select(0, row)[:, None].expand(-1, x.shape[1], -1)
             return flat.gather(2, place).view_as(x)
         # Pillow cuts to whole numbers. The small number keeps those that are whole from being cut to the one below,
         # as float32 would do in even areas, where the weights sum to 1 − 6e-8, and as Pillow's doubles do now and then
         total = torch.full_like(x, 1e-4, dtype=torch.float32).flatten(2)
         flat, found = flat.float(), torch.empty_like(total)
-        place, weight = self.places[0].index_select(0, row), self.weights[0].index_select(0, row)
-        for tap in range(4):  # into the same memory each time: to get fresh memory costs a CPU more than the arithmetic
-            torch.index_select(self.places[tap], 0, row, out=place)
-            torch.index_select(self.weights[tap], 0, row, out=weight)
+        place, weight = (table.new_empty(len(row), table.shape[1]) for table in (self.places[0], self.weights[0]))
+        # each time into the same memory: to get fresh memory costs a CPU more than the arithmetic
+        for places, weights in zip(self.places, self.weights, strict=True):
+            torch.index_select(places, 0, row, out=place)
+            torch.index_select(weights, 0, row, out=weight)
             torch.gather(flat, 2, place[:, None].expand(-1, x.shape[1], -1), out=found)
             total.addcmul_(found, weight[:, None])
         return operations.whole(total).view_as(x)
@@ -168,12 +169,14 @@ def _stage(pairs: tuple[SubPolicy, ...], half: int, size: tuple[int, int], devic
         mirrored = -amount if operation.name in SIGNED else amount
         rows += [_row(operation.name, amount, size), _row(operation.name, mirrored, size)]
     rows.append(_row("nothing", 0.0, size))
+    names = frozenset(operation.name for operation in chosen if operation.probability > 0)
+    taps = range(4) if names & set(SHEARS) else (1,)  # the second place is the nearest one
     return _Stage(
-        names=frozenset(operation.name for operation in chosen if operation.probability > 0),
+        names=names,
         probability=torch.tensor([operation.probability for operation in chosen]).to(device),
         is_a={name: torch.tensor([row.name == name for row in rows]).to(device) for name in OPERATIONS},
-        places=tuple(torch.stack([row.places[tap] for row in rows]).to(device) for tap in range(4)),
-        weights=tuple(torch.stack([row.weights[tap] for row in rows]).to(device) for tap in range(4)),
+        places=tuple(torch.stack([row.places[tap] for row in rows]).to(device) for tap in taps),
+        weights=tuple(torch.stack([row.weights[tap] for row in rows]).to(device) for tap in taps),
         levels=torch.stack([row.levels for row in rows]).to(device),
         factor=torch.tensor([row.factor for row in rows]).to(device),
     )

@@ -28,8 +28,7 @@ class Split:
         return len(self.y)
 
     def __repr__(self) -> str:
-        kind = "pictures" if self.pictures else "points"
-        return f"Split({len(self)} {kind} of {' × '.join(map(str, self.shape))} on {self.x.device})"
+        return f"Split({len(self)} {self.kind} on {self.x.device})"
 
     @property
     def shape(self) -> torch.Size:
@@ -39,6 +38,11 @@ class Split:
     @property
     def pictures(self) -> bool:
         return self.x.dtype == torch.uint8
+
+    @property
+    def kind(self) -> str:
+        """What it holds, in words: "pictures of 3 × 32 × 32"."""
+        return f"{'pictures' if self.pictures else 'points'} of {' × '.join(map(str, self.shape))}"
 
     def to(self, device: torch.device | str) -> "Split":
         return Split(self.x.to(device), self.y.to(device))

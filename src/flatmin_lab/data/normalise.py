@@ -33,14 +33,19 @@ class Normalisation:
 
     def __call__(self, x: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """uint8 pictures or float points, normalised; in `dtype`, computed in float32."""
-        view = (-1, *[1] * (x.ndim - 2))
+        mean, std = self._beside(x)
         unit = x.float() / 255 if x.dtype == torch.uint8 else x
-        return ((unit - self.mean.view(view)) / self.std.view(view)).to(dtype)
+        return ((unit - mean) / std).to(dtype)
 
     def undo(self, x: Tensor) -> Tensor:
         """Back to pictures with values from 0 to 1, or to points."""
+        mean, std = self._beside(x)
+        return x.float() * std + mean
+
+    def _beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation in a shape that meets x's channels."""
         view = (-1, *[1] * (x.ndim - 2))
-        return x.float() * self.std.view(view) + self.mean.view(view)
+        return self.mean.view(view), self.std.view(view)
 
 
 def _of_pictures(x: Tensor) -> tuple[Tensor, Tensor]:

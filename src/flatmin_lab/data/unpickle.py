@@ -111,6 +111,8 @@ class _Machine:
                 self.stack.append(argument)
             elif name in CONSTANTS:
                 self.stack.append(CONSTANTS[name])
+            elif name in TUPLES:
+                self.stack.append(tuple(self.last(TUPLES[name])))
             elif name in AS_BYTES:  # a str of Python 2
                 self.stack.append(str(argument).encode("latin1"))
             elif name not in IGNORED:
@@ -139,14 +141,17 @@ class _Machine:
             raise RefusedError(f"it asks for {module!s:.99}.{name!s:.99}, and a batch may hold nothing but arrays")
         self.stack.append(Name(meaning))
 
-    def put_items(self, target: Any, pairs: list[Any]) -> None:
+    def put_items(self, pairs: list[Any]) -> None:
+        """Into what is now at the top of the stack, as `add_items` does."""
+        target = self.stack[-1]
         if not isinstance(target, dict) or len(pairs) % 2:
             raise RefusedError("it sets items of what is no dictionary")
         if not all(isinstance(key, str | bytes) for key in pairs[::2]):
             raise RefusedError("a dictionary's keys must be strings")
         target.update(zip(pairs[::2], pairs[1::2], strict=True))
 
-    def add_items(self, target: Any, items: list[Any]) -> None:
+    def add_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
         if not isinstance(target, list):
             raise RefusedError("it appends to what is no list")
         target.extend(items)
@@ -169,7 +174,7 @@ class _Machine:
     def do_dict(self, _: Any) -> None:
         pairs = self.since_mark()
         self.stack.append({})
-        self.put_items(self.stack[-1], pairs)
+        self.put_items(pairs)
 
     def do_empty_list(self, _: Any) -> None:
         self.stack.append([])
@@ -180,30 +185,17 @@ class _Machine:
     def do_tuple(self, _: Any) -> None:
         self.stack.append(tuple(self.since_mark()))
 
-    def do_tuple1(self, _: Any) -> None:
-        self.stack.append(tuple(self.last(1)))
-
-    def do_tuple2(self, _: Any) -> None:
-        self.stack.append(tuple(self.last(2)))
-
-    def do_tuple3(self, _: Any) -> None:
-        self.stack.append(tuple(self.last(3)))
-
     def do_setitem(self, _: Any) -> None:
-        pair = self.last(2)
-        self.put_items(self.stack[-1], pair)
+        self.put_items(self.last(2))
 
     def do_setitems(self, _: Any) -> None:
-        pairs = self.since_mark()
-        self.put_items(self.stack[-1], pairs)
+        self.put_items(self.since_mark())
 
     def do_append(self, _: Any) -> None:
-        item = self.last(1)
-        self.add_items(self.stack[-1], item)
+        self.add_items(self.last(1))
 
     def do_appends(self, _: Any) -> None:
-        items = self.since_mark()
-        self.add_items(self.stack[-1], items)
+        self.add_items(self.since_mark())
 
     def do_global(self, words: Any) -> None:
         self.named(*words.split(" ", 1))
@@ -227,6 +219,7 @@ class _Machine:
 
 IGNORED = ("PROTO", "FRAME")
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 AS_BYTES = ("STRING", "BINSTRING", "SHORT_BINSTRING")
 PUSHED = (
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
