@@ -7,7 +7,7 @@ CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --constrain
 .PHONY: demo test check format bench clean
 
 demo: $(READY)
-	$(BIN)/python examples/spiral.py
+	$(BIN)/flatmin demo
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto

@@ -19,7 +19,8 @@ from torch.nn.functional import interpolate
 
 import pillow_loop
 from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Flip, augmentation
-from machine import command, facts, in_turns, line
+from flatmin_lab.machine import facts
+from machine import command, in_turns, line
 
 ROWS: dict[str, Augmentation] = {
     "crop": Augmentation((Crop(4),)),

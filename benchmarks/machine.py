@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import platform
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import quantiles
@@ -37,20 +35,8 @@ def in_turns(
     return {name: (parts[0], parts[1], parts[2]) for name, parts in ((n, quantiles(t, n=4)) for n, t in times.items())}
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """Device, threads, torch and commit."""
-    return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-    }
-
-
 def line(result: Mapping[str, Any]) -> str:
-    return f"{result['device']}, {result['threads']} threads, torch {result['torch']}, commit {result['commit']}"
+    return f"{result['hardware']}, {result['threads']} threads, torch {result['torch']}, commit {result['commit']}"
 
 
 def command(

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 
 import flatmin
 from flatmin_lab import models
-from machine import command, facts, in_turns, line
+from flatmin_lab.machine import facts
+from machine import command, in_turns, line
 
 FLOOR = 8
 COPY = "a copy of the parameters"

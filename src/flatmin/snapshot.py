@@ -41,14 +41,15 @@ class Snapshot:
         self._buffers.put_back(dict(self.model.named_buffers()))
 
     def take_random(self, devices: Iterable[torch.device]) -> None:
-        self._random = {device: _random_state(device) for device in {torch.device("cpu"), *devices}}
+        self._random = {device: random_state(device) for device in {torch.device("cpu"), *devices}}
 
     def put_back_random(self) -> None:
         for device, state in self._random.items():
-            _set_random_state(device, state)
+            set_random_state(device, state)
 
 
-def _random_state(device: torch.device) -> Tensor:
+def random_state(device: torch.device) -> Tensor:
+    """The state of the generator that a device draws from by default."""
     if device.type == "cpu":
         return torch.get_rng_state()
     module = torch.get_device_module(device)
@@ -56,7 +57,7 @@ def _random_state(device: torch.device) -> Tensor:
     return state
 
 
-def _set_random_state(device: torch.device, state: Tensor) -> None:
+def set_random_state(device: torch.device, state: Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
         return

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from flatmin_lab.files import lock
+
 Progress = Callable[[str, int, int], None]  # file, bytes there, bytes in all
 CHUNK = 1 << 18
 WAIT = 30.0  # seconds without a byte
@@ -70,7 +72,7 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with part.open("ab") as file:
-                _lock(file, part)  # until the file has its name
+                lock(file, f"another process is fetching {part}; wait for it to end")  # until the file has its name
                 if not target.exists():  # another process may have brought it since
                     _complete(remote, file, progress or (lambda *_: None), pause)
                     _name(remote, part, target)
@@ -95,18 +97,6 @@ def _name(remote: Remote, part: Path, target: Path) -> None:
         part.unlink()
         raise
     part.replace(target)
-
-
-def _lock(file: BinaryIO, part: Path) -> None:
-    """Two processes must not append to one file; the lock goes with the process, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # not there on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BlockingIOError(f"another process is fetching {part}; wait for it to end") from error
 
 
 def _complete(remote: Remote, file: BinaryIO, progress: Progress, pause: float) -> None:

@@ -9,8 +9,6 @@ is `flatmin_lab.data.augment`.
 """
 
 import hashlib
-import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch import Tensor
 from flatmin_lab.data import npz
 from flatmin_lab.data.dataset import Dataset, Split, numbered
 from flatmin_lab.data.folder import GREY, eight_bits
+from flatmin_lab.files import written_whole
 
 PROBES = 16
 SPLITS = ("train", "test")
@@ -160,14 +159,8 @@ def _cached(path: Path, seen: str) -> tuple[Split, Split] | None:
 
 
 def _write(path: Path, seen: str, splits: tuple[Split, Split]) -> None:
-    """Beside, then renamed: a reader sees a whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {f"x_{which}": split.x.numpy() for which, split in zip(SPLITS, splits, strict=True)}
     labels = {f"y_{which}": split.y.numpy() for which, split in zip(SPLITS, splits, strict=True)}
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    try:
-        with beside.open("wb") as file:
-            np.savez(file, allow_pickle=False, probe=np.array(seen), **arrays, **labels)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with written_whole(path) as file:
+        np.savez(file, allow_pickle=False, probe=np.array(seen), **arrays, **labels)

@@ -3,6 +3,7 @@
     build("preactresnet18", num_classes=100)
     build("wideresnet16_4"), build("pyramidnet110_84"), build("vgg19")      other numbers in the name
 
+Other spellings of a name are understood (`PreActResNet-18`, `preact_resnet18`, `wide_resnet28_10`).
 All take `num_classes`, `in_channels` and `dropout`; what else one takes stands in its file.
 """
 
@@ -17,7 +18,7 @@ from flatmin_lab.models.small import MLP, convnet
 from flatmin_lab.models.vgg import VGG
 from flatmin_lab.models.wide_resnet import WideResNet
 
-__all__ = ["FAMILIES", "MODELS", "VGG", "PreActResNet", "PyramidNet", "WideResNet", "build"]
+__all__ = ["FAMILIES", "MODELS", "VGG", "PreActResNet", "PyramidNet", "WideResNet", "build", "canonical"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "preactresnet18": preactresnet18,
@@ -33,10 +34,20 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 FAMILIES: dict[str, Callable[..., nn.Module]] = {"wideresnet": WideResNet, "pyramidnet": PyramidNet, "vgg": VGG}
 
 
+def canonical(name: str) -> str:
+    """The one spelling of a name: small letters, and separators between numbers alone.
+
+    >>> canonical("PreActResNet-18"), canonical("wide_resnet28-10")
+    ('preactresnet18', 'wideresnet28_10')
+    """
+    return re.sub(r"(?<=\d)-(?=\d)", "_", re.sub(r"(?<!\d)[-_]|[-_](?!\d)", "", name.lower()))
+
+
 def build(
     name: str, *, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.0, **settings: object
 ) -> nn.Module:
     """A new network with first weights from torch's global generator."""
+    name, given = canonical(name), name
     common = {"num_classes": num_classes, "in_channels": in_channels, "dropout": dropout, **settings}
     if name in MODELS:
         return MODELS[name](**common)
@@ -44,5 +55,5 @@ def build(
     if numbered and numbered[1] in FAMILIES and ("_" in name) != (numbered[1] == "vgg"):
         return FAMILIES[numbered[1]](*map(int, numbered[2].split("_")), **common)
     raise ValueError(
-        f"unknown model {name!r}; choose from {', '.join(MODELS)}, or give {', '.join(FAMILIES)} other numbers"
+        f"unknown model {given!r}; choose from {', '.join(MODELS)}, or give {', '.join(FAMILIES)} other numbers"
     )

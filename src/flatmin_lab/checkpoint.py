@@ -1,0 +1,85 @@
+"""A checkpoint is one safetensors file that proves itself: tensors, the rest of the state, and a checksum of both.
+
+    checkpoint-00000390.safetensors       after step 390
+
+The state (numbers, lists, words) is JSON in the file's own header, beside a SHA-256 over it and over every tensor's
+name, type, shape and bytes. So one rename makes a whole checkpoint appear, a torn or altered one is found out by
+reading it, and nothing but the file is needed to go on from it. There is no pickle in it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatmin_lab.extras import need
+from flatmin_lab.files import written_whole
+
+PATTERN = "checkpoint-*.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors on the CPU by name, and a state that is plain JSON."""
+
+    tensors: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with `name.`, without that."""
+        return {key.removeprefix(f"{name}."): t for key, t in self.tensors.items() if key.startswith(f"{name}.")}
+
+
+class DamagedError(ValueError):
+    """Not a checkpoint, or not a whole one."""
+
+
+def name_of(step: int) -> str:
+    return f"checkpoint-{step:08d}.safetensors"
+
+
+def listed(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, newest first."""
+    return sorted(folder.glob(PATTERN), reverse=True)
+
+
+def write(path: Path, checkpoint: Checkpoint) -> None:
+    """Beside, then renamed: under its own name a checkpoint is whole."""
+    save = need("safetensors.torch", "a checkpoint").save
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
+    text = json.dumps(checkpoint.state)
+    content = save(tensors, metadata={"state": text, "sha256": digest(tensors, text)})
+    with written_whole(path) as file:
+        file.write(content)
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint, if it is whole."""
+    load = need("safetensors.torch", "a checkpoint").load
+    content = path.read_bytes()
+    try:
+        length = int.from_bytes(content[:8], "little")
+        described = json.loads(content[8 : 8 + length])["__metadata__"]
+        text, expected = described["state"], described["sha256"]
+        tensors = load(content)
+        state = json.loads(text)
+    except Exception as error:  # whatever a reader makes of bytes that are not what they should be
+        raise DamagedError(f"{path} is not a whole checkpoint ({type(error).__name__}: {error})") from error
+    found = digest(tensors, text)
+    if found != expected:
+        raise DamagedError(f"{path} was altered after it was written: its SHA-256 must be {expected}, got {found}")
+    return Checkpoint(tensors, state)
+
+
+def digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    """SHA-256 over the state and, in the order of their names, the tensors; the same for any order in the file."""
+    sha = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()

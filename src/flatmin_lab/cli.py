@@ -1,0 +1,283 @@
+"""The command `flatmin`: what is asked for, turned into calls. Nothing is computed here.
+
+Exit codes: 0, 1 for a run that failed, 2 for a request that makes no sense, 130 and 143 after Ctrl-C and SIGTERM.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import flatmin
+from flatmin_lab import demo as demonstration
+from flatmin_lab import doctor as examination
+from flatmin_lab import methods, models, run_folder, show, trained
+from flatmin_lab.data import DATA_SETS, Dataset, load
+from flatmin_lab.data.augment import KINDS
+from flatmin_lab.data.progress import download_bar
+from flatmin_lab.machine import device_named, hardware
+from flatmin_lab.recipes import PRECISIONS, Recipe, suited
+from flatmin_lab.records import Finished, RunError
+from flatmin_lab.schedules import SCHEDULES
+from flatmin_lab.signals import CODES, asked_to_stop
+from flatmin_lab.train import train as training
+
+app = typer.Typer(
+    name="flatmin",
+    help="Train neural networks into flat minima: Adversarial Model Perturbation, and what the paper compares it with.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def option(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=False, **more)
+
+
+Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
+DataDir = Annotated[Path, typer.Option(help="Where the official files of the data sets are.")]
+Download = Annotated[bool, option("Fetch the official files if they are not there.", "--download")]
+Size = Annotated[tuple[int, int] | None, option("Height and width to bring a folder's pictures to.")]
+Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; else a GPU where there is one.")]
+DATA = Path("data")
+
+
+@contextmanager
+def reported(debug: bool) -> Iterator[None]:
+    """An error as one message and an exit code; with --debug as Python shows it."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except KeyboardInterrupt:
+        show.say(show.terminal(), "flatmin: broken off", style="red")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        raise typer.Exit(1) from None
+    except Exception as error:
+        if debug:
+            raise
+        text, code = str(error) or type(error).__name__, 1
+        if isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError | FileExistsError):
+            code = 2
+        elif isinstance(error, torch.OutOfMemoryError):
+            text = f"the device has no memory left; try a smaller --batch-size ({text})"
+        elif not isinstance(error, RunError | OSError):
+            text = f"{type(error).__name__}: {text} (run it again with --debug to see where)"
+        show.say(show.terminal(), f"flatmin: {text}", style="red")
+        raise typer.Exit(code) from None
+
+
+def version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flatmin {flatmin.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[bool, option("Print the version.", "--version", callback=version, is_eager=True)] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder for demo.html and demo.json.")] = Path("out/demo"),
+    seeds: Annotated[int, typer.Option(help="Trainings of each method, with seeds 0, 1, 2, …")] = 5,
+    noise: Annotated[float, typer.Option(help="Share of the training labels replaced by a wrong one.")] = 0.2,
+    epochs: Annotated[int, typer.Option(help="Epochs of each training.")] = 24,
+    workers: Annotated[int | None, option("Trainings side by side; else one a core.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it."""
+    with reported(debug):
+        page = demonstration.run(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=show.terminal())
+        typer.echo(f"the page: {page}")
+
+
+@app.command()
+def train(
+    data: Annotated[str | None, option(f"{', '.join(DATA_SETS)}, an .npz file or a folder of pictures.")] = None,
+    method: Annotated[str | None, option(f"{', '.join(methods.METHODS)}; else amp.")] = None,
+    model: Annotated[str | None, option(f"{', '.join(models.MODELS)}; else what suits the data set.")] = None,
+    data_dir: DataDir = DATA,
+    download: Download = False,
+    size: Size = None,
+    out: Annotated[Path | None, option("The run's folder; else runs/DATA-MODEL-METHOD-SEED.")] = None,
+    resume: Annotated[bool, option("Go on with the run in --out, if it was begun.", "--resume")] = False,
+    epochs: Annotated[int | None, option("How often the training set is seen (the paper: 200).")] = None,
+    batch_size: Annotated[int | None, option("Pictures a step (the paper: 50).")] = None,
+    lr: Annotated[float | None, option("The top learning rate (the paper: 0.1).")] = None,
+    momentum: Annotated[float | None, option("SGD's momentum, Nesterov's (the paper's code: 0.9).")] = None,
+    weight_decay: Annotated[float | None, option("The paper: 1e-4.")] = None,
+    schedule: Annotated[str | None, option(f"{', '.join(SCHEDULES)} (the paper: multi_step).")] = None,
+    milestones: Annotated[str | None, option("For multi_step: shares of the training, 0.5,0.75.")] = None,
+    warmup: Annotated[float | None, option("Epochs of a linear warm-up.")] = None,
+    augment: Annotated[str | None, option(f"{', '.join(KINDS)} (the paper: vanilla).")] = None,
+    epsilon: Annotated[float | None, option("ε: the radius of AMP, RMP and adversarial training.")] = None,
+    inner_lr: Annotated[float | None, option("ζ: AMP's rate of ascent.")] = None,
+    inner_iter: Annotated[int | None, option("N: AMP's steps of ascent.")] = None,
+    ball: Annotated[str | None, option("What ε bounds: global, group or tensor.")] = None,
+    norm: Annotated[str | None, option("l2 or linf.")] = None,
+    settings: Annotated[list[str] | None, option("Another setting of the method: smoothing=0.1.", "--set")] = None,
+    clip_norm: Annotated[float | None, option("Clip the norm of the gradient that the step takes.")] = None,
+    ema: Annotated[float | None, option("Decay of a running average of the weights, measured beside them.")] = None,
+    label_noise: Annotated[float | None, option("Share of the training labels replaced by a wrong one.")] = None,
+    validation: Annotated[
+        bool | None, option("For tuning: hold out a tenth, and measure on it instead of the test set.", "--validation")
+    ] = None,
+    seed: Annotated[int | None, option("First weights, order and noise; else 0.")] = None,
+    device: Device = None,
+    precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else fp32.")] = None,
+    channels_last: Annotated[bool | None, option("Pictures as NHWC in memory.", "--channels-last")] = None,
+    compile_: Annotated[bool | None, option("Use torch.compile.", "--compile")] = None,
+    deterministic: Annotated[bool | None, option("The same bits every time on CUDA too.", "--deterministic")] = None,
+    checkpoint_epochs: Annotated[int, typer.Option(help="A checkpoint every so many epochs …", min=1)] = 1,
+    checkpoint_minutes: Annotated[float, typer.Option(help="… and every so many minutes.", min=0)] = 10.0,
+    debug: Debug = False,
+) -> None:
+    """Train a model after the paper's protocol; kill it when you like, and go on with --resume."""
+    fields = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "momentum": momentum,
+        "nesterov": None if momentum is None else momentum > 0,
+        "weight_decay": weight_decay,
+        "schedule": schedule,
+        "warmup": warmup,
+        "augment": augment,
+        "model": model,
+        "clip_norm": clip_norm,
+        "ema": ema,
+        "label_noise": label_noise,
+        "validation": validation,
+        "precision": precision,
+        "channels_last": channels_last,
+        "compile": compile_,
+        "deterministic": deterministic,
+    }
+    knobs = {"epsilon": epsilon, "inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
+    with reported(debug), asked_to_stop() as stop:
+        changes: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
+        if milestones is not None:
+            changes["milestones"] = _numbers(milestones)
+        given = {key: value for key, value in knobs.items() if value is not None} | _settings(settings or [])
+        where = device_named(device)
+        known = run_folder.stored(out) if out is not None and resume and run_folder.exists(out) else None
+        if known is not None:
+            recipe = _varied(Recipe.from_json(known["recipe"]), data, method, changes, given)
+            seed = known["seed"] if seed is None else seed
+            pictures = _load(recipe.data, data_dir, download, size)
+        elif data is None:
+            missing = f"; {out} holds no run to go on with" if resume and out is not None else ""
+            raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path){missing}")
+        else:
+            pictures = _load(data, data_dir, download, size)
+            recipe = suited(data, pictures, method=method or "amp", settings=given, **changes)
+            seed = seed or 0
+        folder = out or Path("runs") / f"{pictures.name}-{recipe.model}-{recipe.method}-{seed}"
+        console = show.terminal()
+        show.say(console, show.headline(recipe, seed, hardware(where)))
+        ended = show.follow(
+            training(
+                recipe,
+                pictures,
+                seed=seed,
+                device=where,
+                folder=folder,
+                resume=resume,
+                stop=stop,
+                checkpoint_epochs=checkpoint_epochs,
+                checkpoint_minutes=checkpoint_minutes,
+            ),
+            console,
+        )
+        if isinstance(ended, Finished):
+            show.outcome(ended.result, folder)
+            return
+        show.say(
+            console,
+            f"stopped by {ended.reason} and saved after step {ended.step}; "
+            f"go on with: flatmin train --out {folder} --resume",
+        )
+        raise typer.Exit(CODES[ended.reason])
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)],
+    data_dir: DataDir = DATA,
+    download: Download = False,
+    size: Size = None,
+    averaged: Annotated[bool, option("The running average of the weights (train --ema).", "--averaged")] = False,
+    device: Device = None,
+    as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a trained model: error, NLL and ECE on the test set (of a tuning run: on its held-out tenth)."""
+    with reported(debug):
+        where = device_named(device)
+        run = trained.find(checkpoint)
+        found = trained.measure(run, _load(run.recipe.data, data_dir, download, size), averaged=averaged, device=where)
+        if as_json:
+            typer.echo(json.dumps(found, indent=2))
+        else:
+            show.measurements(found)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Option(help="A built-in model, or one of your own: file.py:make_model.")] = "convnet",
+    shape: Annotated[str, typer.Option(help="Of one input of that model.")] = "3,32,32",
+    data_dir: DataDir = DATA,
+    device: Device = None,
+    debug: Debug = False,
+) -> None:
+    """What is here: versions, devices, data sets; and whether AMP with ε = 0 is the optimizer itself on your model."""
+    with reported(debug):
+        sizes = tuple(int(side) for side in _numbers(shape))
+        if not examination.run(model, sizes, data_dir, device_named(device)):
+            raise typer.Exit(1)
+
+
+def _load(name: str, root: Path, download: bool, size: tuple[int, int] | None) -> Dataset:
+    with download_bar() as progress:
+        return load(name, root, download=download, progress=progress, size=size)
+
+
+def _varied(
+    recipe: Recipe, data: str | None, method: str | None, changes: dict[str, Any], settings: dict[str, Any]
+) -> Recipe:
+    """The folder's recipe with what was given on the command line: the same again, or it will be refused."""
+    named: dict[str, Any] = {key: value for key, value in (("data", data), ("method", method)) if value is not None}
+    return replace(recipe, **named, **changes, settings={**recipe.settings, **settings})
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.replace("x", ",").split(","))
+    except ValueError as error:
+        raise ValueError(f"numbers must be given as 0.5,0.75, got {text!r}") from error
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    """KEY=VALUE: numbers as numbers, words as words."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--set takes KEY=VALUE, got {pair!r}")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found

@@ -1,0 +1,36 @@
+"""Wrong labels on purpose: a share of the training labels replaced at random, so that learning by heart does harm.
+
+The test labels stay true. Which labels are replaced, and by what, depends on the seed alone, so every method gets the
+same ones.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.seeds import generator
+
+
+class Noisy(NamedTuple):
+    data: Dataset
+    wrong: Tensor  # the places of the replaced labels in the training split, on its device
+
+
+def with_wrong_labels(data: Dataset, share: float, *, seed: int) -> Noisy:
+    """That share of the training labels, rounded, each replaced by another class, all others equally likely."""
+    if not 0 <= share < 1:
+        raise ValueError(f"the share of wrong labels must be at least 0 and below 1, got {share}")
+    if data.num_classes < 2:
+        raise ValueError(f"wrong labels need at least two classes, got {data.num_classes}")
+    count = len(data.train)
+    draws = generator("noise", seed)
+    wrong = torch.randperm(count, generator=draws)[: round(share * count)]
+    shift = torch.randint(1, data.num_classes, (len(wrong),), generator=draws)
+    device = data.train.y.device
+    wrong, shift = wrong.to(device), shift.to(device)
+    y = data.train.y.clone()
+    y[wrong] = (y[wrong] + shift) % data.num_classes
+    return Noisy(replace(data, train=Split(data.train.x, y)), wrong)

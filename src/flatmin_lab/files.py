@@ -1,0 +1,59 @@
+"""Files that are whole or not there: written beside under another name, then renamed.
+
+A process may be killed between any two lines here, and a disk may fill up: what stood under the name before stands
+there still, and what is left beside it is known by its ending and swept up by the next one who holds the folder's lock.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, BinaryIO
+
+BESIDE = ".beside"
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into; it gets its name, in place of what had it, when the block ends without an exception."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{BESIDE}")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+    _settle(path.parent)
+
+
+def _settle(folder: Path) -> None:
+    """The folder itself to the disk, so that the new name lasts; where folders cannot be opened there is no need."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writers left beside; whoever calls this holds the folder's lock."""
+    for left in folder.glob(f".*{BESIDE}"):
+        left.unlink(missing_ok=True)
+
+
+def lock(file: IO[bytes], otherwise: str) -> None:
+    """Keep other processes away; the lock goes with the process, however it ends. `otherwise`: what they are told."""
+    try:
+        import fcntl
+    except ImportError:  # not there on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(otherwise) from error

@@ -1,0 +1,170 @@
+"""Everything that changes while a model is trained (weights, optimizer, averages, random numbers), and a step of it.
+
+Ordinary training is AMP with a radius of 0, which is the base optimizer itself, bit for bit; so there is one form of a
+step, whatever the method and the precision:
+
+    x, target = regulariser.batch(model, x, y)
+    optimizer.step(closure, scaler=scaler)
+
+The first weights and the first random state depend on the seed alone, and are made on the CPU: every method, on every
+device, begins with the same ones. `state` and `load_state` are what a checkpoint holds.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import flatmin
+from flatmin.regularisers import Mixed
+from flatmin.snapshot import random_state, set_random_state
+from flatmin.wrapper import Wrapper
+from flatmin_lab import methods, models
+from flatmin_lab.checkpoint import Checkpoint
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.data.seeds import generator
+from flatmin_lab.recipes import Recipe
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Learner:
+    """A model on its way. Its random numbers come from the device's default generator."""
+
+    def __init__(
+        self, recipe: Recipe, data: Dataset, normalise: Normalisation, *, seed: int, device: torch.device
+    ) -> None:
+        self.recipe, self.device = recipe, device
+        self.method = methods.build(recipe.method, normalise=normalise, **recipe.settings)
+        torch.manual_seed(generator("weights", seed).initial_seed())
+        model = build_model(recipe, data, dropout=self.method.dropout).to(device)
+        self.model = model.to(memory_format=torch.channels_last) if recipe.channels_last else model  # type: ignore[call-overload]
+        torch.manual_seed(generator("training", seed).initial_seed())
+        base = SGD(
+            self.model.parameters(),
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov,
+            weight_decay=recipe.weight_decay,
+        )
+        if recipe.clip_norm is not None:
+            base.register_step_pre_hook(self._clip)
+        wrapped = self.method.wrap(base, self.model)
+        self.optimizer = wrapped if isinstance(wrapped, Wrapper) else flatmin.AMP(base, epsilon=0.0)
+        self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
+        self.average = None
+        if recipe.ema is not None:
+            averaging = get_ema_multi_avg_fn(recipe.ema)
+            self.average = AveragedModel(self.model, multi_avg_fn=averaging, use_buffers=True)
+        self.forward: Any = torch.compile(self.model, dynamic=False) if recipe.compile else self.model
+
+    def step(self, x: Tensor, y: Tensor, lr: float) -> dict[str, Tensor]:
+        """One step on a batch; what it measured, as tensors on the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        regulariser = self.method.regulariser
+        if self.recipe.channels_last and x.ndim == 4:
+            x = x.to(memory_format=torch.channels_last)
+        with self._autocast():
+            x, target = regulariser.batch(self.forward, x, y)
+        answers: list[Tensor] = []
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            with self._autocast():
+                logits = self.forward(x)
+                loss: Tensor = regulariser.loss(logits.float(), target)
+            self.scaler.scale(loss).backward()
+            answers.append(logits.detach())
+            return loss
+
+        self.optimizer.step(closure, scaler=self.scaler)
+        self.scaler.update()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+        return self._measured(answers[0], target)
+
+    def _measured(self, logits: Tensor, target: Tensor | Mixed) -> dict[str, Tensor]:
+        last = self.optimizer.last
+        assert last.loss is not None
+        measured = {"loss": last.loss, "error": (logits.argmax(dim=1) != _labels(target)).float().mean()}
+        if last.loss_perturbed is not None and isinstance(self.optimizer, flatmin.AMP):  # RMP has no pass at θ
+            measured["sharpness"] = last.loss_perturbed - last.loss
+        for name in ("delta_norm", "grad_norm", "on_ball", "skipped"):
+            if (value := getattr(last, name)) is not None:
+                measured[name] = value
+        return measured
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = AUTOCAST.get(self.recipe.precision)
+        # without its cache of cast weights: they change between the passes of a step
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False) if dtype else nullcontext()
+
+    def _clip(self, base: Optimizer, *_: object) -> None:
+        """Before the base steps, when the gradient is that of the last pass, unscaled."""
+        assert self.recipe.clip_norm is not None
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+
+    def is_finite(self) -> bool:
+        tensors = [t for t in self.model.state_dict().values() if t.is_floating_point()]
+        return bool(torch.stack([t.isfinite().all() for t in tensors]).all())
+
+    # ---- in and out of a checkpoint
+
+    def tensors(self) -> dict[str, Tensor]:
+        optimizer = self.optimizer.state_dict()["state"]
+        parts: dict[str, Mapping[str, Any]] = {
+            "model": self.model.state_dict(),
+            "optimizer": {f"{i}.{key}": value for i, values in optimizer.items() for key, value in values.items()},
+            "random": {device.type: random_state(device) for device in self._generators()},
+        }
+        if self.average is not None:
+            parts["average"] = self.average.state_dict()
+        named = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+    def state(self) -> dict[str, Any]:
+        """What of the optimizer and the scaler is not a tensor."""
+        optimizer = self.optimizer.state_dict()
+        numbers = {
+            str(i): {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+            for i, values in optimizer["state"].items()
+        }
+        return {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint: in place, so the weights keep their storage and memory format."""
+        self.model.load_state_dict(checkpoint.part("model"))
+        if self.average is not None:
+            self.average.load_state_dict(checkpoint.part("average"))
+        saved = checkpoint.state["optimizer"]
+        state = {int(i): dict(values) for i, values in saved["state"].items()}
+        for name, tensor in checkpoint.part("optimizer").items():
+            i, _, key = name.partition(".")
+            state.setdefault(int(i), {})[key] = tensor
+        self.optimizer.load_state_dict({**saved, "state": state})
+        self.scaler.load_state_dict(checkpoint.state["scaler"])
+        random = checkpoint.part("random")
+        for device in self._generators():
+            if device.type in random:  # not where training goes on on another kind of device
+                set_random_state(device, random[device.type])
+
+    def _generators(self) -> list[torch.device]:
+        return list({torch.device("cpu"): None, self.device: None})
+
+
+def build_model(recipe: Recipe, data: Dataset, *, dropout: float = 0.0) -> nn.Module:
+    """The recipe's model for the data set, with first weights from torch's generator."""
+    sizes = {"num_classes": data.num_classes, "in_channels": data.in_channels}
+    return models.build(recipe.model, dropout=dropout, **sizes, **recipe.model_settings)
+
+
+def _labels(target: Tensor | Mixed) -> Tensor:
+    """The label that counts most."""
+    return torch.where(target.share >= 0.5, target.y, target.partner) if isinstance(target, Mixed) else target

@@ -1,0 +1,64 @@
+"""What a number was measured with: the hardware, the threads, the versions, the commit."""
+
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flatmin
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    return {
+        "hardware": hardware(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "flatmin": flatmin.__version__,
+        "commit": commit(),
+    }
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of that name, if it is there; without a name, a GPU where there is one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}; here are {', '.join(here)}") from error
+    if f"{device.type}:{device.index or 0}" not in here and str(device) not in here:
+        raise ValueError(f"there is no device {name!r} here; there are {', '.join(here)}")
+    return device
+
+
+@cache
+def hardware(device: torch.device) -> str:
+    """The GPU's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this source, marked where it was changed since; None where it is not a checkout."""
+    here = Path(__file__)
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(here.parent), *words], capture_output=True, text=True, check=False)
+
+    try:
+        if git("ls-files", "--error-unmatch", here.name).returncode:  # someone else's repository around an installation
+            return None
+        return git("describe", "--always", "--dirty", "--exclude=*").stdout.strip() or None
+    except OSError:  # no git
+        return None

@@ -1,0 +1,173 @@
+"""A recipe is everything that decides what a training computes, but the seed: frozen, checked when made, plain JSON.
+
+    recipe = suited("cifar10", data, method="amp")       the paper's protocol
+    recipe = replace(recipe, epochs=60, lr=0.05)         a variant
+
+What does not change the numbers (the device, where the files are, how often a checkpoint is written) is not in it.
+
+The paper's protocol: SGD with Nesterov momentum 0.9, batches of 50, a rate of 0.1 divided by ten after epochs 100 and
+150 of 200, weight decay 1e-4, crops and flips, AMP with ε = 0.5 and ζ = 1 on PreActResNet18.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from flatmin_lab import methods, models
+from flatmin_lab.data.augment import KINDS, Kind
+from flatmin_lab.data.catalogue import OFFICIAL
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.schedules import SCHEDULES
+
+Precision = Literal["fp32", "bf16", "fp16"]
+PRECISIONS = ("fp32", "bf16", "fp16")
+LONG = 150  # epochs from which on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
+SHORT_RADIUS = 0.1
+# what the paper's tables compare, and what changes speed rather than the protocol
+COMPARED = {"data", "model", "method", "settings", "model_settings", "augment", "epochs", "name"}
+COMPARED |= {"precision", "channels_last", "compile", "deterministic"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Every field is compared when a training goes on: a run folder belongs to one recipe."""
+
+    data: str
+    model: str
+    method: str = "erm"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the method's, where they are not its defaults
+    model_settings: Mapping[str, Any] = field(default_factory=dict)
+    augment: Kind = "vanilla"
+    label_noise: float = 0.0  # share of the training labels replaced by a wrong one
+    validation: bool = False  # train on nine tenths and measure on the last one: the test set is not looked at
+    epochs: int = 200
+    batch_size: int = 50
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 1e-4
+    schedule: str = "multi_step"
+    milestones: tuple[float, ...] = (0.5, 0.75)  # shares of the training
+    gamma: float = 0.1
+    warmup: float = 0.0  # epochs
+    clip_norm: float | None = None  # of the gradient that the step takes; Δ is not clipped
+    ema: float | None = None  # decay of a running average of the weights, measured beside them
+    precision: Precision = "fp32"
+    channels_last: bool = False
+    compile: bool = False
+    deterministic: bool = False  # on CUDA: the same bits every time, and slower
+    name: str = ""  # of the table or figure that it belongs to
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", models.canonical(self.model))
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+        for choice, known in (
+            ("method", methods.METHODS),
+            ("augment", KINDS),
+            ("schedule", tuple(SCHEDULES)),
+            ("precision", PRECISIONS),
+        ):
+            if getattr(self, choice) not in known:
+                raise ValueError(f"unknown {choice} {getattr(self, choice)!r}; choose from {', '.join(known)}")
+        for name, rule, holds in self._rules():
+            if not holds:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+
+    def _rules(self) -> list[tuple[str, str, bool]]:
+        return [
+            ("epochs", "a whole number of at least 1", self.epochs >= 1),
+            ("batch_size", "a whole number of at least 1", self.batch_size >= 1),
+            ("lr", "above 0 and finite", 0 < self.lr < float("inf")),
+            ("momentum", "at least 0 and below 1 (and above 0 for Nesterov's)", 0 <= self.momentum < 1),
+            ("nesterov", "false where momentum is 0", self.momentum > 0 or not self.nesterov),
+            ("weight_decay", "at least 0 and finite", 0 <= self.weight_decay < float("inf")),
+            ("label_noise", "at least 0 and below 1", 0 <= self.label_noise < 1),
+            ("milestones", "rising shares between 0 and 1", _rising(self.milestones)),
+            ("gamma", "above 0 and at most 1", 0 < self.gamma <= 1),
+            ("warmup", "epochs, at least 0 and fewer than there are", 0 <= self.warmup < self.epochs),
+            ("warmup", "0 with one_cycle, which has its own", not (self.warmup and self.schedule == "one_cycle")),
+            ("clip_norm", "above 0", self.clip_norm is None or self.clip_norm > 0),
+            ("ema", "above 0 and below 1", self.ema is None or 0 < self.ema < 1),
+        ]
+
+    @property
+    def protocol(self) -> str:
+        """`paper` if nothing but method, model and precision differs from the paper's, `short` if it is shorter."""
+        plain = Recipe(data=self.data, model=self.model)
+        same = all(getattr(self, f.name) == getattr(plain, f.name) for f in fields(self) if f.name not in COMPARED)
+        if not same or self.data not in OFFICIAL or self.epochs > plain.epochs:
+            return "own"
+        return "paper" if self.epochs == plain.epochs else "short"
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Recipe":
+        known = {f.name for f in fields(Recipe)}
+        if unknown := sorted(values.keys() - known):
+            raise ValueError(f"a recipe has no {', '.join(unknown)}; it may be of a newer flatmin")
+        return Recipe(**values)
+
+
+def differences(here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """What one recipe has and the other has not, in words."""
+    return [
+        f"{key} is {here.get(key)!r} there and {asked.get(key)!r} here"
+        for key in sorted(here.keys() | asked.keys())
+        if here.get(key) != asked.get(key)
+    ]
+
+
+def _rising(milestones: tuple[float, ...]) -> bool:
+    return list(milestones) == sorted(set(milestones)) and all(0 < share < 1 for share in milestones)
+
+
+# ---- what suits a data set
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "digits": {"model": "convnet", "model_settings": {"width": 16}, "augment": "none", "epochs": 24},
+    "spiral": {"model": "mlp", "augment": "none", "epochs": 300, "schedule": "cosine"},
+}
+RADIUS = {"digits": 0.3, "spiral": 0.2}  # of AMP at these lengths
+
+
+def suited(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> Recipe:
+    """The recipe for a data set: the paper's protocol, in small for small sets; `changes` are fields of it.
+
+    A model given by name brings its own settings; AMP's radius follows model, augmentation and length where it is not
+    among the method's `settings`.
+    """
+    values: dict[str, Any] = (
+        SMALL[name] if name in SMALL else {"model": _model_for(data), "augment": _augment_for(data)}
+    )
+    if "model" in changes:
+        values = {key: value for key, value in values.items() if key != "model_settings"}
+    values = {**values, **changes}
+    if models.canonical(values["model"]) == "mlp" and data.train.pictures:
+        values["model_settings"] = {"side": data.train.shape[-1], **values.get("model_settings", {})}
+    recipe = Recipe(data=name, method=method, **values)
+    if method != "amp":
+        return recipe
+    return replace(recipe, settings={**_perturbation(recipe), **recipe.settings})
+
+
+def _model_for(data: Dataset) -> str:
+    if not data.train.pictures:
+        return "mlp"
+    return "preactresnet18" if min(data.train.shape[1:]) >= 32 else "convnet"
+
+
+def _augment_for(data: Dataset) -> Kind:
+    return "vanilla" if data.train.pictures else "none"
+
+
+def _perturbation(recipe: Recipe) -> dict[str, float]:
+    """ε and ζ: the paper's for 200 epochs, and a small radius for short trainings."""
+    if recipe.data in RADIUS:
+        return {"epsilon": RADIUS[recipe.data], "inner_lr": 1.0}
+    epsilon, inner_lr = {"cutout": (0.3, 0.5), "autoaugment": (0.1, 0.1)}.get(recipe.augment, (0.5, 1.0))
+    if recipe.model.startswith("vgg"):
+        epsilon, inner_lr = 0.1, 0.2
+    return {"epsilon": epsilon if recipe.epochs >= LONG else min(epsilon, SHORT_RADIUS), "inner_lr": inner_lr}

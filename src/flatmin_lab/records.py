@@ -1,0 +1,71 @@
+"""What a training says while it runs: it yields these, and prints nothing.
+
+`Progress` comes now and then inside an epoch, `Epoch` after each one, `Finished` at the end; `Stopped` instead where it
+was asked to stop. Numbers are plain Python numbers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class RunError(RuntimeError):
+    """A training that could not go on, although what was asked for made sense."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Where a training begins: at step 0, or where a checkpoint left it."""
+
+    step: int
+    steps: int
+    epochs: int
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """`numbers` are means of the epoch so far: loss, error and, for AMP, sharpness and delta_norm."""
+
+    epoch: int  # from 1
+    step: int  # of the training, how many are done
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """The line of an epoch in metrics.jsonl."""
+
+    epoch: int
+    step: int
+    numbers: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Saved:
+    path: Path
+    step: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that the reader should know: a damaged checkpoint that was passed over, another torch."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Asked to stop, and saved where there is a folder."""
+
+    reason: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    result: Mapping[str, Any]
+
+
+Record = Started | Progress | Epoch | Saved | Note | Stopped | Finished

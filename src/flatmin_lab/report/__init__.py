@@ -1,0 +1,1 @@
+"""Results as pages: data comes in, one HTML file without any other comes out."""

@@ -1,0 +1,142 @@
+"""The page of `flatmin demo`, made from its numbers (demo.json) alone."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from flatmin_lab.report.charts import curves, reliability_diagrams
+
+NAMES = {
+    "erm": "ERM",
+    "amp": "AMP",
+    "label_smoothing": "label smoothing",
+    "flooding": "flooding",
+    "mixup": "MixUp",
+    "adversarial": "adversarial",
+    "dropout": "Dropout",
+    "rmp": "RMP",
+}
+WHAT = {
+    "erm": "ordinary training",
+    "amp": "the worst weights in a ball of radius {epsilon:g}",
+    "label_smoothing": "0.2 of the target spread over all classes",
+    "flooding": "the loss kept above 0.02",
+    "mixup": "pairs of pictures and labels mixed",
+    "adversarial": "pixels moved by 1/255 against the answer",
+    "dropout": "a tenth of the neurons dropped",
+    "rmp": "random weights in a ball of radius 0.1",
+}
+
+
+def demo_page(demo: Mapping[str, Any]) -> str:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in demo["runs"]:
+        runs.setdefault(run["method"], []).append(run)
+    environment = Environment(
+        loader=PackageLoader("flatmin_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters.update(spread=spread, percent=percent)
+    return environment.get_template("demo.html.jinja").render(
+        demo=demo,
+        noisy=demo["noise"] > 0,
+        rows=[row(method, own) for method, own in runs.items()],
+        words=in_words(demo, runs),
+        losses={method: mean(run["lines"][-1]["train_loss"] for run in own) for method, own in runs.items()},
+        entropy=entropy(demo["noise"], classes=10),
+        flooding_is_erm=_errors(runs["flooding"]) == _errors(runs["erm"]),
+        curves=Markup(_curves(runs)),
+        reliability=Markup(reliability_diagrams({method: pooled(own) for method, own in runs.items()}, names=NAMES)),
+    )
+
+
+def row(method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def values(key: str, scale: float = 1.0) -> list[float]:
+        return [scale * run[key] for run in runs if run.get(key) is not None]
+
+    return {
+        "method": method,
+        "name": NAMES[method],
+        "what": WHAT[method].format(**runs[0]["settings"]) if method == "amp" else WHAT[method],
+        "error": values("test_error", 100),
+        "nll": values("test_nll"),
+        "ece": values("test_ece", 100),
+        "memorised": values("memorised", 100),
+        "seconds": values("seconds"),
+    }
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f}\u00a0%"
+
+
+def entropy(noise: float, *, classes: int) -> float:
+    """The training loss of who knows the true classes, and how often labels are wrong, but not which ones.
+
+    >>> round(entropy(0.2, classes=10), 2)
+    0.94
+    """
+    if noise == 0:
+        return 0.0
+    return -(1 - noise) * math.log(1 - noise) - noise * math.log(noise / (classes - 1))
+
+
+def _errors(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [run["test_error"] for run in runs]
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{deviation}"
+
+
+def in_words(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """One sentence that the numbers allow."""
+    means = {method: mean(_errors(own)) for method, own in runs.items()}
+    if demo["noise"] == 0:
+        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+        return (
+            f"With true labels the eight mean errors lie between {percent(means[low], 2)} ({NAMES[low]}) and "
+            f"{percent(means[high], 2)} ({NAMES[high]}); one test digit is {percent(1 / demo['test'], 2)}."
+        )
+    best = min(means, key=means.__getitem__)
+    order = "the lowest of the eight" if best == "amp" else f"the lowest is {NAMES[best]}'s, {percent(means[best], 1)}"
+    return (
+        f"Ordinary training (ERM) gets {percent(means['erm'], 1)} of the test digits wrong, "
+        f"AMP {percent(means['amp'], 1)}; {order}. "
+        f"ERM has learnt {percent(mean(run['memorised'] for run in runs['erm']))} of the wrong labels by heart, "
+        f"AMP {percent(mean(run['memorised'] for run in runs['amp']))}."
+    )
+
+
+def _curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    def over_epochs(value: Callable[[Mapping[str, Any]], float]) -> dict[str, list[float]]:
+        return {
+            method: [mean(map(value, lines)) for lines in zip(*(run["lines"] for run in own), strict=True)]
+            for method, own in runs.items()
+        }
+
+    panels = {
+        "training loss": over_epochs(lambda line: line["train_loss"]),
+        "test NLL": over_epochs(lambda line: line["test_nll"] or 0.0),
+        "test error, %": over_epochs(lambda line: 100 * line["test_error"]),
+    }
+    return curves(panels, names=NAMES, label="Training loss, test NLL and test error over the epochs, for each method")
+
+
+def pooled(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The bins of all seeds together."""
+    parts = [run["reliability"] for run in runs]
+    numbers = [sum(counts) for counts in zip(*(part["number"] for part in parts), strict=True)]
+
+    def of(name: str) -> list[float]:
+        weighted = [[n * v for n, v in zip(part["number"], part[name], strict=True)] for part in parts]
+        return [
+            sum(values) / number if number else 0.0
+            for values, number in zip(zip(*weighted, strict=True), numbers, strict=True)
+        ]
+
+    return {"number": [float(number) for number in numbers], "accuracy": of("accuracy"), "confidence": of("confidence")}

@@ -1,0 +1,38 @@
+"""result.json: what a finished training has to say, flat, so that many of them make a table.
+
+Error, NLL and ECE (fractions) are the last epoch's: of the test set, or of the held-out tenth where the recipe is for
+tuning, and named so. `best_test_epoch` is the published code's rule, chosen with the test labels: a comparison only.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flatmin_lab.recipes import Recipe
+
+MEASURED = ("_error", "_nll", "_ece", "memorised")
+
+
+def result_of(
+    recipe: Recipe, seed: int, data_sha256: str, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    last = lines[-1]
+    settings = recipe.as_json()
+    return {
+        "recipe": settings.pop("name"),
+        "protocol": recipe.protocol,
+        **settings,
+        "data_sha256": data_sha256,
+        "seed": seed,
+        **{name: value for name, value in last.items() if name.endswith(MEASURED)},
+        **_best(lines),
+        "seconds": last["seconds"],
+        **facts,
+    }
+
+
+def _best(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The epoch with the lowest test error: of a tuning run there is none, the test set was not looked at."""
+    if "test_error" not in lines[0]:
+        return {}
+    best = min(lines, key=lambda line: line["test_error"])
+    return {"best_test_epoch": best["epoch"], "best_test_epoch_error": best["test_error"]}

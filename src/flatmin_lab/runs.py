@@ -1,0 +1,79 @@
+"""Many trainings side by side, each in a process of its own with one thread: a small network keeps one core busy.
+
+With one thread a training gives the same bits whatever else runs, so results do not depend on the number of workers.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flatmin_lab.data.catalogue import load
+from flatmin_lab.recipes import Recipe
+from flatmin_lab.records import Progress, Record, RunError
+from flatmin_lab.train import train
+
+shared: dict[str, Any] = {}  # in a worker: the queue that it speaks into, and the event that stops it
+
+
+class Job(NamedTuple):
+    recipe: Recipe
+    seed: int
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def side_by_side(
+    jobs: Sequence[Job], *, workers: int | None = None, root: Path | str = "data"
+) -> Iterator[tuple[int, Record]]:
+    """The records of all jobs as they come, each with its job's number; those inside an epoch are left out."""
+    context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads half alive
+    said, stop = context.SimpleQueue(), context.Event()
+    pool = ProcessPoolExecutor(
+        min(workers or cores(), len(jobs)), mp_context=context, initializer=_prepare, initargs=(said, stop)
+    )
+    with pool:
+        waiting = {pool.submit(_work, number, job, str(root)) for number, job in enumerate(jobs)}
+        try:
+            while waiting or not said.empty():
+                if not said.empty():
+                    yield said.get()
+                    continue
+                ended = {future for future in waiting if future.done()}
+                for future in ended:
+                    _check(future)
+                waiting -= ended
+                time.sleep(0.02)
+        finally:  # whatever happened, nobody goes on working for nothing
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _prepare(said: Any, stop: Any) -> None:
+    """A worker begins: one thread, and Ctrl-C is the parent's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    shared.update(said=said, stop=stop)
+
+
+def _work(number: int, job: Job, root: str) -> None:
+    stop = shared["stop"]
+    data = load(job.recipe.data, root)
+    for record in train(job.recipe, data, seed=job.seed, stop=lambda: "the parent" if stop.is_set() else None):
+        if not isinstance(record, Progress):
+            shared["said"].put((number, record))
+
+
+def _check(future: Future[None]) -> None:
+    error = future.exception()
+    if error is not None:
+        raise RunError(f"one of the trainings failed: {error or type(error).__name__}") from error

@@ -1,0 +1,59 @@
+"""Learning rates as pure functions of the step: nothing to save, nothing to advance, so a training can go on anywhere.
+
+    rate("multi_step", 0.1, step, steps)         of `steps` in all, the one numbered `step` (from 0)
+
+    constant      the top rate
+    multi_step    divided by ten after half and after three quarters (the paper: after epochs 100 and 150 of 200)
+    cosine        ½(1 + cos πt), down to 0
+    one_cycle     up by a cosine over the first 30 %, from 1/25, then down to 1/250,000
+
+A warm-up multiplies any of them by a ramp from 1/w to 1 over the first w steps; one_cycle has its own.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+Schedule = Callable[[int, int], float]
+
+
+def constant(step: int, steps: int) -> float:
+    return 1.0
+
+
+def multi_step(step: int, steps: int, *, milestones: Sequence[float] = (0.5, 0.75), gamma: float = 0.1) -> float:
+    """`milestones` are shares of the training.
+
+    >>> [multi_step(step, 200) for step in (99, 100, 150)]
+    [1.0, 0.1, 0.010000000000000002]
+    """
+    return float(gamma ** sum(step >= round(milestone * steps) for milestone in milestones))
+
+
+def cosine(step: int, steps: int) -> float:
+    return (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def one_cycle(step: int, steps: int, *, rise: float = 0.3, start: float = 1 / 25, end: float = 1e-4 / 25) -> float:
+    """Smith's super-convergence, the numbers of torch's OneCycleLR; momentum stays as it is."""
+    top, last = rise * steps - 1, steps - 1
+    if step <= top:
+        return _along_a_cosine(start, 1.0, step / top if top > 0 else 1.0)
+    return _along_a_cosine(1.0, end, (step - top) / (last - top) if last > top else 1.0)
+
+
+def _along_a_cosine(begin: float, end: float, share: float) -> float:
+    return end + (begin - end) * (1 + math.cos(math.pi * share)) / 2
+
+
+SCHEDULES: dict[str, Callable[..., float]] = {
+    "constant": constant,
+    "multi_step": multi_step,
+    "cosine": cosine,
+    "one_cycle": one_cycle,
+}
+
+
+def rate(name: str, top: float, step: int, steps: int, *, warmup: int = 0, **settings: object) -> float:
+    """The learning rate of a step: the top rate, times the schedule, times the ramp of the warm-up."""
+    ramp = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    return top * ramp * SCHEDULES[name](step, steps, **settings)

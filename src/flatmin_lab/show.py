@@ -1,0 +1,143 @@
+"""What the command shows of a training: a bar with the time left, a line an epoch, and what came of it.
+
+Progress goes to the error stream, results to standard output, so that a result can be piped. Where the error stream is
+not a terminal there is no bar, and the lines remain.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from flatmin_lab.recipes import Recipe
+from flatmin_lab.records import Epoch, Finished, Note, Record, Started, Stopped
+from flatmin_lab.records import Progress as Done
+
+LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
+MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
+SHARES = ("error", "ece", "memorised")
+
+
+def terminal() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """As it is: brackets in file names and package names are not markup."""
+    console.print(Text(text, style=style))
+
+
+def number(name: str, value: float | None) -> str:
+    """Errors and the like in per cent, everything else with three decimals."""
+    if value is None:
+        return "not finite"
+    return f"{value:.2%}".replace("%", " %") if name.endswith(SHARES) else f"{value:.3f}"
+
+
+def headline(recipe: Recipe, seed: int, hardware: str) -> str:
+    settings = ", ".join(f"{key} {value}" for key, value in recipe.settings.items())
+    return (
+        f"{recipe.method}{f' ({settings})' if settings else ''}: {recipe.model} on {recipe.data}, "
+        f"{recipe.epochs} epochs, batches of {recipe.batch_size}, seed {seed}, {recipe.precision} on {hardware}; "
+        f"protocol: {recipe.protocol}"
+    )
+
+
+@contextmanager
+def bars(console: Console) -> Iterator[Progress]:
+    """Bars that say what is done, how long it takes, and a few numbers."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=120) as progress:
+        yield progress
+
+
+def follow(records: Iterable[Record], console: Console) -> Finished | Stopped:
+    """Show a training until it ends, and how it ended."""
+    with bars(console) as progress:
+        task = progress.add_task("starting", total=None, numbers="")
+        epochs = 0
+        for record in records:
+            match record:
+                case Started():
+                    epochs = record.epochs
+                    progress.update(task, total=record.steps, completed=record.step)
+                    if record.step:
+                        say(console, f"going on after step {record.step} of {record.steps}")
+                case Done():
+                    shown = "  ".join(
+                        f"{label} {number(name, record.numbers[name])}"
+                        for name, label in LABELS.items()
+                        if name in record.numbers
+                    )
+                    progress.update(
+                        task,
+                        completed=record.step,
+                        description=f"epoch {record.epoch}/{epochs}",
+                        numbers=shown,
+                    )
+                case Epoch():
+                    progress.update(task, completed=record.step)
+                    say(console, epoch_line(record.numbers, epochs))
+                case Note():
+                    say(console, f"note: {record.text}", style="yellow")
+                case Finished() | Stopped():
+                    return record
+    raise AssertionError("a training ends with Finished or Stopped")
+
+
+def epoch_line(numbers: Mapping[str, Any], epochs: int) -> str:
+    width = len(str(epochs))
+    parts = [f"epoch {numbers['epoch']:{width}}/{epochs}"]
+    for name, label in LABELS.items():
+        key = f"train_{name}" if f"train_{name}" in numbers else name
+        if key in numbers:
+            parts.append(f"{label} {number(name, numbers[key])}")
+    which = "validation" if "validation_error" in numbers else "test"
+    parts.append(f"{which} error {number('error', numbers[f'{which}_error'])}")
+    parts.append(f"NLL {number('nll', numbers[f'{which}_nll'])}")
+    return "  ".join([*parts, f"{numbers['seconds']:.0f} s"])
+
+
+def measurements(found: Mapping[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table("", f"{found['split']}, {found['pictures']} pictures", box=None, pad_edge=False)
+    for name, label in MEASURES.items():
+        table.add_row(label, number(name, found[name]))
+    console.print(table)
+    say(console, f"after epoch {found['epoch']} of {found['epochs']}: {found['checkpoint']}")
+
+
+def outcome(result: Mapping[str, Any], folder: Path) -> None:
+    """The last epoch's numbers, then the rule of the published code, named for what it is."""
+    console = Console(highlight=False, soft_wrap=True)
+    which = "validation" if "validation_error" in result else "test"
+    table = Table("", f"{which}, last epoch", box=None, pad_edge=False)
+    for name, label in MEASURES.items():
+        table.add_row(label, number(name, result[f"{which}_{name}"]))
+        if f"average_{which}_{name}" in result:
+            table.add_row(f"{label}, averaged weights", number(name, result[f"average_{which}_{name}"]))
+    if "memorised" in result:
+        table.add_row("wrong labels learnt by heart", number("memorised", result["memorised"]))
+    console.print(table)
+    if "best_test_epoch" in result:
+        say(
+            console,
+            f"for comparison only: the best test epoch, {result['best_test_epoch']}, had "
+            f"{number('error', result['best_test_epoch_error'])}; it is chosen with the test labels",
+        )
+    say(
+        console,
+        f"{result['epochs']} epochs in {result['seconds']:.0f} s on {result['hardware']}; all of it in {folder}",
+    )

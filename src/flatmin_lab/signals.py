@@ -1,0 +1,37 @@
+"""Ctrl-C, SIGTERM and a closed terminal, turned into a question that a training asks between two steps.
+
+    with asked_to_stop() as stop:
+        for record in train(..., stop=stop): ...
+
+The first signal is remembered, and the training saves and ends; a second one breaks in at once, as it would without us.
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+NAMES = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "SIGHUP": "a closed terminal"}
+CODES = {"Ctrl-C": 130, "SIGTERM": 143, "a closed terminal": 129}  # what a shell expects: 128 and the signal's number
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], str | None]]:
+    """In the main thread: the signals are ours inside the block, and what they were before after it."""
+    came: list[str] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(NAMES[signal.Signals(number).name])
+
+    known = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+    # one that is ignored (nohup does that) stays so
+    before = {number: signal.getsignal(number) for number in known if signal.getsignal(number) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, remember)
+    try:
+        yield lambda: came[0] if came else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

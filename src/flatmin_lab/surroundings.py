@@ -1,0 +1,52 @@
+"""The process around a training: its random generators, and torch's switches for determinism.
+
+A training draws from generators of its own, although torch has one a device: they are put in place while it runs, and
+the caller's come back when it yields. So what a caller draws between two records changes nothing in the training, nor
+the other way round.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from flatmin.snapshot import random_state, set_random_state
+
+
+class Surroundings:
+    """Entered, the world is the training's; left, it is the caller's."""
+
+    def __init__(self, device: torch.device, *, deterministic: bool) -> None:
+        self.devices = list({torch.device("cpu"): None, device: None})
+        self.deterministic = deterministic
+        if deterministic and device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        self.own: dict[torch.device, Tensor] = {}
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        outer = self._take()
+        switches = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.benchmark,
+        )
+        self._put(self.own)
+        torch.use_deterministic_algorithms(self.deterministic or switches[0])
+        torch.backends.cudnn.benchmark = not (self.deterministic or switches[0])
+        try:
+            yield
+        finally:
+            self.own = self._take()
+            self._put(outer)
+            torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
+            torch.backends.cudnn.benchmark = switches[2]
+
+    def _take(self) -> dict[torch.device, Tensor]:
+        return {device: random_state(device) for device in self.devices}
+
+    def _put(self, states: dict[torch.device, Tensor]) -> None:
+        for device, state in states.items():
+            set_random_state(device, state)

@@ -1,0 +1,281 @@
+"""Training: epochs of steps, a measurement after each, checkpoints in between. It yields records and prints nothing.
+
+    for record in train(recipe, data, seed=0):
+        match record: ...                                  flatmin_lab.records
+
+With a run folder, every epoch is a line in its metrics.jsonl and every state worth keeping a checkpoint; a folder that
+was begun is gone on with, to the same bits as if it had never been left (on CUDA: if the recipe is deterministic). A
+checkpoint falls between two steps, and what it holds does not depend on when it is taken: the order of the pictures and
+their random numbers follow from seed, epoch and batch, and the sums of an epoch are kept in it to the last bit.
+
+The headline is the last epoch's measurement. The best test epoch, which the paper's published code reports, is chosen
+with the test labels: it is kept beside as a comparison and named so.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.metrics import reliability
+from flatmin_lab import run_folder
+from flatmin_lab.checkpoint import Checkpoint
+from flatmin_lab.data.augment import augmentation
+from flatmin_lab.data.batches import Batches
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.evaluate import logits_of, measured
+from flatmin_lab.learner import Learner
+from flatmin_lab.machine import facts
+from flatmin_lab.prepared import prepared
+from flatmin_lab.recipes import Recipe
+from flatmin_lab.records import Epoch, Finished, Note, Progress, Record, RunError, Saved, Started, Stopped
+from flatmin_lab.results import result_of
+from flatmin_lab.run_folder import RunFolder
+from flatmin_lab.schedules import rate
+from flatmin_lab.surroundings import Surroundings
+
+LOOK = 50  # steps after which the host reads what the device measured, at the latest
+BREATH = 0.25  # seconds between two reports of progress
+SAME_BITS = ("hardware", "threads", "torch")  # what must be the same for the same bits
+
+
+def config_of(recipe: Recipe, data: Dataset, seed: int, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What a run folder keeps of a training, to know it again."""
+    return {"recipe": recipe.as_json(), "seed": seed, "data_sha256": data.checksum, **facts(torch.device(device))}
+
+
+def train(
+    recipe: Recipe,
+    data: Dataset,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    folder: Path | str | None = None,
+    resume: bool = False,
+    stop: Callable[[], str | None] = lambda: None,
+    checkpoint_epochs: int = 1,
+    checkpoint_minutes: float = 10.0,
+) -> Iterator[Record]:
+    """Train, and yield what happens; in a run folder, which `resume` goes on with if it was begun.
+
+    `stop` is asked between steps: a reason, once given, saves and ends.
+    """
+    surroundings = Surroundings(torch.device(device), deterministic=recipe.deterministic)
+    with surroundings.inside():
+        training = _Training(recipe, data, seed, torch.device(device), stop)
+    # what is wrong with a recipe has come out by now, so a folder is begun only by a training that can begin
+    config = config_of(recipe, data, seed, device)
+    held = None if folder is None else run_folder.open_(Path(folder), config, resume=resume)
+    try:
+        if held is not None and held.result is not None:
+            yield Finished(held.result)
+            return
+        records = training.run(held, checkpoint_epochs, checkpoint_minutes * 60)
+        while True:
+            with surroundings.inside():
+                record = next(records, None)
+            if record is None:
+                return
+            yield record
+    finally:
+        if held is not None:
+            held.close()
+
+
+class _Training:
+    """A training in the middle: after `batch` batches of `epoch` (from 0), with its sums and the lines so far."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: Dataset,
+        seed: int,
+        device: torch.device,
+        stop: Callable[[], str | None],
+    ) -> None:
+        self.recipe, self.seed, self.device, self.stop = recipe, seed, device, stop
+        self.folder: RunFolder | None = None
+        self.checksum = data.checksum
+        self.data, self.which, self.wrong, self.normalise = prepared(recipe, data.to(device), seed)
+        self.learner = Learner(recipe, self.data, self.normalise, seed=seed, device=device)
+        self.batches = Batches(
+            split=self.data.train,
+            batch_size=recipe.batch_size,
+            normalise=self.normalise,
+            augment=augmentation(recipe.augment, self.data),
+            seed=seed,
+        )
+        self.epoch = self.batch = 0
+        self.sums: dict[str, float] = {}
+        self.lines: list[dict[str, Any]] = []
+        self.pending: list[tuple[int, dict[str, Tensor]]] = []  # steps that the host has not looked at
+        self.seconds = self.since = self.saved_at = 0.0
+
+    @property
+    def step(self) -> int:
+        return self.epoch * len(self.batches) + self.batch
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.epochs * len(self.batches)
+
+    def run(self, folder: RunFolder | None, checkpoint_epochs: int, checkpoint_seconds: float) -> Iterator[Record]:
+        self.folder = folder
+        self.since = self.saved_at = monotonic()
+        yield from self._go_on()
+        reported = monotonic()
+        while self.epoch < self.recipe.epochs:
+            for x, y in self.batches.epoch(self.epoch, start=self.batch):
+                if reason := self.stop():
+                    yield from self._stopped(reason)
+                    return
+                self._step(x, y)
+                now = monotonic()
+                if now - reported > BREATH or len(self.pending) >= LOOK:
+                    self._look()
+                if now - reported > BREATH:
+                    yield Progress(epoch=self.epoch + 1, step=self.step, numbers=self._means())
+                    reported = now
+                if now - self.saved_at > checkpoint_seconds and self.batch < len(self.batches):
+                    yield from self._save()
+            line = self._end_of_epoch()
+            if line is None:
+                yield from self._stopped(self.stop() or "asked to stop")
+                return
+            yield Epoch(epoch=self.epoch, step=self.step, numbers=line)
+            if self.epoch % checkpoint_epochs == 0 or self.epoch == self.recipe.epochs:
+                yield from self._save()
+        logits = logits_of(self.learner.model, self.data.test, self.normalise, stop=self.stop)
+        if logits is None:
+            yield Stopped(self.stop() or "asked to stop", self.step)
+            return
+        bins = reliability(logits, self.data.test.y)._asdict()
+        result = result_of(self.recipe, self.seed, self.checksum, self.lines, facts(self.device))
+        result["reliability"] = {name: values.tolist() for name, values in bins.items()}
+        if self.folder is not None:
+            self.folder.finish(result)
+        yield Finished(result)
+
+    # ---- a step, an epoch
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
+        self.pending.append((len(y), self.learner.step(x, y, self._lr(self.step))))
+        self.batch += 1
+
+    def _lr(self, step: int) -> float:
+        recipe, warmup = self.recipe, round(self.recipe.warmup * len(self.batches))
+        settings = {"milestones": recipe.milestones, "gamma": recipe.gamma} if recipe.schedule == "multi_step" else {}
+        return rate(recipe.schedule, recipe.lr, step, self.steps, warmup=warmup, **settings)
+
+    def _look(self) -> None:
+        """Bring the measurements of the last steps to the host, in one piece, and add them up one by one."""
+        if not self.pending:
+            return
+        names = list(self.pending[0][1])
+        rows = torch.stack([torch.stack([m[name].float() for name in names]) for _, m in self.pending]).tolist()
+        first = self.step - len(rows) + 1
+        for number, ((count, _), row) in enumerate(zip(self.pending, rows, strict=True), start=first):
+            if not math.isfinite(row[0]):
+                raise RunError(self._broken(f"the loss of step {number} (epoch {self.epoch + 1}) is {row[0]}"))
+            self.sums["pictures"] = self.sums.get("pictures", 0.0) + count
+            for name, value in zip(names, row, strict=True):
+                self.sums[name] = self.sums.get(name, 0.0) + count * value
+        self.pending = []
+
+    def _broken(self, what: str) -> str:
+        kept = self.folder.kept() if self.folder is not None else None
+        again = f"The checkpoint {kept} is kept." if kept else "There is no checkpoint."
+        return (
+            f"{what}: training stops. {again} "
+            f"Try a smaller --lr (it was {self._lr(self.step - 1):g}), --clip-norm, or another --precision"
+        )
+
+    def _means(self) -> dict[str, float]:
+        count = self.sums.get("pictures", 0.0)
+        return {name: total / count for name, total in self.sums.items() if name != "pictures"} if count else {}
+
+    def _end_of_epoch(self) -> dict[str, Any] | None:
+        """The epoch's line, or None if the measurement was broken off: then nothing has changed, and it comes again."""
+        self._look()
+        found = self._measure(self.learner.model, self.which)
+        if found is not None and self.learner.average is not None:
+            averaged = self._measure(self.learner.average.module, f"average_{self.which}")
+            found = None if averaged is None else {**found, **averaged}
+        if found is None:
+            return None
+        means = {("train_" + name if name in ("loss", "error") else name): mean for name, mean in self._means().items()}
+        line = {"epoch": self.epoch + 1, "step": self.step, "lr": self._lr(self.step - 1), **means, **found}
+        line["seconds"] = round(self._clock(), 3)
+        self.epoch, self.batch, self.sums = self.epoch + 1, 0, {}
+        self.lines.append(line)
+        if self.folder is not None:
+            self.folder.add_metrics(line)
+        return line
+
+    def _measure(self, model: nn.Module, prefix: str) -> dict[str, Any] | None:
+        logits = logits_of(model, self.data.test, self.normalise, stop=self.stop)
+        if logits is None:
+            return None
+        found = {f"{prefix}_{name}": value for name, value in measured(logits, self.data.test.y).items()}
+        if len(self.wrong):
+            learnt = logits_of(model, self.data.train.at(self.wrong), self.normalise)
+            assert learnt is not None
+            repeated = learnt.argmax(dim=1) == self.data.train.y[self.wrong]
+            found[f"{prefix.removesuffix(self.which)}memorised"] = repeated.float().mean().item()
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+    # ---- in and out of the folder
+
+    def _go_on(self) -> Iterator[Record]:
+        saved, notes = self.folder.newest() if self.folder is not None else (None, [])
+        yield from notes
+        if saved is not None:
+            self._load(saved)
+            yield from self._other_machine(saved.state["facts"])
+        if self.folder is not None:
+            self.folder.begin_metrics(self.lines)
+        parameters = sum(p.numel() for p in self.learner.model.parameters())
+        yield Started(step=self.step, steps=self.steps, epochs=self.recipe.epochs, parameters=parameters)
+
+    def _load(self, saved: Checkpoint) -> None:
+        self.learner.load(saved)
+        self.epoch, self.batch = saved.state["epoch"], saved.state["batch"]
+        self.sums, self.lines = dict(saved.state["sums"]), list(saved.state["lines"])
+        self.seconds, self.since = saved.state["seconds"], monotonic()
+
+    def _other_machine(self, before: Mapping[str, Any]) -> Iterator[Record]:
+        now = facts(self.device)
+        apart = [f"{key} {before[key]} then, {now[key]} now" for key in SAME_BITS if before.get(key) != now[key]]
+        if apart:
+            yield Note(f"going on elsewhere ({'; '.join(apart)}): right, but not to the same bits")
+
+    def _save(self) -> Iterator[Record]:
+        self.saved_at = monotonic()
+        if self.folder is None:
+            return
+        self._look()
+        if not self.learner.is_finite():
+            raise RunError(self._broken(f"a weight after step {self.step} is infinite or nan"))
+        state = {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "sums": self.sums,
+            "lines": self.lines,
+            "seconds": self._clock(),
+            "facts": facts(self.device),
+            **self.learner.state(),
+        }
+        yield Saved(self.folder.save(self.step, Checkpoint(self.learner.tensors(), state)), self.step)
+        self.saved_at = monotonic()
+
+    def _stopped(self, reason: str) -> Iterator[Record]:
+        yield from self._save()
+        yield Stopped(reason, self.step)
+
+    def _clock(self) -> float:
+        """Seconds of training, over all the times that it was gone on with."""
+        return self.seconds + monotonic() - self.since

@@ -1,0 +1,82 @@
+"""A trained model, from its run folder or from one checkpoint of it, and its measurements."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatmin_lab import checkpoint, run_folder
+from flatmin_lab.checkpoint import Checkpoint, DamagedError
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.evaluate import logits_of, measured
+from flatmin_lab.learner import build_model
+from flatmin_lab.prepared import prepared
+from flatmin_lab.recipes import Recipe
+from flatmin_lab.records import RunError
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The checkpoint, and what its folder says about it."""
+
+    path: Path
+    recipe: Recipe
+    seed: int
+    data_sha256: str
+    checkpoint: Checkpoint
+
+    def model(self, data: Dataset, *, averaged: bool = False) -> nn.Module:
+        """With the weights of the checkpoint, in eval mode."""
+        part = self.checkpoint.part("average") if averaged else self.checkpoint.part("model")
+        if averaged and not part:
+            raise ValueError(f"{self.path} has no averaged weights: it was trained without --ema")
+        weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
+        model = build_model(self.recipe, data)
+        model.load_state_dict(weights)
+        return model.eval()
+
+
+def find(path: Path) -> Trained:
+    """The newest whole checkpoint of a folder, or the one named."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there; give a run's folder, or one of its checkpoints")
+    folder = path if path.is_dir() else path.parent
+    config = run_folder.stored(folder)
+    places = checkpoint.listed(folder) if path.is_dir() else [path]
+    if not places:
+        raise FileNotFoundError(f"{folder} has no checkpoint yet; train on with --resume")
+    damaged = []
+    for place in places:
+        try:
+            return Trained(
+                place,
+                Recipe.from_json(config["recipe"]),
+                int(config["seed"]),
+                str(config["data_sha256"]),
+                checkpoint.read(place),
+            )
+        except DamagedError as error:
+            damaged.append(str(error))
+    raise RunError("; ".join(damaged))
+
+
+def measure(run: Trained, data: Dataset, *, averaged: bool, device: torch.device) -> dict[str, Any]:
+    """Error, NLL and ECE, of the test set or, for a tuning run, of its held-out tenth."""
+    if data.checksum != run.data_sha256:
+        raise ValueError(
+            f"{run.path} was trained on another {run.recipe.data}: SHA-256 {run.data_sha256}, here {data.checksum}"
+        )
+    ready = prepared(run.recipe, data.to(device), run.seed)
+    model = run.model(ready.data, averaged=averaged).to(device)
+    logits = logits_of(model, ready.data.test, ready.normalise)
+    assert logits is not None
+    return {
+        "checkpoint": str(run.path),
+        "epoch": run.checkpoint.state["epoch"],
+        "epochs": run.recipe.epochs,
+        "split": ready.which,
+        "pictures": len(ready.data.test),
+        **measured(logits, ready.data.test.y),
+    }
