@@ -28,21 +28,13 @@ class Surroundings:
     @contextmanager
     def inside(self) -> Iterator[None]:
         outer = self._take()
-        switches = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.backends.cudnn.benchmark,
-        )
         self._put(self.own)
-        torch.use_deterministic_algorithms(self.deterministic or switches[0])
-        torch.backends.cudnn.benchmark = not (self.deterministic or switches[0])
         try:
-            yield
+            with _switched(self.deterministic):
+                yield
         finally:
             self.own = self._take()
             self._put(outer)
-            torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
-            torch.backends.cudnn.benchmark = switches[2]
 
     def _take(self) -> dict[torch.device, Tensor]:
         return {device: random_state(device) for device in self.devices}
@@ -50,3 +42,20 @@ class Surroundings:
     def _put(self, states: dict[torch.device, Tensor]) -> None:
         for device, state in states.items():
             set_random_state(device, state)
+
+
+@contextmanager
+def _switched(deterministic: bool) -> Iterator[None]:
+    """Deterministic algorithms where asked for; else cuDNN may choose the fastest. Who asked for them before has them."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark
+    switch = deterministic and (warn or not before)
+    if switch:
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = not (deterministic or before)
+    try:
+        yield
+    finally:
+        if switch:
+            torch.use_deterministic_algorithms(before, warn_only=warn)
+        torch.backends.cudnn.benchmark = benchmark

@@ -1,0 +1,68 @@
+"""Trainings that take a moment: a few pictures, a tiny network, and what a training leaves behind."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatmin_lab import checkpoint
+from flatmin_lab.data import Dataset, Split
+from flatmin_lab.recipes import Recipe
+from flatmin_lab.records import Record, Saved
+from flatmin_lab.train import train
+
+
+def pictures(count: int, seed: int) -> Split:
+    """Three classes of 6 by 6: a bright row, column or diagonal, in noise."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % 3
+    x = torch.randint(0, 100, (count, 1, 6, 6), generator=generator, dtype=torch.uint8)
+    place = torch.arange(6)
+    for i, label in enumerate(y.tolist()):
+        row, column = ((2, place), (place, 2), (place, place))[label]
+        x[i, 0, row, column] = 200
+    return Split(x, y)
+
+
+def tiny_data(train: int = 44, test: int = 30) -> Dataset:
+    return Dataset("tiny", pictures(train, 0), pictures(test, 1), ["row", "column", "diagonal"])
+
+
+def tiny_recipe(**changes: Any) -> Recipe:
+    """Five steps an epoch, the last one smaller."""
+    values = {"model": "convnet", "model_settings": {"width": 3}, "epochs": 3, "batch_size": 10, "augment": "none"}
+    return Recipe(data="tiny", **{**values, **changes})
+
+
+def lasting(folder: Path) -> dict[str, Any]:
+    """What the newest checkpoint of a folder holds, without times and places."""
+    saved = checkpoint.read(checkpoint.listed(folder)[0])
+    state = {key: value for key, value in saved.state.items() if key not in ("seconds", "facts")}
+    state["lines"] = [{k: v for k, v in line.items() if k != "seconds"} for line in state["lines"]]
+    return {**saved.tensors, "state": state}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(a, other[key]) if isinstance(a, torch.Tensor) else a == other[key] for key, a in one.items()
+    )
+
+
+def after(steps: int) -> Callable[[], str | None]:
+    """A question that is answered yes after so many times."""
+    asked = [0]
+
+    def stop() -> str | None:
+        asked[0] += 1
+        return "enough" if asked[0] > steps else None
+
+    return stop
+
+
+def run(recipe: Recipe, folder: Path | None = None, **more: Any) -> list[Record]:
+    return list(train(recipe, tiny_data(), folder=folder, **more))
+
+
+def saves(records: list[Record]) -> Iterator[int]:
+    return (record.step for record in records if isinstance(record, Saved))

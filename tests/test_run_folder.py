@@ -1,0 +1,244 @@
+"""A run's folder: one recipe, one process at a time, nothing overwritten, and an older checkpoint where one is damaged."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatmin_lab import checkpoint, run_folder
+from flatmin_lab.records import Epoch, Finished, Note, RunError, Started
+from flatmin_lab.train import config_of, train
+from small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_finished_run_has_all_its_files(tmp_path: Path) -> None:
+    recipe = tiny_recipe()
+    records = run(recipe, tmp_path / "new" / "run")
+    folder = tmp_path / "new" / "run"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["recipe"] == recipe.as_json()
+    assert config["data_sha256"] == tiny_data().checksum
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [dict(record.numbers) for record in records if isinstance(record, Epoch)]
+    result = json.loads((folder / "result.json").read_text())
+    assert isinstance(records[-1], Finished)
+    assert result == records[-1].result
+    for field in ("protocol", "method", "settings", "model", "data", "seed", "epochs", "test_error", "test_nll"):
+        assert field in result
+    assert {"test_ece", "seconds", "hardware", "torch", "commit", "recipe", "data_sha256"} <= result.keys()
+    assert [path.name for path in checkpoint.listed(folder)] == [checkpoint.name_of(step) for step in (15, 10)]
+    assert json.loads((folder / "state.json").read_text())["step"] == 15
+
+
+def test_the_curves_are_in_tensorboard_once_each_after_a_stop(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(tiny_recipe(), tmp_path / "run", stop=after(8))
+    run(tiny_recipe(), tmp_path / "run", resume=True)
+    events = accumulators.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    points = events.Scalars("test_nll")
+    assert [point.step for point in points] == [1, 2, 3]
+    assert [point.value for point in points] == pytest.approx([line["test_nll"] for line in lines])
+
+
+def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    run(tiny_recipe(), tmp_path / "run")
+    before = contents(tmp_path / "run")
+    with pytest.raises(FileExistsError, match=r"holds a run already \(finished\); go on with --resume"):
+        run(tiny_recipe(), tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"thesis\.txt"):
+        run(tiny_recipe(), tmp_path / "notes")
+    with pytest.raises(FileExistsError, match="is a file"):
+        run(tiny_recipe(), tmp_path / "notes" / "thesis.txt")
+    assert contents(tmp_path / "notes") == {"thesis.txt": b"mine"}
+
+
+def test_another_recipe_seed_or_data_set_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny_recipe(), folder, stop=after(3))
+    before = contents(folder)
+    with pytest.raises(ValueError, match=r"lr is 0\.1 there and 0\.2 here; .*momentum"):
+        run(tiny_recipe(lr=0.2, momentum=0.5), folder, resume=True)
+    with pytest.raises(ValueError, match="seed is 0 there and 1 here"):
+        run(tiny_recipe(), folder, resume=True, seed=1)
+    with pytest.raises(ValueError, match="another content"):
+        list(train(tiny_recipe(), tiny_data(test=29), folder=folder, resume=True))
+    assert contents(folder) == before
+
+
+def test_a_wrong_recipe_begins_no_folder(tmp_path: Path) -> None:
+    for wrong in (
+        {"method": "erm", "settings": {"epsilon": 0.1}},
+        {"method": "amp", "settings": {"epsilon": -1.0}},
+        {"batch_size": 45},
+        {"model": "resnet"},
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            run(tiny_recipe(**wrong), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+def test_resume_begins_where_nothing_is(tmp_path: Path) -> None:
+    assert isinstance(run(tiny_recipe(), tmp_path / "run", resume=True)[-1], Finished)
+    again = run(tiny_recipe(), tmp_path / "run", resume=True)
+    assert len(again) == 1
+    assert isinstance(again[0], Finished)
+
+
+def test_a_start_that_was_killed_before_its_config_is_begun_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".lock").touch()
+    (folder / ".config.json.1-2.beside").write_text('{"rec')
+    assert isinstance(run(tiny_recipe(), folder)[-1], Finished)
+
+
+@pytest.mark.parametrize("damage", ["torn", "altered", "empty"])
+def test_the_one_before_a_damaged_checkpoint_is_used(tmp_path: Path, damage: str) -> None:
+    run(tiny_recipe(), tmp_path / "whole")
+    folder = tmp_path / "run"
+    run(tiny_recipe(), folder, stop=after(14))
+    newest, older = checkpoint.listed(folder)
+    content = newest.read_bytes()
+    changed = bytearray(content)
+    changed[-3] ^= 1
+    newest.write_bytes({"torn": content[:-100], "altered": bytes(changed), "empty": b""}[damage])
+    records = run(tiny_recipe(), folder, resume=True)
+    (note,) = [record for record in records if isinstance(record, Note)]
+    assert newest.name in note.text
+    assert "put aside" in note.text
+    (start,) = [record for record in records if isinstance(record, Started)]
+    assert checkpoint.name_of(start.step) == older.name
+    assert (folder / f"{newest.name}.damaged").exists()
+    assert same(lasting(folder), lasting(tmp_path / "whole"))
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_changed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny_recipe(), folder, stop=after(14))
+    for path in checkpoint.listed(folder):
+        path.write_bytes(path.read_bytes()[:50])
+    before = contents(folder)
+    with pytest.raises(RunError, match="no checkpoint in .* is whole") as caught:
+        run(tiny_recipe(), folder, resume=True)
+    assert all(path.name in str(caught.value) for path in checkpoint.listed(folder))
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "state.json"])
+def test_what_can_be_made_again_is_not_needed(tmp_path: Path, name: str) -> None:
+    """A torn line, a lost file: the checkpoint knows every epoch."""
+    run(tiny_recipe(), tmp_path / "whole")
+    for change in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-20])):
+        folder = tmp_path / "run"
+        run(tiny_recipe(), folder, stop=after(14))
+        change(folder / name)
+        run(tiny_recipe(), folder, resume=True)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["epoch"] for line in lines] == [1, 2, 3]
+        assert same(lasting(folder), lasting(tmp_path / "whole"))
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"recipe": {}}'])
+def test_a_damaged_config_is_named(tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "run"
+    run(tiny_recipe(), folder, stop=after(3))
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        run(tiny_recipe(), folder, resume=True)
+
+
+def test_two_processes_cannot_hold_one_folder(tmp_path: Path) -> None:
+    """The lock goes with the process that holds it, killed or not."""
+    folder = tmp_path / "run"
+    run(tiny_recipe(), folder, stop=after(3))
+    code = (
+        f"import fcntl, sys, time; f = open({str(folder / '.lock')!r}, 'ab'); fcntl.flock(f, fcntl.LOCK_EX);"
+        " print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        before = contents(folder)
+        with pytest.raises(RunError, match="another process is training"):
+            run(tiny_recipe(), folder, resume=True)
+        assert contents(folder) == before
+        other.kill()
+        other.wait()
+    assert isinstance(run(tiny_recipe(), folder, resume=True)[-1], Finished)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", range(1, 9))
+def test_a_disk_that_fails_at_any_writing_costs_nothing_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, number: int
+) -> None:
+    run(tiny_recipe(), tmp_path / "whole")
+    folder, left, real = tmp_path / "run", [call], os.fsync
+
+    def failing(handle: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(number, os.strerror(number))
+        real(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        try:
+            run(tiny_recipe(), folder)
+        except RunError as error:
+            assert "--resume" in str(error)
+            assert ("the disk is full" in str(error)) == (number != errno.EIO)
+    run(tiny_recipe(), folder, resume=True)
+    assert same(lasting(folder), lasting(tmp_path / "whole"))
+    assert not list(folder.glob(".*.beside"))
+
+
+def test_a_really_full_disk_is_survived(tmp_path: Path) -> None:
+    """On a file system of 200 KiB of its own, in a user namespace where the kernel lets us."""
+    small = tmp_path / "small"
+    small.mkdir()
+    script = Path(__file__).with_name("full_disk.py")
+    command = f"mount -t tmpfs -o size=200k none {small} && exec {sys.executable} {script} {small}"
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-Urm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs user namespaces, which are switched off here")
+    result = subprocess.run([unshare, "-Urm", "sh", "-c", command], capture_output=True, text=True, check=False)
+    if "mount:" in result.stderr:
+        pytest.skip(f"cannot mount a small file system here: {result.stderr.strip()}")
+    assert result.stdout.split() == ["full", "resumed"], result.stderr
+
+
+def test_checkpoints_come_by_epoch_and_by_minutes(tmp_path: Path) -> None:
+    assert list(saves(run(tiny_recipe(), tmp_path / "epochs"))) == [5, 10, 15]
+    assert list(saves(run(tiny_recipe(), tmp_path / "every other", checkpoint_epochs=2))) == [10, 15]
+    by_minutes = list(saves(run(tiny_recipe(), tmp_path / "minutes", checkpoint_minutes=0)))
+    assert by_minutes == list(range(1, 16))
+
+
+def test_config_of_knows_versions_and_machine() -> None:
+    config = config_of(tiny_recipe(), tiny_data(), 0)
+    assert {"hardware", "threads", "torch", "flatmin", "commit"} <= config.keys()
+    assert not run_folder.exists(Path("nowhere"))
+
+
+def test_going_on_elsewhere_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tiny_recipe(), tmp_path / "run", stop=after(3))
+    monkeypatch.setattr("torch.__version__", "9.9.9")
+    notes = [record.text for record in run(tiny_recipe(), tmp_path / "run", resume=True) if isinstance(record, Note)]
+    assert len(notes) == 1
+    assert "9.9.9 now" in notes[0]

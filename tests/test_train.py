@@ -1,0 +1,269 @@
+"""Training: it is the plain loop, it can be stopped anywhere and gone on with to the same bits, and it tells the truth."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+
+import flatmin
+from flatmin_lab import methods
+from flatmin_lab.data import Batches, Normalisation, augmentation
+from flatmin_lab.data.seeds import generator
+from flatmin_lab.learner import Learner, build_model
+from flatmin_lab.records import Epoch, Finished, Progress, RunError, Started, Stopped
+from flatmin_lab.train import train
+from small_runs import after, lasting, pictures, run, same, tiny_data, tiny_recipe
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"method": name} for name in methods.METHODS},
+    "amp, N = 2": {"method": "amp", "settings": {"epsilon": 0.1, "inner_iter": 2}},
+    "averaged": {"method": "amp", "ema": 0.9, "settings": {"epsilon": 0.1}},
+    "clipped": {"method": "erm", "clip_norm": 0.1, "schedule": "cosine", "warmup": 1.0},
+    "fp16": {"method": "amp", "precision": "fp16", "clip_norm": 1.0, "settings": {"epsilon": 0.1}},
+    "bf16": {"method": "dropout", "precision": "bf16", "channels_last": True, "schedule": "one_cycle"},
+    "noise": {"method": "mixup", "label_noise": 0.3, "augment": "vanilla"},
+    "validation": {"method": "erm", "validation": True, "schedule": "constant"},
+    "no momentum": {"method": "rmp", "momentum": 0.0, "nesterov": False},
+}
+
+
+def twin(recipe: Any, *, epsilon: float) -> dict[str, Tensor]:
+    """The loop that everyone writes, with torch's own optimizer and schedule: the weights after it."""
+    data = tiny_data()
+    normalise = Normalisation.of(data.train)
+    torch.manual_seed(generator("weights", 0).initial_seed())
+    model = build_model(recipe, data)
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    if epsilon:
+        optimizer = flatmin.AMP(optimizer, epsilon=epsilon, model=model)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 11], gamma=0.1)
+    batches = Batches(split=data.train, batch_size=10, normalise=normalise, augment=augmentation("none", data), seed=0)
+    for epoch in range(3):
+        for x, y in batches.epoch(epoch):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, everyone returns a tensor
+            schedule.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("method", "epsilon"), [("erm", 0.0), ("amp", 0.1)])
+def test_it_is_the_loop_that_everyone_writes(tmp_path: Path, method: str, epsilon: float) -> None:
+    """Bit for bit: SGD itself for ERM, AMP around it for AMP, torch's scheduler for the rate."""
+    recipe = tiny_recipe(method=method, settings={"epsilon": epsilon} if epsilon else {})
+    run(recipe, tmp_path / "run")
+    trained = lasting(tmp_path / "run")
+    for name, expected in twin(recipe, epsilon=epsilon).items():
+        assert torch.equal(trained[f"model.{name}"], expected), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path: Path, variant: str) -> None:
+    recipe = tiny_recipe(**VARIANTS[variant])
+    whole = run(recipe, tmp_path / "whole")
+    expected = lasting(tmp_path / "whole")
+    for first in (1, 4, 6, 8):
+        folder = tmp_path / f"stopped-{first}"
+        records = run(recipe, folder, stop=after(first))
+        assert isinstance(records[-1], Stopped)
+        while not isinstance(records[-1], Finished):
+            records = run(recipe, folder, resume=True, stop=after(5))
+        assert same(lasting(folder), expected)
+    assert isinstance(whole[-1], Finished)
+
+
+def test_stopped_while_it_measures_it_measures_again(tmp_path: Path) -> None:
+    """Asked in the first evaluation, five steps into it: all steps of the epoch are saved, its line is not."""
+    records = run(tiny_recipe(), tmp_path / "run", stop=after(5))
+    assert isinstance(records[-1], Stopped)
+    state = lasting(tmp_path / "run")["state"]
+    assert (state["epoch"], state["batch"], state["lines"]) == (0, 5, [])
+    run(tiny_recipe(), tmp_path / "whole")
+    run(tiny_recipe(), tmp_path / "run", resume=True)
+    assert same(lasting(tmp_path / "run"), lasting(tmp_path / "whole"))
+
+
+def test_when_checkpoints_are_taken_changes_nothing(tmp_path: Path) -> None:
+    recipe = tiny_recipe(method="mixup", ema=0.5)
+    run(recipe, tmp_path / "rare", checkpoint_epochs=99)
+    run(recipe, tmp_path / "often", checkpoint_minutes=0)
+    assert same(lasting(tmp_path / "rare"), lasting(tmp_path / "often"))
+
+
+def test_what_the_caller_draws_changes_nothing_and_is_not_changed(tmp_path: Path) -> None:
+    recipe = tiny_recipe(method="mixup")
+    run(recipe, tmp_path / "quiet")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    drawn = []
+    for record in train(recipe, tiny_data(), folder=tmp_path / "loud"):
+        if isinstance(record, Epoch):
+            drawn.append(torch.rand(()))
+    assert torch.equal(torch.stack(drawn), expected)
+    assert same(lasting(tmp_path / "quiet"), lasting(tmp_path / "loud"))
+
+
+def test_every_method_has_the_same_first_weights_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[Tensor]] = {}
+    real = Learner.step
+
+    def spying(self: Learner, x: Tensor, y: Tensor, lr: float) -> dict[str, Tensor]:
+        mine = seen.setdefault(self.recipe.method, [])
+        if not mine:
+            mine.extend(param.detach().clone() for param in self.model.parameters())
+        mine.extend([x.clone(), y.clone()])
+        return real(self, x, y, lr)
+
+    monkeypatch.setattr(Learner, "step", spying)
+    for method in methods.METHODS:
+        run(tiny_recipe(method=method, epochs=2, augment="vanilla", label_noise=0.2), seed=3)
+    reference = seen.pop("erm")
+    assert len(seen) == 7
+    for method, mine in seen.items():
+        assert all(torch.equal(a, b) for a, b in zip(reference, mine, strict=True)), method
+
+
+def test_another_seed_gives_other_weights_order_and_noise() -> None:
+    one, other = (run(tiny_recipe(label_noise=0.3), seed=seed)[-1] for seed in (0, 1))
+    assert isinstance(one, Finished)
+    assert isinstance(other, Finished)
+    assert one.result["test_nll"] != other.result["test_nll"]
+
+
+def test_the_headline_is_the_last_epoch_and_the_best_one_is_named_so() -> None:
+    records = run(tiny_recipe(epochs=4, lr=0.5))
+    lines = [record.numbers for record in records if isinstance(record, Epoch)]
+    result = records[-1].result if isinstance(records[-1], Finished) else {}
+    assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
+    assert result["test_error"] == lines[-1]["test_error"]
+    assert result["test_nll"] == lines[-1]["test_nll"]
+    assert result["best_test_epoch_error"] == min(line["test_error"] for line in lines)
+    assert lines[result["best_test_epoch"] - 1]["test_error"] == result["best_test_epoch_error"]
+    assert sum(result["reliability"]["number"]) == 30
+
+
+def test_a_tuning_run_never_looks_at_the_test_set() -> None:
+    """With another test set nothing changes."""
+    data = tiny_data()
+    results = []
+    for one in (data, replace(data, test=pictures(9, 7))):
+        last = list(train(tiny_recipe(validation=True), one))[-1]
+        assert isinstance(last, Finished)
+        results.append({k: v for k, v in last.result.items() if k not in ("seconds", "data_sha256")})
+    assert results[0] == results[1]
+    assert not any(key.startswith(("test", "best_test")) for key in results[0])
+    assert {"validation_error", "validation_nll", "validation_ece"} <= results[0].keys()
+
+
+def test_measurements_of_amp_are_in_every_line() -> None:
+    line = next(
+        record for record in run(tiny_recipe(method="amp", settings={"epsilon": 0.2})) if isinstance(record, Epoch)
+    )
+    assert line.numbers["sharpness"] > 0
+    assert 0 < line.numbers["delta_norm"] <= 0.2 * (1 + 1e-6)
+    assert line.numbers["skipped"] == 0
+
+
+def test_memorised_is_the_share_of_wrong_labels_that_the_network_repeats() -> None:
+    recipe = tiny_recipe(label_noise=0.25, epochs=60, model="mlp", model_settings={"side": 6}, weight_decay=0.0)
+    lines = [record.numbers for record in run(recipe) if isinstance(record, Epoch)]
+    assert lines[-1]["memorised"] > 0.9  # 11 of 44, learnt by heart in the end
+    assert lines[0]["memorised"] < 0.6
+    assert "memorised" not in run(tiny_recipe())[-1].result  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_loss_that_is_not_finite_stops_with_the_step_named(tmp_path: Path, folder: bool) -> None:
+    recipe = tiny_recipe(lr=1e30, warmup=1.0, epochs=2, schedule="constant")
+    place = tmp_path / "run" if folder else None
+    with pytest.raises(RunError, match=r"step \d+ .*--lr") as caught:
+        run(recipe, place, checkpoint_minutes=0)
+    if place is not None:
+        assert "checkpoint-" in str(caught.value)
+        kept = lasting(place)
+        assert all(t.isfinite().all() for t in kept.values() if isinstance(t, Tensor) and t.is_floating_point())
+
+
+def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An infinite gradient at a finite loss: the loss tells a step later, the checkpoint must not wait for it."""
+    real = Learner.step
+
+    def spoilt(self: Learner, x: Tensor, y: Tensor, lr: float) -> dict[str, Tensor]:
+        measured = real(self, x, y, lr)
+        with torch.no_grad():
+            next(self.model.parameters()).view(-1)[0] = math.inf
+        return measured
+
+    run(tiny_recipe(), tmp_path / "run", stop=after(2))
+    before = lasting(tmp_path / "run")
+    monkeypatch.setattr(Learner, "step", spoilt)
+    with pytest.raises(RunError, match="after step 3"):
+        run(tiny_recipe(), tmp_path / "run", resume=True, checkpoint_minutes=0)
+    assert same(lasting(tmp_path / "run"), before)
+
+
+def test_progress_comes_with_numbers_and_the_start_with_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatmin_lab.train.BREATH", 0.0)
+    records = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1))
+    assert isinstance(records[0], Started)
+    assert records[0].steps == 5
+    steps = [record for record in records if isinstance(record, Progress)]
+    assert [record.step for record in steps] == [1, 2, 3, 4, 5]
+    assert {"loss", "error", "sharpness", "delta_norm"} <= steps[0].numbers.keys()
+
+
+def test_the_averaged_weights_are_the_average() -> None:
+    """Against a loop by hand: ē ← d·ē + (1 − d)·θ after every step, starting at the first θ."""
+    data = tiny_data()
+    normalise = Normalisation.of(data.train)
+    learner = Learner(tiny_recipe(ema=0.8), data, normalise, seed=0, device=torch.device("cpu"))
+    expected = None
+    for x, y in Batches(split=data.train, batch_size=10, normalise=normalise).epoch(0):
+        learner.step(x, y, 0.1)
+        theta = [param.detach().double() for param in learner.model.parameters()]
+        expected = theta if expected is None else [0.8 * e + 0.2 * t for e, t in zip(expected, theta, strict=True)]
+    assert expected is not None
+    assert learner.average is not None
+    for ours, theirs in zip(learner.average.module.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_bounds_the_step_and_not_the_perturbation() -> None:
+    data = tiny_data()
+    normalise = Normalisation.of(data.train)
+    recipe = tiny_recipe(
+        method="amp", settings={"epsilon": 0.05}, clip_norm=1e-3, momentum=0.0, nesterov=False, weight_decay=0.0
+    )
+    learner = Learner(recipe, data, normalise, seed=0, device=torch.device("cpu"))
+    before = [param.detach().clone() for param in learner.model.parameters()]
+    x, y = next(Batches(split=data.train, batch_size=10, normalise=normalise).epoch(0))
+    measured = learner.step(x, y, 1.0)
+    moved = [a - b for a, b in zip(learner.model.parameters(), before, strict=True)]
+    assert torch.stack([m.norm() for m in moved]).norm().item() == pytest.approx(1e-3, rel=1e-3)
+    assert measured["delta_norm"].item() == pytest.approx(0.05)
+
+
+def test_compiled_training_learns_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("torch._inductor", reason="this torch has no compiler")
+    recipe = tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(suppress_errors=False), pytest.MonkeyPatch.context() as patch:
+        # the graph without the machine code, which needs a C++ compiler: those run on a GPU
+        patch.setattr(torch, "compile", lambda model, **_: torch._dynamo.optimize("aot_eager")(model))
+        compiled = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1, compile=True))[-1]
+    plain = run(recipe)[-1]
+    assert isinstance(compiled, Finished)
+    assert isinstance(plain, Finished)
+    assert compiled.result["test_nll"] == pytest.approx(plain.result["test_nll"], rel=1e-4)
