@@ -1,6 +1,7 @@
 """Error, NLL, Brier score and ECE: by brute force in float64, and against torchmetrics."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def ece_by_hand(logits: Tensor, labels: Tensor, bins: int) -> float:
     probability = logits.softmax(dim=1)
     edges = [float(torch.tensor(m / bins)) for m in range(bins + 1)]
     total = 0.0
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         inside = [
             (float(p.max()), int(p.argmax() == y))
             for p, y in zip(probability, labels, strict=True)

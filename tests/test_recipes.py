@@ -65,7 +65,7 @@ def test_differences_are_named_with_both_values() -> None:
     ids=str,
 )
 def test_a_wrong_value_is_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be|unknown"):
+    with pytest.raises(ValueError, match=r"must be|unknown"):
         Recipe(data="digits", model="convnet", **wrong)
 
 

@@ -1,4 +1,4 @@
-"""Training: it is the plain loop, it can be stopped anywhere and gone on with to the same bits, and it tells the truth."""
+"""Training is the plain loop, can be stopped anywhere and gone on with to the same bits, and tells the truth."""
 
 import math
 from dataclasses import replace
@@ -107,10 +107,8 @@ def test_what_the_caller_draws_changes_nothing_and_is_not_changed(tmp_path: Path
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    drawn = []
-    for record in train(recipe, tiny_data(), folder=tmp_path / "loud"):
-        if isinstance(record, Epoch):
-            drawn.append(torch.rand(()))
+    records = train(recipe, tiny_data(), folder=tmp_path / "loud")
+    drawn = [torch.rand(()) for record in records if isinstance(record, Epoch)]
     assert torch.equal(torch.stack(drawn), expected)
     assert same(lasting(tmp_path / "quiet"), lasting(tmp_path / "loud"))
 

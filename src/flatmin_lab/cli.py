@@ -37,8 +37,11 @@ app = typer.Typer(
 )
 
 
-def option(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, show_default=False, **more)
+def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=False, rich_help_panel=panel, **more)
+
+
+TRAINING, METHOD, SPEED, SAVING = "The training", "The method", "Device and speed", "Checkpoints"
 
 
 Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
@@ -113,35 +116,60 @@ def train(
     size: Size = None,
     out: Annotated[Path | None, option("The run's folder; else runs/DATA-MODEL-METHOD-SEED.")] = None,
     resume: Annotated[bool, option("Go on with the run in --out, if it was begun.", "--resume")] = False,
-    epochs: Annotated[int | None, option("How often the training set is seen (the paper: 200).")] = None,
-    batch_size: Annotated[int | None, option("Pictures a step (the paper: 50).")] = None,
-    lr: Annotated[float | None, option("The top learning rate (the paper: 0.1).")] = None,
-    momentum: Annotated[float | None, option("SGD's momentum, Nesterov's (the paper's code: 0.9).")] = None,
-    weight_decay: Annotated[float | None, option("The paper: 1e-4.")] = None,
-    schedule: Annotated[str | None, option(f"{', '.join(SCHEDULES)} (the paper: multi_step).")] = None,
-    milestones: Annotated[str | None, option("For multi_step: shares of the training, 0.5,0.75.")] = None,
-    warmup: Annotated[float | None, option("Epochs of a linear warm-up.")] = None,
-    augment: Annotated[str | None, option(f"{', '.join(KINDS)} (the paper: vanilla).")] = None,
-    epsilon: Annotated[float | None, option("ε: the radius of AMP, RMP and adversarial training.")] = None,
-    inner_lr: Annotated[float | None, option("ζ: AMP's rate of ascent.")] = None,
-    inner_iter: Annotated[int | None, option("N: AMP's steps of ascent.")] = None,
-    ball: Annotated[str | None, option("What ε bounds: global, group or tensor.")] = None,
-    norm: Annotated[str | None, option("l2 or linf.")] = None,
-    settings: Annotated[list[str] | None, option("Another setting of the method: smoothing=0.1.", "--set")] = None,
-    clip_norm: Annotated[float | None, option("Clip the norm of the gradient that the step takes.")] = None,
-    ema: Annotated[float | None, option("Decay of a running average of the weights, measured beside them.")] = None,
-    label_noise: Annotated[float | None, option("Share of the training labels replaced by a wrong one.")] = None,
-    validation: Annotated[
-        bool | None, option("For tuning: hold out a tenth, and measure on it instead of the test set.", "--validation")
+    epochs: Annotated[
+        int | None, option("How often the training set is seen (the paper: 200).", panel=TRAINING)
     ] = None,
-    seed: Annotated[int | None, option("First weights, order and noise; else 0.")] = None,
+    batch_size: Annotated[int | None, option("Pictures a step (the paper: 50).", panel=TRAINING)] = None,
+    lr: Annotated[float | None, option("The top learning rate (the paper: 0.1).", panel=TRAINING)] = None,
+    momentum: Annotated[
+        float | None, option("SGD's momentum, Nesterov's (the paper's code: 0.9).", panel=TRAINING)
+    ] = None,
+    weight_decay: Annotated[float | None, option("The paper: 1e-4.", panel=TRAINING)] = None,
+    schedule: Annotated[str | None, option(f"{', '.join(SCHEDULES)} (the paper: multi_step).", panel=TRAINING)] = None,
+    milestones: Annotated[
+        str | None, option("For multi_step: shares of the training, 0.5,0.75.", panel=TRAINING)
+    ] = None,
+    warmup: Annotated[float | None, option("Epochs of a linear warm-up.", panel=TRAINING)] = None,
+    augment: Annotated[str | None, option(f"{', '.join(KINDS)} (the paper: vanilla).", panel=TRAINING)] = None,
+    epsilon: Annotated[
+        float | None, option("ε: the radius of AMP, RMP and adversarial training.", panel=METHOD)
+    ] = None,
+    inner_lr: Annotated[float | None, option("ζ: AMP's rate of ascent.", panel=METHOD)] = None,
+    inner_iter: Annotated[int | None, option("N: AMP's steps of ascent.", panel=METHOD)] = None,
+    ball: Annotated[str | None, option("What ε bounds: global, group or tensor.", panel=METHOD)] = None,
+    norm: Annotated[str | None, option("l2 or linf.", panel=METHOD)] = None,
+    settings: Annotated[
+        list[str] | None, option("Another setting of the method: smoothing=0.1.", "--set", panel=METHOD)
+    ] = None,
+    clip_norm: Annotated[
+        float | None, option("Clip the norm of the gradient that the step takes.", panel=TRAINING)
+    ] = None,
+    ema: Annotated[
+        float | None, option("Decay of a running average of the weights, measured beside them.", panel=TRAINING)
+    ] = None,
+    label_noise: Annotated[
+        float | None, option("Share of the training labels replaced by a wrong one.", panel=TRAINING)
+    ] = None,
+    validation: Annotated[
+        bool | None,
+        option(
+            "For tuning: hold out a tenth, and measure on it instead of the test set.", "--validation", panel=TRAINING
+        ),
+    ] = None,
+    seed: Annotated[int | None, option("First weights, order and noise; else 0.", panel=TRAINING)] = None,
     device: Device = None,
-    precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else fp32.")] = None,
-    channels_last: Annotated[bool | None, option("Pictures as NHWC in memory.", "--channels-last")] = None,
-    compile_: Annotated[bool | None, option("Use torch.compile.", "--compile")] = None,
-    deterministic: Annotated[bool | None, option("The same bits every time on CUDA too.", "--deterministic")] = None,
-    checkpoint_epochs: Annotated[int, typer.Option(help="A checkpoint every so many epochs …", min=1)] = 1,
-    checkpoint_minutes: Annotated[float, typer.Option(help="… and every so many minutes.", min=0)] = 10.0,
+    precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else fp32.", panel=SPEED)] = None,
+    channels_last: Annotated[bool | None, option("Pictures as NHWC in memory.", "--channels-last", panel=SPEED)] = None,
+    compile_: Annotated[bool | None, option("Use torch.compile.", "--compile", panel=SPEED)] = None,
+    deterministic: Annotated[
+        bool | None, option("The same bits every time on CUDA too.", "--deterministic", panel=SPEED)
+    ] = None,
+    checkpoint_epochs: Annotated[
+        int, typer.Option(help="A checkpoint every so many epochs …", min=1, rich_help_panel=SAVING)
+    ] = 1,
+    checkpoint_minutes: Annotated[
+        float, typer.Option(help="… and every so many minutes.", min=0, rich_help_panel=SAVING)
+    ] = 10.0,
     debug: Debug = False,
 ) -> None:
     """Train a model after the paper's protocol; kill it when you like, and go on with --resume."""

@@ -141,15 +141,15 @@ def open_(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
 
 
 def _begun(path: Path, config: Mapping[str, Any]) -> RunFolder:
-    """A new run in a folder that is not there yet, or empty."""
+    """A new run in a folder that is not there yet, or empty, or of a run that left nothing."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
-    if (path / "config.json").exists():
+    if not _has_nothing_to_lose(path):
         raise FileExistsError(
             f"{path} holds a run already{_how_far(path)}; go on with --resume, or choose another folder with --out"
         )
     foreign = [entry.name for entry in path.iterdir() if not _left_behind(entry)] if path.exists() else []
-    if foreign:
+    if foreign and not exists(path):
         raise FileExistsError(
             f"a run needs a folder of its own, and {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
         )
@@ -213,6 +213,14 @@ def _hold(path: Path) -> IO[bytes]:
         held.close()
         raise RunError(str(error)) from error
     return held
+
+
+def _has_nothing_to_lose(path: Path) -> bool:
+    """No run, or one that ended before its first epoch and checkpoint: of wrong flags, or killed at once."""
+    if not exists(path):
+        return True
+    measured = (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").stat().st_size > 0
+    return not (measured or (path / "result.json").exists() or any(path.glob("checkpoint-*")))
 
 
 def _left_behind(entry: Path) -> bool:

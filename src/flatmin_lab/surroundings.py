@@ -46,7 +46,7 @@ class Surroundings:
 
 @contextmanager
 def _switched(deterministic: bool) -> Iterator[None]:
-    """Deterministic algorithms where asked for; else cuDNN may choose the fastest. Who asked for them before has them."""
+    """Deterministic algorithms where asked for, here or before; else cuDNN may choose the fastest ones."""
     before = torch.are_deterministic_algorithms_enabled()
     warn, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark
     switch = deterministic and (warn or not before)

@@ -70,7 +70,9 @@ class Batches:
 
     def at(self, index: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The batch of these pictures with these random numbers: device work alone, of a shape that `index` fixes."""
-        x = self.augment(self.split.x[index], u)
+        x = self.split.x[index]
+        if self.split.pictures:  # points have no augmentation
+            x = self.augment(x, u)
         return self.normalise(x, dtype=self.dtype), self.split.y[index]
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,264 @@
+"""The command: what it does with good requests, and what bad ones get."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flatmin_lab import checkpoint
+from flatmin_lab.cli import app
+from flatmin_lab.methods import METHODS
+
+FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300"]
+
+
+def flatmin(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert flatmin(*FAST, "--out", folder, "--ema", 0.5).exit_code == 0
+    return folder
+
+
+def test_training_on_digits_just_works(tmp_path: Path) -> None:
+    result = flatmin("train", "--method", "amp", "--data", "digits", "--out", tmp_path / "run", "--epochs", 2)
+    assert result.exit_code == 0, result.output
+    assert "epoch 1/2" in result.stderr
+    assert "sharpness" in result.stderr
+    assert "‖Δ‖" in result.stderr
+    assert "test, last epoch" in result.stdout
+    assert "chosen with the test labels" in result.stdout
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    assert config["model"] == "convnet"
+    assert config["settings"] == {"epsilon": 0.3, "inner_lr": 1.0}
+
+
+def test_points_can_be_trained_too(tmp_path: Path) -> None:
+    result = flatmin("train", "--data", "spiral", "--epochs", 2, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_can_be_trained(tmp_path: Path, method: str) -> None:
+    result = flatmin(*FAST, "--method", method, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["method"] == method
+
+
+def test_flags_change_the_recipe(tmp_path: Path) -> None:
+    flags = "--lr 0.05 --momentum 0 --weight-decay 0 --schedule cosine --warmup 0.5 --augment cutout --epsilon 0.2"
+    flags += " --inner-lr 2 --inner-iter 2 --ball tensor --norm l2 --clip-norm 5 --ema 0.9 --label-noise 0.1"
+    flags += " --validation --seed 7 --precision bf16 --channels-last --model mlp --device cpu"
+    result = flatmin(*FAST, *flags.split(), "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    recipe = config["recipe"]
+    assert recipe["settings"] == {"epsilon": 0.2, "inner_lr": 2.0, "inner_iter": 2, "ball": "tensor", "norm": "l2"}
+    expected = {"lr": 0.05, "momentum": 0.0, "nesterov": False, "schedule": "cosine", "augment": "cutout", "ema": 0.9}
+    expected |= {"label_noise": 0.1, "validation": True, "precision": "bf16", "channels_last": True, "model": "mlp"}
+    assert expected.items() <= recipe.items()
+    assert config["seed"] == 7
+    assert "validation, last epoch" in result.stdout
+
+
+def test_other_settings_of_a_method_and_milestones(tmp_path: Path) -> None:
+    more = ["--method", "label_smoothing", "--set", "smoothing=0.05", "--set", "over=others", "--milestones", "0.2,0.9"]
+    result = flatmin(*FAST, *more, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    assert recipe["settings"] == {"smoothing": 0.05, "over": "others"}
+    assert recipe["milestones"] == [0.2, 0.9]
+
+
+def test_without_out_the_folder_is_named_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert flatmin(*FAST, "--method", "erm", "--seed", 3).exit_code == 0
+    assert (tmp_path / "runs" / "digits-convnet-erm-3" / "result.json").exists()
+    again = flatmin(*FAST, "--method", "erm", "--seed", 3)
+    assert again.exit_code == 2
+    assert "--resume" in again.stderr
+
+
+def test_resume_needs_nothing_but_the_folder(trained: Path) -> None:
+    before = (trained / "result.json").read_bytes()
+    (trained / "result.json").unlink()
+    result = flatmin("train", "--out", trained, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "going on after step 5 of 5" in result.stderr
+    after = json.loads((trained / "result.json").read_text())
+    apart = {"seconds": 0, "threads": 0}
+    assert {**after, **apart} == {**json.loads(before), **apart}
+    finished = flatmin("train", "--out", trained, "--resume", "--data", "digits", "--epochs", 1)
+    assert finished.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "sam"], "unknown method 'sam'; choose from erm"),
+        (["--model", "resnet"], "unknown model 'resnet'"),
+        (["--data", "mnist"], "unknown data set 'mnist'"),
+        (["--data", "cifar10", "--data-dir", "nowhere"], "was not found"),
+        (["--device", "tpu"], "device 'tpu'"),
+        (["--device", "cuda:7"], "no device 'cuda:7' here"),
+        (["--precision", "fp8"], "unknown precision 'fp8'"),
+        (["--schedule", "linear"], "unknown schedule 'linear'"),
+        (["--epochs", "0"], "epochs must be"),
+        (["--epochs", "many"], "--epochs"),
+        (["--batch-size", "100000"], "the batch size must be from 1 to the 1438"),
+        (["--lr", "-1"], "lr must be above 0"),
+        (["--method", "erm", "--epsilon", "0.1"], "erm takes no settings, got epsilon"),
+        (["--method", "rmp", "--inner-iter", "2"], "got inner_iter"),
+        (["--method", "amp", "--epsilon", "-1"], "epsilon must be a finite number of at least 0, got -1.0"),
+        (["--method", "amp", "--ball", "cube"], "cube"),
+        (["--schedule", "one_cycle", "--warmup", "0.5"], "warmup must be 0 with one_cycle"),
+        (["--milestones", "half"], "'half'"),
+        (["--set", "smoothing"], "KEY=VALUE"),
+        (["--data", "spiral", "--augment", "vanilla"], "pictures"),
+        (["--data", "spiral", "--method", "adversarial"], "bounds"),
+        (["--nonsense"], "nonsense"),
+        (["--checkpoint-epochs", "0"], "checkpoint-epochs"),
+    ],
+    ids=str,
+)
+def test_a_request_that_makes_no_sense_gets_one_message_and_code_2(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    given = [argument for pair in zip(FAST[1::2], FAST[2::2], strict=True) for argument in pair]
+    result = flatmin("train", *given, *arguments, "--out", tmp_path / "run")
+    assert result.exit_code == 2, result.output
+    assert message in words(result.stderr)
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "run" / "checkpoint-00000005.safetensors").exists()
+
+
+def test_a_recipe_that_differs_from_the_folder_s_is_refused(trained: Path) -> None:
+    result = flatmin("train", "--out", trained, "--resume", "--lr", 0.3, "--seed", 5)
+    assert result.exit_code == 2
+    assert "lr is 0.1 there and 0.3 here" in words(result.stderr)
+    assert "seed is 0 there and 5 here" in words(result.stderr)
+
+
+def test_resume_of_nothing_says_so(tmp_path: Path) -> None:
+    result = flatmin("train", "--out", tmp_path / "none", "--resume")
+    assert result.exit_code == 2
+    assert "holds no run to go on with" in words(result.stderr)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_loss_that_is_not_finite_is_a_failed_run(tmp_path: Path) -> None:
+    result = flatmin(*FAST, "--method", "erm", "--lr", "1e30", "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert re.search(r"the loss of step \d+ \(epoch 1\) is (nan|inf)", words(result.stderr))
+    assert "Traceback" not in result.output
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = flatmin(*FAST, "--method", "sam", "--out", tmp_path / "run", "--debug")
+    assert isinstance(result.exception, ValueError)
+
+
+def test_an_error_nobody_thought_of_is_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("flatmin_lab.cli.training", broken)
+    result = flatmin(*FAST, "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "ZeroDivisionError: division by zero (run it again with --debug to see where)" in words(result.stderr)
+
+
+def test_evaluate_gives_the_numbers_of_the_last_epoch(trained: Path) -> None:
+    result = json.loads((trained / "result.json").read_text())
+    for what in (trained, checkpoint.listed(trained)[0]):
+        found = json.loads(flatmin("evaluate", what, "--json").stdout)
+        assert found["split"] == "test"
+        assert found["pictures"] == 359
+        assert (found["error"], found["nll"], found["ece"]) == tuple(
+            result[f"test_{name}"] for name in ("error", "nll", "ece")
+        )
+    averaged = json.loads(flatmin("evaluate", trained, "--averaged", "--json").stdout)
+    assert averaged["nll"] == result["average_test_nll"]
+    table = flatmin("evaluate", trained)
+    assert "ECE, 15 bins" in table.stdout
+
+
+def test_evaluate_says_what_is_wrong(tmp_path: Path, trained: Path) -> None:
+    missing = flatmin("evaluate", tmp_path / "none")
+    assert missing.exit_code == 2
+    assert "is not there" in words(missing.stderr)
+    empty = flatmin("evaluate", tmp_path)
+    assert empty.exit_code == 2
+    assert "no config.json" in words(empty.stderr)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_bytes((trained / "config.json").read_bytes())
+    assert "no checkpoint yet" in words(flatmin("evaluate", copy).stderr)
+    newest = checkpoint.listed(trained)[0]
+    (copy / newest.name).write_bytes(newest.read_bytes()[:-9])
+    torn = flatmin("evaluate", copy)
+    assert torn.exit_code == 1
+    assert "not a whole checkpoint" in words(torn.stderr)
+
+
+def test_evaluate_without_an_average_says_so(tmp_path: Path) -> None:
+    flatmin(*FAST, "--out", tmp_path / "run")
+    result = flatmin("evaluate", tmp_path / "run", "--averaged")
+    assert result.exit_code == 2
+    assert "without --ema" in words(result.stderr)
+
+
+def test_doctor_finds_everything_and_the_law_holds(tmp_path: Path) -> None:
+    result = flatmin("doctor", "--data-dir", tmp_path, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    text = words(result.stdout)
+    assert torch.__version__ in text
+    assert "ε = 0 is the optimizer itself, bit for bit yes" in text
+    assert "cifar10 not in" in text
+    assert "digits 1438 and 359 pictures of 1 × 8 × 8" in text
+
+
+def test_doctor_examines_a_model_of_the_user_s_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def build():\n    return nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Dropout(0.5), nn.Linear(5, 3))\n"
+        "def words():\n    return 'a model'\n"
+        "class Noisy(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(12, 3)\n"
+        "    def forward(self, x):\n        import time\n"
+        "        return self.layer(x.flatten(1)) * (time.perf_counter_ns() % 1000)\n"
+    )
+    good = flatmin("doctor", "--model", f"{file}:build", "--shape", "3,2,2", "--data-dir", tmp_path, "--device", "cpu")
+    assert good.exit_code == 0, good.output
+    assert "bit for bit yes" in words(good.stdout)
+    bad = flatmin("doctor", "--model", f"{file}:Noisy", "--shape", "3,2,2", "--data-dir", tmp_path, "--device", "cpu")
+    assert bad.exit_code == 1
+    assert "bit for bit NO" in words(bad.stdout)
+    for model, message in (
+        (f"{file}:words", "must make a torch.nn.Module, got str"),
+        (f"{file}:none", "no function or class 'none'"),
+        (f"{tmp_path}/none.py:build", "is not there"),
+        ("resnet", "unknown model 'resnet'"),
+    ):
+        wrong = flatmin("doctor", "--model", model, "--data-dir", tmp_path)
+        assert wrong.exit_code == 2, wrong.output
+        assert message in words(wrong.stderr)
+
+
+def test_help_and_version() -> None:
+    for command in ("demo", "train", "evaluate", "doctor"):
+        assert flatmin(command, "--help").exit_code == 0
+        assert command in flatmin("--help").stdout
+    assert "flatmin 0.1" in flatmin("--version").stdout

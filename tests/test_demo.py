@@ -1,0 +1,133 @@
+"""The demo: all eight methods, a table, a page that says what is true, and the numbers behind it."""
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flatmin_lab import demo
+from flatmin_lab.data import load
+from flatmin_lab.methods import METHODS
+from flatmin_lab.recipes import suited
+from flatmin_lab.records import Finished, RunError
+from flatmin_lab.report.demo_page import NAMES, demo_page, in_words, pooled
+from flatmin_lab.runs import Job, side_by_side
+from flatmin_lab.train import train
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo")
+    return demo.run(out, seeds=2, noise=0.2, epochs=2, workers=2, console=Console(stderr=True))
+
+
+def numbers(page: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((page.parent / "demo.json").read_text())
+    return found
+
+
+def text_of(page: str) -> str:
+    """What a reader sees."""
+    page = re.sub(r"<(style|svg).*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).replace("\u00a0", " ").split())
+
+
+def test_every_method_is_in_the_page_with_its_numbers(page: Path) -> None:
+    shown = text_of(page.read_text())
+    runs = numbers(page)["runs"]
+    assert len(runs) == 2 * len(METHODS)
+    for method in METHODS:
+        own = [run for run in runs if run["method"] == method]
+        assert [run["seed"] for run in own] == [0, 1]
+        assert NAMES[method] in shown
+        mean = 100 * sum(run["test_error"] for run in own) / 2
+        assert f"{mean:.1f} ±" in shown
+
+
+def test_the_page_says_plainly_what_was_done_to_the_labels(page: Path) -> None:
+    shown = text_of(page.read_text())
+    assert "20 % of the training labels were replaced at random by a wrong one" in shown
+    assert "test digits are true" in shown
+    assert "2 seeds (0 to 1, not chosen)" in shown
+    assert "flatmin demo --noise 0" in shown
+
+
+def test_the_page_is_one_file_without_scripts_and_well_formed(page: Path) -> None:
+    text = page.read_text()
+    assert not re.search(r"(src|href)=[\"'](?!#)", text)
+    assert "<script" not in text
+    assert text.count("<svg") == 2
+    assert "#010203" not in text
+
+    class Balanced(HTMLParser):
+        open: list[str]
+
+        def handle_starttag(self, tag: str, attrs: Any) -> None:
+            if tag not in ("meta", "br", "path", "use", "rect", "line", "circle"):
+                self.open.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag in self.open:
+                assert self.open.pop() == tag
+
+    parser = Balanced()
+    parser.open = []
+    parser.feed(text)
+    assert parser.open == []
+
+
+def test_a_demo_training_is_the_training_alone(page: Path) -> None:
+    """In a worker beside others or by itself: the same numbers."""
+    digits = load("digits")
+    recipe = suited("digits", digits, method="mixup", label_noise=0.2, epochs=2)
+    alone = list(train(recipe, digits, seed=1))[-1]
+    assert isinstance(alone, Finished)
+    (beside,) = [run for run in numbers(page)["runs"] if (run["method"], run["seed"]) == ("mixup", 1)]
+    assert beside["test_error"] == pytest.approx(alone.result["test_error"], abs=0.01)
+    assert beside["test_nll"] == pytest.approx(alone.result["test_nll"], rel=1e-3)  # here with more threads
+
+
+def test_the_sentence_follows_the_numbers() -> None:
+    def runs(**errors: float) -> dict[str, list[dict[str, float]]]:
+        return {method: [{"test_error": errors.get(method, 0.05), "memorised": 0.5}] for method in (*METHODS,)}
+
+    noisy = {"noise": 0.2, "test": 359}
+    assert "AMP 1.0\u00a0%; the lowest of the eight" in in_words(noisy, runs(amp=0.01))
+    assert "the lowest is MixUp's, 0.5\u00a0%" in in_words(noisy, runs(amp=0.01, mixup=0.005))
+    clean = in_words({"noise": 0, "test": 359}, runs(flooding=0.06, erm=0.01))
+    assert "between 1.00\u00a0% (ERM) and 6.00\u00a0% (flooding)" in clean
+
+
+def test_without_noise_the_page_says_so(page: Path) -> None:
+    clean = {**numbers(page), "noise": 0.0}
+    for run in clean["runs"]:
+        run.pop("memorised")
+    shown = text_of(demo_page(clean))
+    assert "true labels" in shown
+    assert "learnt, %" not in shown
+
+
+def test_bins_of_several_seeds_are_pooled_by_their_answers() -> None:
+    one = {"number": [1, 0], "accuracy": [1.0, 0.0], "confidence": [0.4, 0.0]}
+    other = {"number": [3, 2], "accuracy": [0.0, 0.5], "confidence": [0.2, 0.9]}
+    both = pooled([{"reliability": one}, {"reliability": other}])
+    assert both == {"number": [4.0, 2.0], "accuracy": [0.25, 0.5], "confidence": pytest.approx([0.25, 0.9])}
+
+
+def test_a_worker_that_fails_ends_the_demo_with_its_reason() -> None:
+    recipe = suited("digits", load("digits"), batch_size=5000)
+    with pytest.raises(RunError, match="the batch size must be"):
+        list(side_by_side([Job(recipe, 0), Job(recipe, 1)], workers=1))
+
+
+@pytest.mark.parametrize("wrong", [{"seeds": 0}, {"epochs": 0}, {"workers": -1}, {"noise": 1.5}])
+def test_a_wrong_argument_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    arguments = {"seeds": 1, "noise": 0.2, "epochs": 1, "workers": 1, **wrong}
+    with pytest.raises(ValueError, match="must be"):
+        demo.run(tmp_path, console=Console(stderr=True), **arguments)
+    assert not list(tmp_path.glob("*.html"))
