@@ -13,7 +13,7 @@ from flatmin_lab import checkpoint
 from flatmin_lab.cli import app
 from flatmin_lab.methods import METHODS
 
-FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300"]
+FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
 
 
 def flatmin(*arguments: object) -> Any:
@@ -59,7 +59,7 @@ def test_every_method_can_be_trained(tmp_path: Path, method: str) -> None:
 def test_flags_change_the_recipe(tmp_path: Path) -> None:
     flags = "--lr 0.05 --momentum 0 --weight-decay 0 --schedule cosine --warmup 0.5 --augment cutout --epsilon 0.2"
     flags += " --inner-lr 2 --inner-iter 2 --ball tensor --norm l2 --clip-norm 5 --ema 0.9 --label-noise 0.1"
-    flags += " --validation --seed 7 --precision bf16 --channels-last --model mlp --device cpu"
+    flags += " --validation --seed 7 --precision bf16 --channels-last --model mlp"
     result = flatmin(*FAST, *flags.split(), "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -93,7 +93,7 @@ def test_without_out_the_folder_is_named_after_the_run(tmp_path: Path, monkeypat
 def test_resume_needs_nothing_but_the_folder(trained: Path) -> None:
     before = (trained / "result.json").read_bytes()
     (trained / "result.json").unlink()
-    result = flatmin("train", "--out", trained, "--resume")
+    result = flatmin("train", "--out", trained, "--resume", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "going on after step 5 of 5" in result.stderr
     after = json.loads((trained / "result.json").read_text())
@@ -182,13 +182,13 @@ def test_an_error_nobody_thought_of_is_one_line_too(tmp_path: Path, monkeypatch:
 def test_evaluate_gives_the_numbers_of_the_last_epoch(trained: Path) -> None:
     result = json.loads((trained / "result.json").read_text())
     for what in (trained, checkpoint.listed(trained)[0]):
-        found = json.loads(flatmin("evaluate", what, "--json").stdout)
+        found = json.loads(flatmin("evaluate", what, "--json", "--device", "cpu").stdout)
         assert found["split"] == "test"
         assert found["pictures"] == 359
         assert (found["error"], found["nll"], found["ece"]) == tuple(
             result[f"test_{name}"] for name in ("error", "nll", "ece")
         )
-    averaged = json.loads(flatmin("evaluate", trained, "--averaged", "--json").stdout)
+    averaged = json.loads(flatmin("evaluate", trained, "--averaged", "--json", "--device", "cpu").stdout)
     assert averaged["nll"] == result["average_test_nll"]
     table = flatmin("evaluate", trained)
     assert "ECE, 15 bins" in table.stdout

@@ -1,8 +1,7 @@
 """The laboratory on a GPU: the same pictures as on the CPU, inside a CUDA graph, and every pair in full size."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from flatmin_lab.models import MODELS
 from official_files import made
 from pictures import various
 from test_methods import losses_of
+from waiting import without_sync
 
 pytestmark = pytest.mark.cuda
 kinds = pytest.mark.parametrize("kind", get_args(Kind))
@@ -35,19 +35,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def without_sync(work: Callable[[], Any]) -> Any:
-    """Raises where the work makes the host wait for the device."""
-    work()  # tables are made and copied once
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "synchronization debug mode is a prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return work()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @kinds

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,13 +254,14 @@ def test_clipping_bounds_the_step_and_not_the_perturbation() -> None:
     assert measured["delta_norm"].item() == pytest.approx(0.05)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
 def test_compiled_training_learns_the_same(tmp_path: Path) -> None:
     pytest.importorskip("torch._inductor", reason="this torch has no compiler")
     recipe = tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(suppress_errors=False), pytest.MonkeyPatch.context() as patch:
         # the graph without the machine code, which needs a C++ compiler: those run on a GPU
-        patch.setattr(torch, "compile", lambda model, **_: torch._dynamo.optimize("aot_eager")(model))
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         compiled = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1, compile=True))[-1]
     plain = run(recipe)[-1]
     assert isinstance(compiled, Finished)

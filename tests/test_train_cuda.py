@@ -14,6 +14,7 @@ from flatmin_lab.recipes import Recipe
 from flatmin_lab.records import Finished, Stopped
 from flatmin_lab.train import train
 from small_runs import after, lasting, run, same, tiny_data, tiny_recipe
+from waiting import without_sync
 
 pytestmark = pytest.mark.cuda
 
@@ -100,15 +101,11 @@ def test_the_host_never_waits_within_a_step(method: str, precision: Any) -> None
     x, y = next(batches.epoch(0))
     for _ in range(3):
         learner.step(x, y, 0.1)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        measured = learner.step(x, y, 0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    measured = without_sync(lambda: learner.step(x, y, 0.1))
     assert all(isinstance(value, Tensor) and value.is_cuda for value in measured.values())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
 def test_compiled_training_learns_the_same() -> None:
     recipe = Recipe(
         data="photographs",

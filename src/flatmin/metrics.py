@@ -70,13 +70,13 @@ def reliability(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Reliabilit
     confidence, answer = _wide(logits).softmax(dim=1).max(dim=1)
     edges = torch.arange(1, bins, device=logits.device, dtype=confidence.dtype) / bins
     bin_of = torch.bucketize(confidence, edges)  # confidence ≤ edge: closed on the right
-    count = torch.bincount(bin_of, minlength=bins)
-    per = count.clamp(min=1)
+    member = bin_of == torch.arange(bins, device=logits.device)[:, None]  # (M, N); sums of it have one order everywhere
+    number = member.sum(dim=1)
 
     def mean(values: Tensor) -> Tensor:
-        return torch.zeros(bins, device=logits.device, dtype=values.dtype).index_add_(0, bin_of, values) / per
+        return torch.where(member, values, 0).sum(dim=1) / number.clamp(min=1)
 
-    return Reliability(count, mean(confidence), mean((answer == labels).to(confidence.dtype)))
+    return Reliability(number, mean(confidence), mean((answer == labels).to(confidence.dtype)))
 
 
 def ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
