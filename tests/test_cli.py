@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from flatmin_lab import checkpoint
@@ -148,6 +150,46 @@ def test_a_recipe_that_differs_from_the_folder_s_is_refused(trained: Path) -> No
     assert result.exit_code == 2
     assert "lr is 0.1 there and 0.3 here" in words(result.stderr)
     assert "seed is 0 there and 5 here" in words(result.stderr)
+
+
+def test_files_of_one_s_own_may_move(tmp_path: Path) -> None:
+    """They are known by their content: the same files elsewhere will do, others will not."""
+    generator = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "x_train": generator.integers(0, 256, (40, 8, 8), dtype=np.uint8),
+        "y_train": np.arange(40) % 3,
+    }
+    arrays |= {"x_test": arrays["x_train"][:9], "y_test": arrays["y_train"][:9]}
+    here, there = tmp_path / "here.npz", tmp_path / "there.npz"
+    np.savez(here, allow_pickle=False, **arrays)
+    run = ["--out", tmp_path / "run", "--device", "cpu"]
+    begun = flatmin("train", "--data", here, "--epochs", 1, "--batch-size", 10, *run)
+    assert begun.exit_code == 0, begun.output
+    here.rename(there)
+    lost = flatmin("evaluate", tmp_path / "run")
+    assert lost.exit_code == 2
+    assert "here.npz" in words(lost.stderr)
+    assert flatmin("evaluate", tmp_path / "run", "--data", there).exit_code == 0
+    assert flatmin("train", *run, "--resume", "--data", there).exit_code == 0
+    np.savez(here, allow_pickle=False, **{**arrays, "y_test": arrays["y_test"][::-1]})
+    for command in (["evaluate", tmp_path / "run"], ["train", *run, "--resume"]):
+        other = flatmin(*command)
+        assert other.exit_code == 2
+        assert "SHA-256" in words(other.stderr)
+
+
+def test_pictures_of_a_folder_keep_their_size(tmp_path: Path) -> None:
+    for which in ("train", "test"):
+        for label, grey in (("dark", 20), ("light", 200)):
+            (tmp_path / which / label).mkdir(parents=True)
+            for number in range(4):
+                Image.new("L", (10 + number, 9), grey + number).save(tmp_path / which / label / f"{number}.png")
+    result = flatmin(
+        "train", "--data", tmp_path, "--size", 8, 8, "--epochs", 1, "--batch-size", 4, "--out", tmp_path / "run"
+    )
+    assert result.exit_code == 0, result.output
+    assert flatmin("evaluate", tmp_path / "run").exit_code == 0
+    assert flatmin("train", "--out", tmp_path / "run", "--resume").exit_code == 0
 
 
 def test_resume_of_nothing_says_so(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import nn
 
 import flatmin
+from flatmin_lab.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,6 +66,15 @@ def test_there_are_snippets_and_pictures() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_command_has_the_subcommands_and_flags_that_are_named(page: Path) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for line in re.findall(r"^flatmin (.+)$", page.read_text(), re.MULTILINE):
+        name, *words = line.partition("#")[0].split()
+        known = {option for param in commands[name].params for option in param.opts}
+        assert {word for word in words if word.startswith("--")} <= known, line
 
 
 def test_the_readme_names_commands_that_exist() -> None:

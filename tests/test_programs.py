@@ -1,4 +1,4 @@
-"""The demo and the benchmarks run from the command line, and say what is wrong with a wrong argument."""
+"""The example and the benchmarks run from the command line, and say what is wrong with a wrong argument."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
-def test_the_demo_prints_a_table_and_saves_a_picture(tmp_path: Path) -> None:
+def test_the_spiral_prints_a_table_and_saves_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="installed with flatmin[lab]")
     result = program(
         "examples/spiral.py", "--seeds", "2", "--steps", "5", "--out", str(tmp_path / "new" / "spiral.png")
@@ -28,7 +28,7 @@ def test_the_demo_prints_a_table_and_saves_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [["--seeds", "0"], ["--steps", "-1"], ["--epsilon", "-0.5"]])
-def test_the_demo_names_a_wrong_argument(tmp_path: Path, wrong: list[str]) -> None:
+def test_the_spiral_names_a_wrong_argument(tmp_path: Path, wrong: list[str]) -> None:
     pytest.importorskip("matplotlib", reason="installed with flatmin[lab]")
     result = program("examples/spiral.py", *wrong, "--out", str(tmp_path / "spiral.png"))
     assert result.returncode == 2

@@ -47,7 +47,6 @@ TRAINING, METHOD, SPEED, SAVING = "The training", "The method", "Device and spee
 Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
 DataDir = Annotated[Path, typer.Option(help="Where the official files of the data sets are.")]
 Download = Annotated[bool, option("Fetch the official files if they are not there.", "--download")]
-Size = Annotated[tuple[int, int] | None, option("Height and width to bring a folder's pictures to.")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; else a GPU where there is one.")]
 DATA = Path("data")
 
@@ -113,7 +112,7 @@ def train(
     model: Annotated[str | None, option(f"{', '.join(models.MODELS)}; else what suits the data set.")] = None,
     data_dir: DataDir = DATA,
     download: Download = False,
-    size: Size = None,
+    size: Annotated[tuple[int, int] | None, option("Height and width to bring a folder's pictures to.")] = None,
     out: Annotated[Path | None, option("The run's folder; else runs/DATA-MODEL-METHOD-SEED.")] = None,
     resume: Annotated[bool, option("Go on with the run in --out, if it was begun.", "--resume")] = False,
     epochs: Annotated[
@@ -174,6 +173,7 @@ def train(
 ) -> None:
     """Train a model after the paper's protocol; kill it when you like, and go on with --resume."""
     fields = {
+        "size": size,
         "epochs": epochs,
         "batch_size": batch_size,
         "lr": lr,
@@ -204,7 +204,7 @@ def train(
         if known is not None:
             recipe = _varied(Recipe.from_json(known["recipe"]), data, method, changes, given)
             seed = known["seed"] if seed is None else seed
-            pictures = _load(recipe.data, data_dir, download, size)
+            pictures = _load(data or recipe.data, data_dir, download, recipe.size)
         elif data is None:
             missing = f"; {out} holds no run to go on with" if resume and out is not None else ""
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path){missing}")
@@ -243,9 +243,9 @@ def train(
 @app.command()
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)],
+    data: Annotated[str | None, option("Where files of your own are now, if they have moved.")] = None,
     data_dir: DataDir = DATA,
     download: Download = False,
-    size: Size = None,
     averaged: Annotated[bool, option("The running average of the weights (train --ema).", "--averaged")] = False,
     device: Device = None,
     as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
@@ -255,7 +255,8 @@ def evaluate(
     with reported(debug):
         where = device_named(device)
         run = trained.find(checkpoint)
-        found = trained.measure(run, _load(run.recipe.data, data_dir, download, size), averaged=averaged, device=where)
+        pictures = _load(data or run.recipe.data, data_dir, download, run.recipe.size)
+        found = trained.measure(run, pictures, averaged=averaged, device=where)
         if as_json:
             typer.echo(json.dumps(found, indent=2))
         else:
@@ -285,8 +286,14 @@ def _load(name: str, root: Path, download: bool, size: tuple[int, int] | None) -
 def _varied(
     recipe: Recipe, data: str | None, method: str | None, changes: dict[str, Any], settings: dict[str, Any]
 ) -> Recipe:
-    """The folder's recipe with what was given on the command line: the same again, or it will be refused."""
-    named: dict[str, Any] = {key: value for key, value in (("data", data), ("method", method)) if value is not None}
+    """The folder's recipe with what was given on the command line: the same again, or it will be refused.
+
+    Files of one's own may have moved: they are known by their content.
+    """
+    moved = data is not None and not {data, recipe.data} & set(DATA_SETS)
+    named: dict[str, Any] = {} if data is None or moved else {"data": data}
+    if method is not None:
+        named["method"] = method
     return replace(recipe, **named, **changes, settings={**recipe.settings, **settings})
 
 

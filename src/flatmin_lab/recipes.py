@@ -37,6 +37,7 @@ class Recipe:
     method: str = "erm"
     settings: Mapping[str, Any] = field(default_factory=dict)  # the method's, where they are not its defaults
     model_settings: Mapping[str, Any] = field(default_factory=dict)
+    size: tuple[int, int] | None = None  # what a folder's pictures are brought to
     augment: Kind = "vanilla"
     label_noise: float = 0.0  # share of the training labels replaced by a wrong one
     validation: bool = False  # train on nine tenths and measure on the last one: the test set is not looked at
@@ -61,6 +62,7 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", models.canonical(self.model))
         object.__setattr__(self, "milestones", tuple(self.milestones))
+        object.__setattr__(self, "size", None if self.size is None else tuple(self.size))
         for choice, known in (
             ("method", methods.METHODS),
             ("augment", KINDS),

@@ -72,7 +72,7 @@ def follow(records: Iterable[Record], console: Console) -> Finished | Stopped:
             match record:
                 case Started():
                     epochs = record.epochs
-                    progress.update(task, total=record.steps, completed=record.step)
+                    progress.reset(task, total=record.steps, completed=record.step)  # what was done before has no speed
                     if record.step:
                         say(console, f"going on after step {record.step} of {record.steps}")
                 case Done():
