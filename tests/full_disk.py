@@ -12,7 +12,7 @@ recipe = tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=12)
 with ballast.open("wb") as file:
     file.write(bytes(120 << 10))
 try:
-    while True:  # each epoch makes the checkpoint's list of epochs longer, and the ballast grows beside it
+    while True:  # each epoch makes the checkpoint's list of epochs longer
         for record in run(recipe, place / "run", resume=True, checkpoint_minutes=0):
             if isinstance(record, Finished):
                 sys.exit("the disk never filled up")

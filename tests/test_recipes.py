@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from flatmin_lab import models
 from flatmin_lab.data import Dataset, load
@@ -26,6 +27,10 @@ def test_json_and_back_is_the_same_recipe() -> None:
     recipe = Recipe(data="digits", model="convnet", method="amp", settings={"epsilon": 0.1}, milestones=(0.3, 0.9))
     again = Recipe.from_json(json.loads(json.dumps(recipe.as_json())))
     assert again == recipe
+    pair = Recipe(data="digits", model="convnet", method="adversarial", settings={"bounds": (0.0, 1.0)})
+    assert differences(Recipe.from_json(pair.as_json()).as_json(), pair.as_json()) == []
+    with pytest.raises(TypeError, match="settings must be"):
+        Recipe(data="digits", model="convnet", method="rmp", settings={"generator": torch.Generator()})
     with pytest.raises(ValueError, match="colour"):
         Recipe.from_json({**recipe.as_json(), "colour": "red"})
 
@@ -56,6 +61,10 @@ def test_differences_are_named_with_both_values() -> None:
         {"warmup": 200.0},
         {"warmup": 1.0, "schedule": "one_cycle"},
         {"clip_norm": 0.0},
+        {"clip_norm": float("inf")},
+        {"epochs": 2.5},
+        {"epochs": True},
+        {"model_settings": {"dropout": 0.5}},
         {"ema": 1.0},
         {"method": "sam"},
         {"schedule": "linear"},
@@ -76,11 +85,35 @@ def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
     assert paper.settings == {"epsilon": 0.5, "inner_lr": 1.0}
     assert paper.protocol == "paper"
     assert replace(paper, precision="bf16", method="erm", settings={}).protocol == "paper"
-    assert replace(paper, epochs=60).protocol == "short"
-    assert replace(paper, epochs=400).protocol == "own"
-    assert replace(paper, lr=0.05).protocol == "own"
-    assert replace(paper, validation=True).protocol == "own"
-    assert suited("digits", load("digits")).protocol == "own"
+    assert suited("cifar10", photographs, method="amp", epochs=60).protocol == "short"
+    assert suited("cifar10", photographs, method="mixup", epochs=60, settings={"alpha": 1.0}).protocol == "short"
+    assert suited("cifar100", photographs, method="amp", model="wideresnet28_10", augment="cutout").protocol == "paper"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epochs": 60},  # with the long training's radius
+        {"epochs": 400},
+        {"lr": 0.05},
+        {"validation": True},
+        {"augment": "none"},
+        {"augment": "cutout", "settings": {"epsilon": 0.3, "inner_lr": 0.5}},  # only wide ones have it in the paper
+        {"model": "convnet"},
+        {"model": "vgg16"},  # which has another radius
+        {"model_settings": {"stem": 7}},
+        {"settings": {"epsilon": 0.4, "inner_lr": 1.0}},
+        {"settings": {"epsilon": 0.5, "inner_lr": 1.0, "ball": "tensor"}},
+        {"method": "rmp", "settings": {"epsilon": 3.0}},
+        {"method": "label_smoothing", "settings": {"smoothing": 0.9}},
+        {"label_noise": 0.1},
+        {"data": "digits"},
+        {"ema": 0.9},
+    ],
+    ids=str,
+)
+def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes: dict[str, Any]) -> None:
+    assert replace(suited("cifar10", photographs, method="amp"), **changes).protocol == "own"
 
 
 @pytest.mark.parametrize(

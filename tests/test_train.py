@@ -39,7 +39,7 @@ def twin(recipe: Any, *, epsilon: float) -> dict[str, Tensor]:
     data = tiny_data()
     normalise = Normalisation.of(data.train)
     torch.manual_seed(generator("weights", 0).initial_seed())
-    model = build_model(recipe, data)
+    model = build_model(recipe, data, methods.build("erm"))
     optimizer: Optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
     if epsilon:
         optimizer = flatmin.AMP(optimizer, epsilon=epsilon, model=model)

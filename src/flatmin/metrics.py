@@ -25,8 +25,8 @@ def error(logits: Tensor, labels: Tensor) -> Tensor:
     >>> error(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
     tensor(0.5000)
     """
-    _check(logits, labels)
-    return (logits.argmax(dim=1) != labels).float().mean()
+    labels = _checked(logits, labels)
+    return 1 - _right(logits, labels).float().mean()
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def nll(logits: Tensor, labels: Tensor) -> Tensor:
     >>> nll(torch.zeros(1, 10), torch.tensor([3]))      # ln 10
     tensor(2.3026)
     """
-    _check(logits, labels)
+    labels = _checked(logits, labels)
     return cross_entropy(_wide(logits), labels)
 
 
@@ -45,7 +45,7 @@ def brier(logits: Tensor, labels: Tensor) -> Tensor:
     >>> brier(torch.tensor([[99.0, 0.0], [99.0, 0.0]]), torch.tensor([0, 1]))
     tensor(1.)
     """
-    _check(logits, labels)
+    labels = _checked(logits, labels)
     probability = _wide(logits).softmax(dim=1)
     return (probability - one_hot(labels, logits.shape[1])).square().sum(dim=1).mean()
 
@@ -64,10 +64,10 @@ def reliability(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Reliabilit
     >>> reliability(torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1]), bins=2)
     Reliability(number=tensor([0, 2]), confidence=tensor([0.0000, 0.9999]), accuracy=tensor([0.0000, 0.5000]))
     """
-    _check(logits, labels)
+    labels = _checked(logits, labels)
     if bins < 1:
         raise ValueError(f"there must be at least one bin, got {bins}")
-    confidence, answer = _wide(logits).softmax(dim=1).max(dim=1)
+    confidence = _wide(logits).softmax(dim=1).amax(dim=1)
     edges = torch.arange(1, bins, device=logits.device, dtype=confidence.dtype) / bins
     bin_of = torch.bucketize(confidence, edges)  # confidence ≤ edge: closed on the right
     member = bin_of == torch.arange(bins, device=logits.device)[:, None]  # (M, N); sums of it have one order everywhere
@@ -76,7 +76,7 @@ def reliability(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Reliabilit
     def mean(values: Tensor) -> Tensor:
         return torch.where(member, values, 0).sum(dim=1) / number.clamp(min=1)
 
-    return Reliability(number, mean(confidence), mean((answer == labels).to(confidence.dtype)))
+    return Reliability(number, mean(confidence), mean(_right(logits, labels).to(confidence.dtype)))
 
 
 def ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
@@ -95,8 +95,13 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _check(logits: Tensor, labels: Tensor) -> None:
-    """Shapes alone: looking at values would make the host wait for the device."""
+def _right(logits: Tensor, labels: Tensor) -> Tensor:
+    """Which answers are right. One with a nan is wrong, although its largest logit is somewhere."""
+    return (logits.argmax(dim=1) == labels) & ~logits.isnan().any(dim=1)
+
+
+def _checked(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels as int64. Shapes alone are looked at: looking at values would make the host wait for the device."""
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not len(labels):
         raise ValueError(
             "logits must be (N, K) and labels (N,) with N at least 1, "
@@ -104,3 +109,4 @@ def _check(logits: Tensor, labels: Tensor) -> None:
         )
     if labels.is_floating_point():
         raise TypeError(f"labels must be whole numbers of the classes, got {labels.dtype}")
+    return labels.long()

@@ -35,8 +35,8 @@ def new_gradients_come(scaler: GradScaler | None, owners: Owners) -> None:
             del scaler._per_optimizer_states[id(owner)]
 
 
-def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scaler: GradScaler) -> None:
-    """`scaler.step(base)`, which skips the step and lowers the scale where `skip` holds too."""
+def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scaler: GradScaler) -> Tensor:
+    """`scaler.step(base)`, which skips the step and lowers the scale where `skip` holds too; whether it did."""
     wrapper, base = owners
     known = scaler._per_optimizer_states
     if id(wrapper) in known:
@@ -49,6 +49,8 @@ def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scale
         for gradient in sorted(occupied, key=Tensor.numel)[:1]:
             gradient.masked_fill_(skip.to(gradient.device), float("inf"))
     scaler.step(base)
+    found = known[id(base)]["found_inf_per_device"].values()
+    return torch.stack([flag.to(skip.device) for flag in found]).amax() > 0
 
 
 def _unscaled(scaler: GradScaler, owners: Owners) -> list[Optimizer]:

@@ -276,13 +276,15 @@ class Wrapper(Shell, ABC):
     def _step_plainly(self, closure: Callable[[], Any] | None, scaler: GradScaler | None) -> Any:
         """No pass, or no radius: the base optimizer itself."""
         self._forget_step()
+        skipped = None
         if scaler is None:
             result = self.base.step() if closure is None else self.base.step(closure)
         else:
             with torch.enable_grad():
                 result = None if closure is None else closure()
-            step_scaled(torch.zeros((), dtype=torch.bool, device=self._home), self._owners, [], scaler)
-        self.last = Last(loss=_loss_in(result))
+            sound = torch.zeros((), dtype=torch.bool, device=self._home)
+            skipped = step_scaled(sound, self._owners, [], scaler)
+        self.last = Last(loss=_loss_in(result), skipped=skipped)
         return result
 
     @property

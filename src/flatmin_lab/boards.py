@@ -13,7 +13,7 @@ class Board:
         from torch.utils.tensorboard import SummaryWriter
 
         # points after the epoch that training goes on from are hidden: they will come again
-        self.writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+        self.writer = SummaryWriter(str(folder), purge_step=after + 1)
 
     @staticmethod
     def where_installed(folder: Path, *, after: int = 0) -> "Board | None":

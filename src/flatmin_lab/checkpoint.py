@@ -9,6 +9,7 @@ reading it, and nothing but the file is needed to go on from it. There is no pic
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 from flatmin_lab.extras import need
 from flatmin_lab.files import written_whole
 
-PATTERN = "checkpoint-*.safetensors"
+NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,22 @@ def name_of(step: int) -> str:
 
 
 def listed(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, newest first."""
-    return sorted(folder.glob(PATTERN), reverse=True)
+    """The checkpoints of a folder, newest first; a file of any other name is someone else's."""
+    found = [path for path in folder.glob("checkpoint-*.safetensors") if NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    named = NAME.fullmatch(path.name)
+    assert named is not None
+    return int(named[1])
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
     """Beside, then renamed: under its own name a checkpoint is whole."""
     save = need("safetensors.torch", "a checkpoint").save
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
-    text = json.dumps(checkpoint.state)
+    text = json.dumps(checkpoint.state, allow_nan=False)
     content = save(tensors, metadata={"state": text, "sha256": digest(tensors, text)})
     with written_whole(path) as file:
         file.write(content)
@@ -61,8 +69,8 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
 def read(path: Path) -> Checkpoint:
     """The checkpoint, if it is whole."""
     load = need("safetensors.torch", "a checkpoint").load
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
         length = int.from_bytes(content[:8], "little")
         described = json.loads(content[8 : 8 + length])["__metadata__"]
         text, expected = described["state"], described["sha256"]

@@ -4,6 +4,7 @@ Exit codes: 0, 1 for a run that failed, 2 for a request that makes no sense, 130
 """
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -194,29 +195,30 @@ def train(
         "deterministic": deterministic,
     }
     knobs = {"epsilon": epsilon, "inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
-    with reported(debug), asked_to_stop() as stop:
+    with reported(debug):
         changes: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
         if milestones is not None:
             changes["milestones"] = _numbers(milestones)
         given = {key: value for key, value in knobs.items() if value is not None} | _settings(settings or [])
         where = device_named(device)
-        known = run_folder.stored(out) if out is not None and resume and run_folder.exists(out) else None
-        if known is not None:
+        if out is not None and resume and run_folder.exists(out):
+            known = run_folder.stored(out)
             recipe = _varied(Recipe.from_json(known["recipe"]), data, method, changes, given)
-            seed = known["seed"] if seed is None else seed
+            seed = int(known["seed"]) if seed is None else seed
+            run_folder.check_recipe(out, known, recipe, seed)
             pictures = _load(data or recipe.data, data_dir, download, recipe.size)
         elif data is None:
             missing = f"; {out} holds no run to go on with" if resume and out is not None else ""
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path){missing}")
         else:
             pictures = _load(data, data_dir, download, size)
-            recipe = suited(data, pictures, method=method or "amp", settings=given, **changes)
+            recipe = suited(_place(data), pictures, method=method or "amp", settings=given, **changes)
             seed = seed or 0
         folder = out or Path("runs") / f"{pictures.name}-{recipe.model}-{recipe.method}-{seed}"
         console = show.terminal()
         show.say(console, show.headline(recipe, seed, hardware(where)))
-        ended = show.follow(
-            training(
+        with asked_to_stop() as stop:
+            records = training(
                 recipe,
                 pictures,
                 seed=seed,
@@ -226,17 +228,18 @@ def train(
                 stop=stop,
                 checkpoint_epochs=checkpoint_epochs,
                 checkpoint_minutes=checkpoint_minutes,
-            ),
-            console,
-        )
+            )
+            ended = show.follow(records, console)
         if isinstance(ended, Finished):
             show.outcome(ended.result, folder)
             return
-        show.say(
-            console,
-            f"stopped by {ended.reason} and saved after step {ended.step}; "
-            f"go on with: flatmin train --out {folder} --resume",
+        again = ["flatmin", "train", "--out", str(folder), "--resume"]
+        if data_dir != DATA:
+            again += ["--data-dir", str(data_dir)]
+        saved = (
+            f"saved after step {ended.step}; go on with: {shlex.join(again)}" if ended.step else "before its first step"
         )
+        show.say(console, f"stopped by {ended.reason}, {saved}")
         raise typer.Exit(CODES[ended.reason])
 
 
@@ -278,6 +281,11 @@ def doctor(
             raise typer.Exit(1)
 
 
+def _place(data: str) -> str:
+    """The name of a data set, or a path that holds wherever one is."""
+    return data if data in DATA_SETS else str(Path(data).expanduser().absolute())
+
+
 def _load(name: str, root: Path, download: bool, size: tuple[int, int] | None) -> Dataset:
     with download_bar() as progress:
         return load(name, root, download=download, progress=progress, size=size)
@@ -294,7 +302,8 @@ def _varied(
     named: dict[str, Any] = {} if data is None or moved else {"data": data}
     if method is not None:
         named["method"] = method
-    return replace(recipe, **named, **changes, settings={**recipe.settings, **settings})
+    inherited = recipe.settings if method in (None, recipe.method) else {}
+    return replace(recipe, **named, **changes, settings={**inherited, **settings})
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -95,7 +95,9 @@ def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:
         shown.add_column(label, justify="right", no_wrap=True)
     for method in ORDER:
         own = [run for run in runs if run["method"] == method]
-        shown.add_row(method, *(spread([run[key] * scale(key) for run in own]) for key in columns))
+        shown.add_row(
+            method, *(spread([run[key] * scale(key) for run in own if run[key] is not None]) for key in columns)
+        )
     return shown
 
 

@@ -5,6 +5,7 @@ there still, and what is left beside it is known by its ending and swept up by t
 """
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -28,10 +29,10 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-    _settle(path.parent)
+    settle(path.parent)
 
 
-def _settle(folder: Path) -> None:
+def settle(folder: Path) -> None:
     """The folder itself to the disk, so that the new name lasts; where folders cannot be opened there is no need."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
@@ -48,12 +49,16 @@ def sweep(folder: Path) -> None:
 
 
 def lock(file: IO[bytes], otherwise: str) -> None:
-    """Keep other processes away; the lock goes with the process, however it ends. `otherwise`: what they are told."""
+    """Keep other processes away; the lock goes with the process, however it ends. `otherwise`: what they are told.
+
+    Where the system or the file system cannot lock (Windows, some network disks), nobody is kept away.
+    """
     try:
         import fcntl
     except ImportError:  # not there on Windows
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BlockingIOError(otherwise) from error
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise BlockingIOError(otherwise) from error

@@ -10,14 +10,14 @@ The first weights and the first random state depend on the seed alone, and are m
 device, begins with the same ones. `state` and `load_state` are what a checkpoint holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatmin
@@ -29,9 +29,34 @@ from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.data.seeds import generator
+from flatmin_lab.methods import Method
 from flatmin_lab.recipes import Recipe
+from flatmin_lab.surroundings import seed_generators
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ClippedSGD(SGD):
+    """SGD that clips the norm of the gradient that it steps with: after the closure, after a scaler has unscaled it.
+
+    A step-pre-hook would come before the closure, and clip the gradient of the step before.
+    """
+
+    def __init__(self, params: Iterable[Tensor], *, clip_norm: float | None, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.clip_norm = clip_norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self.clip_norm is None:
+            return super().step(closure)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.clip_norm)
+        super().step()
+        return result
 
 
 class Learner:
@@ -41,20 +66,18 @@ class Learner:
         self, recipe: Recipe, data: Dataset, normalise: Normalisation, *, seed: int, device: torch.device
     ) -> None:
         self.recipe, self.device = recipe, device
-        self.method = methods.build(recipe.method, normalise=normalise, **recipe.settings)
-        torch.manual_seed(generator("weights", seed).initial_seed())
-        model = build_model(recipe, data, dropout=self.method.dropout).to(device)
-        self.model = model.to(memory_format=torch.channels_last) if recipe.channels_last else model  # type: ignore[call-overload]
-        torch.manual_seed(generator("training", seed).initial_seed())
-        base = SGD(
+        self.method = method_of(recipe, normalise)
+        seed_generators([torch.device("cpu")], generator("weights", seed).initial_seed())
+        self.model = build_model(recipe, data, self.method).to(device)
+        seed_generators(self._generators(), generator("training", seed).initial_seed())
+        base = ClippedSGD(
             self.model.parameters(),
+            clip_norm=recipe.clip_norm,
             lr=recipe.lr,
             momentum=recipe.momentum,
             nesterov=recipe.nesterov,
             weight_decay=recipe.weight_decay,
         )
-        if recipe.clip_norm is not None:
-            base.register_step_pre_hook(self._clip)
         wrapped = self.method.wrap(base, self.model)
         self.optimizer = wrapped if isinstance(wrapped, Wrapper) else flatmin.AMP(base, epsilon=0.0)
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
@@ -106,11 +129,6 @@ class Learner:
         # without its cache of cast weights: they change between the passes of a step
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False) if dtype else nullcontext()
 
-    def _clip(self, base: Optimizer, *_: object) -> None:
-        """Before the base steps, when the gradient is that of the last pass, unscaled."""
-        assert self.recipe.clip_norm is not None
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
-
     def is_finite(self) -> bool:
         tensors = [t for t in self.model.state_dict().values() if t.is_floating_point()]
         return bool(torch.stack([t.isfinite().all() for t in tensors]).all())
@@ -159,10 +177,15 @@ class Learner:
         return list({torch.device("cpu"): None, self.device: None})
 
 
-def build_model(recipe: Recipe, data: Dataset, *, dropout: float = 0.0) -> nn.Module:
-    """The recipe's model for the data set, with first weights from torch's generator."""
+def method_of(recipe: Recipe, normalise: Normalisation) -> Method:
+    return methods.build(recipe.method, normalise=normalise, **recipe.settings)
+
+
+def build_model(recipe: Recipe, data: Dataset, method: Method) -> nn.Module:
+    """The recipe's model for data set and method, with first weights from torch's generator."""
     sizes = {"num_classes": data.num_classes, "in_channels": data.in_channels}
-    return models.build(recipe.model, dropout=dropout, **sizes, **recipe.model_settings)
+    model = models.build(recipe.model, dropout=method.dropout, **sizes, **recipe.model_settings)
+    return model.to(memory_format=torch.channels_last) if recipe.channels_last else model  # type: ignore[call-overload]
 
 
 def _labels(target: Tensor | Mixed) -> Tensor:

@@ -8,7 +8,7 @@ wrapper around the optimizer); the training loop is the same for all of them:
     optimizer = method.wrap(SGD(model.parameters(), lr=0.1), model)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -68,6 +68,17 @@ def amp(
 
 OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp": amp}
 METHODS = (*REGULARISERS, *OTHERS)
+
+
+def resolved(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's settings with the paper's where none are given: numbers and words, not generators or tensors.
+
+    >>> resolved("amp", {"epsilon": 0.1})
+    {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2'}
+    """
+    make = OTHERS.get(name) or REGULARISERS[name]
+    known = {key: parameter.default for key, parameter in signature(make).parameters.items()}
+    return {key: value for key, value in known.items() if isinstance(value, int | float | str)} | dict(settings)
 
 
 def build(name: str, *, normalise: Normalisation | None = None, **settings: Any) -> Method:

@@ -9,6 +9,7 @@ The paper's protocol: SGD with Nesterov momentum 0.9, batches of 50, a rate of 0
 150 of 200, weight decay 1e-4, crops and flips, AMP with ε = 0.5 and ζ = 1 on PreActResNet18.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -21,11 +22,13 @@ from flatmin_lab.schedules import SCHEDULES
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
+EPOCHS = 200
 LONG = 150  # epochs from which on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
 SHORT_RADIUS = 0.1
-# what the paper's tables compare, and what changes speed rather than the protocol
-COMPARED = {"data", "model", "method", "settings", "model_settings", "augment", "epochs", "name"}
-COMPARED |= {"precision", "channels_last", "compile", "deterministic"}
+# the paper's tables: the first with its own augmentation, the second with three
+TABLE_1, TABLE_2 = ("preactresnet18", "vgg16"), ("wideresnet28_10", "pyramidnet164_270")
+COMMON = {"num_classes", "in_channels", "dropout"}  # what every model takes
+SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast, and not what
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class Recipe:
     augment: Kind = "vanilla"
     label_noise: float = 0.0  # share of the training labels replaced by a wrong one
     validation: bool = False  # train on nine tenths and measure on the last one: the test set is not looked at
-    epochs: int = 200
+    epochs: int = EPOCHS
     batch_size: int = 50
     lr: float = 0.1
     momentum: float = 0.9
@@ -63,6 +66,13 @@ class Recipe:
         object.__setattr__(self, "model", models.canonical(self.model))
         object.__setattr__(self, "milestones", tuple(self.milestones))
         object.__setattr__(self, "size", None if self.size is None else tuple(self.size))
+        for name in ("settings", "model_settings"):
+            try:
+                json.dumps(getattr(self, name), allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"{name} must be numbers, words and lists of them ({error}), got {getattr(self, name)}"
+                ) from error
         for choice, known in (
             ("method", methods.METHODS),
             ("augment", KINDS),
@@ -77,8 +87,13 @@ class Recipe:
 
     def _rules(self) -> list[tuple[str, str, bool]]:
         return [
-            ("epochs", "a whole number of at least 1", self.epochs >= 1),
-            ("batch_size", "a whole number of at least 1", self.batch_size >= 1),
+            ("epochs", "a whole number of at least 1", _whole(self.epochs)),
+            ("batch_size", "a whole number of at least 1", _whole(self.batch_size)),
+            (
+                "model_settings",
+                "the model's own, without those of every model",
+                not COMMON & self.model_settings.keys(),
+            ),
             ("lr", "above 0 and finite", 0 < self.lr < float("inf")),
             ("momentum", "at least 0 and below 1 (and above 0 for Nesterov's)", 0 <= self.momentum < 1),
             ("nesterov", "false where momentum is 0", self.momentum > 0 or not self.nesterov),
@@ -88,21 +103,31 @@ class Recipe:
             ("gamma", "above 0 and at most 1", 0 < self.gamma <= 1),
             ("warmup", "epochs, at least 0 and fewer than there are", 0 <= self.warmup < self.epochs),
             ("warmup", "0 with one_cycle, which has its own", not (self.warmup and self.schedule == "one_cycle")),
-            ("clip_norm", "above 0", self.clip_norm is None or self.clip_norm > 0),
+            ("clip_norm", "above 0 and finite", self.clip_norm is None or 0 < self.clip_norm < float("inf")),
             ("ema", "above 0 and below 1", self.ema is None or 0 < self.ema < 1),
         ]
 
     @property
     def protocol(self) -> str:
-        """`paper` if nothing but method, model and precision differs from the paper's, `short` if it is shorter."""
-        plain = Recipe(data=self.data, model=self.model)
-        same = all(getattr(self, f.name) == getattr(plain, f.name) for f in fields(self) if f.name not in COMPARED)
-        if not same or self.data not in OFFICIAL or self.epochs > plain.epochs:
+        """`paper` for a cell of the paper's tables, but for precision and the like; `short` for fewer epochs; or `own`.
+
+        A short one has the small radius that a short training wants (`suited`).
+        """
+        kinds = ("vanilla",) if self.model in TABLE_1 else ("vanilla", "cutout", "autoaugment")
+        if self.data not in OFFICIAL or self.model not in TABLE_1 + TABLE_2 or self.augment not in kinds:
             return "own"
-        return "paper" if self.epochs == plain.epochs else "short"
+        free = {key: getattr(self, key) for key in ("method", "augment", "epochs", "name", *SPEED)}
+        plain = Recipe(data=self.data, model=self.model, **free)
+        settings = methods.resolved(self.method, _perturbation(plain) if self.method == "amp" else {})
+        same = replace(self, settings={}) == plain and methods.resolved(self.method, self.settings) == settings
+        if not same or self.epochs > EPOCHS:
+            return "own"
+        return "paper" if self.epochs == EPOCHS else "short"
 
     def as_json(self) -> dict[str, Any]:
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        """As a file gives it back: lists for tuples."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Recipe":
@@ -119,6 +144,10 @@ def differences(here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
         for key in sorted(here.keys() | asked.keys())
         if here.get(key) != asked.get(key)
     ]
+
+
+def _whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 def _rising(milestones: tuple[float, ...]) -> bool:

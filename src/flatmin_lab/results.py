@@ -7,9 +7,10 @@ tuning, and named so. `best_test_epoch` is the published code's rule, chosen wit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flatmin_lab.methods import resolved
 from flatmin_lab.recipes import Recipe
 
-MEASURED = ("_error", "_nll", "_ece", "memorised")
+MEASURED = ("_loss", "_error", "_nll", "_ece", "memorised")
 
 
 def result_of(
@@ -21,6 +22,7 @@ def result_of(
         "recipe": settings.pop("name"),
         "protocol": recipe.protocol,
         **settings,
+        "settings": resolved(recipe.method, recipe.settings),
         "data_sha256": data_sha256,
         "seed": seed,
         **{name: value for name, value in last.items() if name.endswith(MEASURED)},

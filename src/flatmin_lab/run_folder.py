@@ -7,13 +7,15 @@
     result.json                    when it is finished
     tensorboard/                   the same numbers as curves, where TensorBoard is installed
 
-One process at a time holds it. A folder belongs to one recipe and seed; nothing of another one is ever overwritten.
+One process at a time holds it, where the file system can lock. A folder belongs to one recipe and seed, and so does
+each checkpoint; nothing of another run, and nothing that is not a run's, is ever overwritten.
 """
 
 import errno
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,11 +24,13 @@ from typing import IO, Any
 from flatmin_lab import checkpoint
 from flatmin_lab.boards import Board
 from flatmin_lab.checkpoint import Checkpoint, DamagedError
-from flatmin_lab.files import lock, sweep, written_whole
+from flatmin_lab.files import BESIDE, lock, settle, sweep, written_whole
 from flatmin_lab.recipes import Recipe, differences
 from flatmin_lab.records import Note, RunError
 
 KEPT = 2
+IDENTITY = ("recipe", "seed", "data_sha256")  # what makes a run that run
+OURS = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", ".lock"}
 
 
 @dataclass(eq=False)
@@ -37,6 +41,7 @@ class RunFolder:
     config: Mapping[str, Any]
     held: IO[bytes]
     board: Board | None = field(default=None, init=False)
+    notes: list[Note] = field(default_factory=list, init=False)  # for the reader, until they are told
 
     @property
     def recipe(self) -> Recipe:
@@ -46,10 +51,19 @@ class RunFolder:
     def seed(self) -> int:
         return int(self.config["seed"])
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {key: self.config[key] for key in IDENTITY}
+
+    def told(self) -> Iterator[Note]:
+        while self.notes:
+            yield self.notes.pop(0)
+
     def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
-        self.held.close()
+        try:
+            self._draw(lambda board: board.close())
+        finally:
+            self.held.close()
 
     # ---- checkpoints
 
@@ -57,19 +71,22 @@ class RunFolder:
         """A new checkpoint; then those before the last two go."""
         path = self.path / checkpoint.name_of(step)
         with self._writing(f"the checkpoint after step {step}"):
-            checkpoint.write(path, saved)
-            for old in checkpoint.listed(self.path)[KEPT:]:
+            checkpoint.write(path, Checkpoint(saved.tensors, {**saved.state, "run": self.identity}))
+        for old in checkpoint.listed(self.path)[KEPT:]:
+            with suppress(OSError):  # it will be tried again
                 old.unlink(missing_ok=True)
+        with self._writing("state.json"):
             self._write_json("state.json", {"step": step, "saved": _now(), "checkpoints": self._names()})
         return path
 
-    def newest(self) -> tuple[Checkpoint | None, list[Note]]:
-        """The newest whole checkpoint, and what was found out about newer ones, which are put aside."""
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; newer ones that are not are put aside, and a note says so."""
         damaged: list[tuple[Path, DamagedError]] = []
         whole = None
         for path in checkpoint.listed(self.path):
             try:
                 whole = checkpoint.read(path)
+                _check_same(path, whole.state.get("run", {}), self.config)
                 break
             except DamagedError as error:
                 damaged.append((path, error))
@@ -78,11 +95,10 @@ class RunFolder:
                 f"no checkpoint in {self.path} is whole: {'; '.join(str(what) for _, what in damaged)}. "
                 "Nothing was changed. Put good copies there, or begin anew in another folder"
             )
-        notes = []
         for path, what in damaged:
             path.replace(path.with_name(f"{path.name}.damaged"))
-            notes.append(Note(f"{what}; it was put aside as {path.name}.damaged, and the one before it is used"))
-        return whole, notes
+            self.notes.append(Note(f"{what}; it was put aside as {path.name}.damaged, and the one before it is used"))
+        return whole
 
     def kept(self) -> str | None:
         """The newest checkpoint's name."""
@@ -95,22 +111,53 @@ class RunFolder:
 
     def begin_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """The epochs that count, as the checkpoint knows them: lines of epochs after it will come again."""
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        with self._writing("metrics.jsonl"), written_whole(self.path / "metrics.jsonl") as file:
-            file.write(text.encode())
-        self.board = Board.where_installed(self.path / "tensorboard", after=len(lines))
+        path = self.path / "metrics.jsonl"
+        with self._writing("metrics.jsonl"):
+            if not lines and path.exists() and path.stat().st_size:
+                path.replace(self.path / "metrics.jsonl.before")
+                self.notes.append(
+                    Note(
+                        "there is no checkpoint: training begins at the first step, and the epochs that were measured "
+                        "are kept in metrics.jsonl.before"
+                    )
+                )
+            with written_whole(path) as file:
+                file.write("".join(_json(line) + "\n" for line in lines).encode())
+        try:
+            self.board = Board.where_installed(self.path / "tensorboard", after=len(lines))
+        except OSError as error:
+            self._without_board(error)
 
     def add_metrics(self, line: Mapping[str, Any]) -> None:
         with self._writing("metrics.jsonl"), (self.path / "metrics.jsonl").open("ab") as file:
-            file.write((json.dumps(line) + "\n").encode())
-            if self.board is not None:
-                self.board.add(line)
+            file.write((_json(line) + "\n").encode())
+        self._draw(lambda board: board.add(line))
+
+    def _draw(self, act: Callable[[Board], None]) -> None:
+        if self.board is not None:
+            try:
+                act(self.board)
+            except (OSError, RuntimeError) as error:
+                self._without_board(error)
+
+    def _without_board(self, error: Exception) -> None:
+        """Curves are not worth a training: the numbers are in metrics.jsonl."""
+        self.board = None
+        self.notes.append(Note(f"no more TensorBoard curves: {error}"))
 
     # ---- the end
 
-    @property
     def result(self) -> dict[str, Any] | None:
-        return _read_json(self.path / "result.json") if (self.path / "result.json").exists() else None
+        """Of a finished run. A damaged one is put aside, and made again from the last checkpoint."""
+        path = self.path / "result.json"
+        if not path.exists():
+            return None
+        try:
+            return _read_json(path)
+        except ValueError as error:
+            path.replace(path.with_name("result.json.damaged"))
+            self.notes.append(Note(f"{error}; it was put aside as result.json.damaged"))
+            return None
 
     def finish(self, result: Mapping[str, Any]) -> None:
         with self._writing("result.json"):
@@ -118,59 +165,71 @@ class RunFolder:
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         with written_whole(self.path / name) as file:
-            file.write((json.dumps(content, indent=2) + "\n").encode())
+            file.write((_json(content, indent=2) + "\n").encode())
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
         """A full disk, a folder that is gone: what is there is kept, and the message says so."""
         try:
+            self._check_still_held()
             yield
         except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             kept = self.kept()
-            reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
             raise RunError(
-                f"{what} could not be written to {self.path}: {reason}. "
-                + (f"The checkpoint {kept} is whole" if kept else "There is no checkpoint yet")
-                + "; make room, and go on with --resume"
+                f"{what} could not be written to {self.path}: {'the disk is full' if full else error}. "
+                f"{f'The checkpoint {kept} is whole' if kept else 'There is no checkpoint yet'}; "
+                f"{'make room, and ' if full else ''}go on with --resume"
             ) from error
+
+    def _check_still_held(self) -> None:
+        """Was the folder removed, and perhaps made anew by another run? Then nothing in it is ours."""
+        try:
+            there = (self.path / ".lock").stat()
+        except FileNotFoundError:
+            there = None
+        here = os.fstat(self.held.fileno())
+        if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            raise RunError(
+                f"{self.path} was removed or replaced while this run was training; nothing was written to it"
+            )
 
 
 def open_(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
-    """A new run; with `resume`, the run that is there, if one is."""
-    return _resumed(path, config) if resume and exists(path) else _begun(path, config)
-
-
-def _begun(path: Path, config: Mapping[str, Any]) -> RunFolder:
-    """A new run in a folder that is not there yet, or empty, or of a run that left nothing."""
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
-    if not _has_nothing_to_lose(path):
-        raise FileExistsError(
-            f"{path} holds a run already{_how_far(path)}; go on with --resume, or choose another folder with --out"
-        )
-    foreign = [entry.name for entry in path.iterdir() if not _left_behind(entry)] if path.exists() else []
-    if foreign and not exists(path):
-        raise FileExistsError(
-            f"a run needs a folder of its own, and {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
-        )
+    """A new run; with `resume`, the run that is there, if one is. Looked at before it is held, and again after."""
+    _check(path, config, resume=resume)
     held = _hold(path)
-    folder = RunFolder(path, config, held)
     try:
-        with folder._writing("config.json"):
-            folder._write_json("config.json", config)
+        goes_on = _check(path, config, resume=resume)
+        sweep(path)
+        folder = RunFolder(path, stored(path) if goes_on else config, held)
+        if not goes_on:
+            with folder._writing("config.json"):
+                folder._write_json("config.json", config)
     except BaseException:
         held.close()
         raise
     return folder
 
 
-def _resumed(path: Path, config: Mapping[str, Any]) -> RunFolder:
-    """The run of a folder, whose recipe, seed and data must be those of the config."""
-    known = stored(path)
-    check_same(path, known, config)
-    held = _hold(path)
-    sweep(path)
-    return RunFolder(path, known, held)
+def _check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
+    """Does the folder hold this run, to go on with? Raises where it holds anything else that could be lost."""
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
+    if exists(path) and (resume or _has_something_to_lose(path)):
+        known = stored(path)
+        if resume:
+            _check_same(path, known, config)
+            return True
+        raise FileExistsError(
+            f"{path} holds a run already{_how_far(path)}; go on with --resume, or choose another folder with --out"
+        )
+    foreign = [entry.name for entry in path.iterdir() if not _is_ours(entry)] if path.exists() else []
+    if foreign:
+        raise FileExistsError(
+            f"a run needs a folder of its own, and {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
+        )
+    return False
 
 
 def exists(path: Path) -> bool:
@@ -182,21 +241,32 @@ def stored(path: Path) -> dict[str, Any]:
     if not exists(path):
         raise FileNotFoundError(f"{path} is not a run folder: it has no config.json")
     known = _read_json(path / "config.json")
-    missing = {"recipe", "seed", "data_sha256"} - known.keys()
-    if missing:
-        raise ValueError(f"{path / 'config.json'} is not a run's: it has no {', '.join(sorted(missing))}")
+    missing = set(IDENTITY) - known.keys()
+    if missing or not isinstance(known["recipe"], dict):
+        raise ValueError(
+            f"{path / 'config.json'} is not a run's: it has no {', '.join(sorted(missing)) or 'recipe'}; "
+            "choose another folder"
+        )
     return known
 
 
-def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Two configs may differ in what does not change the numbers: versions, machine, time."""
-    apart = differences(known["recipe"], asked["recipe"])
+def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:
+    """Whether a folder's run has this recipe and seed."""
+    _check_same(path, known, {**known, "recipe": recipe.as_json(), "seed": seed})
+
+
+def _check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Two runs may differ in what does not change the numbers: versions, machine, time."""
+    if not known:
+        raise ValueError(f"{path} does not say what run it is of; it may be of another flatmin")
+    # through a Recipe, so that a field which came with a newer version has its default
+    apart = differences(Recipe.from_json(known["recipe"]).as_json(), asked["recipe"])
     apart += differences({"seed": known["seed"]}, {"seed": asked["seed"]})
     if not apart and known["data_sha256"] != asked["data_sha256"]:
         apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
     if apart:
         raise ValueError(
-            f"{path} holds a run of another recipe: {'; '.join(apart)}. "
+            f"{path} is of another recipe: {'; '.join(apart)}. "
             "Leave these flags out to go on with it, or choose another folder with --out"
         )
 
@@ -204,6 +274,7 @@ def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -
 def _hold(path: Path) -> IO[bytes]:
     try:
         path.mkdir(parents=True, exist_ok=True)
+        settle(path.parent)
         held = (path / ".lock").open("ab")
     except OSError as error:
         raise RunError(f"{path} cannot be written to ({error}); choose another folder with --out") from error
@@ -215,34 +286,45 @@ def _hold(path: Path) -> IO[bytes]:
     return held
 
 
-def _has_nothing_to_lose(path: Path) -> bool:
-    """No run, or one that ended before its first epoch and checkpoint: of wrong flags, or killed at once."""
-    if not exists(path):
-        return True
+def _has_something_to_lose(path: Path) -> bool:
+    """An epoch, a checkpoint or a result; a run that ended before had wrong flags, or was killed at once."""
     measured = (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").stat().st_size > 0
-    return not (measured or (path / "result.json").exists() or any(path.glob("checkpoint-*")))
+    return measured or (path / "result.json").exists() or any(path.glob("checkpoint-*")) or not _is_a_run(path)
 
 
-def _left_behind(entry: Path) -> bool:
-    """What a run leaves that was killed before it had written its config."""
-    return entry.name == ".lock" or entry.name.startswith(".config.json.")
+def _is_a_run(path: Path) -> bool:
+    try:
+        stored(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_ours(entry: Path) -> bool:
+    return entry.name in OURS or (entry.name.startswith(".") and entry.name.endswith(BESIDE))
 
 
 def _how_far(path: Path) -> str:
     if (path / "result.json").exists():
         return " (finished)"
-    steps = [found.stem.rpartition("-")[2].lstrip("0") or "0" for found in checkpoint.listed(path)[:1]]
+    steps = [checkpoint.step_of(found) for found in checkpoint.listed(path)[:1]]
     return f" (saved after step {steps[0]})" if steps else ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: it is not JSON ({error})") from error
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} is damaged: it cannot be read as JSON ({error}); put a good copy there, or choose another folder"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it must hold an object, got {type(content).__name__}")
     return content
+
+
+def _json(content: Mapping[str, Any], *, indent: int | None = None) -> str:
+    return json.dumps(content, indent=indent, allow_nan=False)
 
 
 def _now() -> str:

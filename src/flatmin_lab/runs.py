@@ -6,9 +6,11 @@ With one thread a training gives the same bits whatever else runs, so results do
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +39,7 @@ def side_by_side(
 ) -> Iterator[tuple[int, Record]]:
     """The records of all jobs as they come, each with its job's number; those inside an epoch are left out."""
     context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads half alive
-    said, stop = context.SimpleQueue(), context.Event()
+    said, stop = context.SimpleQueue(), context.RawValue("b", 0)  # no lock that a killed worker could keep
     pool = ProcessPoolExecutor(
         min(workers or cores(), len(jobs)), mp_context=context, initializer=_prepare, initargs=(said, stop)
     )
@@ -54,21 +56,29 @@ def side_by_side(
                 waiting -= ended
                 time.sleep(0.02)
         finally:  # whatever happened, nobody goes on working for nothing
-            stop.set()
+            stop.value = 1
             pool.shutdown(cancel_futures=True)
 
 
 def _prepare(said: Any, stop: Any) -> None:
-    """A worker begins: one thread, and Ctrl-C is the parent's business."""
+    """A worker begins: one thread, Ctrl-C is the parent's business, and without a parent there is no work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     shared.update(said=said, stop=stop)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _work(number: int, job: Job, root: str) -> None:
     stop = shared["stop"]
     data = load(job.recipe.data, root)
-    for record in train(job.recipe, data, seed=job.seed, stop=lambda: "the parent" if stop.is_set() else None):
+    for record in train(job.recipe, data, seed=job.seed, stop=lambda: "the parent" if stop.value else None):
         if not isinstance(record, Progress):
             shared["said"].put((number, record))
 

@@ -23,8 +23,15 @@ MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
 SHARES = ("error", "ece", "memorised")
 
 
+class Terminal(Console):
+    """Where nobody reads any more (a closed pipe), nothing more is said, and the training goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 def terminal() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Terminal(stderr=True, highlight=False, soft_wrap=True)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

@@ -3,7 +3,7 @@
     with asked_to_stop() as stop:
         for record in train(..., stop=stop): ...
 
-The first signal is remembered, and the training saves and ends; a second one breaks in at once, as it would without us.
+The first signal is remembered, and the training saves and ends; a second one breaks in at once.
 """
 
 import signal
@@ -21,9 +21,10 @@ def asked_to_stop() -> Iterator[Callable[[], str | None]]:
     came: list[str] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
+        name = NAMES[signal.Signals(number).name]
         if came:
-            raise KeyboardInterrupt
-        came.append(NAMES[signal.Signals(number).name])
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(CODES[name])
+        came.append(name)
 
     known = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
     # one that is ignored (nohup does that) stays so

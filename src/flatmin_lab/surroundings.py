@@ -6,7 +6,7 @@ the other way round.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,6 +42,17 @@ class Surroundings:
     def _put(self, states: dict[torch.device, Tensor]) -> None:
         for device, state in states.items():
             set_random_state(device, state)
+
+
+def seed_generators(devices: Iterable[torch.device], seed: int) -> None:
+    """The default generators of these devices and no others: `torch.manual_seed` would seed every GPU."""
+    for device in devices:
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            module = torch.get_device_module(device)
+            with module.device(device):
+                module.manual_seed(seed)
 
 
 @contextmanager

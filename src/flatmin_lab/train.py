@@ -26,6 +26,7 @@ from flatmin_lab import run_folder
 from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.augment import augmentation
 from flatmin_lab.data.batches import Batches
+from flatmin_lab.data.catalogue import DATA_SETS
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluate import logits_of, measured
 from flatmin_lab.learner import Learner
@@ -40,7 +41,8 @@ from flatmin_lab.surroundings import Surroundings
 
 LOOK = 50  # steps after which the host reads what the device measured, at the latest
 BREATH = 0.25  # seconds between two reports of progress
-SAME_BITS = ("hardware", "threads", "torch")  # what must be the same for the same bits
+ALWAYS = ("loss", "error", "skipped")  # what a step that was skipped counts in too
+SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit")  # what must be the same for the same bits
 
 
 def config_of(recipe: Recipe, data: Dataset, seed: int, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -64,6 +66,11 @@ def train(
 
     `stop` is asked between steps: a reason, once given, saves and ends.
     """
+    if checkpoint_epochs < 1 or not checkpoint_minutes >= 0:
+        raise ValueError(
+            "checkpoints come every 1 or more epochs and every 0 or more minutes, "
+            f"got {checkpoint_epochs} and {checkpoint_minutes}"
+        )
     surroundings = Surroundings(torch.device(device), deterministic=recipe.deterministic)
     with surroundings.inside():
         training = _Training(recipe, data, seed, torch.device(device), stop)
@@ -71,8 +78,8 @@ def train(
     config = config_of(recipe, data, seed, device)
     held = None if folder is None else run_folder.open_(Path(folder), config, resume=resume)
     try:
-        if held is not None and held.result is not None:
-            yield Finished(held.result)
+        if held is not None and (result := held.result()) is not None:
+            yield Finished(result)
             return
         records = training.run(held, checkpoint_epochs, checkpoint_minutes * 60)
         while True:
@@ -97,6 +104,8 @@ class _Training:
         device: torch.device,
         stop: Callable[[], str | None],
     ) -> None:
+        if recipe.data in DATA_SETS and data.name != recipe.data:
+            raise ValueError(f"the recipe is for {recipe.data}, got the data set {data.name}")
         self.recipe, self.seed, self.device, self.stop = recipe, seed, device, stop
         self.folder: RunFolder | None = None
         self.checksum = data.checksum
@@ -109,11 +118,21 @@ class _Training:
             augment=augmentation(recipe.augment, self.data),
             seed=seed,
         )
+        self._check_batches()
         self.epoch = self.batch = 0
-        self.sums: dict[str, float] = {}
+        self.sums: dict[str, tuple[float, int]] = {}  # over pictures, and how many
         self.lines: list[dict[str, Any]] = []
         self.pending: list[tuple[int, dict[str, Tensor]]] = []  # steps that the host has not looked at
         self.seconds = self.since = self.saved_at = 0.0
+
+    def _check_batches(self) -> None:
+        size, count = self.recipe.batch_size, len(self.data.train)
+        norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.learner.model.modules())
+        if norms and (size == 1 or count % size == 1):
+            raise ValueError(
+                f"BatchNorm needs batches of two pictures or more, got one of 1 with a batch size of {size} for "
+                f"{count} pictures; choose another one"
+            )
 
     @property
     def step(self) -> int:
@@ -147,6 +166,8 @@ class _Training:
                 yield from self._stopped(self.stop() or "asked to stop")
                 return
             yield Epoch(epoch=self.epoch, step=self.step, numbers=line)
+            if self.folder is not None:
+                yield from self.folder.told()
             if self.epoch % checkpoint_epochs == 0 or self.epoch == self.recipe.epochs:
                 yield from self._save()
         logits = logits_of(self.learner.model, self.data.test, self.normalise, stop=self.stop)
@@ -179,28 +200,39 @@ class _Training:
         rows = torch.stack([torch.stack([m[name].float() for name in names]) for _, m in self.pending]).tolist()
         first = self.step - len(rows) + 1
         for number, ((count, _), row) in enumerate(zip(self.pending, rows, strict=True), start=first):
-            if not math.isfinite(row[0]):
-                raise RunError(self._broken(f"the loss of step {number} (epoch {self.epoch + 1}) is {row[0]}"))
-            self.sums["pictures"] = self.sums.get("pictures", 0.0) + count
-            for name, value in zip(names, row, strict=True):
-                self.sums[name] = self.sums.get(name, 0.0) + count * value
+            measured = dict(zip(names, row, strict=True))
+            if not math.isfinite(measured["loss"]):
+                what = f"the loss of step {number} (epoch {self.epoch + 1}) is {measured['loss']}"
+                raise RunError(self._broken(what, number))
+            skipped = measured.get("skipped", 0.0) > 0
+            for name, value in measured.items():
+                if name in ALWAYS or (
+                    math.isfinite(value) and not skipped
+                ):  # an overflow has no norm, and moved nothing
+                    total, pictures = self.sums.get(name, (0.0, 0))
+                    self.sums[name] = (total + count * value, pictures + count)
         self.pending = []
 
-    def _broken(self, what: str) -> str:
+    def _broken(self, what: str, step: int) -> str:
         kept = self.folder.kept() if self.folder is not None else None
         again = f"The checkpoint {kept} is kept." if kept else "There is no checkpoint."
         return (
             f"{what}: training stops. {again} "
-            f"Try a smaller --lr (it was {self._lr(self.step - 1):g}), --clip-norm, or another --precision"
+            f"Try a smaller --lr (it was {self._lr(step - 1):g}), --clip-norm, or another --precision"
         )
 
+    def _check_weights(self) -> None:
+        """An infinite gradient at a finite loss: the loss would tell a step later."""
+        if not self.learner.is_finite():
+            raise RunError(self._broken(f"a weight after step {self.step} is infinite or nan", self.step))
+
     def _means(self) -> dict[str, float]:
-        count = self.sums.get("pictures", 0.0)
-        return {name: total / count for name, total in self.sums.items() if name != "pictures"} if count else {}
+        return {name: total / pictures for name, (total, pictures) in self.sums.items()}
 
     def _end_of_epoch(self) -> dict[str, Any] | None:
         """The epoch's line, or None if the measurement was broken off: then nothing has changed, and it comes again."""
         self._look()
+        self._check_weights()
         found = self._measure(self.learner.model, self.which)
         if found is not None and self.learner.average is not None:
             averaged = self._measure(self.learner.average.module, f"average_{self.which}")
@@ -231,35 +263,35 @@ class _Training:
     # ---- in and out of the folder
 
     def _go_on(self) -> Iterator[Record]:
-        saved, notes = self.folder.newest() if self.folder is not None else (None, [])
-        yield from notes
+        saved = self.folder.newest() if self.folder is not None else None
         if saved is not None:
             self._load(saved)
             yield from self._other_machine(saved.state["facts"])
         if self.folder is not None:
             self.folder.begin_metrics(self.lines)
+            yield from self.folder.told()
         parameters = sum(p.numel() for p in self.learner.model.parameters())
         yield Started(step=self.step, steps=self.steps, epochs=self.recipe.epochs, parameters=parameters)
 
     def _load(self, saved: Checkpoint) -> None:
         self.learner.load(saved)
         self.epoch, self.batch = saved.state["epoch"], saved.state["batch"]
-        self.sums, self.lines = dict(saved.state["sums"]), list(saved.state["lines"])
+        self.sums = {name: (total, pictures) for name, (total, pictures) in saved.state["sums"].items()}
+        self.lines = list(saved.state["lines"])
         self.seconds, self.since = saved.state["seconds"], monotonic()
 
     def _other_machine(self, before: Mapping[str, Any]) -> Iterator[Record]:
         now = facts(self.device)
         apart = [f"{key} {before[key]} then, {now[key]} now" for key in SAME_BITS if before.get(key) != now[key]]
         if apart:
-            yield Note(f"going on elsewhere ({'; '.join(apart)}): right, but not to the same bits")
+            yield Note(f"going on elsewhere ({'; '.join(apart)}): right, but perhaps not to the same bits")
 
     def _save(self) -> Iterator[Record]:
         self.saved_at = monotonic()
         if self.folder is None:
             return
         self._look()
-        if not self.learner.is_finite():
-            raise RunError(self._broken(f"a weight after step {self.step} is infinite or nan"))
+        self._check_weights()
         state = {
             "epoch": self.epoch,
             "batch": self.batch,
@@ -273,7 +305,8 @@ class _Training:
         self.saved_at = monotonic()
 
     def _stopped(self, reason: str) -> Iterator[Record]:
-        yield from self._save()
+        if self.step:
+            yield from self._save()
         yield Stopped(reason, self.step)
 
     def _clock(self) -> float:

@@ -11,8 +11,8 @@ from flatmin_lab import checkpoint, run_folder
 from flatmin_lab.checkpoint import Checkpoint, DamagedError
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluate import logits_of, measured
-from flatmin_lab.learner import build_model
-from flatmin_lab.prepared import prepared
+from flatmin_lab.learner import build_model, method_of
+from flatmin_lab.prepared import Prepared, prepared
 from flatmin_lab.recipes import Recipe
 from flatmin_lab.records import RunError
 
@@ -27,13 +27,13 @@ class Trained:
     data_sha256: str
     checkpoint: Checkpoint
 
-    def model(self, data: Dataset, *, averaged: bool = False) -> nn.Module:
+    def model(self, ready: Prepared, *, averaged: bool = False) -> nn.Module:
         """With the weights of the checkpoint, in eval mode."""
         part = self.checkpoint.part("average") if averaged else self.checkpoint.part("model")
         if averaged and not part:
             raise ValueError(f"{self.path} has no averaged weights: it was trained without --ema")
         weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
-        model = build_model(self.recipe, data)
+        model = build_model(self.recipe, ready.data, method_of(self.recipe, ready.normalise))
         model.load_state_dict(weights)
         return model.eval()
 
@@ -69,7 +69,7 @@ def measure(run: Trained, data: Dataset, *, averaged: bool, device: torch.device
             f"{run.path} was trained on another {run.recipe.data}: SHA-256 {run.data_sha256}, here {data.checksum}"
         )
     ready = prepared(run.recipe, data.to(device), run.seed)
-    model = run.model(ready.data, averaged=averaged).to(device)
+    model = run.model(ready, averaged=averaged).to(device)
     logits = logits_of(model, ready.data.test, ready.normalise)
     assert logits is not None
     return {

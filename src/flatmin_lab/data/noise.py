@@ -23,6 +23,8 @@ def with_wrong_labels(data: Dataset, share: float, *, seed: int) -> Noisy:
     """That share of the training labels, rounded, each replaced by another class, all others equally likely."""
     if not 0 <= share < 1:
         raise ValueError(f"the share of wrong labels must be at least 0 and below 1, got {share}")
+    if share == 0:
+        return Noisy(data, torch.zeros(0, dtype=torch.long, device=data.train.y.device))
     if data.num_classes < 2:
         raise ValueError(f"wrong labels need at least two classes, got {data.num_classes}")
     count = len(data.train)

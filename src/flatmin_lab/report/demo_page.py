@@ -121,7 +121,7 @@ def _curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
     panels = {
         "training loss": over_epochs(lambda line: line["train_loss"]),
-        "test NLL": over_epochs(lambda line: line["test_nll"] or 0.0),
+        "test NLL": over_epochs(lambda line: math.nan if line["test_nll"] is None else line["test_nll"]),
         "test error, %": over_epochs(lambda line: 100 * line["test_error"]),
     }
     return curves(panels, names=NAMES, label="Training loss, test NLL and test error over the epochs, for each method")
