@@ -55,7 +55,10 @@ def test_points_can_be_trained_too(tmp_path: Path) -> None:
 def test_every_method_can_be_trained(tmp_path: Path, method: str) -> None:
     result = flatmin(*FAST, "--method", method, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["method"] == method
+    measured = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert measured["method"] == method
+    again = json.loads(flatmin("evaluate", tmp_path / "run", "--json", "--device", "cpu").stdout)
+    assert (again["error"], again["nll"]) == (measured["test_error"], measured["test_nll"])
 
 
 def test_flags_change_the_recipe(tmp_path: Path) -> None:
@@ -127,6 +130,8 @@ def test_resume_needs_nothing_but_the_folder(trained: Path) -> None:
         (["--schedule", "one_cycle", "--warmup", "0.5"], "warmup must be 0 with one_cycle"),
         (["--milestones", "half"], "'half'"),
         (["--set", "smoothing"], "KEY=VALUE"),
+        (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belong to the schedule multi_step"),
+        (["--model", "vgg16"], "32"),
         (["--data", "spiral", "--augment", "vanilla"], "pictures"),
         (["--data", "spiral", "--method", "adversarial"], "bounds"),
         (["--nonsense"], "nonsense"),
@@ -150,6 +155,9 @@ def test_a_recipe_that_differs_from_the_folder_s_is_refused(trained: Path) -> No
     assert result.exit_code == 2
     assert "lr is 0.1 there and 0.3 here" in words(result.stderr)
     assert "seed is 0 there and 5 here" in words(result.stderr)
+    other = flatmin("train", "--out", trained, "--resume", "--method", "erm")
+    assert other.exit_code == 2
+    assert "method is 'amp' there and 'erm' here" in words(other.stderr)
 
 
 def test_files_of_one_s_own_may_move(tmp_path: Path) -> None:
@@ -197,6 +205,9 @@ def test_resume_of_nothing_says_so(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "holds no run to go on with" in words(result.stderr)
     assert not (tmp_path / "none").exists()
+    nameless = flatmin("train", "--resume")
+    assert nameless.exit_code == 2
+    assert "--out" in words(nameless.stderr)
 
 
 def test_a_loss_that_is_not_finite_is_a_failed_run(tmp_path: Path) -> None:
@@ -293,10 +304,18 @@ def test_doctor_examines_a_model_of_the_user_s_own(tmp_path: Path) -> None:
         (f"{file}:none", "no function or class 'none'"),
         (f"{tmp_path}/none.py:build", "is not there"),
         ("resnet", "unknown model 'resnet'"),
+        (f"{file}:build", "give its own with --shape"),
     ):
         wrong = flatmin("doctor", "--model", model, "--data-dir", tmp_path)
         assert wrong.exit_code == 2, wrong.output
         assert message in words(wrong.stderr)
+
+
+def test_doctor_wants_a_shape_of_whole_numbers(tmp_path: Path) -> None:
+    for shape in ("3,0,4", "3,x", "2.5"):
+        result = flatmin("doctor", "--shape", shape, "--data-dir", tmp_path)
+        assert result.exit_code == 2
+        assert "3,32,32" in words(result.stderr)
 
 
 def test_help_and_version() -> None:

@@ -43,6 +43,59 @@ def test_a_signal_saves_and_stops_within_seconds(tmp_path: Path, number: signal.
     assert f"saved after step {step};" in rest
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_the_demo_takes_its_workers_with_it(tmp_path: Path, number: signal.Signals) -> None:
+    """Whatever ends it, in the middle or while the workers still import."""
+    arguments = command("demo", "--out", str(tmp_path), "--workers", "2", "--epochs", "1000")
+    with subprocess.Popen(
+        arguments, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
+    ) as demo:
+        assert demo.stderr is not None
+        until = time.monotonic() + 60
+        while len(workers := children_of(demo.pid)) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.5)
+        if number == signal.SIGINT:
+            os.killpg(demo.pid, number)  # as a terminal does
+        else:
+            demo.send_signal(number)
+        said = demo.stderr.read()  # until the last worker has closed it
+        demo.wait()
+    assert demo.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+    assert "Traceback" not in said
+    until = time.monotonic() + 10
+    while any(is_running(worker) for worker in workers):
+        assert time.monotonic() < until, "a worker is left behind"
+        time.sleep(0.05)
+
+
+def is_running(process: int) -> bool:
+    """A zombie is not: it waits for someone to ask how it ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_a_training_that_nobody_watches_goes_on(tmp_path: Path) -> None:
+    arguments = [
+        *command("train", "--data", "digits", "--method", "erm", "--epochs", "3"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stderr is not None
+        assert "erm" in process.stderr.readline()
+        process.stderr.close()
+        process.wait()
+    assert (tmp_path / "run" / "result.json").exists()
+
+
 def test_where_packages_are_missing_it_names_the_extra_in_a_line() -> None:
     for package in ("typer", "safetensors", "rich"):
         hide = f"import sys; sys.modules[{package!r}] = None; from flatmin_lab.__main__ import main; main()"

@@ -82,6 +82,18 @@ def test_half_precision_logits_are_measured_in_float32() -> None:
         assert torch.equal(measure(rough, labels), measure(rough.float(), labels))
 
 
+def test_an_answer_with_a_nan_is_wrong() -> None:
+    logits = torch.tensor([[math.nan, 0.0], [0.0, math.nan], [1.0, 0.0]])
+    assert metrics.error(logits, torch.tensor([0, 1, 0])).item() == pytest.approx(2 / 3)
+
+
+def test_labels_may_be_whole_numbers_of_any_size() -> None:
+    logits, labels = answers(50, 4, 3)
+    for measure in (metrics.error, metrics.nll, metrics.brier, metrics.ece):
+        for dtype in (torch.uint8, torch.int16, torch.int32):
+            assert torch.equal(measure(logits, labels.to(dtype)), measure(logits, labels))
+
+
 def test_who_knows_nothing_has_the_logarithm_of_the_classes() -> None:
     assert metrics.nll(torch.zeros(7, 10), torch.arange(7)).item() == pytest.approx(math.log(10))
 

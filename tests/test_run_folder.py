@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,123 @@ def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     assert contents(tmp_path / "notes") == {"thesis.txt": b"mine"}
 
 
+def test_files_of_others_stay_as_they_are(tmp_path: Path) -> None:
+    """A folder of another program has a config.json too; copies that someone made of a checkpoint have other names."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"architectures": ["BertModel"]}')
+    (other / "state.json").write_text("mine")
+    before = contents(other)
+    for resume in (False, True):
+        with pytest.raises(ValueError if resume else (ValueError, FileExistsError), match=r"config\.json|state\.json"):
+            run(tiny_recipe(), other, resume=resume)
+    assert contents(other) == before
+    folder = tmp_path / "run"
+    run(tiny_recipe(), folder, stop=after(8))
+    copies = [folder / f"checkpoint-{name}.safetensors" for name in ("best", "00000005-backup")]
+    for copy in copies:
+        copy.write_bytes(checkpoint.listed(folder)[-1].read_bytes())
+    records = run(tiny_recipe(), folder, resume=True)
+    assert next(record.step for record in records if isinstance(record, Started)) == 7
+    assert all(copy.exists() for copy in copies)
+
+
+def test_a_checkpoint_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    run(tiny_recipe(), tmp_path / "one", stop=after(3))
+    run(tiny_recipe(), tmp_path / "other", seed=1, stop=after(8))
+    for path in checkpoint.listed(tmp_path / "other"):
+        shutil.copy(path, tmp_path / "one")
+    before = contents(tmp_path / "one")
+    with pytest.raises(ValueError, match="seed is 1 there and 0 here"):
+        run(tiny_recipe(), tmp_path / "one", resume=True)
+    assert contents(tmp_path / "one") == before
+
+
+def test_steps_of_more_than_eight_digits_come_in_their_order(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000, 99_999_998):
+        checkpoint.write(tmp_path / checkpoint.name_of(step), checkpoint.Checkpoint({}, {}))
+    assert [checkpoint.step_of(path) for path in checkpoint.listed(tmp_path)] == [100_000_000, 99_999_999, 99_999_998]
+
+
+def test_who_comes_second_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between looking at an empty folder and holding it, another process begins and ends a run there."""
+    folder, real = tmp_path / "run", run_folder._hold
+
+    def late(path: Path) -> Any:
+        monkeypatch.setattr(run_folder, "_hold", real)
+        run(tiny_recipe(), folder, stop=after(8))
+        return real(path)
+
+    monkeypatch.setattr(run_folder, "_hold", late)
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        run(tiny_recipe(lr=0.5), folder)
+    assert lasting(folder)["state"]["run"]["recipe"]["lr"] == 0.1
+    (folder / ".lock").open("ab").close()
+    assert isinstance(run(tiny_recipe(), folder, resume=True)[-1], Finished)
+
+
+def test_a_folder_that_was_replaced_is_not_written_to(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    records = train(tiny_recipe(), tiny_data(), folder=folder)
+    next(record for record in records if isinstance(record, Epoch))
+    shutil.rmtree(folder)
+    run(tiny_recipe(lr=0.5), folder)
+    before = contents(folder)
+    with pytest.raises(RunError, match="removed or replaced"):
+        list(records)
+    assert contents(folder) == before
+
+
+def test_epochs_without_a_checkpoint_are_kept_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    records = train(tiny_recipe(), tiny_data(), folder=folder, checkpoint_epochs=9)
+    next(record for record in records if isinstance(record, Epoch))
+    records.close()  # type: ignore[attr-defined]  # a generator
+    line = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        run(tiny_recipe(), folder)
+    again = run(tiny_recipe(), folder, resume=True)
+    assert any(isinstance(record, Note) and "metrics.jsonl.before" in record.text for record in again)
+    assert (folder / "metrics.jsonl.before").read_bytes() == line
+
+
+def test_curves_that_cannot_be_drawn_cost_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("add", "close"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"flatmin_lab.boards.Board.{name}", failing)
+            assert isinstance(run(tiny_recipe(), tmp_path / name)[-1], Finished)
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
+    """A field that came later has its default."""
+    folder = tmp_path / "run"
+    run(tiny_recipe(), folder, stop=after(3))
+    config = json.loads((folder / "config.json").read_text())
+    del config["recipe"]["warmup"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert isinstance(run(tiny_recipe(), folder, resume=True)[-1], Finished)
+
+
+def test_a_damaged_result_is_made_again(tmp_path: Path) -> None:
+    run(tiny_recipe(), tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    (tmp_path / "run" / "result.json").write_text('{"test_er')
+    run(tiny_recipe(), tmp_path / "run", resume=True)
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
+    assert (tmp_path / "run" / "result.json.damaged").exists()
+
+
+def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", missing)
+    assert isinstance(run(tiny_recipe(), tmp_path / "run")[-1], Finished)
+
+
 def test_another_recipe_seed_or_data_set_is_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(tiny_recipe(), folder, stop=after(3))
@@ -120,6 +238,7 @@ def test_a_start_that_was_killed_before_its_config_is_begun_again(tmp_path: Path
     (folder / ".lock").touch()
     (folder / ".config.json.1-2.beside").write_text('{"rec')
     assert isinstance(run(tiny_recipe(), folder)[-1], Finished)
+    assert not list(folder.glob(".*.beside"))
 
 
 @pytest.mark.parametrize("damage", ["torn", "altered", "empty"])

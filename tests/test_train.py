@@ -239,19 +239,63 @@ def test_the_averaged_weights_are_the_average() -> None:
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_clipping_bounds_the_step_and_not_the_perturbation() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_clipping_bounds_the_step_and_not_the_perturbation(method: str, precision: Any) -> None:
     data = tiny_data()
     normalise = Normalisation.of(data.train)
     recipe = tiny_recipe(
-        method="amp", settings={"epsilon": 0.05}, clip_norm=1e-3, momentum=0.0, nesterov=False, weight_decay=0.0
+        method=method,
+        settings={"epsilon": 0.05} if method in ("amp", "rmp") else {},
+        precision=precision,
+        clip_norm=1e-3,
+        momentum=0.0,
+        nesterov=False,
+        weight_decay=0.0,
     )
     learner = Learner(recipe, data, normalise, seed=0, device=torch.device("cpu"))
-    before = [param.detach().clone() for param in learner.model.parameters()]
-    x, y = next(Batches(split=data.train, batch_size=10, normalise=normalise).epoch(0))
-    measured = learner.step(x, y, 1.0)
-    moved = [a - b for a, b in zip(learner.model.parameters(), before, strict=True)]
-    assert torch.stack([m.norm() for m in moved]).norm().item() == pytest.approx(1e-3, rel=1e-3)
-    assert measured["delta_norm"].item() == pytest.approx(0.05)
+    for x, y in Batches(split=data.train, batch_size=10, normalise=normalise).epoch(0):
+        before = [param.detach().clone() for param in learner.model.parameters()]
+        measured = learner.step(x, y, 1.0)
+        moved = [a - b for a, b in zip(learner.model.parameters(), before, strict=True)]
+        assert torch.stack([m.norm() for m in moved]).norm().item() == pytest.approx(1e-3, rel=1e-2)
+        if method == "amp":
+            assert measured["delta_norm"].item() == pytest.approx(0.05, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["erm", "amp", "rmp"])
+def test_an_overflow_in_fp16_is_counted_and_spoils_no_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The scale begins much too high: the first steps overflow and are skipped, the others count."""
+    monkeypatch.setattr("flatmin_lab.learner.GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**22))
+    settings = {} if method == "erm" else {"epsilon": 0.1}
+    records = run(tiny_recipe(method=method, settings=settings, precision="fp16"), tmp_path / "run")
+    lines = [record.numbers for record in records if isinstance(record, Epoch)]
+    assert lines[0]["skipped"] > 0
+    assert lines[-1]["skipped"] == 0
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    if method == "amp":
+        assert lines[-1]["delta_norm"] == pytest.approx(0.1, rel=1e-2)
+
+
+def test_what_cannot_be_trained_is_refused_before_it_begins() -> None:
+    with pytest.raises(ValueError, match="the recipe is for digits, got the data set tiny"):
+        list(train(replace(tiny_recipe(), data="digits"), tiny_data()))
+    with pytest.raises(ValueError, match="BatchNorm needs batches of two"):
+        run(tiny_recipe(batch_size=43))
+    with pytest.raises(ValueError, match="32"):
+        run(tiny_recipe(model="vgg16", model_settings={}))
+    with pytest.raises(ValueError, match="got 0 and"):
+        run(tiny_recipe(), checkpoint_epochs=0)
+
+
+def test_a_single_class_can_be_trained() -> None:
+    data = tiny_data()
+    alone = [replace(split, y=torch.zeros_like(split.y)) for split in (data.train, data.test)]
+    last = list(train(tiny_recipe(), replace(data, train=alone[0], test=alone[1], names=["all"])))[-1]
+    assert isinstance(last, Finished)
+    assert last.result["test_error"] == 0
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself

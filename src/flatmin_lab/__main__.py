@@ -4,16 +4,19 @@ import sys
 
 from flatmin_lab.extras import need
 
-NEEDED = ("typer", "rich", "numpy", "safetensors", "jinja2", "matplotlib")
+NEEDED = ("typer", "rich", "numpy", "safetensors")
 
 
 def main() -> None:
     try:
         for package in NEEDED:
             need(package, "the command flatmin")
+        app = need("flatmin_lab.cli", "the command flatmin").app
     except ImportError as error:
         sys.exit(f"flatmin: {error}")
-    need("flatmin_lab.cli", "the command flatmin").app()
+    except KeyboardInterrupt:  # while all is imported
+        sys.exit(130)
+    app()
 
 
 if __name__ == "__main__":

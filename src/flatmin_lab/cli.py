@@ -15,17 +15,17 @@ import torch
 import typer
 
 import flatmin
-from flatmin_lab import demo as demonstration
 from flatmin_lab import doctor as examination
 from flatmin_lab import methods, models, run_folder, show, trained
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.augment import KINDS
 from flatmin_lab.data.progress import download_bar
+from flatmin_lab.extras import need
 from flatmin_lab.machine import device_named, hardware
 from flatmin_lab.recipes import PRECISIONS, Recipe, suited
 from flatmin_lab.records import Finished, RunError
 from flatmin_lab.schedules import SCHEDULES
-from flatmin_lab.signals import CODES, asked_to_stop
+from flatmin_lab.signals import CODES, asked_to_stop, ended_by_signals
 from flatmin_lab.train import train as training
 
 app = typer.Typer(
@@ -101,8 +101,11 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it."""
-    with reported(debug):
-        page = demonstration.run(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=show.terminal())
+    with reported(debug), ended_by_signals():
+        for package in ("matplotlib", "jinja2", "sklearn"):
+            need(package, "flatmin demo")
+        run = need("flatmin_lab.demo", "flatmin demo").run  # here, so that other commands need not wait for matplotlib
+        page = run(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=show.terminal())
         typer.echo(f"the page: {page}")
 
 
@@ -208,15 +211,18 @@ def train(
             run_folder.check_recipe(out, known, recipe, seed)
             pictures = _load(data or recipe.data, data_dir, download, recipe.size)
         elif data is None:
-            missing = f"; {out} holds no run to go on with" if resume and out is not None else ""
-            raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path){missing}")
+            if resume:
+                missing = "name the run's folder with --out" if out is None else f"{out} holds no run to go on with"
+                raise ValueError(f"--resume goes on with a run, and {missing}; or begin one with --data")
+            raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
         else:
             pictures = _load(data, data_dir, download, size)
             recipe = suited(_place(data), pictures, method=method or "amp", settings=given, **changes)
             seed = seed or 0
+        if milestones is not None and recipe.schedule != "multi_step":
+            raise ValueError(f"--milestones belong to the schedule multi_step, got {recipe.schedule}")
         folder = out or Path("runs") / f"{pictures.name}-{recipe.model}-{recipe.method}-{seed}"
         console = show.terminal()
-        show.say(console, show.headline(recipe, seed, hardware(where)))
         with asked_to_stop() as stop:
             records = training(
                 recipe,
@@ -229,7 +235,7 @@ def train(
                 checkpoint_epochs=checkpoint_epochs,
                 checkpoint_minutes=checkpoint_minutes,
             )
-            ended = show.follow(records, console)
+            ended = show.follow(records, console, show.headline(recipe, seed, hardware(where)))
         if isinstance(ended, Finished):
             show.outcome(ended.result, folder)
             return
@@ -276,7 +282,9 @@ def doctor(
 ) -> None:
     """What is here: versions, devices, data sets; and whether AMP with ε = 0 is the optimizer itself on your model."""
     with reported(debug):
-        sizes = tuple(int(side) for side in _numbers(shape))
+        sizes = [int(side) for side in _numbers(shape)]
+        if min(sizes) < 1 or sizes != [*_numbers(shape)]:
+            raise ValueError(f"--shape takes whole numbers above 0, as in 3,32,32, got {shape}")
         if not examination.run(model, sizes, data_dir, device_named(device)):
             raise typer.Exit(1)
 
@@ -310,7 +318,9 @@ def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.replace("x", ",").split(","))
     except ValueError as error:
-        raise ValueError(f"numbers must be given as 0.5,0.75, got {text!r}") from error
+        raise ValueError(
+            f"numbers must be given with commas between, as in 0.5,0.75 or 3,32,32, got {text!r}"
+        ) from error
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

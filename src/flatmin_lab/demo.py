@@ -8,7 +8,6 @@ and sees the same batches, over seeds 0, 1, 2, …; out come a table, a page, an
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from time import perf_counter
 from typing import Any
 
@@ -22,8 +21,8 @@ from flatmin_lab.machine import facts
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes import suited
 from flatmin_lab.records import Epoch, Finished
-from flatmin_lab.report.demo_page import demo_page
-from flatmin_lab.runs import Job, side_by_side
+from flatmin_lab.report.demo_page import demo_page, spread
+from flatmin_lab.runs import Job, cores, side_by_side
 from flatmin_lab.show import bars, say
 
 ORDER = ("erm", "amp", *(name for name in METHODS if name not in ("erm", "amp")))  # the two that matter come first
@@ -38,10 +37,16 @@ COLUMNS = {
 
 def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None, console: Console) -> Path:
     """Train, show, write; the page's path."""
-    for name, value, least in (("seeds", seeds, 1), ("epochs", epochs, 1), ("workers", workers or 1, 1)):
-        if value < least:
-            raise ValueError(f"--{name} must be at least {least}, got {value}")
-    out.mkdir(parents=True, exist_ok=True)
+    workers = cores() if workers is None else workers
+    for name, value in (("seeds", seeds), ("epochs", epochs), ("workers", workers)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if not 0 <= noise < 1:
+        raise ValueError(f"--noise must be at least 0 and below 1 (0.2 is a fifth), got {noise}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made a folder ({error}); choose another place with --out") from error
     data = load()
     recipes = {name: suited("digits", data, method=name, label_noise=noise, epochs=epochs) for name in ORDER}
     jobs = [Job(recipe, seed) for recipe in recipes.values() for seed in range(seeds)]
@@ -51,6 +56,7 @@ def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None
         "noise": noise,
         "seeds": seeds,
         "epochs": epochs,
+        "workers": min(workers, len(jobs)),
         "train": len(data.train),
         "test": len(data.test),
         "seconds": perf_counter() - start,
@@ -64,7 +70,7 @@ def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None
     return out / "demo.html"
 
 
-def trained(jobs: Sequence[Job], workers: int | None, console: Console) -> list[dict[str, Any]]:
+def trained(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[str, Any]]:
     """A result a job, each with its epochs; shown while they come."""
     lines: list[list[dict[str, Any]]] = [[] for _ in jobs]
     results: list[dict[str, Any] | None] = [None] * len(jobs)
@@ -90,26 +96,16 @@ def _say_if_complete(method: str, results: Sequence[dict[str, Any]], jobs: Seque
 def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:
     """Mean ± deviation over the seeds, a row a method."""
     columns = {key: label for key, label in COLUMNS.items() if with_noise or key != "memorised"}
-    shown = Table("method", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown.add_column("method", no_wrap=True)
     for label in columns.values():
         shown.add_column(label, justify="right", no_wrap=True)
     for method in ORDER:
         own = [run for run in runs if run["method"] == method]
-        shown.add_row(
-            method, *(spread([run[key] * scale(key) for run in own if run[key] is not None]) for key in columns)
-        )
+        values = {key: [run[key] * scale(key) for run in own if run[key] is not None] for key in columns}
+        shown.add_row(method, *(spread(found, 2 if key == "test_nll" else 1) for key, found in values.items()))
     return shown
 
 
 def scale(key: str) -> float:
     return 1.0 if key in ("test_nll", "seconds") else 100.0
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± deviation.
-
-    >>> spread([1.0, 2.0, 3.0])
-    '2.00 ± 1.00'
-    """
-    deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{mean(values):.2f}{deviation}"

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 import flatmin
+from flatmin.attacks import evaluating
 from flatmin_lab import models
 from flatmin_lab.data.catalogue import EMBEDDED, OFFICIAL, load
 from flatmin_lab.data.seeds import generator
@@ -95,6 +96,7 @@ def laws(name: str, shape: Sequence[int], device: torch.device) -> list[tuple[st
         torch.manual_seed(0)
         model = make(name, shape).to(device).train()
         x = torch.randn(BATCH, *shape, generator=generator("doctor")).to(device)
+        _check_shape(model, x)
         plain, wrapped, amp = model, copy.deepcopy(model), copy.deepcopy(model)
         _steps(plain, SGD(plain.parameters(), lr=0.01, momentum=0.9), x)
         _steps(wrapped, flatmin.AMP(_base(wrapped), epsilon=0.0, model=wrapped), x)
@@ -113,6 +115,15 @@ def laws(name: str, shape: Sequence[int], device: torch.device) -> list[tuple[st
         ("ε = 0.1: ‖Δ‖ ≤ ε", length <= 0.1 * (1 + 1e-6), f"{length:.4f}"),
         ("ε = 0.1: the weights stay finite, and in their place", finite and kept, _sharpness(rise)),
     ]
+
+
+def _check_shape(model: nn.Module, x: Tensor) -> None:
+    try:
+        with torch.no_grad(), evaluating(model):
+            model(x)
+    except (RuntimeError, ValueError) as error:
+        shape = ",".join(map(str, x.shape[1:]))
+        raise ValueError(f"the model does not take inputs of {shape} ({error}); give its own with --shape") from error
 
 
 def _sharpness(rise: Tensor | None) -> str:

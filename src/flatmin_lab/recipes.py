@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from flatmin_lab import methods, models
 from flatmin_lab.data.augment import KINDS, Kind
-from flatmin_lab.data.catalogue import OFFICIAL
+from flatmin_lab.data.catalogue import DATA_SETS, OFFICIAL
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.schedules import SCHEDULES
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
-EPOCHS = 200
+EPOCHS, BATCH = 200, 50  # the paper's
 LONG = 150  # epochs from which on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
 SHORT_RADIUS = 0.1
 # the paper's tables: the first with its own augmentation, the second with three
@@ -45,7 +45,7 @@ class Recipe:
     label_noise: float = 0.0  # share of the training labels replaced by a wrong one
     validation: bool = False  # train on nine tenths and measure on the last one: the test set is not looked at
     epochs: int = EPOCHS
-    batch_size: int = 50
+    batch_size: int = BATCH
     lr: float = 0.1
     momentum: float = 0.9
     nesterov: bool = True
@@ -170,9 +170,9 @@ def suited(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> 
     A model given by name brings its own settings; AMP's radius follows model, augmentation and length where it is not
     among the method's `settings`.
     """
-    values: dict[str, Any] = (
-        SMALL[name] if name in SMALL else {"model": _model_for(data), "augment": _augment_for(data)}
-    )
+    values: dict[str, Any] = dict(SMALL.get(name) or {"model": _model_for(data), "augment": _augment_for(data)})
+    if name not in DATA_SETS:
+        values["batch_size"] = min(BATCH, len(data.train))
     if "model" in changes:
         values = {key: value for key, value in values.items() if key != "model_settings"}
     values = {**values, **changes}

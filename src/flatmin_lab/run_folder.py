@@ -260,7 +260,8 @@ def _check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) 
     if not known:
         raise ValueError(f"{path} does not say what run it is of; it may be of another flatmin")
     # through a Recipe, so that a field which came with a newer version has its default
-    apart = differences(Recipe.from_json(known["recipe"]).as_json(), asked["recipe"])
+    here, there = (Recipe.from_json(run["recipe"]).as_json() for run in (asked, known))
+    apart = differences(there, here)
     apart += differences({"seed": known["seed"]}, {"seed": asked["seed"]})
     if not apart and known["data_sha256"] != asked["data_sha256"]:
         apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]

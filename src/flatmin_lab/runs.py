@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +45,8 @@ def side_by_side(
         min(workers or cores(), len(jobs)), mp_context=context, initializer=_prepare, initargs=(said, stop)
     )
     with pool:
-        waiting = {pool.submit(_work, number, job, str(root)) for number, job in enumerate(jobs)}
+        with _deaf_to_ctrl_c():  # which a worker inherits, so that it is deaf while it still imports
+            waiting = {pool.submit(_work, number, job, str(root)) for number, job in enumerate(jobs)}
         try:
             while waiting or not said.empty():
                 if not said.empty():
@@ -58,6 +60,18 @@ def side_by_side(
         finally:  # whatever happened, nobody goes on working for nothing
             stop.value = 1
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _prepare(said: Any, stop: Any) -> None:

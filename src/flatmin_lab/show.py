@@ -20,6 +20,7 @@ from flatmin_lab.records import Progress as Done
 
 LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
+PROTOCOLS = {"paper": "; the paper's protocol", "short": "; the paper's protocol, shortened", "own": ""}
 SHARES = ("error", "ece", "memorised")
 
 
@@ -46,12 +47,16 @@ def number(name: str, value: float | None) -> str:
     return f"{value:.2%}".replace("%", " %") if name.endswith(SHARES) else f"{value:.3f}"
 
 
+def epochs_in_words(count: int) -> str:
+    return f"{count} epoch{'s' if count != 1 else ''}"
+
+
 def headline(recipe: Recipe, seed: int, hardware: str) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in recipe.settings.items())
     return (
         f"{recipe.method}{f' ({settings})' if settings else ''}: {recipe.model} on {recipe.data}, "
-        f"{recipe.epochs} epochs, batches of {recipe.batch_size}, seed {seed}, {recipe.precision} on {hardware}; "
-        f"protocol: {recipe.protocol}"
+        f"{epochs_in_words(recipe.epochs)}, batches of {recipe.batch_size}, seed {seed}, "
+        f"{recipe.precision} on {hardware}{PROTOCOLS[recipe.protocol]}"
     )
 
 
@@ -70,8 +75,8 @@ def bars(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-def follow(records: Iterable[Record], console: Console) -> Finished | Stopped:
-    """Show a training until it ends, and how it ended."""
+def follow(records: Iterable[Record], console: Console, headline: str) -> Finished | Stopped:
+    """Show a training until it ends, and how it ended; the headline once it has really begun."""
     with bars(console) as progress:
         task = progress.add_task("starting", total=None, numbers="")
         epochs = 0
@@ -79,6 +84,7 @@ def follow(records: Iterable[Record], console: Console) -> Finished | Stopped:
             match record:
                 case Started():
                     epochs = record.epochs
+                    say(console, headline)
                     progress.reset(task, total=record.steps, completed=record.step)  # what was done before has no speed
                     if record.step:
                         say(console, f"going on after step {record.step} of {record.steps}")
@@ -95,7 +101,7 @@ def follow(records: Iterable[Record], console: Console) -> Finished | Stopped:
                         numbers=shown,
                     )
                 case Epoch():
-                    progress.update(task, completed=record.step)
+                    progress.update(task, completed=record.step, description=f"epoch {record.epoch}/{epochs}")
                     say(console, epoch_line(record.numbers, epochs))
                 case Note():
                     say(console, f"note: {record.text}", style="yellow")
@@ -138,13 +144,11 @@ def outcome(result: Mapping[str, Any], folder: Path) -> None:
     if "memorised" in result:
         table.add_row("wrong labels learnt by heart", number("memorised", result["memorised"]))
     console.print(table)
-    if "best_test_epoch" in result:
+    if "best_test_epoch" in result and result["epochs"] > 1:
         say(
             console,
             f"for comparison only: the best test epoch, {result['best_test_epoch']}, had "
             f"{number('error', result['best_test_epoch_error'])}; it is chosen with the test labels",
         )
-    say(
-        console,
-        f"{result['epochs']} epochs in {result['seconds']:.0f} s on {result['hardware']}; all of it in {folder}",
-    )
+    took = f"{epochs_in_words(result['epochs'])} in {result['seconds']:.0f} s on {result['hardware']}"
+    say(console, f"{took}; all of it in {folder}")

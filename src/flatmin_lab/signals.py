@@ -16,6 +16,17 @@ CODES = {"Ctrl-C": 130, "SIGTERM": 143, "a closed terminal": 129}  # what a shel
 
 
 @contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the block as an exception, as Ctrl-C does, so that it can tidy up."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(CODES[NAMES[signal.Signals(number).name]])
+
+    with _handled(end, [name for name in NAMES if name != "SIGINT"]):
+        yield
+
+
+@contextmanager
 def asked_to_stop() -> Iterator[Callable[[], str | None]]:
     """In the main thread: the signals are ours inside the block, and what they were before after it."""
     came: list[str] = []
@@ -26,13 +37,19 @@ def asked_to_stop() -> Iterator[Callable[[], str | None]]:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(CODES[name])
         came.append(name)
 
-    known = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+    with _handled(remember, list(NAMES)):
+        yield lambda: came[0] if came else None
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None], names: list[str]) -> Iterator[None]:
+    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
     # one that is ignored (nohup does that) stays so
     before = {number: signal.getsignal(number) for number in known if signal.getsignal(number) != signal.SIG_IGN}
     for number in before:
-        signal.signal(number, remember)
+        signal.signal(number, handler)
     try:
-        yield lambda: came[0] if came else None
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatmin.attacks import evaluating
 from flatmin.metrics import reliability
 from flatmin_lab import run_folder
 from flatmin_lab.checkpoint import Checkpoint
@@ -119,6 +120,8 @@ class _Training:
             seed=seed,
         )
         self._check_batches()
+        with torch.no_grad(), evaluating(self.learner.model):  # does the model take these pictures?
+            self.learner.model(self.normalise(self.data.train.x[:1]))
         self.epoch = self.batch = 0
         self.sums: dict[str, tuple[float, int]] = {}  # over pictures, and how many
         self.lines: list[dict[str, Any]] = []

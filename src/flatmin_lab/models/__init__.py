@@ -55,5 +55,6 @@ def build(
     if numbered and numbered[1] in FAMILIES and ("_" in name) != (numbered[1] == "vgg"):
         return FAMILIES[numbered[1]](*map(int, numbered[2].split("_")), **common)
     raise ValueError(
-        f"unknown model {given!r}; choose from {', '.join(MODELS)}, or give {', '.join(FAMILIES)} other numbers"
+        f"unknown model {given!r}; choose from {', '.join(MODELS)}, "
+        "or other numbers, as in wideresnet16_4, pyramidnet110_84, vgg19"
     )

@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 INK = "#010203"  # stands for the page's text colour
 STYLES: dict[str, tuple[str, Any]] = {
@@ -42,40 +43,42 @@ LOOK: dict[Any, Any] = {
 }
 
 
-def curves(panels: Mapping[str, Mapping[str, Sequence[float]]], *, names: Mapping[str, str], label: str) -> str:
-    """A panel a measure, a line a method, an epoch a point."""
+def curves(title: str, lines: Mapping[str, Sequence[float]]) -> str:
+    """A line a method, a point an epoch; those in BOLD over the others."""
     with mpl.rc_context(LOOK):
-        figure = Figure(figsize=(9.2, 3.7), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for panel, (title, lines) in zip(axes, panels.items(), strict=True):
-            for method, values in sorted(lines.items(), key=lambda line: line[0] in BOLD):
-                colour, dash = STYLES[method]
-                wide = 2.4 if method in BOLD else 1.3
-                epochs = range(1, len(values) + 1)
-                panel.plot(epochs, values, color=colour, ls=dash, lw=wide, label=names[method])
-            panel.set_title(title, fontsize=11, loc="left")
-            panel.set_xlabel("epoch")
-            panel.set_ylim(bottom=0)
-        handles = {line.get_label(): line for line in axes[0].get_lines()}
-        order = [names[method] for method in STYLES if names[method] in handles]
-        figure.legend([handles[name] for name in order], order, loc="outside lower center", ncols=4, fontsize=9.5)
-        return svg(figure, label)
+        figure = Figure(figsize=(3.5, 2.7), layout="constrained")
+        axes = figure.subplots()
+        for method, values in sorted(lines.items(), key=lambda line: line[0] in BOLD):
+            colour, dash = STYLES[method]
+            width = 2.4 if method in BOLD else 1.3
+            mark = "o" if len(values) < 3 else None
+            axes.plot(range(1, len(values) + 1), values, marker=mark, color=colour, ls=dash, lw=width, ms=4)
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set_ylim(bottom=0)
+        return svg(figure, f"{title} over the epochs, a line for each method")
 
 
-def reliability_diagrams(bins: Mapping[str, Mapping[str, Sequence[float]]], *, names: Mapping[str, str]) -> str:
-    """Small multiples: accuracy over confidence, a bar a bin; on the diagonal, confidence is honest."""
+def sample(method: str) -> str:
+    """A piece of a method's line, for a legend."""
+    colour, dash = STYLES[method]
+    dashes = "" if dash == "-" else f' stroke-dasharray="{" ".join(str(2 * part) for part in dash[1])}"'
+    width = 4 if method in BOLD else 2.5
+    line = f'<line x1="1" y1="5" x2="35" y2="5" stroke="{colour}" stroke-width="{width}"{dashes}/>'
+    return f'<svg class="sample" viewBox="0 0 36 10" aria-hidden="true">{line}</svg>'
+
+
+def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, method: str) -> str:
+    """Accuracy over confidence, a bar a bin; on the diagonal, confidence is honest."""
     with mpl.rc_context(LOOK):
-        rows = -(-len(bins) // 4)
-        figure = Figure(figsize=(9.2, 2.5 * rows + 0.2), layout="constrained")
-        axes = figure.subplots(rows, 4, squeeze=False, sharex=True, sharey=True).flatten()
-        for panel, (method, parts) in zip(axes, bins.items(), strict=False):
-            _diagram(panel, parts, STYLES[method][0])
-            panel.set_title(names[method], fontsize=10.5, loc="left")
-        for panel in axes[len(bins) :]:
-            panel.set_visible(False)
-        figure.supxlabel("confidence", fontsize=10)
-        figure.supylabel("share that is right", fontsize=10)
-        return svg(figure, "Reliability diagrams: the share of right answers over confidence, for each method")
+        figure = Figure(figsize=(2.3, 2.3), layout="constrained")
+        axes = figure.subplots()
+        _diagram(axes, parts, STYLES[method][0])
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_xlabel("confidence", fontsize=9.5)
+        axes.set_ylabel("share right", fontsize=9.5)
+        return svg(figure, f"Reliability of {title}: the share of right answers over confidence")
 
 
 def _diagram(axes: Axes, parts: Mapping[str, Sequence[float]], colour: str) -> None:
@@ -85,7 +88,7 @@ def _diagram(axes: Axes, parts: Mapping[str, Sequence[float]], colour: str) -> N
     # a bin with few answers is drawn pale: its height says little
     for middle, number, accuracy in zip(middles, parts["number"], parts["accuracy"], strict=True):
         if number:
-            strength = min(1.0, 0.25 + 5 * number / total)
+            strength = min(1.0, 0.4 + 5 * number / total)
             axes.bar(middle, accuracy, width=0.92 / count, color=colour, alpha=strength)
     axes.plot([0, 1], [0, 1], color=INK, lw=0.8, ls=(0, (4, 3)))
     axes.set(xlim=(0, 1), ylim=(0, 1), xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])

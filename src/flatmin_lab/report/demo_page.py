@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from flatmin_lab.report.charts import curves, reliability_diagrams
+from flatmin_lab.report.charts import curves, reliability_diagram, sample
 
 NAMES = {
     "erm": "ERM",
@@ -40,16 +40,39 @@ def demo_page(demo: Mapping[str, Any]) -> str:
         loader=PackageLoader("flatmin_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters.update(spread=spread, percent=percent)
+    bins = {method: pooled(own) for method, own in runs.items()}
     return environment.get_template("demo.html.jinja").render(
         demo=demo,
         noisy=demo["noise"] > 0,
         rows=[row(method, own) for method, own in runs.items()],
         words=in_words(demo, runs),
-        losses={method: mean(run["lines"][-1]["train_loss"] for run in own) for method, own in runs.items()},
+        facts={method: facts(own, bins[method]) for method, own in runs.items()},
         entropy=entropy(demo["noise"], classes=10),
         flooding_is_erm=_errors(runs["flooding"]) == _errors(runs["erm"]),
-        curves=Markup(_curves(runs)),
-        reliability=Markup(reliability_diagrams({method: pooled(own) for method, own in runs.items()}, names=NAMES)),
+        legend=[(Markup(sample(method)), NAMES[method]) for method in runs],
+        curves=[Markup(curves(title, lines)) for title, lines in _over_epochs(runs).items()],
+        reliability=[Markup(reliability_diagram(NAMES[method], bins[method], method=method)) for method in runs],
+    )
+
+
+class Facts(NamedTuple):
+    """Means over the seeds, which sentences are made of."""
+
+    error: float
+    ece: float
+    memorised: float
+    train_loss: float
+    confidence: float
+
+
+def facts(runs: Sequence[Mapping[str, Any]], bins: Mapping[str, Sequence[float]]) -> Facts:
+    confident = sum(n * c for n, c in zip(bins["number"], bins["confidence"], strict=True)) / sum(bins["number"])
+    return Facts(
+        error=mean(_errors(runs)),
+        ece=mean(run["test_ece"] for run in runs),
+        memorised=mean(run.get("memorised", 0.0) for run in runs),
+        train_loss=mean(run["lines"][-1]["train_loss"] for run in runs),
+        confidence=confident,
     )
 
 
@@ -89,6 +112,13 @@ def _errors(runs: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean ± deviation.
+
+    >>> spread([1.0, 2.0, 3.0])
+    '2.0 ± 1.0'
+    """
+    if not values:
+        return "not finite"
     deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):.{digits}f}{deviation}"
 
@@ -102,29 +132,35 @@ def in_words(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, A
             f"With true labels the eight mean errors lie between {percent(means[low], 2)} ({NAMES[low]}) and "
             f"{percent(means[high], 2)} ({NAMES[high]}); one test digit is {percent(1 / demo['test'], 2)}."
         )
-    best = min(means, key=means.__getitem__)
-    order = "the lowest of the eight" if best == "amp" else f"the lowest is {NAMES[best]}'s, {percent(means[best], 1)}"
-    return (
+    told = (
         f"Ordinary training (ERM) gets {percent(means['erm'], 1)} of the test digits wrong, "
-        f"AMP {percent(means['amp'], 1)}; {order}. "
+        f"AMP {percent(means['amp'], 1)}. "
         f"ERM has learnt {percent(mean(run['memorised'] for run in runs['erm']))} of the wrong labels by heart, "
         f"AMP {percent(mean(run['memorised'] for run in runs['amp']))}."
     )
+    near = [NAMES[method] for method in runs if method != "amp" and _within_the_spread(runs[method], runs["amp"])]
+    return f"{told} Not told apart from AMP by these seeds: {', '.join(near)}." if near else told
 
 
-def _curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    def over_epochs(value: Callable[[Mapping[str, Any]], float]) -> dict[str, list[float]]:
+def _within_the_spread(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
+    """Do the means differ by less than the deviations together? Of a single training each, nothing can be said."""
+    if len(one) < 2:
+        return False
+    return abs(mean(_errors(one)) - mean(_errors(other))) < stdev(_errors(one)) + stdev(_errors(other))
+
+
+def _over_epochs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, list[float]]]:
+    def means(value: Callable[[Mapping[str, Any]], float]) -> dict[str, list[float]]:
         return {
             method: [mean(map(value, lines)) for lines in zip(*(run["lines"] for run in own), strict=True)]
             for method, own in runs.items()
         }
 
-    panels = {
-        "training loss": over_epochs(lambda line: line["train_loss"]),
-        "test NLL": over_epochs(lambda line: math.nan if line["test_nll"] is None else line["test_nll"]),
-        "test error, %": over_epochs(lambda line: 100 * line["test_error"]),
+    return {
+        "training loss": means(lambda line: line["train_loss"]),
+        "test NLL": means(lambda line: math.nan if line["test_nll"] is None else line["test_nll"]),
+        "test error, %": means(lambda line: 100 * line["test_error"]),
     }
-    return curves(panels, names=NAMES, label="Training loss, test NLL and test error over the epochs, for each method")
 
 
 def pooled(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
