@@ -105,7 +105,7 @@ def test_the_host_never_waits_within_a_step(method: str, precision: Any) -> None
     assert all(isinstance(value, Tensor) and value.is_cuda for value in measured.values())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
+@pytest.mark.filterwarnings("ignore")  # of torch, about itself and about tf32
 def test_compiled_training_learns_the_same() -> None:
     recipe = Recipe(
         data="photographs",
