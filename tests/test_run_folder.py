@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flatmin_lab import checkpoint, run_folder
+from flatmin_lab import checkpoint, run_config, run_opening
 from flatmin_lab.records import Epoch, Finished, Note, RunError, Started
 from flatmin_lab.train import config_of, train
 from small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
@@ -108,14 +108,14 @@ def test_steps_of_more_than_eight_digits_come_in_their_order(tmp_path: Path) -> 
 
 def test_who_comes_second_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between looking at an empty folder and holding it, another process begins and ends a run there."""
-    folder, real = tmp_path / "run", run_folder._hold
+    folder, real = tmp_path / "run", run_opening._hold
 
     def late(path: Path) -> Any:
-        monkeypatch.setattr(run_folder, "_hold", real)
+        monkeypatch.setattr(run_opening, "_hold", real)
         run(tiny_recipe(), folder, stop=after(8))
         return real(path)
 
-    monkeypatch.setattr(run_folder, "_hold", late)
+    monkeypatch.setattr(run_opening, "_hold", late)
     with pytest.raises(FileExistsError, match="holds a run already"):
         run(tiny_recipe(lr=0.5), folder)
     assert lasting(folder)["state"]["run"]["recipe"]["lr"] == 0.1
@@ -367,7 +367,7 @@ def test_checkpoints_come_by_epoch_and_by_minutes(tmp_path: Path) -> None:
 def test_config_of_knows_versions_and_machine() -> None:
     config = config_of(tiny_recipe(), tiny_data(), 0)
     assert {"hardware", "threads", "torch", "flatmin", "commit"} <= config.keys()
-    assert not run_folder.exists(Path("nowhere"))
+    assert not run_config.exists(Path("nowhere"))
 
 
 def test_going_on_elsewhere_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

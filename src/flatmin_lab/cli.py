@@ -16,7 +16,7 @@ import typer
 
 import flatmin
 from flatmin_lab import doctor as examination
-from flatmin_lab import methods, models, run_folder, show, trained
+from flatmin_lab import methods, models, run_config, show, trained
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.augment import KINDS
 from flatmin_lab.data.progress import download_bar
@@ -204,11 +204,11 @@ def train(
             changes["milestones"] = _numbers(milestones)
         given = {key: value for key, value in knobs.items() if value is not None} | _settings(settings or [])
         where = device_named(device)
-        if out is not None and resume and run_folder.exists(out):
-            known = run_folder.stored(out)
+        if out is not None and resume and run_config.exists(out):
+            known = run_config.stored(out)
             recipe = _varied(Recipe.from_json(known["recipe"]), data, method, changes, given)
             seed = int(known["seed"]) if seed is None else seed
-            run_folder.check_recipe(out, known, recipe, seed)
+            run_config.check_recipe(out, known, recipe, seed)
             pictures = _load(data or recipe.data, data_dir, download, recipe.size)
         elif data is None:
             if resume:

@@ -24,18 +24,16 @@ from typing import IO, Any
 from flatmin_lab import checkpoint
 from flatmin_lab.boards import Board
 from flatmin_lab.checkpoint import Checkpoint, DamagedError
-from flatmin_lab.files import BESIDE, lock, settle, sweep, written_whole
-from flatmin_lab.recipes import Recipe, differences
+from flatmin_lab.files import written_whole
 from flatmin_lab.records import Note, RunError
+from flatmin_lab.run_config import IDENTITY, check_same, read_json
 
 KEPT = 2
-IDENTITY = ("recipe", "seed", "data_sha256")  # what makes a run that run
-OURS = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", ".lock"}
 
 
 @dataclass(eq=False)
 class RunFolder:
-    """Made by `open_`; until it is closed, no other process can open it."""
+    """Made by `run_opening.open_`; until it is closed, no other process can open it."""
 
     path: Path
     config: Mapping[str, Any]
@@ -44,16 +42,12 @@ class RunFolder:
     notes: list[Note] = field(default_factory=list, init=False)  # for the reader, until they are told
 
     @property
-    def recipe(self) -> Recipe:
-        return Recipe.from_json(self.config["recipe"])
-
-    @property
-    def seed(self) -> int:
-        return int(self.config["seed"])
-
-    @property
     def identity(self) -> dict[str, Any]:
         return {key: self.config[key] for key in IDENTITY}
+
+    def begin(self) -> None:
+        with self._writing("config.json"):
+            self._write_json("config.json", self.config)
 
     def told(self) -> Iterator[Note]:
         while self.notes:
@@ -86,7 +80,7 @@ class RunFolder:
         for path in checkpoint.listed(self.path):
             try:
                 whole = checkpoint.read(path)
-                _check_same(path, whole.state.get("run", {}), self.config)
+                check_same(path, whole.state.get("run", {}), self.config)
                 break
             except DamagedError as error:
                 damaged.append((path, error))
@@ -109,11 +103,11 @@ class RunFolder:
 
     # ---- numbers
 
-    def begin_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """The epochs that count, as the checkpoint knows them: lines of epochs after it will come again."""
+    def begin_metrics(self, lines: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """The epochs before that step, as its checkpoint knows them: lines of later ones will come again."""
         path = self.path / "metrics.jsonl"
         with self._writing("metrics.jsonl"):
-            if not lines and path.exists() and path.stat().st_size:
+            if step == 0 and path.exists() and path.stat().st_size:
                 path.replace(self.path / "metrics.jsonl.before")
                 self.notes.append(
                     Note(
@@ -153,7 +147,7 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            return _read_json(path)
+            return read_json(path)
         except ValueError as error:
             path.replace(path.with_name("result.json.damaged"))
             self.notes.append(Note(f"{error}; it was put aside as result.json.damaged"))
@@ -193,135 +187,6 @@ class RunFolder:
             raise RunError(
                 f"{self.path} was removed or replaced while this run was training; nothing was written to it"
             )
-
-
-def open_(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
-    """A new run; with `resume`, the run that is there, if one is. Looked at before it is held, and again after."""
-    _check(path, config, resume=resume)
-    held = _hold(path)
-    try:
-        goes_on = _check(path, config, resume=resume)
-        sweep(path)
-        folder = RunFolder(path, stored(path) if goes_on else config, held)
-        if not goes_on:
-            with folder._writing("config.json"):
-                folder._write_json("config.json", config)
-    except BaseException:
-        held.close()
-        raise
-    return folder
-
-
-def _check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
-    """Does the folder hold this run, to go on with? Raises where it holds anything else that could be lost."""
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
-    if exists(path) and (resume or _has_something_to_lose(path)):
-        known = stored(path)
-        if resume:
-            _check_same(path, known, config)
-            return True
-        raise FileExistsError(
-            f"{path} holds a run already{_how_far(path)}; go on with --resume, or choose another folder with --out"
-        )
-    foreign = [entry.name for entry in path.iterdir() if not _is_ours(entry)] if path.exists() else []
-    if foreign:
-        raise FileExistsError(
-            f"a run needs a folder of its own, and {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
-        )
-    return False
-
-
-def exists(path: Path) -> bool:
-    return (path / "config.json").exists()
-
-
-def stored(path: Path) -> dict[str, Any]:
-    """The folder's config.json, checked."""
-    if not exists(path):
-        raise FileNotFoundError(f"{path} is not a run folder: it has no config.json")
-    known = _read_json(path / "config.json")
-    missing = set(IDENTITY) - known.keys()
-    if missing or not isinstance(known["recipe"], dict):
-        raise ValueError(
-            f"{path / 'config.json'} is not a run's: it has no {', '.join(sorted(missing)) or 'recipe'}; "
-            "choose another folder"
-        )
-    return known
-
-
-def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:
-    """Whether a folder's run has this recipe and seed."""
-    _check_same(path, known, {**known, "recipe": recipe.as_json(), "seed": seed})
-
-
-def _check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Two runs may differ in what does not change the numbers: versions, machine, time."""
-    if not known:
-        raise ValueError(f"{path} does not say what run it is of; it may be of another flatmin")
-    # through a Recipe, so that a field which came with a newer version has its default
-    here, there = (Recipe.from_json(run["recipe"]).as_json() for run in (asked, known))
-    apart = differences(there, here)
-    apart += differences({"seed": known["seed"]}, {"seed": asked["seed"]})
-    if not apart and known["data_sha256"] != asked["data_sha256"]:
-        apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
-    if apart:
-        raise ValueError(
-            f"{path} is of another recipe: {'; '.join(apart)}. "
-            "Leave these flags out to go on with it, or choose another folder with --out"
-        )
-
-
-def _hold(path: Path) -> IO[bytes]:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        settle(path.parent)
-        held = (path / ".lock").open("ab")
-    except OSError as error:
-        raise RunError(f"{path} cannot be written to ({error}); choose another folder with --out") from error
-    try:
-        lock(held, f"another process is training in {path}; wait for it to end, or choose another folder with --out")
-    except BlockingIOError as error:
-        held.close()
-        raise RunError(str(error)) from error
-    return held
-
-
-def _has_something_to_lose(path: Path) -> bool:
-    """An epoch, a checkpoint or a result; a run that ended before had wrong flags, or was killed at once."""
-    measured = (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").stat().st_size > 0
-    return measured or (path / "result.json").exists() or any(path.glob("checkpoint-*")) or not _is_a_run(path)
-
-
-def _is_a_run(path: Path) -> bool:
-    try:
-        stored(path)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_ours(entry: Path) -> bool:
-    return entry.name in OURS or (entry.name.startswith(".") and entry.name.endswith(BESIDE))
-
-
-def _how_far(path: Path) -> str:
-    if (path / "result.json").exists():
-        return " (finished)"
-    steps = [checkpoint.step_of(found) for found in checkpoint.listed(path)[:1]]
-    return f" (saved after step {steps[0]})" if steps else ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"{path} is damaged: it cannot be read as JSON ({error}); put a good copy there, or choose another folder"
-        ) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it must hold an object, got {type(content).__name__}")
-    return content
 
 
 def _json(content: Mapping[str, Any], *, indent: int | None = None) -> str:

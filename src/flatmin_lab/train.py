@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from flatmin.attacks import evaluating
 from flatmin.metrics import reliability
-from flatmin_lab import run_folder
 from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.augment import augmentation
 from flatmin_lab.data.batches import Batches
@@ -37,12 +36,13 @@ from flatmin_lab.recipes import Recipe
 from flatmin_lab.records import Epoch, Finished, Note, Progress, Record, RunError, Saved, Started, Stopped
 from flatmin_lab.results import result_of
 from flatmin_lab.run_folder import RunFolder
+from flatmin_lab.run_opening import open_
 from flatmin_lab.schedules import rate
 from flatmin_lab.surroundings import Surroundings
+from flatmin_lab.tally import Tally
 
 LOOK = 50  # steps after which the host reads what the device measured, at the latest
 BREATH = 0.25  # seconds between two reports of progress
-ALWAYS = ("loss", "error", "skipped")  # what a step that was skipped counts in too
 SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit")  # what must be the same for the same bits
 
 
@@ -77,7 +77,7 @@ def train(
         training = _Training(recipe, data, seed, torch.device(device), stop)
     # what is wrong with a recipe has come out by now, so a folder is begun only by a training that can begin
     config = config_of(recipe, data, seed, device)
-    held = None if folder is None else run_folder.open_(Path(folder), config, resume=resume)
+    held = None if folder is None else open_(Path(folder), config, resume=resume)
     try:
         if held is not None and (result := held.result()) is not None:
             yield Finished(result)
@@ -95,7 +95,7 @@ def train(
 
 
 class _Training:
-    """A training in the middle: after `batch` batches of `epoch` (from 0), with its sums and the lines so far."""
+    """A training in the middle: after `batch` batches of `epoch` (from 0), with its tally and the lines so far."""
 
     def __init__(
         self,
@@ -123,9 +123,8 @@ class _Training:
         with torch.no_grad(), evaluating(self.learner.model):  # does the model take these pictures?
             self.learner.model(self.normalise(self.data.train.x[:1]))
         self.epoch = self.batch = 0
-        self.sums: dict[str, tuple[float, int]] = {}  # over pictures, and how many
+        self.tally = Tally()
         self.lines: list[dict[str, Any]] = []
-        self.pending: list[tuple[int, dict[str, Tensor]]] = []  # steps that the host has not looked at
         self.seconds = self.since = self.saved_at = 0.0
 
     def _check_batches(self) -> None:
@@ -157,10 +156,10 @@ class _Training:
                     return
                 self._step(x, y)
                 now = monotonic()
-                if now - reported > BREATH or len(self.pending) >= LOOK:
+                if now - reported > BREATH or len(self.tally.pending) >= LOOK:
                     self._look()
                 if now - reported > BREATH:
-                    yield Progress(epoch=self.epoch + 1, step=self.step, numbers=self._means())
+                    yield Progress(epoch=self.epoch + 1, step=self.step, numbers=self.tally.means())
                     reported = now
                 if now - self.saved_at > checkpoint_seconds and self.batch < len(self.batches):
                     yield from self._save()
@@ -187,7 +186,7 @@ class _Training:
     # ---- a step, an epoch
 
     def _step(self, x: Tensor, y: Tensor) -> None:
-        self.pending.append((len(y), self.learner.step(x, y, self._lr(self.step))))
+        self.tally.add(len(y), self.learner.step(x, y, self._lr(self.step)))
         self.batch += 1
 
     def _lr(self, step: int) -> float:
@@ -196,25 +195,10 @@ class _Training:
         return rate(recipe.schedule, recipe.lr, step, self.steps, warmup=warmup, **settings)
 
     def _look(self) -> None:
-        """Bring the measurements of the last steps to the host, in one piece, and add them up one by one."""
-        if not self.pending:
-            return
-        names = list(self.pending[0][1])
-        rows = torch.stack([torch.stack([m[name].float() for name in names]) for _, m in self.pending]).tolist()
-        first = self.step - len(rows) + 1
-        for number, ((count, _), row) in enumerate(zip(self.pending, rows, strict=True), start=first):
-            measured = dict(zip(names, row, strict=True))
-            if not math.isfinite(measured["loss"]):
-                what = f"the loss of step {number} (epoch {self.epoch + 1}) is {measured['loss']}"
-                raise RunError(self._broken(what, number))
-            skipped = measured.get("skipped", 0.0) > 0
-            for name, value in measured.items():
-                if name in ALWAYS or (
-                    math.isfinite(value) and not skipped
-                ):  # an overflow has no norm, and moved nothing
-                    total, pictures = self.sums.get(name, (0.0, 0))
-                    self.sums[name] = (total + count * value, pictures + count)
-        self.pending = []
+        broken = self.tally.look()
+        if broken is not None:
+            step = self.step - broken.ago
+            raise RunError(self._broken(f"the loss of step {step} (epoch {self.epoch + 1}) is {broken.loss}", step))
 
     def _broken(self, what: str, step: int) -> str:
         kept = self.folder.kept() if self.folder is not None else None
@@ -229,9 +213,6 @@ class _Training:
         if not self.learner.is_finite():
             raise RunError(self._broken(f"a weight after step {self.step} is infinite or nan", self.step))
 
-    def _means(self) -> dict[str, float]:
-        return {name: total / pictures for name, (total, pictures) in self.sums.items()}
-
     def _end_of_epoch(self) -> dict[str, Any] | None:
         """The epoch's line, or None if the measurement was broken off: then nothing has changed, and it comes again."""
         self._look()
@@ -242,10 +223,10 @@ class _Training:
             found = None if averaged is None else {**found, **averaged}
         if found is None:
             return None
-        means = {("train_" + name if name in ("loss", "error") else name): mean for name, mean in self._means().items()}
+        means = {(f"train_{name}" if name in ("loss", "error") else name): m for name, m in self.tally.means().items()}
         line = {"epoch": self.epoch + 1, "step": self.step, "lr": self._lr(self.step - 1), **means, **found}
         line["seconds"] = round(self._clock(), 3)
-        self.epoch, self.batch, self.sums = self.epoch + 1, 0, {}
+        self.epoch, self.batch, self.tally = self.epoch + 1, 0, Tally()
         self.lines.append(line)
         if self.folder is not None:
             self.folder.add_metrics(line)
@@ -271,7 +252,7 @@ class _Training:
             self._load(saved)
             yield from self._other_machine(saved.state["facts"])
         if self.folder is not None:
-            self.folder.begin_metrics(self.lines)
+            self.folder.begin_metrics(self.lines, step=self.step)
             yield from self.folder.told()
         parameters = sum(p.numel() for p in self.learner.model.parameters())
         yield Started(step=self.step, steps=self.steps, epochs=self.recipe.epochs, parameters=parameters)
@@ -279,7 +260,7 @@ class _Training:
     def _load(self, saved: Checkpoint) -> None:
         self.learner.load(saved)
         self.epoch, self.batch = saved.state["epoch"], saved.state["batch"]
-        self.sums = {name: (total, pictures) for name, (total, pictures) in saved.state["sums"].items()}
+        self.tally.load(saved.state["sums"])
         self.lines = list(saved.state["lines"])
         self.seconds, self.since = saved.state["seconds"], monotonic()
 
@@ -298,7 +279,7 @@ class _Training:
         state = {
             "epoch": self.epoch,
             "batch": self.batch,
-            "sums": self.sums,
+            "sums": self.tally.sums,
             "lines": self.lines,
             "seconds": self._clock(),
             "facts": facts(self.device),

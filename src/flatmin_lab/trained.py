@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatmin_lab import checkpoint, run_folder
+from flatmin_lab import checkpoint, run_config
 from flatmin_lab.checkpoint import Checkpoint, DamagedError
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluate import logits_of, measured
@@ -43,7 +43,7 @@ def find(path: Path) -> Trained:
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there; give a run's folder, or one of its checkpoints")
     folder = path if path.is_dir() else path.parent
-    config = run_folder.stored(folder)
+    config = run_config.stored(folder)
     places = checkpoint.listed(folder) if path.is_dir() else [path]
     if not places:
         raise FileNotFoundError(f"{folder} has no checkpoint yet; train on with --resume")

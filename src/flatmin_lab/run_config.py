@@ -1,0 +1,65 @@
+"""What run a folder is of, and each of its checkpoints: its recipe, its seed, its data.
+
+Two runs are the same if these three are; versions, machine and time may differ.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flatmin_lab.recipes import Recipe, differences
+
+IDENTITY = ("recipe", "seed", "data_sha256")
+
+
+def exists(path: Path) -> bool:
+    return (path / "config.json").exists()
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """The folder's config.json, checked."""
+    if not exists(path):
+        raise FileNotFoundError(f"{path} is not a run folder: it has no config.json")
+    known = read_json(path / "config.json")
+    missing = set(IDENTITY) - known.keys()
+    if missing or not isinstance(known["recipe"], dict):
+        raise ValueError(
+            f"{path / 'config.json'} is not a run's: it has no {', '.join(sorted(missing)) or 'recipe'}; "
+            "choose another folder"
+        )
+    return known
+
+
+def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:
+    """Whether a folder's run has this recipe and seed."""
+    check_same(path, known, {**known, "recipe": recipe.as_json(), "seed": seed})
+
+
+def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Two runs may differ in what does not change the numbers: versions, machine, time."""
+    if not known:
+        raise ValueError(f"{path} does not say what run it is of; it may be of another flatmin")
+    # through a Recipe, so that a field which came with a newer version has its default
+    here, there = (Recipe.from_json(run["recipe"]).as_json() for run in (asked, known))
+    apart = differences(there, here)
+    apart += differences({"seed": known["seed"]}, {"seed": asked["seed"]})
+    if not apart and known["data_sha256"] != asked["data_sha256"]:
+        apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
+    if apart:
+        raise ValueError(
+            f"{path} is of another recipe: {'; '.join(apart)}. "
+            "Leave these flags out to go on with it, or choose another folder with --out"
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} is damaged: it cannot be read as JSON ({error}); put a good copy there, or choose another folder"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it must hold an object, got {type(content).__name__}")
+    return content

@@ -1,0 +1,93 @@
+"""May this run have this folder? It may begin in one that holds nothing, and go on in its own.
+
+The folder is looked at before it is held, so that one that is refused stays as it is, and again when no other process
+can change it any more.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from flatmin_lab import checkpoint
+from flatmin_lab.files import BESIDE, lock, settle, sweep
+from flatmin_lab.records import RunError
+from flatmin_lab.run_config import check_same, exists, stored
+from flatmin_lab.run_folder import RunFolder
+
+OURS = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", ".lock"}
+
+
+def open_(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
+    """A new run; with `resume`, the run that is there, if one is."""
+    _check(path, config, resume=resume)
+    held = _hold(path)
+    try:
+        goes_on = _check(path, config, resume=resume)
+        sweep(path)
+        folder = RunFolder(path, stored(path) if goes_on else config, held)
+        if not goes_on:
+            folder.begin()
+    except BaseException:
+        held.close()
+        raise
+    return folder
+
+
+def _check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
+    """Does the folder hold this run, to go on with? Raises where it holds anything else that could be lost."""
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
+    if exists(path) and (resume or _has_something_to_lose(path)):
+        known = stored(path)
+        if resume:
+            check_same(path, known, config)
+            return True
+        raise FileExistsError(
+            f"{path} holds a run already{_how_far(path)}; go on with --resume, or choose another folder with --out"
+        )
+    foreign = [entry.name for entry in path.iterdir() if not _is_ours(entry)] if path.exists() else []
+    if foreign:
+        raise FileExistsError(
+            f"a run needs a folder of its own, and {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
+        )
+    return False
+
+
+def _hold(path: Path) -> IO[bytes]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        settle(path.parent)
+        held = (path / ".lock").open("ab")
+    except OSError as error:
+        raise RunError(f"{path} cannot be written to ({error}); choose another folder with --out") from error
+    try:
+        lock(held, f"another process is training in {path}; wait for it to end, or choose another folder with --out")
+    except BlockingIOError as error:
+        held.close()
+        raise RunError(str(error)) from error
+    return held
+
+
+def _has_something_to_lose(path: Path) -> bool:
+    """An epoch, a checkpoint or a result; a run that ended before had wrong flags, or was killed at once."""
+    measured = (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").stat().st_size > 0
+    return measured or (path / "result.json").exists() or any(path.glob("checkpoint-*")) or not _is_a_run(path)
+
+
+def _is_a_run(path: Path) -> bool:
+    try:
+        stored(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_ours(entry: Path) -> bool:
+    return entry.name in OURS or (entry.name.startswith(".") and entry.name.endswith(BESIDE))
+
+
+def _how_far(path: Path) -> str:
+    if (path / "result.json").exists():
+        return " (finished)"
+    steps = [checkpoint.step_of(found) for found in checkpoint.listed(path)[:1]]
+    return f" (saved after step {steps[0]})" if steps else ""
