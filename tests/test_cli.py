@@ -258,7 +258,13 @@ def test_evaluate_says_what_is_wrong(tmp_path: Path, trained: Path) -> None:
     copy.mkdir()
     (copy / "config.json").write_bytes((trained / "config.json").read_bytes())
     assert "no checkpoint yet" in words(flatmin("evaluate", copy).stderr)
+    other = tmp_path / "other"
+    flatmin(*FAST, "--seed", 1, "--out", other)
     newest = checkpoint.listed(trained)[0]
+    (other / "checkpoint-00000099.safetensors").write_bytes(newest.read_bytes())
+    foreign = flatmin("evaluate", other)
+    assert foreign.exit_code == 2
+    assert "seed is 0 there and 1 here" in words(foreign.stderr)
     (copy / newest.name).write_bytes(newest.read_bytes()[:-9])
     torn = flatmin("evaluate", copy)
     assert torn.exit_code == 1

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,6 +95,32 @@ def test_a_training_that_nobody_watches_goes_on(tmp_path: Path) -> None:
         process.stderr.close()
         process.wait()
     assert (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.parametrize("hung_up", [True, False])
+def test_a_terminal_that_is_gone_costs_nothing(tmp_path: Path, hung_up: bool) -> None:
+    """Closed, it says so by SIGHUP: saved, stopped. A training that does not listen to that goes on to its end."""
+    folder = tmp_path / "run"
+    epochs = "1000" if hung_up else "4"
+    arguments = command("train", "--data", "digits", "--method", "erm", "--epochs", epochs, "--out", str(folder))
+    if not hung_up:
+        arguments = ["sh", "-c", f"trap '' HUP; exec {shlex.join(arguments)}"]
+    master, terminal = os.openpty()
+    with subprocess.Popen(arguments, stdin=terminal, stdout=terminal, stderr=terminal, env=ENVIRONMENT) as process:
+        os.close(terminal)
+        metrics = folder / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.close(master)
+        if hung_up:
+            process.send_signal(signal.SIGHUP)
+        process.wait()
+    if hung_up:
+        assert process.returncode == 129
+        assert json.loads((folder / "state.json").read_text())["step"] > 0
+    else:
+        assert (folder / "result.json").exists()
 
 
 def test_where_packages_are_missing_it_names_the_extra_in_a_line() -> None:

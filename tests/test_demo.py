@@ -150,7 +150,7 @@ def test_a_worker_that_fails_ends_the_demo_with_its_reason() -> None:
         list(side_by_side([Job(recipe, 0), Job(recipe, 1)], workers=1))
 
 
-@pytest.mark.parametrize("wrong", [{"seeds": 0}, {"epochs": 0}, {"workers": -1}, {"noise": 1.5}])
+@pytest.mark.parametrize("wrong", [{"seeds": 0}, {"epochs": 0}, {"workers": 0}, {"noise": 1.5}, {"noise": 1e-4}])
 def test_a_wrong_argument_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
     arguments = {"seeds": 1, "noise": 0.2, "epochs": 1, "workers": 1, **wrong}
     with pytest.raises(ValueError, match="must be"):

@@ -79,6 +79,16 @@ def test_files_of_others_stay_as_they_are(tmp_path: Path) -> None:
         with pytest.raises(ValueError if resume else (ValueError, FileExistsError), match=r"config\.json|state\.json"):
             run(tiny_recipe(), other, resume=resume)
     assert contents(other) == before
+    results = tmp_path / "results"
+    results.mkdir()
+    for name in ("result.json", "metrics.jsonl"):
+        (results / name).write_text('{"mine": true}')
+        before = contents(results)
+        for resume in (False, True):
+            with pytest.raises(FileExistsError, match="a folder of its own"):
+                run(tiny_recipe(), results, resume=resume)
+        assert contents(results) == before
+        (results / name).unlink()
     folder = tmp_path / "run"
     run(tiny_recipe(), folder, stop=after(8))
     copies = [folder / f"checkpoint-{name}.safetensors" for name in ("best", "00000005-backup")]
@@ -144,8 +154,31 @@ def test_epochs_without_a_checkpoint_are_kept_aside(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="holds a run already"):
         run(tiny_recipe(), folder)
     again = run(tiny_recipe(), folder, resume=True)
-    assert any(isinstance(record, Note) and "metrics.jsonl.before" in record.text for record in again)
-    assert (folder / "metrics.jsonl.before").read_bytes() == line
+    assert any(isinstance(record, Note) and "metrics.jsonl.before-1" in record.text for record in again)
+    assert (folder / "metrics.jsonl.before-1").read_bytes() == line
+
+
+def test_a_consumer_that_fails_costs_no_epoch(tmp_path: Path) -> None:
+    def consume() -> None:
+        for record in train(tiny_recipe(), tiny_data(), folder=tmp_path / "run"):
+            if isinstance(record, Epoch):
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        consume()
+    assert lasting(tmp_path / "run")["state"]["epoch"] == 1
+
+
+def test_a_checkpoint_within_the_first_epoch_is_a_checkpoint(tmp_path: Path) -> None:
+    """Gone on with from there, after later epochs were measured and not saved: they come again, no note is false."""
+    folder = tmp_path / "run"
+    run(tiny_recipe(), folder, stop=after(3))
+    records = train(tiny_recipe(), tiny_data(), folder=folder, resume=True, checkpoint_epochs=9)
+    next(record for record in records if isinstance(record, Epoch))
+    records.close()  # type: ignore[attr-defined]  # a generator
+    again = run(tiny_recipe(), folder, resume=True)
+    assert not [record for record in again if isinstance(record, Note)]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_curves_that_cannot_be_drawn_cost_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

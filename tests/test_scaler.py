@@ -302,3 +302,23 @@ def test_an_empty_parameter_does_not_hide_an_overflow() -> None:
     assert optimizer.last.skipped
     assert weight.tolist() == [1, 1]
     assert scaler.get_scale() == 2.0**11
+
+
+def test_at_epsilon_zero_a_skipped_step_is_told_too() -> None:
+    case, scaler = setup("mlp"), new_scaler()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.0)
+    for spoilt in ((0,), ()):
+        optimizer.step(scaled_closure(case, optimizer, scaler, spoilt), scaler=scaler)
+        scaler.update()
+        assert optimizer.last.skipped is not None
+        assert bool(optimizer.last.skipped) == bool(spoilt)
+
+
+def test_a_base_that_asks_the_scaler_itself_leaves_no_flag_and_steps() -> None:
+    """A fused base without any gradient: torch's own `scaler.step` takes it, and so does ours."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = flatmin.AMP(SGD([weight], lr=0.1, fused=True), epsilon=0.0)
+    scaler = new_scaler()
+    scaler.scale(torch.ones(()))  # which makes its scale
+    optimizer.step(lambda: torch.ones(()), scaler=scaler)
+    assert torch.equal(weight, torch.ones(3))

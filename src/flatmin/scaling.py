@@ -49,8 +49,8 @@ def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scale
         for gradient in sorted(occupied, key=Tensor.numel)[:1]:
             gradient.masked_fill_(skip.to(gradient.device), float("inf"))
     scaler.step(base)
-    found = known[id(base)]["found_inf_per_device"].values()
-    return torch.stack([flag.to(skip.device) for flag in found]).amax() > 0
+    found = [flag.to(skip.device) for flag in known[id(base)]["found_inf_per_device"].values()]
+    return torch.stack(found).amax() > 0 if found else skip  # a base that asks the scaler itself leaves no flag
 
 
 def _unscaled(scaler: GradScaler, owners: Owners) -> list[Optimizer]:

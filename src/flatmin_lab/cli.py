@@ -1,6 +1,7 @@
 """The command `flatmin`: what is asked for, turned into calls. Nothing is computed here.
 
-Exit codes: 0, 1 for a run that failed, 2 for a request that makes no sense, 130 and 143 after Ctrl-C and SIGTERM.
+Exit codes: 0, 1 for a run that failed, 2 for a request that makes no sense; after Ctrl-C, SIGTERM and a closed terminal
+130, 143 and 129.
 """
 
 import json
@@ -222,6 +223,8 @@ def train(
         if milestones is not None and recipe.schedule != "multi_step":
             raise ValueError(f"--milestones belong to the schedule multi_step, got {recipe.schedule}")
         folder = out or Path("runs") / f"{pictures.name}-{recipe.model}-{recipe.method}-{seed}"
+        if out is None and resume and run_config.exists(folder) and recipe.data not in DATA_SETS:  # it may have moved
+            recipe = replace(recipe, data=run_config.stored(folder)["recipe"]["data"])
         console = show.terminal()
         with asked_to_stop() as stop:
             records = training(

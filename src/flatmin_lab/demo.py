@@ -21,15 +21,15 @@ from flatmin_lab.machine import facts
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes import suited
 from flatmin_lab.records import Epoch, Finished
-from flatmin_lab.report.demo_page import demo_page, spread
+from flatmin_lab.report.demo_page import demo_page, row, spread
 from flatmin_lab.runs import Job, cores, side_by_side
 from flatmin_lab.show import bars, say
 
 ORDER = ("erm", "amp", *(name for name in METHODS if name not in ("erm", "amp")))  # the two that matter come first
 COLUMNS = {
-    "test_error": "test error %",
-    "test_nll": "NLL",
-    "test_ece": "ECE %",
+    "error": "test error %",
+    "nll": "NLL",
+    "ece": "ECE %",
     "memorised": "by heart %",
     "seconds": "seconds",
 }
@@ -48,6 +48,8 @@ def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None
     except OSError as error:
         raise ValueError(f"{out} cannot be made a folder ({error}); choose another place with --out") from error
     data = load()
+    if noise > 0 and round(noise * len(data.train)) == 0:
+        raise ValueError(f"--noise must be 0, or give one of the {len(data.train)} labels at least, got {noise}")
     recipes = {name: suited("digits", data, method=name, label_noise=noise, epochs=epochs) for name in ORDER}
     jobs = [Job(recipe, seed) for recipe in recipes.values() for seed in range(seeds)]
     start = perf_counter()
@@ -101,11 +103,6 @@ def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:
     for label in columns.values():
         shown.add_column(label, justify="right", no_wrap=True)
     for method in ORDER:
-        own = [run for run in runs if run["method"] == method]
-        values = {key: [run[key] * scale(key) for run in own if run[key] is not None] for key in columns}
-        shown.add_row(method, *(spread(found, 2 if key == "test_nll" else 1) for key, found in values.items()))
+        values = row(method, [run for run in runs if run["method"] == method])
+        shown.add_row(method, *(spread(values[key], 2 if key == "nll" else 1) for key in columns))
     return shown
-
-
-def scale(key: str) -> float:
-    return 1.0 if key in ("test_nll", "seconds") else 100.0

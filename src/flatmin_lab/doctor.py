@@ -26,7 +26,7 @@ from flatmin_lab import models
 from flatmin_lab.data.catalogue import EMBEDDED, OFFICIAL, load
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.machine import commit, hardware
-from flatmin_lab.surroundings import Surroundings
+from flatmin_lab.surroundings import Surroundings, seed_generators
 
 PACKAGES = ("numpy", "pillow", "scikit-learn", "safetensors", "rich", "typer", "matplotlib", "jinja2", "tensorboard")
 STEPS, BATCH, CLASSES = 3, 8, 10
@@ -93,12 +93,12 @@ def laws(name: str, shape: Sequence[int], device: torch.device) -> list[tuple[st
     """What must hold on any model: each with whether it does, and a number."""
     surroundings = Surroundings(device, deterministic=device.type == "cuda")
     with surroundings.inside():
-        torch.manual_seed(0)
+        seed_generators([torch.device("cpu")], 0)
         model = make(name, shape).to(device).train()
         x = torch.randn(BATCH, *shape, generator=generator("doctor")).to(device)
         _check_shape(model, x)
         plain, wrapped, amp = model, copy.deepcopy(model), copy.deepcopy(model)
-        _steps(plain, SGD(plain.parameters(), lr=0.01, momentum=0.9), x)
+        _steps(plain, _base(plain), x)
         _steps(wrapped, flatmin.AMP(_base(wrapped), epsilon=0.0, model=wrapped), x)
         optimizer = flatmin.AMP(_base(amp), epsilon=0.1, model=amp)
         places = [param.data_ptr() for param in amp.parameters()]
@@ -135,7 +135,7 @@ def _base(model: nn.Module) -> Optimizer:
 
 
 def _steps(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    torch.manual_seed(1)  # the same dropout masks for all
+    seed_generators({torch.device("cpu"), x.device}, 1)  # the same dropout masks for all
     y = torch.arange(len(x), device=x.device)
 
     def closure() -> Tensor:

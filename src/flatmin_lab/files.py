@@ -1,7 +1,7 @@
 """Files that are whole or not there: written beside under another name, then renamed.
 
 A process may be killed between any two lines here, and a disk may fill up: what stood under the name before stands
-there still, and what is left beside it is known by its ending and swept up by the next one who holds the folder's lock.
+there still. What is left beside it is known by its ending; in a run's folder the next process that holds it sweeps up.
 """
 
 import contextlib

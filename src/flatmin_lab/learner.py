@@ -7,7 +7,7 @@ step, whatever the method and the precision:
     optimizer.step(closure, scaler=scaler)
 
 The first weights and the first random state depend on the seed alone, and are made on the CPU: every method, on every
-device, begins with the same ones. `state` and `load_state` are what a checkpoint holds.
+device, begins with the same ones. `tensors` and `state` are what a checkpoint holds, and `load` takes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -39,7 +39,8 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class ClippedSGD(SGD):
     """SGD that clips the norm of the gradient that it steps with: after the closure, after a scaler has unscaled it.
 
-    A step-pre-hook would come before the closure, and clip the gradient of the step before.
+    A step-pre-hook would come before the closure, and clip the gradient of the step before. (Hooks may run twice a
+    step, for SGD's own step has them too; there are none here.)
     """
 
     def __init__(self, params: Iterable[Tensor], *, clip_norm: float | None, **settings: Any) -> None:

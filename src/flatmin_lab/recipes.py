@@ -111,7 +111,7 @@ class Recipe:
     def protocol(self) -> str:
         """`paper` for a cell of the paper's tables, but for precision and the like; `short` for fewer epochs; or `own`.
 
-        A short one has the small radius that a short training wants (`suited`).
+        A short one has the radius that `suited` gives it.
         """
         kinds = ("vanilla",) if self.model in TABLE_1 else ("vanilla", "cutout", "autoaugment")
         if self.data not in OFFICIAL or self.model not in TABLE_1 + TABLE_2 or self.augment not in kinds:

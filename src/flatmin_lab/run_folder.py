@@ -8,7 +8,7 @@
     tensorboard/                   the same numbers as curves, where TensorBoard is installed
 
 One process at a time holds it, where the file system can lock. A folder belongs to one recipe and seed, and so does
-each checkpoint; nothing of another run, and nothing that is not a run's, is ever overwritten.
+each checkpoint; nothing that another run has measured or saved, and nothing that is not a run's, is ever overwritten.
 """
 
 import errno
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -108,11 +109,12 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         with self._writing("metrics.jsonl"):
             if step == 0 and path.exists() and path.stat().st_size:
-                path.replace(self.path / "metrics.jsonl.before")
+                aside = next(p for n in count(1) if not (p := path.with_name(f"metrics.jsonl.before-{n}")).exists())
+                path.replace(aside)
                 self.notes.append(
                     Note(
                         "there is no checkpoint: training begins at the first step, and the epochs that were measured "
-                        "are kept in metrics.jsonl.before"
+                        f"are kept in {aside.name}"
                     )
                 )
             with written_whole(path) as file:

@@ -45,7 +45,8 @@ def _check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
         raise FileExistsError(
             f"{path} holds a run already{_how_far(path)}; go on with --resume, or choose another folder with --out"
         )
-    foreign = [entry.name for entry in path.iterdir() if not _is_ours(entry)] if path.exists() else []
+    known_names = OURS if exists(path) else {".lock"}
+    foreign = [entry.name for entry in _entries(path) if entry.name not in known_names]
     if foreign:
         raise FileExistsError(
             f"a run needs a folder of its own, and {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
@@ -82,8 +83,10 @@ def _is_a_run(path: Path) -> bool:
     return True
 
 
-def _is_ours(entry: Path) -> bool:
-    return entry.name in OURS or (entry.name.startswith(".") and entry.name.endswith(BESIDE))
+def _entries(path: Path) -> list[Path]:
+    """What lies in a folder, but for files that a killed run had begun to write."""
+    found = list(path.iterdir()) if path.exists() else []
+    return [entry for entry in found if not (entry.name.startswith(".") and entry.name.endswith(BESIDE))]
 
 
 def _how_far(path: Path) -> str:

@@ -40,7 +40,7 @@ def side_by_side(
 ) -> Iterator[tuple[int, Record]]:
     """The records of all jobs as they come, each with its job's number; those inside an epoch are left out."""
     context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads half alive
-    said, stop = context.SimpleQueue(), context.RawValue("b", 0)  # no lock that a killed worker could keep
+    said, stop = context.SimpleQueue(), context.RawValue("b", 0)  # read without a lock
     pool = ProcessPoolExecutor(
         min(workers or cores(), len(jobs)), mp_context=context, initializer=_prepare, initargs=(said, stop)
     )

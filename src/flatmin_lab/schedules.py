@@ -13,8 +13,6 @@ A warm-up multiplies any of them by a ramp from 1/w to 1 over the first w steps;
 import math
 from collections.abc import Callable, Sequence
 
-Schedule = Callable[[int, int], float]
-
 
 def constant(step: int, steps: int) -> float:
     return 1.0

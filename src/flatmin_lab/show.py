@@ -4,10 +4,11 @@ Progress goes to the error stream, results to standard output, so that a result 
 not a terminal there is no bar, and the lines remain.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,15 +25,33 @@ PROTOCOLS = {"paper": "; the paper's protocol", "short": "; the paper's protocol
 SHARES = ("error", "ece", "memorised")
 
 
-class Terminal(Console):
-    """Where nobody reads any more (a closed pipe), nothing more is said, and the training goes on."""
+class Lasting:
+    """A stream that may lose its reader (a closed pipe, a terminal that is gone): then it is silent, work goes on."""
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.lost = stream, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._try(lambda: self.stream.write(text)) or 0
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, act: Callable[[], Any]) -> Any:
+        if self.lost:
+            return None
+        try:
+            return act()
+        except OSError:
+            self.lost = True
+            return None
 
 
 def terminal() -> Console:
-    return Terminal(stderr=True, highlight=False, soft_wrap=True)
+    return Console(file=cast(TextIO, Lasting(sys.stderr)), highlight=False, soft_wrap=True)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
@@ -129,7 +148,8 @@ def measurements(found: Mapping[str, Any]) -> None:
     for name, label in MEASURES.items():
         table.add_row(label, number(name, found[name]))
     console.print(table)
-    say(console, f"after epoch {found['epoch']} of {found['epochs']}: {found['checkpoint']}")
+    further = f" and {found['batches']} steps" if found["batches"] else ""
+    say(console, f"after epoch {found['epoch']} of {found['epochs']}{further}: {found['checkpoint']}")
 
 
 def outcome(result: Mapping[str, Any], folder: Path) -> None:

@@ -44,8 +44,10 @@ def asked_to_stop() -> Iterator[Callable[[], str | None]]:
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None], names: list[str]) -> Iterator[None]:
     known = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    # one that is ignored (nohup does that) stays so
-    before = {number: signal.getsignal(number) for number in known if signal.getsignal(number) != signal.SIG_IGN}
+    # one that is ignored (nohup does that), or was not set from Python, stays so
+    before = {
+        number: signal.getsignal(number) for number in known if signal.getsignal(number) not in (signal.SIG_IGN, None)
+    }
     for number in before:
         signal.signal(number, handler)
     try:

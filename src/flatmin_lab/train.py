@@ -167,11 +167,12 @@ class _Training:
             if line is None:
                 yield from self._stopped(self.stop() or "asked to stop")
                 return
+            is_due = self.epoch % checkpoint_epochs == 0 or self.epoch == self.recipe.epochs
+            saved = list(self._save()) if is_due else []  # before anyone is told, who might fail
             yield Epoch(epoch=self.epoch, step=self.step, numbers=line)
+            yield from saved
             if self.folder is not None:
                 yield from self.folder.told()
-            if self.epoch % checkpoint_epochs == 0 or self.epoch == self.recipe.epochs:
-                yield from self._save()
         logits = logits_of(self.learner.model, self.data.test, self.normalise, stop=self.stop)
         if logits is None:
             yield Stopped(self.stop() or "asked to stop", self.step)

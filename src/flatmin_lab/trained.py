@@ -1,5 +1,6 @@
 """A trained model, from its run folder or from one checkpoint of it, and its measurements."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,10 @@ def find(path: Path) -> Trained:
     damaged = []
     for place in places:
         try:
-            return Trained(
-                place,
-                Recipe.from_json(config["recipe"]),
-                int(config["seed"]),
-                str(config["data_sha256"]),
-                checkpoint.read(place),
-            )
+            whole = checkpoint.read(place)
+            run_config.check_same(place, whole.state.get("run", {}), config)
+            recipe = Recipe.from_json(config["recipe"])
+            return Trained(place, recipe, int(config["seed"]), str(config["data_sha256"]), whole)
         except DamagedError as error:
             damaged.append(str(error))
     raise RunError("; ".join(damaged))
@@ -72,11 +70,15 @@ def measure(run: Trained, data: Dataset, *, averaged: bool, device: torch.device
     model = run.model(ready, averaged=averaged).to(device)
     logits = logits_of(model, ready.data.test, ready.normalise)
     assert logits is not None
+    found = {
+        name: value if math.isfinite(value) else None for name, value in measured(logits, ready.data.test.y).items()
+    }
     return {
         "checkpoint": str(run.path),
         "epoch": run.checkpoint.state["epoch"],
+        "batches": run.checkpoint.state["batch"],
         "epochs": run.recipe.epochs,
         "split": ready.which,
         "pictures": len(ready.data.test),
-        **measured(logits, ready.data.test.y),
+        **found,
     }
