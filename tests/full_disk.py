@@ -6,23 +6,28 @@ from pathlib import Path
 from flatmin_lab.records import Finished, RunError
 from small_runs import lasting, run, same, tiny_recipe
 
-place = Path(sys.argv[1])
-ballast = place / "ballast"
-recipe = tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=12)
-with ballast.open("wb") as file:
-    file.write(bytes(120 << 10))
-try:
-    while True:  # each epoch makes the checkpoint's list of epochs longer
-        for record in run(recipe, place / "run", resume=True, checkpoint_minutes=0):
-            if isinstance(record, Finished):
-                sys.exit("the disk never filled up")
-except RunError as error:
-    if "the disk is full" not in str(error) or "--resume" not in str(error):
-        raise
-    print("full")
-ballast.unlink()
-run(recipe, place / "run", resume=True)
-whole = place / "whole"
-run(recipe, whole)
-if same(lasting(place / "run"), lasting(whole)):
-    print("resumed")
+
+def main(place: Path) -> None:
+    ballast = place / "ballast"
+    recipe = tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=12)
+    with ballast.open("wb") as file:
+        file.write(bytes(120 << 10))
+    try:
+        while True:  # each epoch makes the checkpoint's list of epochs longer
+            for record in run(recipe, place / "run", resume=True, checkpoint_minutes=0):
+                if isinstance(record, Finished):
+                    sys.exit("the disk never filled up")
+    except RunError as error:
+        if "the disk is full" not in str(error) or "--resume" not in str(error):
+            raise
+        print("full")
+    ballast.unlink()
+    run(recipe, place / "run", resume=True)
+    whole = place / "whole"
+    run(recipe, whole)
+    if same(lasting(place / "run"), lasting(whole)):
+        print("resumed")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

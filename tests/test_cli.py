@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ def test_without_out_the_folder_is_named_after_the_run(tmp_path: Path, monkeypat
     again = flatmin(*FAST, "--method", "erm", "--seed", 3)
     assert again.exit_code == 2
     assert "--resume" in again.stderr
+    # the folder's own recipe, which the flags that were given must agree with
+    assert flatmin("train", "--data", "digits", "--method", "erm", "--seed", 3, "--resume").exit_code == 0
+    other = flatmin("train", "--data", "digits", "--method", "erm", "--seed", 3, "--resume", "--lr", 0.5)
+    assert "lr is 0.1 there and 0.5 here" in words(other.stderr)
 
 
 def test_resume_needs_nothing_but_the_folder(trained: Path) -> None:
@@ -243,6 +248,14 @@ def test_evaluate_gives_the_numbers_of_the_last_epoch(trained: Path) -> None:
         )
     averaged = json.loads(flatmin("evaluate", trained, "--averaged", "--json", "--device", "cpu").stdout)
     assert averaged["nll"] == result["average_test_nll"]
+    copy = trained.parent / "copy"
+    shutil.copytree(trained, copy)
+    newest = checkpoint.listed(copy)[0]
+    shutil.copy(newest, copy / checkpoint.name_of(99))
+    (copy / checkpoint.name_of(99)).write_bytes(newest.read_bytes()[:-1])
+    noted = flatmin("evaluate", copy)
+    assert noted.exit_code == 0
+    assert "the one before it is measured" in words(noted.stderr)
     table = flatmin("evaluate", trained)
     assert "ECE, 15 bins" in table.stdout
 

@@ -159,7 +159,10 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
 
 
 WRONG = [
-    ({"name": "resnet18"}, "unknown model 'resnet18'; choose from preactresnet18, .*give wideresnet, pyramidnet, vgg"),
+    (
+        {"name": "resnet18"},
+        "unknown model 'resnet18'; choose from preactresnet18, .*as in wideresnet16_4, pyramidnet110_84, vgg19",
+    ),
     ({"name": "vgg17"}, "VGG has a depth of 11, 13, 16, 19, got 17"),
     ({"name": "wideresnet28"}, "unknown model 'wideresnet28'"),
     ({"name": "vgg16", "hidden": 0}, "at least 1 neuron, got 0"),

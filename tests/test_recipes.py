@@ -10,6 +10,8 @@ import torch
 from flatmin_lab import models
 from flatmin_lab.data import Dataset, load
 from flatmin_lab.recipes import Recipe, differences, suited
+from flatmin_lab.records import Finished
+from flatmin_lab.train import train
 from small_runs import tiny_data
 
 CIFAR = replace(tiny_data(), name="cifar10")
@@ -145,6 +147,16 @@ def test_each_data_set_has_a_model_that_takes_it(photographs: Dataset) -> None:
     assert suited("mine.npz", photographs).model == "preactresnet18"
     assert suited("digits", digits, model="mlp").model_settings == {"side": 8}
     assert suited("digits", digits, model="convnet").model_settings == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "validation", "expected"), [(51, False, 49), (7, True, 6), (12, False, 12), (900, True, 50)]
+)
+def test_few_pictures_of_one_s_own_get_a_batch_size_that_works(count: int, validation: bool, expected: int) -> None:
+    data = tiny_data(train=count)
+    recipe = suited("mine.npz", data, validation=validation, epochs=1, model="convnet")
+    assert recipe.batch_size == expected
+    assert isinstance(list(train(recipe, data))[-1], Finished)
 
 
 def test_names_of_models_have_one_spelling() -> None:

@@ -119,7 +119,10 @@ def train(
     download: Download = False,
     size: Annotated[tuple[int, int] | None, option("Height and width to bring a folder's pictures to.")] = None,
     out: Annotated[Path | None, option("The run's folder; else runs/DATA-MODEL-METHOD-SEED.")] = None,
-    resume: Annotated[bool, option("Go on with the run in --out, if it was begun.", "--resume")] = False,
+    resume: Annotated[
+        bool,
+        option("Go on with the run in --out, with its own settings; begin it (--data) if there is none.", "--resume"),
+    ] = False,
     epochs: Annotated[
         int | None, option("How often the training set is seen (the paper: 200).", panel=TRAINING)
     ] = None,
@@ -131,12 +134,17 @@ def train(
     weight_decay: Annotated[float | None, option("The paper: 1e-4.", panel=TRAINING)] = None,
     schedule: Annotated[str | None, option(f"{', '.join(SCHEDULES)} (the paper: multi_step).", panel=TRAINING)] = None,
     milestones: Annotated[
-        str | None, option("For multi_step: shares of the training, 0.5,0.75.", panel=TRAINING)
+        str | None,
+        option(
+            "For multi_step: the shares of the training after which the rate is divided by ten, as in 0.5,0.75.",
+            panel=TRAINING,
+        ),
     ] = None,
     warmup: Annotated[float | None, option("Epochs of a linear warm-up.", panel=TRAINING)] = None,
     augment: Annotated[str | None, option(f"{', '.join(KINDS)} (the paper: vanilla).", panel=TRAINING)] = None,
     epsilon: Annotated[
-        float | None, option("ε: the radius of AMP, RMP and adversarial training.", panel=METHOD)
+        float | None,
+        option("ε: the radius of AMP (else it follows the length), RMP and adversarial training.", panel=METHOD),
     ] = None,
     inner_lr: Annotated[float | None, option("ζ: AMP's rate of ascent.", panel=METHOD)] = None,
     inner_iter: Annotated[int | None, option("N: AMP's steps of ascent.", panel=METHOD)] = None,
@@ -205,26 +213,25 @@ def train(
             changes["milestones"] = _numbers(milestones)
         given = {key: value for key, value in knobs.items() if value is not None} | _settings(settings or [])
         where = device_named(device)
-        if out is not None and resume and run_config.exists(out):
-            known = run_config.stored(out)
-            recipe = _varied(Recipe.from_json(known["recipe"]), data, method, changes, given)
-            seed = int(known["seed"]) if seed is None else seed
-            run_config.check_recipe(out, known, recipe, seed)
-            pictures = _load(data or recipe.data, data_dir, download, recipe.size)
-        elif data is None:
-            if resume:
-                missing = "name the run's folder with --out" if out is None else f"{out} holds no run to go on with"
-                raise ValueError(f"--resume goes on with a run, and {missing}; or begin one with --data")
-            raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
-        else:
+        folder = out
+        if folder is None or not (resume and run_config.exists(folder)):
+            if data is None:
+                if resume:
+                    missing = "name the run's folder with --out" if out is None else f"{out} holds no run to go on with"
+                    raise ValueError(f"--resume goes on with a run, and {missing}; or begin one with --data")
+                raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
             pictures = _load(data, data_dir, download, size)
             recipe = suited(_place(data), pictures, method=method or "amp", settings=given, **changes)
-            seed = seed or 0
+            folder = out or Path("runs") / f"{pictures.name}-{recipe.model}-{recipe.method}-{seed or 0}"
+        if resume and run_config.exists(folder):
+            known = run_config.stored(folder)
+            recipe = _varied(Recipe.from_json(known["recipe"]), data, method, changes, given)
+            seed = int(known["seed"]) if seed is None else seed
+            run_config.check_recipe(folder, known, recipe, seed)
+            pictures = _load_for(recipe, data, data_dir, download)
+        seed = seed or 0
         if milestones is not None and recipe.schedule != "multi_step":
             raise ValueError(f"--milestones belong to the schedule multi_step, got {recipe.schedule}")
-        folder = out or Path("runs") / f"{pictures.name}-{recipe.model}-{recipe.method}-{seed}"
-        if out is None and resume and run_config.exists(folder) and recipe.data not in DATA_SETS:  # it may have moved
-            recipe = replace(recipe, data=run_config.stored(folder)["recipe"]["data"])
         console = show.terminal()
         with asked_to_stop() as stop:
             records = training(
@@ -267,7 +274,9 @@ def evaluate(
     with reported(debug):
         where = device_named(device)
         run = trained.find(checkpoint)
-        pictures = _load(data or run.recipe.data, data_dir, download, run.recipe.size)
+        for damaged in run.passed_over:
+            show.say(show.terminal(), f"note: {damaged}; the one before it is measured", style="yellow")
+        pictures = _load_for(run.recipe, data, data_dir, download)
         found = trained.measure(run, pictures, averaged=averaged, device=where)
         if as_json:
             typer.echo(json.dumps(found, indent=2))
@@ -300,6 +309,16 @@ def _place(data: str) -> str:
 def _load(name: str, root: Path, download: bool, size: tuple[int, int] | None) -> Dataset:
     with download_bar() as progress:
         return load(name, root, download=download, progress=progress, size=size)
+
+
+def _load_for(recipe: Recipe, data: str | None, root: Path, download: bool) -> Dataset:
+    """A run's data, from where it was, or from where it is now."""
+    try:
+        return _load(data or recipe.data, root, download, recipe.size)
+    except FileNotFoundError as error:
+        if data is not None or recipe.data in DATA_SETS:
+            raise
+        raise FileNotFoundError(f"{error}; if it has moved, say where it is with --data") from error
 
 
 def _varied(

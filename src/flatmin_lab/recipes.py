@@ -172,7 +172,7 @@ def suited(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> 
     """
     values: dict[str, Any] = dict(SMALL.get(name) or {"model": _model_for(data), "augment": _augment_for(data)})
     if name not in DATA_SETS:
-        values["batch_size"] = min(BATCH, len(data.train))
+        values["batch_size"] = _batch_for(len(data.train), validation=changes.get("validation", False))
     if "model" in changes:
         values = {key: value for key, value in values.items() if key != "model_settings"}
     values = {**values, **changes}
@@ -188,6 +188,13 @@ def _model_for(data: Dataset) -> str:
     if not data.train.pictures:
         return "mlp"
     return "preactresnet18" if min(data.train.shape[1:]) >= 32 else "convnet"
+
+
+def _batch_for(count: int, *, validation: bool) -> int:
+    """The paper's, or less where there are fewer pictures, or where one would be left alone in the last batch."""
+    count -= round(count * 0.1) if validation else 0
+    sizes = (size for size in range(min(BATCH, count), 1, -1) if count % size != 1)
+    return next(sizes, max(count, 1))
 
 
 def _augment_for(data: Dataset) -> Kind:

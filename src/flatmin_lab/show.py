@@ -82,13 +82,12 @@ def headline(recipe: Recipe, seed: int, hardware: str) -> str:
 @contextmanager
 def bars(console: Console) -> Iterator[Progress]:
     """Bars that say what is done, how long it takes, and a few numbers."""
+    wide = (BarColumn(bar_width=24), TimeElapsedColumn()) if console.width >= 110 else ()  # the numbers need the room
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("left"),
+        *wide,
         TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
+        TextColumn("left  {task.fields[numbers]}"),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=120) as progress:
         yield progress

@@ -132,8 +132,8 @@ class _Training:
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.learner.model.modules())
         if norms and (size == 1 or count % size == 1):
             raise ValueError(
-                f"BatchNorm needs batches of two pictures or more, got one of 1 with a batch size of {size} for "
-                f"{count} pictures; choose another one"
+                f"BatchNorm needs batches of two pictures or more, and a batch size of {size} leaves one of {count} "
+                "pictures alone; choose another --batch-size"
             )
 
     @property

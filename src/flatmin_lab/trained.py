@@ -27,6 +27,7 @@ class Trained:
     seed: int
     data_sha256: str
     checkpoint: Checkpoint
+    passed_over: tuple[str, ...] = ()  # newer ones that are damaged
 
     def model(self, ready: Prepared, *, averaged: bool = False) -> nn.Module:
         """With the weights of the checkpoint, in eval mode."""
@@ -48,13 +49,13 @@ def find(path: Path) -> Trained:
     places = checkpoint.listed(folder) if path.is_dir() else [path]
     if not places:
         raise FileNotFoundError(f"{folder} has no checkpoint yet; train on with --resume")
-    damaged = []
+    damaged: list[str] = []
     for place in places:
         try:
             whole = checkpoint.read(place)
             run_config.check_same(place, whole.state.get("run", {}), config)
             recipe = Recipe.from_json(config["recipe"])
-            return Trained(place, recipe, int(config["seed"]), str(config["data_sha256"]), whole)
+            return Trained(place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, tuple(damaged))
         except DamagedError as error:
             damaged.append(str(error))
     raise RunError("; ".join(damaged))

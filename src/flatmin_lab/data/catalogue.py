@@ -76,7 +76,8 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
     if path.suffix == ".npz" and path.is_file():
         return npz.load(path)
     if path.suffix == ".npz" or len(path.parts) > 1:
-        raise FileNotFoundError(f"{path.absolute()} must be an .npz file or a folder of pictures, and is neither")
+        problem = "and is neither" if path.exists() else "and is not there"
+        raise FileNotFoundError(f"{path.absolute()} must be an .npz file or a folder of pictures, {problem}")
     raise ValueError(
         f"unknown data set {name!r}; choose from {', '.join(DATA_SETS)}, "
         "or give the path of an .npz file or of a folder of pictures that exists"
