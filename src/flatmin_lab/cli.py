@@ -8,7 +8,6 @@ import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,14 +16,14 @@ import typer
 
 import flatmin
 from flatmin_lab import doctor as examination
-from flatmin_lab import methods, models, run_config, show, trained
-from flatmin_lab.data import DATA_SETS, Dataset, load
+from flatmin_lab import methods, models, show, trained
+from flatmin_lab.data import DATA_SETS
 from flatmin_lab.data.augment import KINDS
-from flatmin_lab.data.progress import download_bar
 from flatmin_lab.extras import need
 from flatmin_lab.machine import device_named, hardware
-from flatmin_lab.recipes import PRECISIONS, Recipe, suited
+from flatmin_lab.recipes import PRECISIONS
 from flatmin_lab.records import Finished, RunError
+from flatmin_lab.request import Request, read_for
 from flatmin_lab.schedules import SCHEDULES
 from flatmin_lab.signals import CODES, asked_to_stop, ended_by_signals
 from flatmin_lab.train import train as training
@@ -213,43 +212,38 @@ def train(
             changes["milestones"] = _numbers(milestones)
         given = {key: value for key, value in knobs.items() if value is not None} | _settings(settings or [])
         where = device_named(device)
-        folder = out
-        if folder is None or not (resume and run_config.exists(folder)):
-            if data is None:
-                if resume:
-                    missing = "name the run's folder with --out" if out is None else f"{out} holds no run to go on with"
-                    raise ValueError(f"--resume goes on with a run, and {missing}; or begin one with --data")
-                raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
-            pictures = _load(data, data_dir, download, size)
-            recipe = suited(_place(data), pictures, method=method or "amp", settings=given, **changes)
-            folder = out or Path("runs") / f"{pictures.name}-{recipe.model}-{recipe.method}-{seed or 0}"
-        if resume and run_config.exists(folder):
-            known = run_config.stored(folder)
-            recipe = _varied(Recipe.from_json(known["recipe"]), data, method, changes, given)
-            seed = int(known["seed"]) if seed is None else seed
-            run_config.check_recipe(folder, known, recipe, seed)
-            pictures = _load_for(recipe, data, data_dir, download)
-        seed = seed or 0
-        if milestones is not None and recipe.schedule != "multi_step":
-            raise ValueError(f"--milestones belong to the schedule multi_step, got {recipe.schedule}")
+        request = Request(
+            data=data,
+            method=method,
+            seed=seed,
+            out=out,
+            resume=resume,
+            data_dir=data_dir,
+            download=download,
+            changes=changes,
+            settings=given,
+        )
+        plan = request.plan()
+        if milestones is not None and plan.recipe.schedule != "multi_step":
+            raise ValueError(f"--milestones belong to the schedule multi_step, got {plan.recipe.schedule}")
         console = show.terminal()
         with asked_to_stop() as stop:
             records = training(
-                recipe,
-                pictures,
-                seed=seed,
+                plan.recipe,
+                plan.data,
+                seed=plan.seed,
                 device=where,
-                folder=folder,
+                folder=plan.folder,
                 resume=resume,
                 stop=stop,
                 checkpoint_epochs=checkpoint_epochs,
                 checkpoint_minutes=checkpoint_minutes,
             )
-            ended = show.follow(records, console, show.headline(recipe, seed, hardware(where)))
+            ended = show.follow(records, console, show.headline(plan.recipe, plan.seed, hardware(where)))
         if isinstance(ended, Finished):
-            show.outcome(ended.result, folder)
+            show.outcome(ended.result, plan.folder)
             return
-        again = ["flatmin", "train", "--out", str(folder), "--resume"]
+        again = ["flatmin", "train", "--out", str(plan.folder), "--resume"]
         if data_dir != DATA:
             again += ["--data-dir", str(data_dir)]
         saved = (
@@ -276,7 +270,7 @@ def evaluate(
         run = trained.find(checkpoint)
         for damaged in run.passed_over:
             show.say(show.terminal(), f"note: {damaged}; the one before it is measured", style="yellow")
-        pictures = _load_for(run.recipe, data, data_dir, download)
+        pictures = read_for(run.recipe, data, data_dir, download=download)
         found = trained.measure(run, pictures, averaged=averaged, device=where)
         if as_json:
             typer.echo(json.dumps(found, indent=2))
@@ -299,41 +293,6 @@ def doctor(
             raise ValueError(f"--shape takes whole numbers above 0, as in 3,32,32, got {shape}")
         if not examination.run(model, sizes, data_dir, device_named(device)):
             raise typer.Exit(1)
-
-
-def _place(data: str) -> str:
-    """The name of a data set, or a path that holds wherever one is."""
-    return data if data in DATA_SETS else str(Path(data).expanduser().absolute())
-
-
-def _load(name: str, root: Path, download: bool, size: tuple[int, int] | None) -> Dataset:
-    with download_bar() as progress:
-        return load(name, root, download=download, progress=progress, size=size)
-
-
-def _load_for(recipe: Recipe, data: str | None, root: Path, download: bool) -> Dataset:
-    """A run's data, from where it was, or from where it is now."""
-    try:
-        return _load(data or recipe.data, root, download, recipe.size)
-    except FileNotFoundError as error:
-        if data is not None or recipe.data in DATA_SETS:
-            raise
-        raise FileNotFoundError(f"{error}; if it has moved, say where it is with --data") from error
-
-
-def _varied(
-    recipe: Recipe, data: str | None, method: str | None, changes: dict[str, Any], settings: dict[str, Any]
-) -> Recipe:
-    """The folder's recipe with what was given on the command line: the same again, or it will be refused.
-
-    Files of one's own may have moved: they are known by their content.
-    """
-    moved = data is not None and not {data, recipe.data} & set(DATA_SETS)
-    named: dict[str, Any] = {} if data is None or moved else {"data": data}
-    if method is not None:
-        named["method"] = method
-    inherited = recipe.settings if method in (None, recipe.method) else {}
-    return replace(recipe, **named, **changes, settings={**inherited, **settings})
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -1,0 +1,95 @@
+"""What a user asks `flatmin train` for, turned into what is trained: a recipe, a seed, the data, a folder.
+
+A new run has the recipe that suits its data, with what was asked for in its place. A run that is gone on with has its
+folder's own recipe; what was asked for must agree with it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flatmin_lab import run_config
+from flatmin_lab.data import DATA_SETS, Dataset, load
+from flatmin_lab.data.progress import download_bar
+from flatmin_lab.recipes import Recipe, suited
+
+
+class Plan(NamedTuple):
+    recipe: Recipe
+    seed: int
+    data: Dataset
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """None, or not in `changes` and `settings`: not asked for."""
+
+    data: str | None
+    method: str | None
+    seed: int | None
+    out: Path | None
+    resume: bool
+    data_dir: Path
+    download: bool
+    changes: Mapping[str, Any]  # fields of the recipe
+    settings: Mapping[str, Any]  # of the method
+
+    def plan(self) -> Plan:
+        if self.out is not None and self.resume and run_config.exists(self.out):
+            return self._gone_on_with(self.out)
+        new = self._new()
+        return self._gone_on_with(new.folder) if self.resume and run_config.exists(new.folder) else new
+
+    def _new(self) -> Plan:
+        if self.data is None and self.resume:
+            missing = (
+                "name the run's folder with --out" if self.out is None else f"{self.out} holds no run to go on with"
+            )
+            raise ValueError(f"--resume goes on with a run, and {missing}; or begin one with --data")
+        if self.data is None:
+            raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
+        data = read(self.data, self.data_dir, download=self.download, size=self.changes.get("size"))
+        recipe = suited(_place(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes)
+        seed = self.seed or 0
+        named = Path("runs") / f"{data.name}-{recipe.model}-{recipe.method}-{seed}"
+        return Plan(recipe, seed, data, self.out or named)
+
+    def _gone_on_with(self, folder: Path) -> Plan:
+        known = run_config.stored(folder)
+        recipe = self._varied(Recipe.from_json(known["recipe"]))
+        seed = int(known["seed"]) if self.seed is None else self.seed
+        run_config.check_recipe(folder, known, recipe, seed)
+        data = read_for(recipe, self.data, self.data_dir, download=self.download)
+        return Plan(recipe, seed, data, folder)
+
+    def _varied(self, recipe: Recipe) -> Recipe:
+        """The folder's recipe with what was asked for. Files of one's own may have moved: their content is compared."""
+        moved = self.data is not None and not {self.data, recipe.data} & set(DATA_SETS)
+        named: dict[str, Any] = {} if self.data is None or moved else {"data": self.data}
+        if self.method is not None:
+            named["method"] = self.method
+        inherited = recipe.settings if self.method in (None, recipe.method) else {}
+        return replace(recipe, **named, **self.changes, settings={**inherited, **self.settings})
+
+
+def _place(data: str) -> str:
+    """The name of a data set, or a path that holds wherever one is."""
+    return data if data in DATA_SETS else str(Path(data).expanduser().absolute())
+
+
+def read(name: str, root: Path, *, download: bool, size: tuple[int, int] | None) -> Dataset:
+    """A data set, with a bar where something is fetched."""
+    with download_bar() as progress:
+        return load(name, root, download=download, progress=progress, size=size)
+
+
+def read_for(recipe: Recipe, data: str | None, root: Path, *, download: bool) -> Dataset:
+    """A run's data, from where it was, or from where it is now."""
+    try:
+        return read(data or recipe.data, root, download=download, size=recipe.size)
+    except FileNotFoundError as error:
+        if data is not None or recipe.data in DATA_SETS:
+            raise
+        raise FileNotFoundError(f"{error}; if it has moved, say where it is with --data") from error
