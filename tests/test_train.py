@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 import flatmin
-from flatmin_lab import methods
+from flatmin_lab import checkpoint, methods
 from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.learner import Learner, build_model
@@ -82,6 +82,18 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path: Path, variant: s
             records = run(recipe, folder, resume=True, stop=after(5))
         assert same(lasting(folder), expected)
     assert isinstance(whole[-1], Finished)
+
+
+def test_moments_come_back_in_the_layout_of_the_weights(tmp_path: Path) -> None:
+    recipe = tiny_recipe(channels_last=True, augment="none")
+    run(recipe, tmp_path / "run", stop=after(3))
+    data = tiny_data()
+    learner = Learner(recipe, data, Normalisation.of(data.train), seed=0, device=torch.device("cpu"))
+    learner.load(checkpoint.read(checkpoint.listed(tmp_path / "run")[0]))
+    pairs = [(param, values["momentum_buffer"]) for param, values in learner.optimizer.state.items()]
+    assert len(pairs) == len(list(learner.model.parameters()))
+    assert all(param.stride() == moment.stride() for param, moment in pairs)
+    assert any(not param.is_contiguous() for param, _ in pairs)
 
 
 def test_stopped_while_it_measures_it_measures_again(tmp_path: Path) -> None:

@@ -168,11 +168,19 @@ class Learner:
             i, _, key = name.partition(".")
             state.setdefault(int(i), {})[key] = tensor
         self.optimizer.load_state_dict({**saved, "state": state})
+        self._lay_out_moments()
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         random = checkpoint.part("random")
         for device in self._generators():
             if device.type in random:  # not where training goes on on another kind of device
                 set_random_state(device, random[device.type])
+
+    def _lay_out_moments(self) -> None:
+        """In memory as the weights are (channels-last), which a file does not keep: mixed layouts are slow."""
+        for param, values in self.optimizer.state.items():
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                    values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
     def _generators(self) -> list[torch.device]:
         return list({torch.device("cpu"): None, self.device: None})
