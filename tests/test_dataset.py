@@ -104,7 +104,7 @@ def test_paths_of_the_home_folder_and_paths_that_are_not_there(tmp_path: Path, m
     official_files.cifar10_python(tmp_path / "real", made(10, 10, seed=0), made(3, 10, seed=1))
     assert len(load("cifar10", "~/real").train) == 10
     with pytest.raises(
-        FileNotFoundError, match=r"nope\.npz must be an \.npz file or a folder of pictures, and is neither"
+        FileNotFoundError, match=r"nope\.npz must be an \.npz file or a folder of pictures, and is not there"
     ):
         load("~/nope.npz")
     with pytest.raises(ValueError, match="unknown data set ''"):
