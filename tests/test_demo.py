@@ -112,6 +112,16 @@ def test_the_sentences_follow_the_numbers(page: Path) -> None:
     assert "between 1.10 % (ERM) and 6.10 % (flooding)" in text_of(demo_page(clean))
 
 
+def test_flooding_that_never_flooded_is_called_erm(page: Path) -> None:
+    """Two epochs: the loss is far above its level."""
+    assert "Flooding's curves lie on ERM's" in text_of(page.read_text())
+    changed = numbers(page)
+    for run in changed["runs"]:
+        if run["method"] == "flooding":
+            run["lines"][-1]["train_loss"] *= 1.01
+    assert "Flooding's curves" not in text_of(demo_page(changed))
+
+
 def test_what_the_run_does_not_show_is_not_said(page: Path) -> None:
     """Two epochs: ERM has hardly learnt anything by heart."""
     changed = numbers(page)
