@@ -36,7 +36,7 @@ def test_a_signal_saves_and_stops_within_seconds(tmp_path: Path, number: signal.
         process.wait()
         took = time.monotonic() - begin
     assert process.returncode == code
-    assert took < 5
+    assert took < 10
     assert "saved after step" in rest
     assert f"flatmin train --out {folder} --resume" in rest
     assert "Traceback" not in rest
@@ -44,6 +44,7 @@ def test_a_signal_saves_and_stops_within_seconds(tmp_path: Path, number: signal.
     assert f"saved after step {step};" in rest
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for children in /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_the_demo_takes_its_workers_with_it(tmp_path: Path, number: signal.Signals) -> None:
     """Whatever ends it, in the middle or while the workers still import."""
