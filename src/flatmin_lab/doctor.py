@@ -11,7 +11,6 @@ import importlib.util
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,7 +25,7 @@ from flatmin_lab import models
 from flatmin_lab.data.catalogue import EMBEDDED, OFFICIAL, load
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.machine import commit, hardware
-from flatmin_lab.surroundings import Surroundings, seed_generators
+from flatmin_lab.surroundings import Surroundings, drawn_from, seed_generators
 
 PACKAGES = ("numpy", "pillow", "scikit-learn", "safetensors", "rich", "typer", "matplotlib", "jinja2", "tensorboard")
 STEPS, BATCH, CLASSES = 3, 8, 10
@@ -135,7 +134,7 @@ def _base(model: nn.Module) -> Optimizer:
 
 
 def _steps(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    seed_generators({torch.device("cpu"), x.device}, 1)  # the same dropout masks for all
+    seed_generators(drawn_from(x.device), 1)  # the same dropout masks for all
     y = torch.arange(len(x), device=x.device)
 
     def closure() -> Tensor:
@@ -157,8 +156,7 @@ def make(name: str, shape: Sequence[int]) -> nn.Module:
     file, colon, function = name.rpartition(":")
     if colon or name.endswith(".py"):
         return _from_file(Path(file if colon else name), function if colon else "make_model")
-    settings: dict[str, Any] = {"side": shape[-1]} if models.canonical(name) == "mlp" and len(shape) == 3 else {}
-    return models.build(name, num_classes=CLASSES, in_channels=shape[0], **settings)
+    return models.build(name, num_classes=CLASSES, in_channels=shape[0], **models.settings_for(name, shape))
 
 
 def _from_file(path: Path, function: str) -> nn.Module:

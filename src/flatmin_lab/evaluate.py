@@ -3,6 +3,7 @@
 Evaluation is at θ, never at θ + Δ, and does not depend on the precision that the model was trained in.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -40,6 +41,7 @@ def logits_of(
     return torch.cat(parts)
 
 
-def measured(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Error, NLL and ECE as numbers."""
-    return {name: measure(logits, labels).item() for name, measure in MEASURES.items()}
+def measured(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
+    """Error, NLL and ECE as numbers; None where one is not finite, which JSON cannot say."""
+    found = {name: measure(logits, labels).item() for name, measure in MEASURES.items()}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}

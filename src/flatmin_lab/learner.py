@@ -31,7 +31,7 @@ from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.methods import Method
 from flatmin_lab.recipes import Recipe
-from flatmin_lab.surroundings import seed_generators
+from flatmin_lab.surroundings import drawn_from, seed_generators
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -70,7 +70,7 @@ class Learner:
         self.method = method_of(recipe, normalise)
         seed_generators([torch.device("cpu")], generator("weights", seed).initial_seed())
         self.model = build_model(recipe, data, self.method).to(device)
-        seed_generators(self._generators(), generator("training", seed).initial_seed())
+        seed_generators(drawn_from(self.device), generator("training", seed).initial_seed())
         base = ClippedSGD(
             self.model.parameters(),
             clip_norm=recipe.clip_norm,
@@ -141,7 +141,7 @@ class Learner:
         parts: dict[str, Mapping[str, Any]] = {
             "model": self.model.state_dict(),
             "optimizer": {f"{i}.{key}": value for i, values in optimizer.items() for key, value in values.items()},
-            "random": {device.type: random_state(device) for device in self._generators()},
+            "random": {device.type: random_state(device) for device in drawn_from(self.device)},
         }
         if self.average is not None:
             parts["average"] = self.average.state_dict()
@@ -171,7 +171,7 @@ class Learner:
         self._lay_out_moments()
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         random = checkpoint.part("random")
-        for device in self._generators():
+        for device in drawn_from(self.device):
             if device.type in random:  # not where training goes on on another kind of device
                 set_random_state(device, random[device.type])
 
@@ -181,9 +181,6 @@ class Learner:
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
                     values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
-
-    def _generators(self) -> list[torch.device]:
-        return list({torch.device("cpu"): None, self.device: None})
 
 
 def method_of(recipe: Recipe, normalise: Normalisation) -> Method:

@@ -176,8 +176,8 @@ def suited(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> 
     if "model" in changes:
         values = {key: value for key, value in values.items() if key != "model_settings"}
     values = {**values, **changes}
-    if models.canonical(values["model"]) == "mlp" and data.train.pictures:
-        values["model_settings"] = {"side": data.train.shape[-1], **values.get("model_settings", {})}
+    shaped = models.settings_for(values["model"], data.train.shape)
+    values["model_settings"] = {**shaped, **values.get("model_settings", {})}
     recipe = Recipe(data=name, method=method, **values)
     if method != "amp":
         return recipe

@@ -4,10 +4,12 @@ Two runs are the same if these three are; versions, machine and time may differ.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from flatmin_lab import checkpoint
+from flatmin_lab.checkpoint import Checkpoint, DamagedError
 from flatmin_lab.recipes import Recipe, differences
 
 IDENTITY = ("recipe", "seed", "data_sha256")
@@ -29,6 +31,28 @@ def stored(path: Path) -> dict[str, Any]:
             "choose another folder"
         )
     return known
+
+
+class Newest(NamedTuple):
+    """The newest checkpoint that is whole, if there is one, and what is wrong with newer ones."""
+
+    path: Path | None
+    whole: Checkpoint | None
+    damaged: list[tuple[Path, DamagedError]]
+
+
+def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> Newest:
+    """Of checkpoints that come newest first; one of another run than the config's is an error."""
+    damaged: list[tuple[Path, DamagedError]] = []
+    for path in places:
+        try:
+            whole = checkpoint.read(path)
+        except DamagedError as error:
+            damaged.append((path, error))
+        else:
+            check_same(path, whole.state.get("run", {}), config)
+            return Newest(path, whole, damaged)
+    return Newest(None, None, damaged)
 
 
 def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:

@@ -24,10 +24,10 @@ from typing import IO, Any
 
 from flatmin_lab import checkpoint
 from flatmin_lab.boards import Board
-from flatmin_lab.checkpoint import Checkpoint, DamagedError
+from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.files import written_whole
 from flatmin_lab.records import Note, RunError
-from flatmin_lab.run_config import IDENTITY, check_same, read_json
+from flatmin_lab.run_config import IDENTITY, newest_whole, read_json
 
 KEPT = 2
 
@@ -76,15 +76,7 @@ class RunFolder:
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint; newer ones that are not are put aside, and a note says so."""
-        damaged: list[tuple[Path, DamagedError]] = []
-        whole = None
-        for path in checkpoint.listed(self.path):
-            try:
-                whole = checkpoint.read(path)
-                check_same(path, whole.state.get("run", {}), self.config)
-                break
-            except DamagedError as error:
-                damaged.append((path, error))
+        _, whole, damaged = newest_whole(checkpoint.listed(self.path), self.config)
         if damaged and whole is None:
             raise RunError(
                 f"no checkpoint in {self.path} is whole: {'; '.join(str(what) for _, what in damaged)}. "

@@ -19,7 +19,7 @@ class Surroundings:
     """Entered, the world is the training's; left, it is the caller's."""
 
     def __init__(self, device: torch.device, *, deterministic: bool) -> None:
-        self.devices = list({torch.device("cpu"): None, device: None})
+        self.devices = drawn_from(device)
         self.deterministic = deterministic
         if deterministic and device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
@@ -42,6 +42,11 @@ class Surroundings:
     def _put(self, states: dict[torch.device, Tensor]) -> None:
         for device, state in states.items():
             set_random_state(device, state)
+
+
+def drawn_from(device: torch.device) -> list[torch.device]:
+    """The devices whose default generators a training on that one draws from."""
+    return list({torch.device("cpu"): None, device: None})
 
 
 def seed_generators(devices: Iterable[torch.device], seed: int) -> None:

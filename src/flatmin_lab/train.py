@@ -12,7 +12,6 @@ The headline is the last epoch's measurement. The best test epoch, which the pap
 with the test labels: it is kept beside as a comparison and named so.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from time import monotonic
@@ -237,13 +236,15 @@ class _Training:
         logits = logits_of(model, self.data.test, self.normalise, stop=self.stop)
         if logits is None:
             return None
-        found = {f"{prefix}_{name}": value for name, value in measured(logits, self.data.test.y).items()}
+        found: dict[str, Any] = {
+            f"{prefix}_{name}": value for name, value in measured(logits, self.data.test.y).items()
+        }
         if len(self.wrong):
             learnt = logits_of(model, self.data.train.at(self.wrong), self.normalise)
             assert learnt is not None
             repeated = learnt.argmax(dim=1) == self.data.train.y[self.wrong]
             found[f"{prefix.removesuffix(self.which)}memorised"] = repeated.float().mean().item()
-        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+        return found
 
     # ---- in and out of the folder
 

@@ -1,6 +1,5 @@
 """A trained model, from its run folder or from one checkpoint of it, and its measurements."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from flatmin_lab import checkpoint, run_config
-from flatmin_lab.checkpoint import Checkpoint, DamagedError
+from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluate import logits_of, measured
 from flatmin_lab.learner import build_model, method_of
@@ -49,16 +48,12 @@ def find(path: Path) -> Trained:
     places = checkpoint.listed(folder) if path.is_dir() else [path]
     if not places:
         raise FileNotFoundError(f"{folder} has no checkpoint yet; train on with --resume")
-    damaged: list[str] = []
-    for place in places:
-        try:
-            whole = checkpoint.read(place)
-            run_config.check_same(place, whole.state.get("run", {}), config)
-            recipe = Recipe.from_json(config["recipe"])
-            return Trained(place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, tuple(damaged))
-        except DamagedError as error:
-            damaged.append(str(error))
-    raise RunError("; ".join(damaged))
+    place, whole, damaged = run_config.newest_whole(places, config)
+    passed_over = tuple(str(error) for _, error in damaged)
+    if place is None or whole is None:
+        raise RunError("; ".join(passed_over))
+    recipe = Recipe.from_json(config["recipe"])
+    return Trained(place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, passed_over)
 
 
 def measure(run: Trained, data: Dataset, *, averaged: bool, device: torch.device) -> dict[str, Any]:
@@ -71,9 +66,6 @@ def measure(run: Trained, data: Dataset, *, averaged: bool, device: torch.device
     model = run.model(ready, averaged=averaged).to(device)
     logits = logits_of(model, ready.data.test, ready.normalise)
     assert logits is not None
-    found = {
-        name: value if math.isfinite(value) else None for name, value in measured(logits, ready.data.test.y).items()
-    }
     return {
         "checkpoint": str(run.path),
         "epoch": run.checkpoint.state["epoch"],
@@ -81,5 +73,5 @@ def measure(run: Trained, data: Dataset, *, averaged: bool, device: torch.device
         "epochs": run.recipe.epochs,
         "split": ready.which,
         "pictures": len(ready.data.test),
-        **found,
+        **measured(logits, ready.data.test.y),
     }

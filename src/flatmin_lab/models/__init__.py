@@ -8,7 +8,7 @@ All take `num_classes`, `in_channels` and `dropout`; what else one takes stands 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -18,7 +18,17 @@ from flatmin_lab.models.small import MLP, convnet
 from flatmin_lab.models.vgg import VGG
 from flatmin_lab.models.wide_resnet import WideResNet
 
-__all__ = ["FAMILIES", "MODELS", "VGG", "PreActResNet", "PyramidNet", "WideResNet", "build", "canonical"]
+__all__ = [
+    "FAMILIES",
+    "MODELS",
+    "VGG",
+    "PreActResNet",
+    "PyramidNet",
+    "WideResNet",
+    "build",
+    "canonical",
+    "settings_for",
+]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "preactresnet18": preactresnet18,
@@ -41,6 +51,15 @@ def canonical(name: str) -> str:
     ('preactresnet18', 'wideresnet28_10')
     """
     return re.sub(r"(?<=\d)-(?=\d)", "_", re.sub(r"(?<!\d)[-_]|[-_](?!\d)", "", name.lower()))
+
+
+def settings_for(name: str, shape: Sequence[int]) -> dict[str, int]:
+    """What a model must be told of its inputs beyond their channels: an mlp for pictures, their side.
+
+    >>> settings_for("mlp", (1, 8, 8)), settings_for("mlp", (2,)), settings_for("convnet", (1, 8, 8))
+    ({'side': 8}, {}, {})
+    """
+    return {"side": shape[-1]} if canonical(name) == "mlp" and len(shape) == 3 else {}
 
 
 def build(

@@ -39,7 +39,6 @@ LOOK: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.7,
-    "legend.frameon": False,
 }
 
 
