@@ -21,7 +21,8 @@ from flatmin_lab.machine import facts
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes import suited
 from flatmin_lab.records import Epoch, Finished
-from flatmin_lab.report.demo_page import demo_page, row, spread
+from flatmin_lab.report.demo_page import demo_page, row
+from flatmin_lab.report.page import spread
 from flatmin_lab.runs import Job, cores, side_by_side
 from flatmin_lab.show import bars, say
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flatmin_lab.report.charts import curves, reliability_diagram, sample
+from flatmin_lab.report.page import percent, render
 
 NAMES = {
     "erm": "ERM",
@@ -36,12 +36,9 @@ def demo_page(demo: Mapping[str, Any]) -> str:
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in demo["runs"]:
         runs.setdefault(run["method"], []).append(run)
-    environment = Environment(
-        loader=PackageLoader("flatmin_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    environment.filters.update(spread=spread, percent=percent)
     bins = {method: pooled(own) for method, own in runs.items()}
-    return environment.get_template("demo.html.jinja").render(
+    return render(
+        "demo.html.jinja",
         demo=demo,
         noisy=demo["noise"] > 0,
         rows=[row(method, own) for method, own in runs.items()],
@@ -92,10 +89,6 @@ def row(method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def percent(share: float, digits: int = 0) -> str:
-    return f"{100 * share:.{digits}f}\u00a0%"
-
-
 def entropy(noise: float, *, classes: int) -> float:
     """The training loss of who knows the true classes, and how often labels are wrong, but not which ones.
 
@@ -118,18 +111,6 @@ def _same(one: float, other: float) -> bool:
 
 def _losses(runs: Sequence[Mapping[str, Any]]) -> list[float]:
     return [line["train_loss"] for run in runs for line in run["lines"]]
-
-
-def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Mean ± deviation.
-
-    >>> spread([1.0, 2.0, 3.0])
-    '2.0 ± 1.0'
-    """
-    if not values:
-        return "not finite"
-    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{deviation}"
 
 
 def in_words(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

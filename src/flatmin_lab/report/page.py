@@ -1,0 +1,44 @@
+"""A page is a template and numbers: one file of HTML that needs no network, in light and dark, on paper and phones."""
+
+import json
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+
+def render(template: str, **values: Any) -> str:
+    """Everything that is put in is escaped, but for `Markup`: names in run folders are anybody's."""
+    environment = Environment(
+        loader=PackageLoader("flatmin_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters.update(spread=spread, percent=percent, data=data)
+    return environment.get_template(template).render(**values)
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean ± deviation.
+
+    >>> spread([1.0, 2.0, 3.0])
+    '2.0 ± 1.0'
+    """
+    if not values:
+        return "not finite"
+    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{deviation}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f}\u00a0%"
+
+
+def data(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
+    """JSON for a script of the page: no text in it can end the script.
+
+    >>> data({"name": "</script>"})
+    Markup('{"name": "\\\\u003c/script>"}')
+    """
+    text = json.dumps(value, allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
