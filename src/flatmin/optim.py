@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
-from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, same_on_all_ranks, shrink
+from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, shrink
 from flatmin.shell import Group, whole_number
 from flatmin.tensors import Copies, is_dense, keep_, plain, wide
+from flatmin.uniform import noise_, scales
 from flatmin.wrapper import Wrapper
 
 
@@ -251,52 +252,17 @@ class RMP(Wrapper):
         self._theta.take({p: p for here in params for p in here})
         for here in params:
             for p in here:
-                self._draw_(plain(p))
+                noise_(plain(p), norm=self.norm, generator=self.generator)
         lengths = [norms(here, norm=self.norm).to(self._home) for here in params]
-        scales = self._scales(lengths, params, [group["epsilon"] for group in groups])
-        for here, scale in zip(params, scales, strict=True):
+        epsilons = [group["epsilon"] for group in groups]
+        factors = scales(lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator)
+        for here, scale in zip(params, factors, strict=True):
             for p, factor in zip(here, scale.unbind(), strict=True):
                 noise = plain(p)
                 torch.add(plain(self._theta[p]), noise.to(wide(noise)) * factor.to(p.device), out=noise)
-        inside = torch.cat([length * scale for length, scale in zip(lengths, scales, strict=True)])
+        inside = torch.cat([length * scale for length, scale in zip(lengths, factors, strict=True)])
         self._measured["delta_norm"] = combine(inside, norm=self.norm)
         self._measured["on_ball"] = torch.zeros((), device=self._home)
-
-    def _draw_(self, tensor: Tensor) -> None:
-        """Fill with noise: normal, so that its direction is uniform, or for "linf" uniform in [−1, 1]."""
-        elsewhere = self.generator is not None and self.generator.device != tensor.device
-        noise = torch.empty_like(tensor, device=self.generator.device) if elsewhere else tensor  # type: ignore[union-attr]
-        if self.norm == "l2":
-            noise.normal_(generator=self.generator)
-        else:
-            noise.uniform_(-1, 1, generator=self.generator)
-        if elsewhere:
-            tensor.copy_(noise)
-
-    def _scales(
-        self, lengths: Sequence[Tensor], params: Sequence[Sequence[Tensor]], epsilons: Sequence[float | Tensor]
-    ) -> list[Tensor]:
-        """For each group the factors, one a tensor, that make the noise uniform in its ball."""
-        if self.norm == "linf":
-            return [torch.ones_like(length) * epsilon for length, epsilon in zip(lengths, epsilons, strict=True)]
-        shared = self._share([p for here in params for p in here]) if self.ball == "global" else None
-        scales = []
-        for radius, here, epsilon in zip(radii(lengths, ball=self.ball), params, epsilons, strict=True):
-            if shared is not None:
-                share = shared
-            elif self.ball == "group":
-                share = self._share(here)
-            else:
-                share = torch.stack([self._share([p]) for p in here])
-            scales.append(torch.where(radius > 0, epsilon * share / radius, 0.0).expand(len(here)))
-        return scales
-
-    def _share(self, params: Sequence[Tensor]) -> Tensor:
-        """u^(1/d): how far out a uniform point of these parameters' ball lies, as a share of its radius."""
-        dimension = sum(p.numel() * (2 if p.is_complex() else 1) for p in params)
-        device = self._home if self.generator is None else self.generator.device
-        share: Tensor = torch.rand((), generator=self.generator, device=device) ** (1 / max(dimension, 1))
-        return same_on_all_ranks(share.to(self._home), params)
 
 
 def _gradient(param: Tensor) -> Tensor:

@@ -1,0 +1,41 @@
+"""How flat is the minimum that a model lies in? Five ways to look at the loss L around its weights θ:
+
+    line, plane        L(θ + αd) and L(θ + xd₁ + yd₂), along random directions scaled filter by filter
+    worst_case_loss    max over ‖Δ‖ ≤ ε of L(θ + Δ), the AMP loss, from below; mean_loss, the mean over the same ball
+    sharpness          L(θ + ε∇L/‖∇L‖) − L(θ), which SAM minimises; gradient_norm, ‖∇L‖
+    top_eigenvalues    of the Hessian of L, by Lanczos' method
+    trace              of the Hessian, by Hutch++
+
+    loss = flatness.empirical_risk(x, y)
+    flatness.worst_case_loss(model, loss, epsilon=0.1).loss
+
+The model is looked at in eval mode: BatchNorm's statistics are fixed, nothing is dropped. Afterwards, also after an
+exception, its weights, buffers, gradients and modes are bit for bit as they were.
+"""
+
+from flatmin.flatness.hutchpp import Trace, trace
+from flatmin.flatness.in_ball import MeanLoss, WorstCase, gradient_norm, mean_loss, sharpness, worst_case_loss
+from flatmin.flatness.lanczos import Eigenvalues, top_eigenvalue, top_eigenvalues
+from flatmin.flatness.landscape import Line, Plane, directions, line, plane
+from flatmin.flatness.risk import Loss, empirical_risk
+
+__all__ = [
+    "Eigenvalues",
+    "Line",
+    "Loss",
+    "MeanLoss",
+    "Plane",
+    "Trace",
+    "WorstCase",
+    "directions",
+    "empirical_risk",
+    "gradient_norm",
+    "line",
+    "mean_loss",
+    "plane",
+    "sharpness",
+    "top_eigenvalue",
+    "top_eigenvalues",
+    "trace",
+    "worst_case_loss",
+]

@@ -1,0 +1,73 @@
+"""The Hessian H = ∇²L(θ), known by its products with vectors: Hv = ∇(∇L·v), two passes each.
+
+Vectors are flat: all parameters in a row, in float32 at least. A model with ReLU is made of smooth pieces: its Hessian
+is that of the piece which θ lies in.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flatmin.flatness.risk import Part, checked
+from flatmin.flatness.weights import Weights, own_generator
+from flatmin.tensors import wide
+
+Product = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def hessian_products(weights: Weights, parts: Sequence[Part]) -> Iterator[Product]:
+    """The function v ↦ Hv. Where L has one part, the graph of its gradient is kept; of several, each is made anew."""
+    tensors, sizes = weights.tensors, [p.numel() for p in weights.tensors]
+    home, dtype = tensors[0].device, wide(tensors[0])
+
+    def gradient(part: Part) -> tuple[Tensor, ...]:
+        loss = checked(part(weights.model))
+        return torch.autograd.grad(loss, tensors, create_graph=True, materialize_grads=True)
+
+    # the fast kernels of attention have no second derivative
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        kept = gradient(parts[0]) if len(parts) == 1 else None
+
+        def product(v: Tensor) -> Tensor:
+            pieces = zip(v.split(sizes), tensors, strict=True)
+            along = [piece.view(p.shape).to(p.device, p.dtype) for piece, p in pieces]
+            total = torch.zeros_like(v)
+            for part in parts:
+                slopes = gradient(part) if kept is None else kept
+                moving = [(s, a) for s, a in zip(slopes, along, strict=True) if s.requires_grad]
+                if not moving:  # L is linear in θ
+                    continue
+                found = torch.autograd.grad(
+                    [s for s, _ in moving],
+                    tensors,
+                    [a for _, a in moving],
+                    retain_graph=kept is not None,
+                    materialize_grads=True,
+                )
+                total += torch.cat([piece.detach().reshape(-1).to(home, dtype) for piece in found])
+            return total
+
+        yield product
+
+
+class Draw:
+    """Random vectors in the space of the weights, flat."""
+
+    def __init__(self, weights: Weights, generator: torch.Generator | None) -> None:
+        first = weights.tensors[0]
+        self.home, self.dtype = first.device, wide(first)
+        self.dimension = weights.dimension
+        self.generator = own_generator(generator)
+
+    def normal(self) -> Tensor:
+        where = self.generator.device
+        return torch.randn(self.dimension, generator=self.generator, device=where).to(self.home, self.dtype)
+
+    def signs(self) -> Tensor:
+        where = self.generator.device
+        bits = torch.randint(0, 2, (self.dimension,), generator=self.generator, device=where)
+        return bits.to(self.home, self.dtype) * 2 - 1

@@ -1,0 +1,60 @@
+"""The trace of the Hessian H, by Hutch++ (Meyer, Musco, Musco and Woodruff 2021).
+
+    tr H = tr QᵀHQ + E gᵀ(I − QQᵀ)H(I − QQᵀ)g,     g of random signs
+
+Q spans a few random HS, where most of a Hessian with a few large eigenvalues lies: there the trace is exact, and only
+what is left is estimated.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.flatness.hessian import Draw, hessian_products
+from flatmin.flatness.risk import Loss, parts_of
+from flatmin.flatness.weights import Weights
+
+
+class Trace(NamedTuple):
+    """The estimate, its standard error (0 where it is exact), and the products that it took."""
+
+    value: Tensor
+    error: Tensor
+    products: int
+
+
+def trace(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    products: int = 60,
+    parameters: Iterable[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> Trace:
+    """The trace of the Hessian, from so many products; exact where there are not more parameters than that.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> trace(layer, lambda model: (model(torch.tensor([[3.0, 4.0]])) ** 2).sum() / 2).value
+    tensor(25.)
+    """
+    weights = Weights(model, parameters)
+    draw, third = Draw(weights, generator), products // 3
+    if third < 2 and products < draw.dimension:
+        raise ValueError(f"products must be at least 6, got {products}")
+    with weights.movable(), hessian_products(weights, parts_of(loss)) as product:
+        if draw.dimension <= products:
+            rows = torch.eye(draw.dimension, device=draw.home, dtype=draw.dtype)
+            diagonal = torch.stack([product(row)[i] for i, row in enumerate(rows)])
+            return Trace(diagonal.sum(), torch.zeros_like(diagonal[0]), draw.dimension)
+        sketch = torch.stack([product(draw.signs()) for _ in range(third)], dim=1)
+        basis, _ = torch.linalg.qr(sketch)
+        exact = torch.stack([q @ product(q) for q in basis.T.contiguous()]).sum()
+        rest = []
+        for _ in range(products - 2 * third):
+            g = draw.signs()
+            g = g - basis @ (basis.T @ g)
+            rest.append(g @ product(g))
+        samples = torch.stack(rest)
+        return Trace(exact + samples.mean(), samples.std() / len(samples) ** 0.5, products)

@@ -1,0 +1,174 @@
+"""The loss in the ball of radius ε around θ: its worst, its mean, and its rise along the gradient.
+
+    worst      max over ‖Δ‖ ≤ ε of L(θ + Δ): the AMP loss, found from below by projected ascent
+    mean       of L(θ + Δ), Δ uniform in the ball
+    sharpness  L(θ + ε∇L/‖∇L‖) − L(θ), the first step of SAM
+
+At a minimum the gradient is 0, and ascent from the centre finds nothing; so it starts from random points of the ball
+too. The best point of all is kept: a lower bound, which more starts and more steps can only raise.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.ball import BALLS, NORMS, Ball, Norm, combine, norms, project_, radii
+from flatmin.flatness.risk import Loss, parts_of, value, value_and_gradient
+from flatmin.flatness.weights import Weights, check_radius, own_generator
+from flatmin.tensors import wide
+from flatmin.uniform import uniform_
+
+
+class WorstCase(NamedTuple):
+    """`loss`, the highest that was found; `centre`, L(θ); `starts`, the highest of each start, the gradient's first."""
+
+    loss: Tensor
+    centre: Tensor
+    starts: Tensor
+    delta: list[Tensor]  # where it was found, a tensor for each parameter
+
+    @property
+    def rise(self) -> Tensor:
+        return self.loss - self.centre
+
+
+class MeanLoss(NamedTuple):
+    """Mean and deviation of the losses at random points of the ball."""
+
+    mean: Tensor
+    deviation: Tensor
+    losses: Tensor
+
+
+def worst_case_loss(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    epsilon: float,
+    steps: int = 20,
+    restarts: int = 4,
+    step_size: float | None = None,
+    ball: Ball = "global",
+    norm: Norm = "l2",
+    parameters: Iterable[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> WorstCase:
+    """The highest loss that projected ascent finds in the ball: from the centre, and from `restarts` random points.
+
+        Δ ← Π(Δ + α ∇L/‖∇L‖)         in L∞ the gradient's sign;   α is `step_size`, or ε
+
+    The step is long because the worst point lies on the edge, where short ones crawl: on small networks 20 steps of ε
+    found up to a third more loss than 20 of ε/8. It costs (1 + restarts) · (steps + 1) passes.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> found = worst_case_loss(layer, lambda model: (model(torch.ones(1, 1)) - 3).square().sum(), epsilon=0.5)
+    >>> bool(found.loss > found.centre)
+    True
+    """
+    check_radius(epsilon)
+    _check_kind(ball, norm)
+    if steps < 1 or restarts < 0:
+        raise ValueError(f"steps must be at least 1 and restarts at least 0, got {steps} and {restarts}")
+    weights, parts, drawn = Weights(model, parameters), parts_of(loss), own_generator(generator)
+    length = epsilon if step_size is None else step_size
+    best: Tensor | None = None
+    where: list[Tensor] = weights.zeros()
+    starts = []
+    with weights.movable():
+        centre = value(model, parts)
+        for start in range(1 + restarts):
+            delta = weights.zeros()
+            if start:
+                uniform_(delta, epsilon, ball=ball, norm=norm, generator=drawn)
+                project_([delta], [epsilon], ball=ball, norm=norm)
+            highest = torch.full_like(centre, -torch.inf)
+            for step in range(steps + 1):
+                weights.move(delta)
+                if step < steps:
+                    found, gradient = value_and_gradient(model, parts, weights.tensors)
+                else:
+                    found = value(model, parts)
+                if bool(found > highest):
+                    highest = found
+                    if best is None or bool(found > best):
+                        best, where = found, [d.clone() for d in delta]
+                if step < steps:
+                    _climb_(delta, gradient, length, ball, norm)
+                    project_([delta], [epsilon], ball=ball, norm=norm)
+            starts.append(highest)
+    if best is None:  # L is not a number anywhere
+        best = centre
+    return WorstCase(best, centre, torch.stack(starts), where)
+
+
+@torch.no_grad()
+def _climb_(delta: list[Tensor], gradient: list[Tensor], length: float, ball: Ball, norm: Norm) -> None:
+    """A step of that length uphill, in each ball; none where the gradient is 0."""
+    if norm == "linf":
+        for d, g in zip(delta, gradient, strict=True):
+            d.add_(g.sign(), alpha=length)
+        return
+    (radius,) = radii([norms(gradient)], ball=ball)
+    factors = torch.where(radius > 0, length / radius, 0.0).expand(len(delta)).unbind()
+    for d, g, factor in zip(delta, gradient, factors, strict=True):
+        d.add_(g.to(d.dtype) * factor.to(d.device))
+
+
+def mean_loss(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    epsilon: float,
+    samples: int = 20,
+    ball: Ball = "global",
+    norm: Norm = "l2",
+    parameters: Iterable[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> MeanLoss:
+    """The mean loss over random points of the ball: what RMP minimises, where AMP minimises the worst."""
+    check_radius(epsilon)
+    _check_kind(ball, norm)
+    if samples < 2:
+        raise ValueError(f"samples must be at least 2, got {samples}")
+    weights, parts, drawn = Weights(model, parameters), parts_of(loss), own_generator(generator)
+    delta = weights.zeros()
+    found = []
+    with weights.movable():
+        for _ in range(samples):
+            uniform_(delta, epsilon, ball=ball, norm=norm, generator=drawn)
+            weights.move(delta)
+            found.append(value(model, parts))
+    losses = torch.stack(found)
+    return MeanLoss(losses.mean(), losses.std(), losses)
+
+
+def gradient_norm(model: nn.Module, loss: Loss, *, parameters: Iterable[Tensor] | None = None) -> Tensor:
+    """‖∇L(θ)‖ over all parameters.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> gradient_norm(layer, lambda model: model(torch.tensor([2.0, 2.0])).sum())      # (2, 2) and 1 for the bias
+    tensor(3.)
+    """
+    weights = Weights(model, parameters)
+    with weights.movable():
+        _, gradient = value_and_gradient(model, parts_of(loss), weights.tensors)
+    return combine(norms(gradient))
+
+
+def sharpness(model: nn.Module, loss: Loss, *, epsilon: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+    """L(θ + ε∇L/‖∇L‖) − L(θ): how far the loss rises at the edge of the ball, along the gradient."""
+    check_radius(epsilon)
+    weights, parts = Weights(model, parameters), parts_of(loss)
+    with weights.movable():
+        centre, gradient = value_and_gradient(model, parts, weights.tensors)
+        delta = [torch.zeros_like(g, dtype=wide(g)) for g in gradient]
+        _climb_(delta, gradient, epsilon, "global", "l2")
+        weights.move(delta)
+        return value(model, parts) - centre
+
+
+def _check_kind(ball: Ball, norm: Norm) -> None:
+    if ball not in BALLS or norm not in NORMS:
+        raise ValueError(f"ball must be one of {', '.join(BALLS)} and norm of {', '.join(NORMS)}, got {ball}, {norm}")

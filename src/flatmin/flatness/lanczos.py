@@ -1,0 +1,133 @@
+"""The largest eigenvalues of the Hessian H, by Lanczos' method.
+
+It builds an orthonormal basis Q of {v, Hv, H²v, …}, v at random, in which H is tridiagonal: T = QᵀHQ. The largest
+eigenvalues of T come near those of H first. Let β be the length of what H leads out of the span, and s an eigenvector
+of T: some eigenvalue of H lies within β·|last entry of s| of its eigenvalue. That is the error which is given.
+
+Each new vector is made orthogonal to all before it, twice: without that, rounding lets the same eigenvalue appear again
+and again.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.ball import norms
+from flatmin.flatness.hessian import Draw, Product, hessian_products
+from flatmin.flatness.risk import Loss, parts_of
+from flatmin.flatness.weights import Weights
+
+
+class Eigenvalues(NamedTuple):
+    """The largest eigenvalues, descending. Rounding apart, there is an eigenvalue within `errors` of each."""
+
+    values: Tensor
+    errors: Tensor
+    vectors: list[list[Tensor]]  # a direction for each, of length 1
+    products: int  # with the Hessian, that it took
+
+
+def top_eigenvalue(model: nn.Module, loss: Loss, **knobs: object) -> Tensor:
+    """The largest eigenvalue of the Hessian; `top_eigenvalues` says how near it is.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> top_eigenvalue(layer, lambda model: (model(torch.tensor([[3.0, 4.0]])) ** 2).sum() / 2)      # xxᵀ
+    tensor(25.)
+    """
+    return top_eigenvalues(model, loss, k=1, **knobs).values[0]  # type: ignore[arg-type]
+
+
+def top_eigenvalues(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    k: int = 1,
+    max_products: int = 100,
+    tolerance: float = 1e-4,
+    parameters: Iterable[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> Eigenvalues:
+    """The k largest eigenvalues, until each error is below `tolerance` times the largest, or the products are used up.
+
+    An eigenvalue that occurs twice is found once, unless `max_products` reaches the number of parameters.
+    """
+    weights = Weights(model, parameters)
+    dimension = weights.dimension
+    if not 1 <= k <= min(dimension, max_products):
+        raise ValueError(
+            f"k must be from 1 to the {dimension} parameters, and max_products at least k, got {k} and {max_products}"
+        )
+    with weights.movable(), hessian_products(weights, parts_of(loss)) as product:
+        return _lanczos(product, weights, k, min(max_products, dimension), tolerance, generator)
+
+
+def _lanczos(
+    product: Product,
+    weights: Weights,
+    k: int,
+    most: int,
+    tolerance: float,
+    generator: torch.Generator | None,
+) -> Eigenvalues:
+    draw = Draw(weights, generator)
+    rounding = torch.finfo(draw.dtype).eps * draw.dimension**0.5
+    basis = [_away(draw.normal(), [])]
+    diagonal: list[float] = []
+    beside: list[float] = []
+    while True:
+        w = product(basis[-1])
+        diagonal.append(float(w @ basis[-1]))
+        w = _orthogonal(w, basis)
+        left = float(_length(w))
+        values, turned = _of_tridiagonal(diagonal, beside)
+        scale = float(values.abs().max())
+        ended = left <= rounding * scale  # the span holds all that the first vector leads to
+        errors = (0.0 if ended else left) * turned[-1].abs()
+        close = len(diagonal) >= k and float(errors[:k].max()) <= tolerance * scale
+        # a spectrum that fits is taken whole: then an eigenvalue is found as often as it occurs
+        if len(diagonal) == most or (close and most < draw.dimension):
+            break
+        basis.append(_away(draw.normal(), basis) if ended else w / left)
+        beside.append(0.0 if ended else left)
+    vectors = []
+    for mix in turned[:, :k].T.tolist():
+        flat = sum((share * q for share, q in zip(mix[1:], basis[1:], strict=True)), mix[0] * basis[0])
+        vectors.append(_shaped(flat, weights.tensors))
+    found, near = (numbers[:k].to(draw.home, draw.dtype) for numbers in (values, errors))
+    return Eigenvalues(found, near, vectors, len(diagonal))
+
+
+def _of_tridiagonal(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, descending, and eigenvectors, in columns."""
+    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    if beside:
+        off = torch.tensor(beside, dtype=torch.float64)
+        matrix += torch.diag(off, 1) + torch.diag(off, -1)
+    if not bool(matrix.isfinite().all()):
+        raise ValueError("the Hessian must be finite to have eigenvalues, got nan or infinity at these weights")
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.flip(0), vectors.flip(1)
+
+
+def _length(v: Tensor) -> Tensor:
+    return norms([v])[0]  # torch's own norm of 20 million float32 numbers is 0.1 % too small on the CPU
+
+
+def _orthogonal(w: Tensor, basis: Sequence[Tensor]) -> Tensor:
+    for _ in range(2):  # once leaves what rounding put back
+        for q in basis:
+            w = w - (q @ w) * q
+    return w
+
+
+def _away(v: Tensor, basis: Sequence[Tensor]) -> Tensor:
+    """A vector of length 1 that is orthogonal to the basis."""
+    v = _orthogonal(v / _length(v), basis)
+    return v / _length(v)
+
+
+def _shaped(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    pieces = flat.split([p.numel() for p in tensors])
+    return [piece.view(p.shape).to(p.device) for piece, p in zip(pieces, tensors, strict=True)]

@@ -1,0 +1,93 @@
+"""The loss that is looked at: a function of the model, or several whose sum it is.
+
+    loss = lambda model: cross_entropy(model(x), y)          one batch
+    loss = empirical_risk(x, y, batch_size=500)              a set of any size, a batch at a time
+
+Of several parts only one graph is in memory at a time, so the set may be larger than the memory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+Part = Callable[[Callable[..., Any]], Tensor]
+Loss = Part | Sequence[Part]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The part of one batch in the mean over all examples."""
+
+    x: Tensor
+    y: Any
+    share: float
+    criterion: Callable[[Any, Any], Tensor]
+
+    def __call__(self, model: Callable[..., Any]) -> Tensor:
+        return self.share * self.criterion(model(self.x), self.y)
+
+
+def empirical_risk(
+    x: Tensor, y: Tensor, *, batch_size: int = 500, criterion: Callable[[Any, Any], Tensor] = cross_entropy
+) -> Sequence[Part]:
+    """L_ERM: the mean loss over the examples (x, y), in parts. `criterion` must be a mean over its examples.
+
+    >>> parts = empirical_risk(torch.zeros(5, 2), torch.tensor([0, 1, 0, 1, 0]), batch_size=2)
+    >>> len(parts), sum(part(torch.nn.Identity()) for part in parts)      # ln 2
+    (3, tensor(0.6931))
+    """
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"every example needs one label and there must be one at least, got {len(x)} and {len(y)}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    batches = zip(x.split(batch_size), y.split(batch_size), strict=True)
+    return [_Share(here, labels, len(here) / len(x), criterion) for here, labels in batches]
+
+
+def parts_of(loss: Loss) -> list[Part]:
+    parts = list(loss) if isinstance(loss, Sequence) else [loss]
+    if not parts or not all(callable(part) for part in parts):
+        raise TypeError(
+            "loss must be a function of the model that gives a tensor with one number, or several of them, got "
+            f"{type(loss).__name__}; write `lambda model: cross_entropy(model(x), y)`, or use empirical_risk(x, y)"
+        )
+    return parts
+
+
+def checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"loss(model) must be a tensor with one number, got {shown}; take its mean")
+    return loss.view(())
+
+
+def value(model: Callable[..., Any], parts: Sequence[Part]) -> Tensor:
+    """L at the weights as they are, on their device."""
+    with torch.no_grad():
+        total = checked(parts[0](model))
+        for part in parts[1:]:
+            total = total + checked(part(model))
+    return total
+
+
+def value_and_gradient(
+    model: Callable[..., Any], parts: Sequence[Part], parameters: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """L and ∇L; a parameter's `.grad` is not touched, one that L does not depend on has the gradient 0."""
+    total: Tensor | None = None
+    gradient: list[Tensor] = []
+    with torch.enable_grad():
+        for part in parts:
+            loss = checked(part(model))
+            found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+            total = loss.detach() if total is None else total + loss.detach()
+            if gradient:
+                torch._foreach_add_(gradient, found)
+            else:
+                gradient = [piece.clone() for piece in found]  # it may be a view of something that is expanded
+    assert total is not None
+    return total, gradient
