@@ -22,8 +22,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 bench: $(READY)
+	$(BIN)/python benchmarks/oracles.py
 	$(BIN)/python benchmarks/wrapper_overhead.py
 	$(BIN)/python benchmarks/data_path.py
+	$(BIN)/python benchmarks/landscape.py
 
 clean:
 	rm -rf .venv build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,10 @@
 """FGSM and PGD: inside the ball and the bounds, uphill, and the model is left as it was found."""
 
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flatmin.attacks import evaluating, fgsm, pgd
+from flatmin.ball import NORMS, Norm
+from waiting import without_sync
+
+norms = st.sampled_from(NORMS)
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -21,23 +30,65 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.rand(7, 3, 6, 6, generator=generator), torch.randint(0, 5, (7,), generator=generator)
 
 
+def lengths(delta: Tensor) -> Tensor:
+    return delta.double().flatten(1).square().sum(dim=1).sqrt()
+
+
+def assert_inside(found: Tensor, x: Tensor, epsilon: float, norm: Norm, bounds: tuple[float, float] = (0, 1)) -> None:
+    """In the ball, in x's own type and to the last bits, and in the bounds."""
+    delta = found.double() - x.double()
+    size = lengths(delta) if norm == "l2" else delta.abs().flatten(1).amax(dim=1)
+    assert float(size.max()) <= epsilon * (1 + 1e-6)
+    assert found.dtype == x.dtype
+    assert not found.requires_grad
+    assert float(found.min()) >= bounds[0]
+    assert float(found.max()) <= bounds[1]
+
+
 @given(
-    epsilon=st.floats(0, 0.5),
-    step=st.floats(0, 1),
+    epsilon=st.floats(0, 0.5) | st.floats(0, 1e-6) | st.floats(0, 30),
+    step=st.floats(0, 1) | st.floats(0, 100),
     steps=st.integers(0, 4),
     start=st.booleans(),
+    norm=norms,
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_the_result_is_in_the_ball_and_in_the_bounds(
-    epsilon: float, step: float, steps: int, start: bool, seed: int
+    epsilon: float, step: float, steps: int, start: bool, norm: Norm, dtype: torch.dtype, seed: int
 ) -> None:
-    model, (x, y) = network(), batch(seed)
-    found = pgd(model, x, y, epsilon=epsilon, step_size=step, steps=steps, random_start=start)
-    assert float((found - x).abs().max()) <= epsilon + 1e-7
-    assert float(found.min()) >= 0
-    assert float(found.max()) <= 1
-    assert not found.requires_grad
+    model, (x, y) = network().to(dtype), batch(seed)
+    x = x.to(dtype)
+    x[0], x[1] = 0, 1  # on the bounds
+    generator = torch.Generator().manual_seed(seed)
+    found = pgd(
+        model, x, y, epsilon=epsilon, step_size=step, steps=steps, norm=norm, random_start=start, generator=generator
+    )
+    assert_inside(found, x, epsilon, norm)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-3, 0.1, 0.5, 5.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_whole_pictures_stay_in_the_ball_after_rounding(epsilon: float, dtype: torch.dtype) -> None:
+    """3072 roundings to the nearest would take a float32 picture out of a small ball: 1e-3 by 2e-5 of it."""
+    weights = torch.randn(3072, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.rand(20, 3, 32, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    y = torch.arange(20) % 10
+    for bounds in ((0, 1), (-9, 9)):
+        found = pgd(
+            lambda x: x.flatten(1) @ weights,
+            x,
+            y,
+            epsilon=epsilon,
+            step_size=epsilon / 3,
+            steps=7,
+            norm="l2",
+            bounds=bounds,
+        )
+        assert_inside(found, x, epsilon, "l2", bounds)
+        if dtype != torch.bfloat16 and bounds == (-9, 9) and epsilon > 1e-4:
+            assert float(lengths(found - x).min()) > 0.99 * epsilon  # and they use it
 
 
 def test_fgsm_is_the_formula() -> None:
@@ -48,13 +99,35 @@ def test_fgsm_is_the_formula() -> None:
     torch.testing.assert_close(fgsm(model, x, y, epsilon=0.03), expected, rtol=0, atol=1e-7)
 
 
-@torch.no_grad()
-def test_the_loss_rises_and_more_so_with_more_steps() -> None:
+def test_fgsm_in_l2_is_one_step_of_length_epsilon_along_the_gradient() -> None:
     model, (x, y) = network().eval(), batch()
-    found = [pgd(model, x, y, epsilon=0.05, step_size=0.01, steps=steps) for steps in (0, 1, 8)]
+    asked = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(cross_entropy(model(asked), y), asked)
+    free = fgsm(model, x, y, epsilon=0.3, norm="l2", bounds=(-9, 9))
+    torch.testing.assert_close(lengths(free - x), torch.full((7,), 0.3).double(), rtol=1e-6, atol=0)
+    direction = gradient / gradient.flatten(1).norm(dim=1).view(7, 1, 1, 1)
+    torch.testing.assert_close(free, x + 0.3 * direction, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fgsm(model, x, y, epsilon=0.3, norm="l2"), free.clamp(0, 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@torch.no_grad()
+def test_the_loss_rises_and_more_so_with_more_steps(norm: Norm) -> None:
+    model, (x, y) = network().eval(), batch()
+    size = {"linf": 0.05, "l2": 0.4}[norm]
+    found = [pgd(model, x, y, epsilon=size, step_size=size / 5, steps=steps, norm=norm) for steps in (0, 1, 8)]
     losses = [float(cross_entropy(model(one), y)) for one in found]
     assert losses == sorted(losses)
     assert losses[2] > losses[0] + 0.05
+
+
+class Normalise(nn.Module):
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.mean, self.std = mean, std
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return (pixels - self.mean) / self.std
 
 
 def test_normalised_coordinates_are_the_same_attack() -> None:
@@ -62,30 +135,40 @@ def test_normalised_coordinates_are_the_same_attack() -> None:
     model, (x, y) = network().eval().double(), batch()
     x = x.double()
     mean, std = (torch.tensor(numbers).double().view(3, 1, 1) for numbers in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.25)))
-    inside = pgd(lambda pixels: model((pixels - mean) / std), x, y, epsilon=0.03, step_size=0.01, steps=5)
+    pixels = nn.Sequential(Normalise(mean, std), model)
+    inside = pgd(pixels, x, y, epsilon=4 / 255, step_size=1 / 255, steps=10)  # the paper's
     outside = pgd(
         model,
         (x - mean) / std,
         y,
-        epsilon=0.03 / std,
-        step_size=0.01 / std,
-        steps=5,
+        epsilon=4 / 255 / std,
+        step_size=1 / 255 / std,
+        steps=10,
         bounds=((0 - mean) / std, (1 - mean) / std),
     )
     torch.testing.assert_close(outside * std + mean, inside, rtol=0, atol=1e-12)
 
 
-def test_the_model_is_left_as_it_was() -> None:
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("around", [nullcontext, torch.no_grad, torch.inference_mode], ids=lambda kind: kind.__name__)
+def test_the_model_is_left_as_it_was(norm: Norm, around: Callable[[], AbstractContextManager[None]]) -> None:
     model, (x, y) = network().train(), batch()
     model[3].eval()  # type: ignore[index]  # one module frozen by its owner
+    model[0].bias.requires_grad_(False)  # type: ignore[index]
     model(x).sum().backward()
     before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     buffers = [buffer.clone() for buffer in model.buffers()]
     modes = [module.training for module in model.modules()]
-    random = torch.get_rng_state()
-    pgd(model, x, y, epsilon=0.1, step_size=0.05, steps=3)
-    assert len(before) == len(list(model.parameters()))
-    assert all(torch.equal(a, b.grad) for a, b in zip(before, model.parameters(), strict=True) if b.grad is not None)
+    flags = [param.requires_grad for param in model.parameters()]
+    random, pictures = torch.get_rng_state(), x.clone()
+    with around():
+        pgd(model, x, y, epsilon=0.1, step_size=0.05, steps=3, norm=norm)
+    after = [param.grad for param in model.parameters() if param.grad is not None]
+    assert len(before) == len(list(model.parameters())) - 1
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert flags == [param.requires_grad for param in model.parameters()]
+    assert torch.equal(pictures, x)
+    assert not x.requires_grad
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert modes == [module.training for module in model.modules()]
     assert torch.equal(random, torch.get_rng_state())  # no dropout mask was drawn
@@ -122,17 +205,21 @@ def test_modes_come_back_after_an_exception() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_it_works_where_gradients_are_off_and_on_soft_labels() -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_it_works_where_gradients_are_off_and_on_soft_labels(norm: Norm) -> None:
     model, (x, y) = network().eval(), batch()
-    expected = fgsm(model, x, y, epsilon=0.1)
+    attack = partial(fgsm, model, epsilon=0.1, norm=norm)
+    expected = attack(x, y)
     assert not torch.equal(expected, x)
     with torch.no_grad():
-        assert torch.equal(fgsm(model, x, y, epsilon=0.1), expected)
+        assert torch.equal(attack(x, y), expected)
     with torch.inference_mode():
-        assert torch.equal(fgsm(model, x, y, epsilon=0.1), expected)
-        assert torch.equal(fgsm(model, x + 0, y, epsilon=0.1), expected)
+        assert torch.equal(attack(x, y), expected)
+        assert torch.equal(attack(x + 0, y + 0), expected)  # made here: autograd would not keep them
+        radii = torch.full((7, 1, 1, 1), 0.1, dtype=torch.float64)
+        torch.testing.assert_close(attack(x, y, epsilon=radii), expected, rtol=0, atol=1e-7)
     soft = torch.nn.functional.one_hot(y, 5).float()
-    assert torch.equal(fgsm(model, x, soft, epsilon=0.1), expected)
+    torch.testing.assert_close(attack(x, soft), expected, rtol=0, atol=1e-7)
 
 
 def test_the_loss_can_be_another_one() -> None:
@@ -153,6 +240,68 @@ def test_a_random_start_is_drawn_by_its_generator() -> None:
     assert torch.equal(started(0), started(0))
     assert not torch.equal(started(0), started(1))
     assert float((started(0) - x).abs().max()) > 0.09
+
+
+def test_a_random_start_in_l2_is_uniform_in_the_ball() -> None:
+    """Of n dimensions, the share within r is (r/ε)ⁿ; and it is as often on either side."""
+    x = torch.full((4000, 3), 0.5, dtype=torch.float64)
+    found = pgd(
+        nn.Linear(3, 2).double(),
+        x,
+        torch.zeros(4000, dtype=torch.long),
+        epsilon=0.2,
+        step_size=0,
+        steps=0,
+        norm="l2",
+        random_start=True,
+        generator=torch.Generator().manual_seed(0),
+    )
+    share = (lengths(found - x) / 0.2) ** 3
+    grid = torch.linspace(0.1, 0.9, 9)
+    assert all(abs(float((share <= u).double().mean()) - float(u)) < 0.03 for u in grid)
+    assert float(((found - x).mean(dim=0) / 0.2).abs().max()) < 0.03
+
+
+def test_in_l2_a_radius_may_be_one_for_all_or_one_per_example() -> None:
+    model, (x, y) = network(), batch()
+    radii = torch.linspace(0.1, 0.7, 7).view(7, 1, 1, 1)
+    found = fgsm(model, x, y, epsilon=radii, norm="l2", bounds=(-9, 9))
+    torch.testing.assert_close(lengths(found - x), radii.flatten().double(), rtol=1e-5, atol=0)
+    for one, radius in zip(range(7), radii.flatten().tolist(), strict=True):
+        alone = fgsm(model, x[one : one + 1], y[one : one + 1], epsilon=radius, norm="l2", bounds=(-9, 9))
+        torch.testing.assert_close(found[one : one + 1], alone, rtol=0, atol=1e-6)
+    as_tensor = fgsm(model, x, y, epsilon=torch.tensor(0.25, dtype=torch.float64), norm="l2")
+    assert torch.equal(as_tensor, fgsm(model, x, y, epsilon=0.25, norm="l2"))
+    for shape in ((3, 1, 1), (7,), (1, 3, 1, 1), (7, 3, 6, 6)):
+        with pytest.raises(ValueError, match=r"one per example in the shape \(7, 1, 1, 1\), got \(.*\); .* for linf"):
+            pgd(model, x, y, epsilon=torch.ones(shape), step_size=0.1, steps=1, norm="l2")
+        with pytest.raises(ValueError, match="step_size must be one number in l2"):
+            pgd(model, x, y, epsilon=0.1, step_size=torch.ones(shape), steps=1, norm="l2")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (0, 3), (2, 3, 4, 5, 6)], ids=str)
+def test_examples_have_any_shape(norm: Norm, shape: tuple[int, ...]) -> None:
+    def model(x: Tensor) -> Tensor:
+        mean = x.reshape(len(x), math.prod(shape[1:])).mean(dim=1)
+        return torch.stack([mean, -mean], dim=1)
+
+    x, y = torch.full(shape, 0.5), torch.zeros(shape[0], dtype=torch.long)
+    generator = torch.Generator().manual_seed(0)
+    found = pgd(model, x, y, epsilon=0.1, step_size=0.05, steps=20, norm=norm, random_start=True, generator=generator)
+    assert found.shape == shape
+    assert bool((found <= x).all())  # downhill for the first class: to the end of the ball
+    if norm == "l2" and len(x):
+        expected = torch.full((shape[0],), 0.1, dtype=torch.float64)
+        torch.testing.assert_close(lengths((found - x).view(shape[0], -1)), expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_in_l2_tiny_and_huge_gradients_have_a_direction(size: float) -> None:
+    """Their squares would be 0 or infinite in float32."""
+    x = torch.full((1, 2), 0.5)
+    found = fgsm(lambda x: x * size, x, None, epsilon=0.1, norm="l2", loss=lambda logits, _: logits.sum())
+    torch.testing.assert_close(found - x, torch.full((1, 2), 0.1 / 2**0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -176,22 +325,44 @@ def test_in_half_precision_a_small_loss_still_moves_the_pictures() -> None:
     assert float((found != x).float().mean()) > 0.9
 
 
-def test_a_gradient_that_is_not_a_number_moves_nothing() -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_gradient_of_zero_or_none_moves_nothing(norm: Norm) -> None:
     x, y = batch()
+    assert torch.equal(fgsm(lambda pixels: 0 * pixels.flatten(1)[:, :5], x, y, epsilon=0.1, norm=norm), x)
 
     def broken(pixels: Tensor) -> Tensor:
         return (pixels.flatten(1)[:, :5] - pixels.flatten(1)[:, :5].detach()).sqrt() * torch.nan
 
-    assert torch.equal(fgsm(broken, x, y, epsilon=0.1), x)
+    assert torch.equal(fgsm(broken, x, y, epsilon=0.1, norm=norm), x)
 
 
 def test_impossible_settings_are_refused() -> None:
     model, (x, y) = network(), batch()
     with pytest.raises(TypeError, match=r"must be floats .*, got torch\.uint8"):
         fgsm(model, (x * 255).to(torch.uint8), y, epsilon=0.1)
-    with pytest.raises(ValueError, match=r"epsilon must be at least 0, got -0\.1"):
+    with pytest.raises(ValueError, match=r"epsilon must be at least 0 and finite, got -0\.1"):
         fgsm(model, x, y, epsilon=-0.1)
-    with pytest.raises(ValueError, match="step_size must be at least 0, got nan"):
+    with pytest.raises(ValueError, match="epsilon must be at least 0 and finite, got inf"):
+        fgsm(model, x, y, epsilon=float("inf"))
+    with pytest.raises(ValueError, match="step_size must be at least 0 and finite, got nan"):
         pgd(model, x, y, epsilon=0.1, step_size=float("nan"), steps=1)
     with pytest.raises(ValueError, match="steps must be at least 0, got -1"):
         pgd(model, x, y, epsilon=0.1, step_size=0.1, steps=-1)
+    with pytest.raises(ValueError, match="unknown norm 'l1'; choose from l2, linf"):
+        fgsm(model, x, y, epsilon=0.1, norm="l1")  # type: ignore[arg-type]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_gpu_finds_the_same_without_a_wait_and_stays_in_the_ball(norm: Norm, dtype: torch.dtype) -> None:
+    model, (x, y) = network().to(dtype), batch()
+    x = x.to(dtype)
+    attack = partial(pgd, epsilon=0.2, step_size=0.07, steps=5, norm=norm)
+    expected = attack(model, x, y)
+    model, there, labels = model.cuda(), x.cuda(), y.cuda()
+    found = without_sync(lambda: attack(model, there, labels))
+    assert_inside(found.cpu(), x, 0.2, norm)
+    assert_inside(without_sync(lambda: attack(model, there, labels, random_start=True)).cpu(), x, 0.2, norm)
+    if dtype == torch.float64:
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-12)

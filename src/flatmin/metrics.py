@@ -1,13 +1,17 @@
 """How good a classifier is, and how honest: pure functions of logits (N, K) and labels (N,), on their device.
 
-    error         the share of wrong answers
-    nll           the mean of −log p(label)
-    brier         the mean of Σₖ (pₖ − [k = label])²
-    ece           the mean gap between confidence and accuracy, over bins of equal confidence
-    reliability   what ece is made of: the bins
+    error          the share of wrong answers
+    nll            the mean of −log p(label)
+    brier          the mean of Σₖ (pₖ − [k = label])²
+    ece            the mean gap between confidence and accuracy, over bins of equal width
+    adaptive_ece   the same over bins of equally many answers
+    reliability    what ece is made of: the bins
+    temperature    what to divide logits by to make their confidence honest
+    bootstrap      any of these with an interval: how far chance in the choice of the N rows may have moved it
 
 The confidence is the largest probability. Bins are closed on the right, ((m−1)/M, m/M], as in the paper's appendix D.
-Everything is computed in float32 at least.
+Everything is computed in float32 at least. A label that is no class and a row of logits that has no probabilities are
+errors, on every device.
 """
 
 from typing import NamedTuple
@@ -16,7 +20,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-__all__ = ["Reliability", "brier", "ece", "error", "nll", "reliability"]
+from flatmin.answers import checked
+from flatmin.calibration import temperature
+from flatmin.resampling import Interval, bootstrap
+from flatmin.tensors import wide
+
+__all__ = [
+    "Interval",
+    "Reliability",
+    "adaptive_ece",
+    "bootstrap",
+    "brier",
+    "ece",
+    "error",
+    "nll",
+    "reliability",
+    "temperature",
+]
 
 
 def error(logits: Tensor, labels: Tensor) -> Tensor:
@@ -25,18 +45,18 @@ def error(logits: Tensor, labels: Tensor) -> Tensor:
     >>> error(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
     tensor(0.5000)
     """
-    labels = _checked(logits, labels)
-    return 1 - _right(logits, labels).float().mean()
+    labels = checked(logits, labels)
+    return 1 - (logits.argmax(dim=1) == labels).float().mean()
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood, the mean of −log p(label): cross-entropy.
+    """Negative log-likelihood, the mean of −log p(label): cross-entropy. It is infinite if a label was excluded.
 
     >>> nll(torch.zeros(1, 10), torch.tensor([3]))      # ln 10
     tensor(2.3026)
     """
-    labels = _checked(logits, labels)
-    return cross_entropy(_wide(logits), labels)
+    labels = checked(logits, labels)
+    return cross_entropy(logits.to(wide(logits)), labels)
 
 
 def brier(logits: Tensor, labels: Tensor) -> Tensor:
@@ -45,8 +65,8 @@ def brier(logits: Tensor, labels: Tensor) -> Tensor:
     >>> brier(torch.tensor([[99.0, 0.0], [99.0, 0.0]]), torch.tensor([0, 1]))
     tensor(1.)
     """
-    labels = _checked(logits, labels)
-    probability = _wide(logits).softmax(dim=1)
+    labels = checked(logits, labels)
+    probability = logits.to(wide(logits)).softmax(dim=1)
     return (probability - one_hot(labels, logits.shape[1])).square().sum(dim=1).mean()
 
 
@@ -64,19 +84,10 @@ def reliability(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Reliabilit
     >>> reliability(torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1]), bins=2)
     Reliability(number=tensor([0, 2]), confidence=tensor([0.0000, 0.9999]), accuracy=tensor([0.0000, 0.5000]))
     """
-    labels = _checked(logits, labels)
-    if bins < 1:
-        raise ValueError(f"there must be at least one bin, got {bins}")
-    confidence = _wide(logits).softmax(dim=1).amax(dim=1)
+    confidence, right = _confidence(logits, labels, bins)
     edges = torch.arange(1, bins, device=logits.device, dtype=confidence.dtype) / bins
     bin_of = torch.bucketize(confidence, edges)  # confidence ≤ edge: closed on the right
-    member = bin_of == torch.arange(bins, device=logits.device)[:, None]  # (M, N); sums of it have one order everywhere
-    number = member.sum(dim=1)
-
-    def mean(values: Tensor) -> Tensor:
-        return torch.where(member, values, 0).sum(dim=1) / number.clamp(min=1)
-
-    return Reliability(number, mean(confidence), mean(_right(logits, labels).to(confidence.dtype)))
+    return _binned(bin_of, confidence, right.to(confidence.dtype), bins)
 
 
 def ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
@@ -87,26 +98,47 @@ def ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
     >>> ece(torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1]))   # sure twice, right once
     tensor(0.4999)
     """
-    parts = reliability(logits, labels, bins=bins)
-    return (parts.number * (parts.accuracy - parts.confidence).abs()).sum() / len(labels)
+    return _gap(reliability(logits, labels, bins=bins))
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def adaptive_ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
+    """The same sum over bins of equally many answers, least confident first (Nguyen and O'Connor 2015).
+
+        Bₘ = {i : (m−1)/M ≤ rank(i)/n < m/M},   ranks 0 … n−1, so that sizes differ by one at most
+
+    A good network's answers crowd into the last bin of ece; here they are told apart. Answers of equal confidence are
+    all as right as they are on average, so it does not matter in which order they come, nor where a bin cuts them.
+
+    >>> adaptive_ece(torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1]), bins=2)    # off by ½, and by 1
+    tensor(0.7499)
+    """
+    confidence, right = _confidence(logits, labels, bins)
+    confidence, order = confidence.sort()
+    _, tie, size = confidence.unique_consecutive(return_inverse=True, return_counts=True)
+    right_of = torch.zeros_like(size).index_add_(0, tie, right[order].to(size.dtype))  # whole numbers: in any order
+    accuracy = (right_of.to(confidence.dtype) / size)[tie]
+    bin_of = torch.arange(len(labels), device=logits.device) * bins // len(labels)
+    return _gap(_binned(bin_of, confidence, accuracy, bins))
 
 
-def _right(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which answers are right. One with a nan is wrong, although its largest logit is somewhere."""
-    return (logits.argmax(dim=1) == labels) & ~logits.isnan().any(dim=1)
+def _confidence(logits: Tensor, labels: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """The largest probability of each row, and whether its class is the label."""
+    if bins < 1:
+        raise ValueError(f"there must be at least one bin, got {bins}")
+    labels = checked(logits, labels)
+    confidence = logits.to(wide(logits)).softmax(dim=1).amax(dim=1)
+    return confidence, logits.argmax(dim=1) == labels
 
 
-def _checked(logits: Tensor, labels: Tensor) -> Tensor:
-    """Labels as int64. Shapes alone are looked at: looking at values would make the host wait for the device."""
-    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not len(labels):
-        raise ValueError(
-            "logits must be (N, K) and labels (N,) with N at least 1, "
-            f"got {tuple(logits.shape)} and {tuple(labels.shape)}"
-        )
-    if labels.is_floating_point():
-        raise TypeError(f"labels must be whole numbers of the classes, got {labels.dtype}")
-    return labels.long()
+def _binned(bin_of: Tensor, confidence: Tensor, accuracy: Tensor, bins: int) -> Reliability:
+    member = bin_of == torch.arange(bins, device=bin_of.device)[:, None]  # (M, N); sums of it have one order everywhere
+    number = member.sum(dim=1)
+
+    def mean(values: Tensor) -> Tensor:
+        return torch.where(member, values, 0).sum(dim=1) / number.clamp(min=1)
+
+    return Reliability(number, mean(confidence), mean(accuracy))
+
+
+def _gap(parts: Reliability) -> Tensor:
+    return (parts.number * (parts.accuracy - parts.confidence).abs()).sum() / parts.number.sum()

@@ -1,6 +1,7 @@
 """What a trained model is worth: its logits for a whole split, in eval mode and float32, and measures of them.
 
-Evaluation is at θ, never at θ + Δ, and does not depend on the precision that the model was trained in.
+Evaluation is at θ, never at θ + Δ, and does not depend on the precision that the model was trained in. A model that has
+diverged is measured too: a row of logits that has no probabilities is a wrong answer.
 """
 
 import math
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatmin import metrics
+from flatmin.answers import is_answer
 from flatmin.attacks import evaluating
 from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split
@@ -20,6 +22,7 @@ MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nll": metrics.nll,
     "ece": metrics.ece,
 }
+BINS = 15
 
 
 @torch.no_grad()
@@ -42,6 +45,28 @@ def logits_of(
 
 
 def measured(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Error, NLL and ECE as numbers; None where one is not finite, which JSON cannot say."""
+    """Error, NLL and ECE as numbers; None where one is not finite, which JSON cannot say.
+
+    >>> measured(torch.tensor([[1.0, 0.0], [math.nan, 0.0]]), torch.tensor([0, 1]))
+    {'error': 0.5, 'nll': None, 'ece': None}
+    """
+    answered = is_answer(logits)
+    if not bool(answered.all()):
+        right = (logits.argmax(dim=1) == labels) & answered
+        return {**dict.fromkeys(MEASURES), "error": 1 - right.float().mean().item()}
     found = {name: measure(logits, labels).item() for name, measure in MEASURES.items()}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+
+def bins_of(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
+    """The reliability bins as lists, over the rows that have probabilities.
+
+    >>> bins_of(torch.tensor([[9.0, 0.0], [math.nan, 0.0]]), torch.tensor([0, 1]))["number"][-1]
+    1
+    """
+    answered = is_answer(logits)
+    if bool(answered.any()):
+        parts = metrics.reliability(logits[answered], labels[answered], bins=BINS)
+    else:
+        parts = metrics.Reliability(torch.zeros(BINS, dtype=torch.int64), torch.zeros(BINS), torch.zeros(BINS))
+    return {name: values.tolist() for name, values in parts._asdict().items()}

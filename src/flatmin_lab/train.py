@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from flatmin.attacks import evaluating
-from flatmin.metrics import reliability
 from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.augment import augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.catalogue import DATA_SETS
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.evaluate import logits_of, measured
+from flatmin_lab.evaluate import bins_of, logits_of, measured
 from flatmin_lab.learner import Learner
 from flatmin_lab.machine import facts
 from flatmin_lab.prepared import prepared
@@ -176,9 +175,8 @@ class _Training:
         if logits is None:
             yield Stopped(self.stop() or "asked to stop", self.step)
             return
-        bins = reliability(logits, self.data.test.y)._asdict()
         result = result_of(self.recipe, self.seed, self.checksum, self.lines, facts(self.device))
-        result["reliability"] = {name: values.tolist() for name, values in bins.items()}
+        result["reliability"] = bins_of(logits, self.data.test.y)
         if self.folder is not None:
             self.folder.finish(result)
         yield Finished(result)

