@@ -4,10 +4,10 @@ optimizer = flatmin.AMP(optimizer, epsilon=0.1, model=model)
 loss = optimizer.step(closure)
 """
 
-from flatmin import attacks, ball, flatness, metrics, regularisers
+from flatmin import attacks, ball, flatness, metrics, regularisers, theory
 from flatmin.optim import AMP, RMP
 from flatmin.wrapper import Last
 
 __version__ = "0.1.0"
 
-__all__ = ["AMP", "RMP", "Last", "attacks", "ball", "flatness", "metrics", "regularisers"]
+__all__ = ["AMP", "RMP", "Last", "attacks", "ball", "flatness", "metrics", "regularisers", "theory"]

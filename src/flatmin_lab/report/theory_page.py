@@ -1,0 +1,9 @@
+"""The page of `flatmin theory`: the paper's theorems to play with. Its script computes what `flatmin.theory` does."""
+
+from flatmin import __version__
+from flatmin_lab.report.page import render
+
+
+def theory_page() -> str:
+    """One file of HTML that draws itself, from sliders alone: it needs no numbers and no network."""
+    return render("theory.html.jinja", version=__version__)
