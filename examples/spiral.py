@@ -15,21 +15,18 @@ from pathlib import Path
 from statistics import mean, stdev
 from time import perf_counter
 
-import matplotlib as mpl
 import torch
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import flatmin
+from flatmin import flatness
 from flatmin_lab.data.spiral import Spiral
+from flatmin_lab.figures import boundaries
 
 WRONG = 0.2
-COLOURS = ["#2a6f97", "#e07a3f"]
 
 
 @dataclass(frozen=True)
@@ -76,45 +73,17 @@ def train(seed: int, *, epsilon: float, steps: int) -> Trained:
     with torch.no_grad():
         test_error = float((model(test.x).argmax(dim=1) != test.y).float().mean())
         repeated = model(data.x).argmax(dim=1) == data.y
-    return Trained(model, data, test_error, float(repeated[data.wrong].float().mean()), rise(model, data), seconds)
-
-
-def rise(model: nn.Module, data: Spiral, *, epsilon: float = 0.2) -> float:
-    """L(θ + Δ) − L(θ) on the training set, for Δ at the edge of the ball along the gradient."""
-    probe = flatmin.AMP(SGD(model.parameters(), lr=0.0), epsilon=epsilon, inner_lr=1e6)
-    probe.step(closure_for(probe, model, data.x, data.y))
-    loss, worse = probe.last.loss, probe.last.loss_perturbed
-    assert loss is not None
-    assert worse is not None
-    return float(worse - loss)
-
-
-@torch.no_grad()
-def draw_boundary(axes: Axes, trained: Trained, title: str) -> None:
-    side = torch.linspace(-1.2, 1.2, 400)
-    grid = torch.cartesian_prod(side, side)
-    share = trained.model(grid).softmax(dim=1)[:, 1].view(400, 400).T
-    shades = mpl.colormaps["RdBu_r"]
-    axes.contourf(side, side, share, levels=20, cmap=shades, alpha=0.45, vmin=0, vmax=1)
-    axes.contour(side, side, share, levels=[0.5], colors="black", linewidths=1.4)
-    data = trained.data
-    axes.scatter(
-        data.x[:, 0], data.x[:, 1], c=data.y, cmap=ListedColormap(COLOURS), s=14, edgecolors="white", linewidths=0.4
-    )
-    astray = data.x[data.wrong]
-    axes.scatter(astray[:, 0], astray[:, 1], facecolors="none", edgecolors="black", s=42, linewidths=0.8)
-    axes.set_title(title, fontsize=11)
-    axes.set(xticks=[], yticks=[], aspect="equal", xlim=(-1.2, 1.2), ylim=(-1.2, 1.2))
+    rise = flatness.sharpness(model, flatness.empirical_risk(data.x, data.y), epsilon=0.2)
+    return Trained(model, data, test_error, float(repeated[data.wrong].float().mean()), float(rise), seconds)
 
 
 def picture(path: Path, erm: Trained, amp: Trained, epsilon: float) -> None:
-    mpl.use("Agg")
-    figure, axes = plt.subplots(1, 2, figsize=(9, 5), layout="constrained")
-    draw_boundary(axes[0], erm, f"ERM: test error {erm.test_error:.1%}")
-    draw_boundary(axes[1], amp, f"AMP, ε = {epsilon:g}: test error {amp.test_error:.1%}")
-    figure.supxlabel("400 training points; circled: the fifth with wrong labels", fontsize=9)
+    titles = {
+        f"ERM: test error {erm.test_error:.1%}": (erm.model, erm.data),
+        f"AMP, ε = {epsilon:g}: test error {amp.test_error:.1%}": (amp.model, amp.data),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    boundaries(titles).figure.savefig(path, dpi=110)
 
 
 def cell(values: list[float], *, percent: bool = True) -> str:

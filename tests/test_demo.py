@@ -12,10 +12,12 @@ from rich.console import Console
 
 from flatmin_lab import demo
 from flatmin_lab.data import load
+from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes import suited
 from flatmin_lab.records import Finished, RunError
-from flatmin_lab.report.demo_page import NAMES, demo_page, pooled
+from flatmin_lab.report.demo_page import demo_page
+from flatmin_lab.report.page import pooled
 from flatmin_lab.runs import Job, side_by_side
 from flatmin_lab.train import train
 
@@ -148,9 +150,9 @@ def test_without_noise_the_page_says_so(page: Path) -> None:
 
 
 def test_bins_of_several_seeds_are_pooled_by_their_answers() -> None:
-    one = {"number": [1, 0], "accuracy": [1.0, 0.0], "confidence": [0.4, 0.0]}
-    other = {"number": [3, 2], "accuracy": [0.0, 0.5], "confidence": [0.2, 0.9]}
-    both = pooled([{"reliability": one}, {"reliability": other}])
+    one: dict[str, list[float]] = {"number": [1, 0], "accuracy": [1.0, 0.0], "confidence": [0.4, 0.0]}
+    other: dict[str, list[float]] = {"number": [3, 2], "accuracy": [0.0, 0.5], "confidence": [0.2, 0.9]}
+    both = pooled([one, other])
     assert both == {"number": [4.0, 2.0], "accuracy": [0.25, 0.5], "confidence": pytest.approx([0.25, 0.9])}
 
 

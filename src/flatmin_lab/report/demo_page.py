@@ -7,19 +7,10 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from flatmin_lab.report.charts import curves, reliability_diagram, sample
-from flatmin_lab.report.page import percent, render
+from flatmin_lab.figures import curves, reliability_diagram
+from flatmin_lab.figures.drawn import NAMES, sample, svg
+from flatmin_lab.report.page import percent, pooled, render
 
-NAMES = {
-    "erm": "ERM",
-    "amp": "AMP",
-    "label_smoothing": "label smoothing",
-    "flooding": "flooding",
-    "mixup": "MixUp",
-    "adversarial": "adversarial",
-    "dropout": "Dropout",
-    "rmp": "RMP",
-}
 WHAT = {
     "erm": "ordinary training",
     "amp": "the worst weights in a ball of radius {epsilon:g}",
@@ -36,7 +27,7 @@ def demo_page(demo: Mapping[str, Any]) -> str:
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in demo["runs"]:
         runs.setdefault(run["method"], []).append(run)
-    bins = {method: pooled(own) for method, own in runs.items()}
+    bins = {method: pooled([run["reliability"] for run in own]) for method, own in runs.items()}
     return render(
         "demo.html.jinja",
         demo=demo,
@@ -47,8 +38,8 @@ def demo_page(demo: Mapping[str, Any]) -> str:
         entropy=entropy(demo["noise"], classes=10),
         flooding_is_erm=all(map(_same, _losses(runs["flooding"]), _losses(runs["erm"]))),
         legend=[(Markup(sample(method)), NAMES[method]) for method in runs],
-        curves=[Markup(curves(title, lines)) for title, lines in _over_epochs(runs).items()],
-        reliability=[Markup(reliability_diagram(NAMES[method], bins[method], method=method)) for method in runs],
+        curves=[Markup(svg(curves(title, lines))) for title, lines in _over_epochs(runs).items()],
+        reliability=[Markup(svg(reliability_diagram(NAMES[method], bins[method], method=method))) for method in runs],
     )
 
 
@@ -151,18 +142,3 @@ def _over_epochs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, d
         "test NLL": means(lambda line: math.nan if line["test_nll"] is None else line["test_nll"]),
         "test error, %": means(lambda line: 100 * line["test_error"]),
     }
-
-
-def pooled(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """The bins of all seeds together."""
-    parts = [run["reliability"] for run in runs]
-    numbers = [sum(counts) for counts in zip(*(part["number"] for part in parts), strict=True)]
-
-    def of(name: str) -> list[float]:
-        weighted = [[n * v for n, v in zip(part["number"], part[name], strict=True)] for part in parts]
-        return [
-            sum(values) / number if number else 0.0
-            for values, number in zip(zip(*weighted, strict=True), numbers, strict=True)
-        ]
-
-    return {"number": [float(number) for number in numbers], "accuracy": of("accuracy"), "confidence": of("confidence")}

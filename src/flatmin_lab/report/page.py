@@ -42,3 +42,17 @@ def data(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
     """
     text = json.dumps(value, allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def pooled(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Reliability bins of several runs as one."""
+    numbers = [sum(counts) for counts in zip(*(part["number"] for part in parts), strict=True)]
+
+    def of(name: str) -> list[float]:
+        weighted = [[n * v for n, v in zip(part["number"], part[name], strict=True)] for part in parts]
+        return [
+            sum(values) / number if number else 0.0
+            for values, number in zip(zip(*weighted, strict=True), numbers, strict=True)
+        ]
+
+    return {"number": [float(number) for number in numbers], "accuracy": of("accuracy"), "confidence": of("confidence")}

@@ -1,0 +1,35 @@
+"""The paper's figures, and those of the report: each a function that gives a matplotlib figure and its numbers.
+
+drawn = figures.operational_region()
+drawn.figure.savefig("region.pdf")
+drawn.data["beta"]
+"""
+
+from flatmin_lab.figures.drawn import Drawn
+from flatmin_lab.figures.landscapes import contours, lines, surfaces
+from flatmin_lab.figures.results import bars, curves, epsilon_sweep, reliability_diagram
+from flatmin_lab.figures.spiral import boundaries
+from flatmin_lab.figures.theory import (
+    gaussian_surface,
+    gradient_penalty,
+    kinked_losses,
+    operational_region,
+    risk_and_amp_risk,
+)
+
+__all__ = [
+    "Drawn",
+    "bars",
+    "boundaries",
+    "contours",
+    "curves",
+    "epsilon_sweep",
+    "gaussian_surface",
+    "gradient_penalty",
+    "kinked_losses",
+    "lines",
+    "operational_region",
+    "reliability_diagram",
+    "risk_and_amp_risk",
+    "surfaces",
+]

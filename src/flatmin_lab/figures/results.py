@@ -1,0 +1,110 @@
+"""Trainings compared: their curves, calibration bars and reliability, robustness, and what the radius does."""
+
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from flatmin_lab.figures.drawn import BOLD, HATCHES, INK, NAMES, STYLES, Drawn, line_of, look, with_count
+
+Values = Mapping[str, Sequence[float]]  # a method -> a number a training
+
+
+def curves(title: str, lines: Values, *, count: Mapping[str, int] | None = None) -> Drawn:
+    """A line a method, a point an epoch; those in BOLD over the others."""
+    with look():
+        figure = Figure(figsize=(3.5, 2.7), layout="constrained")
+        axes = figure.subplots()
+        for method, values in sorted(lines.items(), key=lambda line: line[0] in BOLD):
+            mark = "o" if len(values) < 3 else None
+            axes.plot(range(1, len(values) + 1), values, marker=mark, ms=4, **line_of(method))
+        axes.set_title(with_count(title, count))
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set_ylim(bottom=0)
+    data = {
+        "epochs": max(map(len, lines.values())),
+        "lines": {method: list(values) for method, values in lines.items()},
+    }
+    return Drawn(figure, data, f"{title} over the epochs, a line for each method")
+
+
+def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None, unit: str = "%") -> Drawn:
+    """The mean of each method with its deviation; a diamond where the paper has a value (figure 7: ECE)."""
+    shown = {method: own for method, own in values.items() if own}
+    with look():
+        figure = Figure(figsize=(max(3.2, 0.62 * len(shown) + 1.4), 2.9), layout="constrained")
+        axes = figure.subplots()
+        for place, (method, own) in enumerate(shown.items()):
+            spread = stdev(own) if len(own) > 1 else 0.0
+            colour = STYLES[method][0]
+            axes.bar(
+                place,
+                mean(own),
+                yerr=spread or None,
+                color=colour,
+                alpha=0.75,
+                hatch=HATCHES[method],
+                ec=INK,
+                lw=0.6,
+                error_kw={"ecolor": INK, "capsize": 3, "lw": 1},
+            )
+            if paper and method in paper:
+                axes.plot(place, paper[method], "D", color=INK, ms=5, mfc="none")
+        axes.set_xticks(range(len(shown)), [NAMES[method] for method in shown], rotation=30, ha="right", fontsize=9)
+        axes.set_title(with_count(title, {method: len(own) for method, own in shown.items()}))
+        axes.set(ylabel=unit)
+        axes.set_ylim(bottom=0)
+    data = {"values": {method: list(own) for method, own in shown.items()}, "paper": dict(paper or {})}
+    return Drawn(figure, data, f"{title}: a bar for each method")
+
+
+def epsilon_sweep(losses: Mapping[str, Mapping[float, Sequence[float]]], erm: Mapping[str, Sequence[float]]) -> Drawn:
+    """Figure 8: the loss of models trained with AMP over ε, on training and on test data; ERM's as a level line."""
+    with look():
+        figure = Figure(figsize=(3.6 * len(losses), 2.9), layout="constrained")
+        panels = figure.subplots(1, len(losses), squeeze=False)[0]
+        for axes, (split, sweep) in zip(panels, losses.items(), strict=True):
+            radii = sorted(sweep)
+            means = [mean(sweep[radius]) for radius in radii]
+            spreads = [stdev(sweep[radius]) if len(sweep[radius]) > 1 else 0.0 for radius in radii]
+            axes.errorbar(radii, means, yerr=spreads, marker="o", ms=4, capsize=3, label="AMP", **line_of("amp"))
+            if erm.get(split):
+                axes.axhline(mean(erm[split]), label="ERM", color=STYLES["erm"][0], ls=(0, (5, 2)), lw=1.8)
+            counts = {f"{radius:g}": len(sweep[radius]) for radius in radii}
+            axes.set(xlabel="ε", title=with_count(f"{split} loss", counts))
+        panels[0].set_ylabel("loss")
+        panels[-1].legend()
+    data = {
+        "amp": {split: {f"{radius:g}": list(own) for radius, own in sweep.items()} for split, sweep in losses.items()},
+        "erm": {split: list(own) for split, own in erm.items()},
+    }
+    return Drawn(figure, data, "The loss over the radius ε, on training and on test data")
+
+
+def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, method: str) -> Drawn:
+    """Accuracy over confidence, a bar a bin; on the diagonal, confidence is honest."""
+    with look():
+        figure = Figure(figsize=(2.3, 2.3), layout="constrained")
+        axes = figure.subplots()
+        _diagram(axes, parts, STYLES[method][0])
+        axes.set_title(title)
+        axes.set_xlabel("confidence", fontsize=9.5)
+        axes.set_ylabel("share right", fontsize=9.5)
+    data = {name: list(values) for name, values in parts.items()}
+    return Drawn(figure, data, f"Reliability of {title}: the share of right answers over confidence")
+
+
+def _diagram(axes: Axes, parts: Mapping[str, Sequence[float]], colour: str) -> None:
+    count = len(parts["number"])
+    total = max(sum(parts["number"]), 1)
+    middles = [(i + 0.5) / count for i in range(count)]
+    # a bin with few answers is drawn pale: its height says little
+    for middle, number, accuracy in zip(middles, parts["number"], parts["accuracy"], strict=True):
+        if number:
+            strength = min(1.0, 0.4 + 5 * number / total)
+            axes.bar(middle, accuracy, width=0.92 / count, color=colour, alpha=strength)
+    axes.plot([0, 1], [0, 1], color=INK, lw=0.8, ls=(0, (4, 3)))
+    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])

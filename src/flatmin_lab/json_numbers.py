@@ -1,0 +1,28 @@
+"""Numbers as JSON can say them: None for nan and infinity."""
+
+import math
+from typing import Any
+
+
+def number(value: Any) -> float | None:
+    """A number or a tensor with one.
+
+    >>> number(0.5), number(float("nan"))
+    (0.5, None)
+    """
+    plain = float(value)
+    return plain if math.isfinite(plain) else None
+
+
+def numbers(values: Any) -> list[Any]:
+    """Lists, arrays or tensors of any depth, to six digits: enough for a drawing, and half the file.
+
+    >>> numbers([0.1234567, float("inf"), [1.0]])
+    [0.123457, None, [1.0]]
+    """
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    return [numbers(value) if isinstance(value, list | tuple) else _rounded(value) for value in plain]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
