@@ -6,8 +6,6 @@ Exit codes: 0, 1 for a run that failed, 2 for a request that makes no sense; aft
 
 import json
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +14,15 @@ import typer
 
 import flatmin
 from flatmin_lab import doctor as examination
-from flatmin_lab import methods, models, show, trained
+from flatmin_lab import judge, methods, models, show
+from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.data.augment import KINDS
 from flatmin_lab.extras import need
 from flatmin_lab.machine import device_named, hardware
 from flatmin_lab.recipes import PRECISIONS
-from flatmin_lab.records import Finished, RunError
-from flatmin_lab.request import Request, read_for
+from flatmin_lab.records import Finished
+from flatmin_lab.request import Request
 from flatmin_lab.schedules import SCHEDULES
 from flatmin_lab.signals import CODES, asked_to_stop, ended_by_signals
 from flatmin_lab.train import train as training
@@ -38,44 +37,7 @@ app = typer.Typer(
 )
 
 
-def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    return typer.Option(*names, help=text, show_default=False, rich_help_panel=panel, **more)
-
-
 TRAINING, METHOD, SPEED, SAVING = "The training", "The method", "Device and speed", "Checkpoints"
-
-
-Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
-DataDir = Annotated[Path, typer.Option(help="Where the official files of the data sets are.")]
-Download = Annotated[bool, option("Fetch the official files if they are not there.", "--download")]
-Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; else a GPU where there is one.")]
-DATA = Path("data")
-
-
-@contextmanager
-def reported(debug: bool) -> Iterator[None]:
-    """An error as one message and an exit code; with --debug as Python shows it."""
-    try:
-        yield
-    except (typer.Exit, typer.Abort):
-        raise
-    except KeyboardInterrupt:
-        show.say(show.terminal(), "flatmin: broken off", style="red")
-        raise typer.Exit(130) from None
-    except BrokenPipeError:
-        raise typer.Exit(1) from None
-    except Exception as error:
-        if debug:
-            raise
-        text, code = str(error) or type(error).__name__, 1
-        if isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError | FileExistsError):
-            code = 2
-        elif isinstance(error, torch.OutOfMemoryError):
-            text = f"the device has no memory left; try a smaller --batch-size ({text})"
-        elif not isinstance(error, RunError | OSError):
-            text = f"{type(error).__name__}: {text} (run it again with --debug to see where)"
-        show.say(show.terminal(), f"flatmin: {text}", style="red")
-        raise typer.Exit(code) from None
 
 
 def version(asked: bool) -> None:
@@ -254,31 +216,6 @@ def train(
 
 
 @app.command()
-def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)],
-    data: Annotated[str | None, option("Where files of your own are now, if they have moved.")] = None,
-    data_dir: DataDir = DATA,
-    download: Download = False,
-    averaged: Annotated[bool, option("The running average of the weights (train --ema).", "--averaged")] = False,
-    device: Device = None,
-    as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
-    debug: Debug = False,
-) -> None:
-    """Measure a trained model: error, NLL and ECE on the test set (of a tuning run: on its held-out tenth)."""
-    with reported(debug):
-        where = device_named(device)
-        run = trained.find(checkpoint)
-        for damaged in run.passed_over:
-            show.say(show.terminal(), f"note: {damaged}; the one before it is measured", style="yellow")
-        pictures = read_for(run.recipe, data, data_dir, download=download)
-        found = trained.measure(run, pictures, averaged=averaged, device=where)
-        if as_json:
-            typer.echo(json.dumps(found, indent=2))
-        else:
-            show.measurements(found)
-
-
-@app.command()
 def doctor(
     model: Annotated[str, typer.Option(help="A built-in model, or one of your own: file.py:make_model.")] = "convnet",
     shape: Annotated[str, typer.Option(help="Of one input of that model.")] = "3,32,32",
@@ -293,6 +230,10 @@ def doctor(
             raise ValueError(f"--shape takes whole numbers above 0, as in 3,32,32, got {shape}")
         if not examination.run(model, sizes, data_dir, device_named(device)):
             raise typer.Exit(1)
+
+
+for command in (judge.evaluate, judge.landscape, judge.report, judge.theory):
+    app.command()(command)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -2,12 +2,11 @@
 
     AMP with ε = 0 is the optimizer itself, bit for bit
 
-A model of your own is a function (or a class) in a Python file, `file.py:make_model`, called without arguments.
+A model of your own is a function (or a class), `file.py:make_model` or `mymodule:make_model`, called without arguments.
 """
 
 import copy
 import importlib.metadata
-import importlib.util
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.optim import SGD, Optimizer
 
 import flatmin
 from flatmin.attacks import evaluating
-from flatmin_lab import models
+from flatmin_lab import models, own_model
 from flatmin_lab.data.catalogue import EMBEDDED, OFFICIAL, load
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.machine import commit, hardware
@@ -152,26 +151,7 @@ def _steps(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
 
 
 def make(name: str, shape: Sequence[int]) -> nn.Module:
-    """A built-in model for inputs of that shape, or what a function in a file makes."""
-    file, colon, function = name.rpartition(":")
-    if colon or name.endswith(".py"):
-        return _from_file(Path(file if colon else name), function if colon else "make_model")
+    """A built-in model for inputs of that shape, or one of the user's own."""
+    if own_model.is_own(name):
+        return own_model.make(name)
     return models.build(name, num_classes=CLASSES, in_channels=shape[0], **models.settings_for(name, shape))
-
-
-def _from_file(path: Path, function: str) -> nn.Module:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.absolute()} is not there; a model of your own is given as file.py:make_model")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} must be a Python file, which ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, function, None)):
-        raise ValueError(
-            f"{path} has no function or class {function!r}; name the one that makes the model, file.py:NAME"
-        )
-    model = getattr(module, function)()
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{path}:{function} must make a torch.nn.Module, got {type(model).__name__}")
-    return model

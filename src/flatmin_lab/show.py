@@ -22,6 +22,14 @@ from flatmin_lab.records import Progress as Done
 LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
 PROTOCOLS = {"paper": "; the paper's protocol", "short": "; the paper's protocol, shortened", "own": ""}
+FURTHER = {"adaptive_ece": "ECE, bins of equal number", "brier": "Brier score"}
+FLAT = {
+    "loss": "training loss",
+    "gradient_norm": "its gradient's norm",
+    "sharpness": "its rise along the gradient, to radius {epsilon:g}",
+    "mean_loss": "mean loss in the ball of radius {epsilon:g}",
+    "worst_case_loss": "worst loss found in it",
+}
 SHARES = ("error", "ece", "memorised")
 
 
@@ -141,14 +149,69 @@ def epoch_line(numbers: Mapping[str, Any], epochs: int) -> str:
     return "  ".join([*parts, f"{numbers['seconds']:.0f} s"])
 
 
+@contextmanager
+def busy(console: Console) -> Iterator[Callable[[str], None]]:
+    """What is being done now, while it lasts."""
+    with Progress(
+        TextColumn("{task.description}"), TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("")
+        yield lambda text: progress.update(task, description=text)
+
+
 def measurements(found: Mapping[str, Any]) -> None:
+    """What `flatmin evaluate` found, in tables."""
     console = Console(highlight=False, soft_wrap=True)
-    table = Table("", f"{found['split']}, {found['pictures']} pictures", box=None, pad_edge=False)
-    for name, label in MEASURES.items():
-        table.add_row(label, number(name, found[name]))
+    table = _table("", f"{found['split']}, {found['pictures']} pictures", "95 % interval")
+    for name, label in {**MEASURES, **FURTHER}.items():
+        low, high = found["intervals"][name]
+        table.add_row(label, number(name, found[name]), f"{number(name, low)} to {number(name, high)}")
     console.print(table)
-    further = f" and {found['batches']} steps" if found["batches"] else ""
-    say(console, f"after epoch {found['epoch']} of {found['epochs']}{further}: {found['checkpoint']}")
+    if found["scaled"]:
+        shown = " and ".join(f"{t:.3g}" for t in found["scaled"]["temperatures"])
+        say(
+            console,
+            f"scaled by a temperature ({shown}, each half by the other's): "
+            f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
+        )
+    if "attack" in found:
+        _attacked(console, found["attack"])
+    if "flatness" in found:
+        _flat(console, found["flatness"])
+    if "epoch" in found:
+        further = f" and {found['batches']} steps" if found["batches"] else ""
+        say(console, f"after epoch {found['epoch']} of {found['epochs']}{further}: {found['checkpoint']}")
+
+
+def _attacked(console: Console, found: Mapping[str, Any]) -> None:
+    table = _table("", f"attacked, {found['pictures']} pictures")
+    for name, label in {
+        "clean": "error, not attacked",
+        "fgsm": "error, FGSM",
+        "pgd": f"error, PGD, {found['steps']} steps",
+    }.items():
+        table.add_row(label, number("error", found[f"{name}_error"]))
+    console.print(table)
+    say(console, f"{found['norm']}, radius {found['radius']:.4g}, step {found['step_size']:.4g} of a pixel's range")
+
+
+def _flat(console: Console, found: Mapping[str, Any]) -> None:
+    table = _table("", f"flatness, {found['pictures']} training pictures")
+    for name, label in FLAT.items():
+        table.add_row(label.format(**found), _figure(found[name]))
+    table.add_row("largest eigenvalues of the Hessian", ", ".join(map(_figure, found["eigenvalues"])))
+    table.add_row("trace of the Hessian", f"{_figure(found['trace'])} ± {_figure(found['trace_error'])}")
+    console.print(table)
+    starts = ", ".join(map(_figure, found["worst_case_starts"]))
+    say(console, f"worst case from the gradient, then from random points of the ball: {starts}")
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
 
 
 def outcome(result: Mapping[str, Any], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A trained model, from its run folder or from one checkpoint of it, and its measurements."""
+"""A trained model, from its run folder or from one checkpoint of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatmin_lab import checkpoint, run_config
+from flatmin_lab import checkpoint, own_model, run_config
 from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.evaluate import logits_of, measured
 from flatmin_lab.learner import build_model, method_of
 from flatmin_lab.prepared import Prepared, prepared
 from flatmin_lab.recipes import Recipe
 from flatmin_lab.records import RunError
+from flatmin_lab.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,22 @@ class Trained:
     seed: int
     data_sha256: str
     checkpoint: Checkpoint
+    newest: bool  # of its folder
     passed_over: tuple[str, ...] = ()  # newer ones that are damaged
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+    def place(self) -> dict[str, Any]:
+        """Which weights these are, and how far they were trained."""
+        state = self.checkpoint.state
+        return {
+            "checkpoint": str(self.path),
+            "epoch": state["epoch"],
+            "batches": state["batch"],
+            "epochs": self.recipe.epochs,
+        }
 
     def model(self, ready: Prepared, *, averaged: bool = False) -> nn.Module:
         """With the weights of the checkpoint, in eval mode."""
@@ -35,7 +50,7 @@ class Trained:
             raise ValueError(f"{self.path} has no averaged weights: it was trained without --ema")
         weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
         model = build_model(self.recipe, ready.data, method_of(self.recipe, ready.normalise))
-        model.load_state_dict(weights)
+        own_model.put(model, weights, str(self.path))
         return model.eval()
 
 
@@ -53,25 +68,16 @@ def find(path: Path) -> Trained:
     if place is None or whole is None:
         raise RunError("; ".join(passed_over))
     recipe = Recipe.from_json(config["recipe"])
-    return Trained(place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, passed_over)
+    newest = [place] == checkpoint.listed(folder)[:1]
+    return Trained(place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, newest, passed_over)
 
 
-def measure(run: Trained, data: Dataset, *, averaged: bool, device: torch.device) -> dict[str, Any]:
-    """Error, NLL and ECE, of the test set or, for a tuning run, of its held-out tenth."""
+def subject_of(run: Trained, data: Dataset, *, averaged: bool, device: torch.device) -> Subject:
+    """The model and the data that it was trained on."""
     if data.checksum != run.data_sha256:
         raise ValueError(
             f"{run.path} was trained on another {run.recipe.data}: SHA-256 {run.data_sha256}, here {data.checksum}"
         )
     ready = prepared(run.recipe, data.to(device), run.seed)
     model = run.model(ready, averaged=averaged).to(device)
-    logits = logits_of(model, ready.data.test, ready.normalise)
-    assert logits is not None
-    return {
-        "checkpoint": str(run.path),
-        "epoch": run.checkpoint.state["epoch"],
-        "batches": run.checkpoint.state["batch"],
-        "epochs": run.recipe.epochs,
-        "split": ready.which,
-        "pictures": len(ready.data.test),
-        **measured(logits, ready.data.test.y),
-    }
+    return Subject(model, ready.normalise, ready.data.train, ready.data.test, ready.which)

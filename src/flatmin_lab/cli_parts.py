@@ -1,0 +1,49 @@
+"""What the commands share: how an option is written, where data and devices are, and how an error is told."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from flatmin_lab import show
+from flatmin_lab.records import RunError
+
+
+def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=False, rich_help_panel=panel, **more)
+
+
+Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
+DataDir = Annotated[Path, typer.Option(help="Where the official files of the data sets are.")]
+Download = Annotated[bool, option("Fetch the official files if they are not there.", "--download")]
+Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; else a GPU where there is one.")]
+DATA = Path("data")
+
+
+@contextmanager
+def reported(debug: bool) -> Iterator[None]:
+    """An error as one message and an exit code; with --debug as Python shows it."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except KeyboardInterrupt:
+        show.say(show.terminal(), "flatmin: broken off", style="red")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        raise typer.Exit(1) from None
+    except Exception as error:
+        if debug:
+            raise
+        text, code = str(error) or type(error).__name__, 1
+        if isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError | FileExistsError):
+            code = 2
+        elif isinstance(error, torch.OutOfMemoryError):
+            text = f"the device has no memory left; try a smaller --batch-size ({text})"
+        elif not isinstance(error, RunError | OSError):
+            text = f"{type(error).__name__}: {text} (run it again with --debug to see where)"
+        show.say(show.terminal(), f"flatmin: {text}", style="red")
+        raise typer.Exit(code) from None

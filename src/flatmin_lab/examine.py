@@ -1,0 +1,138 @@
+"""Everything that is measured of a trained classifier: error and calibration, robustness, flatness. Plain numbers.
+
+Error, NLL and the rest are of the test set (of a tuning run: its held-out tenth), with a bootstrap interval. An attack
+moves the pixels of the same pictures. Flatness is that of the training loss, without augmentation, at a radius ε.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatmin import attacks, flatness, metrics
+from flatmin.ball import Norm
+from flatmin_lab.evaluate import bins_of, logits_of
+from flatmin_lab.json_numbers import number
+from flatmin_lab.subject import Subject
+
+MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "error": metrics.error,
+    "nll": metrics.nll,
+    "ece": metrics.ece,
+    "adaptive_ece": metrics.adaptive_ece,
+    "brier": metrics.brier,
+}
+LEVEL, SAMPLES = 0.95, 1000
+RADIUS, STEP, STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks
+EPSILON, PICTURES = 0.1, 1000
+Say = Callable[[str], object]
+
+
+def calibration(subject: Subject) -> dict[str, Any]:
+    """Error, NLL, ECE, adaptive ECE and Brier score with their intervals, the bins, and temperature scaling."""
+    logits, labels = logits_of(subject.model, subject.test, subject.normalise), subject.test.y
+    assert logits is not None
+    found: dict[str, Any] = {"split": subject.which, "pictures": len(labels)}
+    intervals = {}
+    for name, measure in MEASURES.items():
+        interval = metrics.bootstrap(measure, logits, labels, samples=SAMPLES, level=LEVEL)
+        found[name] = number(interval.value)
+        intervals[name] = [number(interval.low), number(interval.high)]
+    return {**found, "intervals": intervals, "reliability": bins_of(logits, labels), "scaled": scaled(logits, labels)}
+
+
+def scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
+    """What temperature scaling would give. There is no validation set, so the pictures are halved at random.
+
+    Each half is scaled by the temperature that was fitted on the other: no label helps to choose its own.
+    """
+    if len(labels) < 4:
+        return None
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(labels.device)
+    halves = order[: len(order) // 2], order[len(order) // 2 :]
+    try:
+        fitted = [metrics.temperature(logits[half], labels[half]) for half in halves]
+    except ValueError:  # a class has no likelihood at any temperature
+        return None
+    cooled = torch.cat([logits[half] / t for half, t in zip(halves, reversed(fitted), strict=True)])
+    chosen = labels[torch.cat(halves)]
+    return {
+        "temperatures": [number(t) for t in fitted],
+        "nll": number(metrics.nll(cooled, chosen)),
+        "ece": number(metrics.ece(cooled, chosen)),
+    }
+
+
+def robustness(
+    subject: Subject,
+    *,
+    radius: float = RADIUS,
+    step_size: float = STEP,
+    steps: int = STEPS,
+    norm: Norm = "linf",
+    pictures: int | None = None,
+    batch_size: int = 500,
+    say: Say = lambda _: None,
+) -> dict[str, Any]:
+    """The share of wrong answers to FGSM's and PGD's pictures; the attacker knows the model (white box)."""
+    model, split = subject.of_pictures(), subject.test
+    count = min(pictures or len(split), len(split))
+    bounds = (0.0, 1.0) if split.pictures else (-math.inf, math.inf)
+    wrong = dict.fromkeys(("clean", "fgsm", "pgd"), 0)
+    for begin in range(0, count, batch_size):
+        part = slice(begin, min(begin + batch_size, count))
+        x, y = split.x[part].float() / (255 if split.pictures else 1), split.y[part]
+        found = {
+            "clean": x,
+            "fgsm": attacks.fgsm(model, x, y, epsilon=radius, bounds=bounds, norm=norm),
+            "pgd": attacks.pgd(model, x, y, epsilon=radius, step_size=step_size, steps=steps, bounds=bounds, norm=norm),
+        }
+        for name, moved in found.items():
+            with torch.no_grad():
+                wrong[name] += int((model(moved).argmax(dim=1) != y).sum())
+        say(f"attacked {part.stop} of {count}")
+    return {
+        "pictures": count,
+        "norm": norm,
+        "radius": radius,
+        "step_size": step_size,
+        "steps": steps,
+        **{f"{name}_error": count_wrong / count for name, count_wrong in wrong.items()},
+    }
+
+
+def flatness_of(
+    subject: Subject, *, epsilon: float = EPSILON, pictures: int | None = None, say: Say = lambda _: None
+) -> dict[str, Any]:
+    """Gradient, sharpness, the worst and the mean loss in the ball, and the Hessian, of the training loss."""
+    count = min(pictures or PICTURES, len(subject.train))
+    x, y = subject.inputs(subject.train, count)
+    loss = flatness.empirical_risk(x, y, batch_size=250)
+    model = subject.model
+    say("worst-case loss")
+    worst = flatness.worst_case_loss(model, loss, epsilon=epsilon)
+    say("mean loss")
+    around = flatness.mean_loss(model, loss, epsilon=epsilon)
+    say("sharpness")
+    rise, slope = flatness.sharpness(model, loss, epsilon=epsilon), flatness.gradient_norm(model, loss)
+    say("eigenvalues of the Hessian")
+    eigenvalues = flatness.top_eigenvalues(model, loss, k=3)
+    say("trace of the Hessian")
+    trace = flatness.trace(model, loss)
+    return {
+        "pictures": count,
+        "epsilon": epsilon,
+        "loss": number(worst.centre),
+        "gradient_norm": number(slope),
+        "sharpness": number(rise),
+        "worst_case_loss": number(worst.loss),
+        "worst_case_starts": [number(start) for start in worst.starts],
+        "mean_loss": number(around.mean),
+        "mean_loss_deviation": number(around.deviation),
+        "eigenvalues": [number(value) for value in eigenvalues.values],
+        "eigenvalue_errors": [number(error) for error in eigenvalues.errors],
+        "trace": number(trace.value),
+        "trace_error": number(trace.error),
+    }

@@ -1,0 +1,36 @@
+"""What was measured of a run after its training, kept in its folder for the report.
+
+    evaluation.json       error and calibration; robustness and flatness, where they were asked for
+    landscape.json        the loss over a plane through the weights
+
+Each says which checkpoint it is of. What was measured of another checkpoint is not mixed with it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flatmin_lab.files import written_whole
+from flatmin_lab.run_config import read_json
+
+EVALUATION, LANDSCAPE = "evaluation.json", "landscape.json"
+
+
+def keep(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
+    """Write it down; what an earlier look at the same checkpoint found besides stays."""
+    path = folder / name
+    known = stored(folder, name) or {}
+    if known.get("checkpoint") != found["checkpoint"]:
+        known = {}
+    with written_whole(path) as file:
+        file.write(json.dumps({**known, **found}, indent=1, allow_nan=False).encode())
+    return path
+
+
+def stored(folder: Path, name: str) -> dict[str, Any] | None:
+    """What is kept there; None where there is nothing, or nothing that can be read."""
+    try:
+        return read_json(folder / name)
+    except ValueError:
+        return None

@@ -1,0 +1,69 @@
+"""Landscapes of trained models: the loss over a plane through the weights, on training and on test pictures.
+
+Several models are looked at along the same directions: the same noise, scaled to each one's filters. The middle row of
+a plane is the line of the paper's figure 2.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flatmin import flatness
+from flatmin_lab.json_numbers import numbers
+from flatmin_lab.subject import Subject
+
+POINTS, REACH, PICTURES = 41, 1.0, 1000
+
+
+def check(points: int, reach: float, pictures: int) -> None:
+    if points < 3 or points % 2 == 0:
+        raise ValueError(f"--points must be odd and at least 3, so that the weights themselves are one, got {points}")
+    if not 0 < reach < float("inf"):
+        raise ValueError(f"--reach must be above 0 and finite, got {reach}")
+    if pictures < 1:
+        raise ValueError(f"--pictures must be at least 1, got {pictures}")
+
+
+def landscape(
+    subject: Subject,
+    *,
+    points: int = POINTS,
+    reach: float = REACH,
+    pictures: int = PICTURES,
+    seed: int = 0,
+    lines_only: bool = False,
+    progress: Callable[[int], object] = lambda _: None,
+) -> dict[str, Any]:
+    """For each split the loss along a line, and over a plane (rows: y, columns: x) unless `lines_only`."""
+    check(points, reach, pictures)
+    axis = torch.linspace(-reach, reach, points, dtype=torch.float64)
+    axis[points // 2] = 0.0  # not −1e-17
+    first, second = flatness.directions(subject.model, number=2, generator=torch.Generator().manual_seed(seed))
+    ys = axis[points // 2 : points // 2 + 1] if lines_only else axis
+    splits: dict[str, Any] = {}
+    done = 0
+    for name, split in subject.splits().items():
+        loss = flatness.empirical_risk(*subject.inputs(split, pictures))
+        before = done
+        plane = flatness.plane(
+            subject.model,
+            loss,
+            xs=axis,
+            ys=ys,
+            along=(first, second),
+            progress=lambda n: progress(before + n),  # noqa: B023
+        )
+        done += plane.losses.numel()
+        losses = numbers(plane.losses)
+        splits[name] = {
+            "pictures": min(pictures, len(split)),
+            "line": losses[len(ys) // 2],
+            "plane": None if lines_only else losses,
+        }
+    return {"seed": seed, "reach": reach, "points": points, "axis": numbers(axis), "splits": splits}
+
+
+def count(points: int, *, lines_only: bool) -> int:
+    """Of the points of one model."""
+    return 2 * points * (1 if lines_only else points)

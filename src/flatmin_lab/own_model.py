@@ -1,0 +1,128 @@
+"""A model of the user's own: a function (or a class) that makes it, and a file with its weights.
+
+    file.py:make_model          a Python file, wherever it is
+    mymodule:make_model         a module that can be imported, also from the folder one is in
+
+Weights are safetensors, or what torch.save wrote of a state dict; nothing that is pickled runs.
+"""
+
+import importlib
+import importlib.util
+import pickle
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatmin_lab.extras import need
+
+INSIDE = ("state_dict", "model_state_dict", "model")  # where trainers put a state dict in a larger checkpoint
+PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
+
+
+def is_own(name: str) -> bool:
+    """Does it name a model of one's own, and not a built-in one?"""
+    return ":" in name or name.endswith(".py")
+
+
+def make(name: str) -> nn.Module:
+    """What the function makes, called without arguments."""
+    place, colon, function = name.rpartition(":")
+    place, function = (place, function) if colon else (name, "make_model")
+    module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    if not callable(getattr(module, function, None)):
+        raise ValueError(
+            f"{place} has no function or class {function!r}; name the one that makes the model, {place}:NAME"
+        )
+    model = getattr(module, function)()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{place}:{function} must make a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.absolute()} is not there; a model of your own is given as file.py:make_model")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} must be a Python file, which ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:  # as `python -m` has it; a command has not
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the module itself needs
+        raise FileNotFoundError(
+            f"there is no module {name!r} here ({here}); a model of your own is given as mymodule:make_model, "
+            "or as file.py:make_model"
+        ) from error
+
+
+def load(model: nn.Module, path: Path) -> None:
+    """The weights of a file into the model; which names and shapes differ is said."""
+    put(model, _trimmed(read(path), set(model.state_dict())), str(path))
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; give the file with the model's weights")
+    if path.suffix == ".safetensors":
+        safetensors = need("safetensors.torch", "reading safetensors")
+        try:
+            return dict(safetensors.load_file(path))
+        except Exception as error:
+            raise ValueError(f"{path} cannot be read as safetensors ({error})") from error
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read as weights alone: it is damaged, or holds other objects, which are never run; "
+            "save model.state_dict()"
+        ) from error
+    for name in INSIDE:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{path} must hold a state dict, got {type(content).__name__}; save model.state_dict()")
+    return dict(content)
+
+
+def _trimmed(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+    """Without the prefix that a wrapper of the model put before every name, if the model has no such names."""
+    for prefix in PREFIXES:
+        if weights and all(key.startswith(prefix) for key in weights) and not weights.keys() & wanted:
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights
+
+
+def put(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+    """Weights into a model; where they are another model's, the names that differ are said."""
+    has = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    given = {key: tuple(value.shape) for key, value in weights.items()}
+    missing, foreign = has.keys() - given.keys(), given.keys() - has.keys()
+    apart = [f"{key} is {given[key]}, not {has[key]}" for key in has if key in given and given[key] != has[key]]
+    differences = [
+        *([f"without {_few(sorted(missing))}"] if missing else []),
+        *([f"with {_few(sorted(foreign))}, which the model has not"] if foreign else []),
+        *([_few(apart)] if apart else []),
+    ]
+    if differences:
+        raise ValueError(f"{where} holds the weights of another model: {'; '.join(differences)}")
+    model.load_state_dict(dict(weights))
+
+
+def _few(names: list[Any], most: int = 4) -> str:
+    shown = ", ".join(map(str, names[:most]))
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,96 @@
+"""The part of a page that shows landscapes: lines, contours, and surfaces to turn with the mouse.
+
+Landscapes are shown side by side only where they were computed alike: the same directions, reach and pictures.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+from markupsafe import Markup
+from matplotlib.colors import to_hex
+
+from flatmin_lab import figures
+from flatmin_lab.figures.drawn import svg
+
+Seen = tuple[str, str | None, Sequence[Mapping[str, Any]]]  # a name, its method, its landscapes
+ALIKE = ("seed", "reach", "points")
+
+
+class Part(NamedTuple):
+    """What the template shows."""
+
+    lines: list[Markup]
+    contours: list[Markup]
+    surfaces: list[dict[str, Any]]
+    link: str
+    file: str
+    words: str
+
+
+def part(seen: Sequence[Seen]) -> Part | None:
+    """Of each model its first landscape that is like most of them; None where there is none."""
+    kinds = [_kind(found) for _, _, own in seen for found in own]
+    if not kinds:
+        return None
+    usual = max(kinds, key=kinds.count)
+    chosen = [(name, method, next((f for f in own if _kind(f) == usual), None)) for name, method, own in seen]
+    alike = [(name, method, found) for name, method, found in chosen if found is not None]
+    first = alike[0][2]
+    axis, splits = first["axis"], list(first["splits"])
+    lines = {split: {name: found["splits"][split]["line"] for name, _, found in alike} for split in splits}
+    styles = {name: method for name, method, _ in alike}
+    pictures = " and ".join(f"{first['splits'][split]['pictures']:,} {split}" for split in splits)
+    top = max(figures.landscapes.top_of(list(own.values())) for own in lines.values())
+    drawn = [figures.lines(axis, {split: own}, methods=styles, top=top) for split, own in lines.items()]
+    planes = {
+        split: {name: found["splits"][split]["plane"] for name, _, found in alike if found["splits"][split]["plane"]}
+        for split in splits
+    }
+    contours = [
+        figures.contours(axis, axis, {f"{name}, {split}": plane}, levels=figures.landscapes.levels_of(own.values()))
+        for split, own in planes.items()
+        for name, plane in own.items()
+    ]
+    surfaces = [
+        {"title": f"{name}, {split}", "axis": axis, "plane": plane, "group": split}
+        for split, own in planes.items()
+        for name, plane in own.items()
+    ]
+    data = {"axis": axis, "lines": lines, "planes": planes, **{key: first[key] for key in ALIKE}}
+    content = base64.b64encode(json.dumps(data, allow_nan=False).encode()).decode()
+    seeds = ", ".join(f"{name}, seed {found['training_seed']}" for name, _, found in alike if "training_seed" in found)
+    return Part(
+        [Markup(svg(line)) for line in drawn],
+        [Markup(svg(contour)) for contour in contours],
+        surfaces,
+        f"data:application/json;base64,{content}",
+        "landscapes.json",
+        _words(first, pictures, seeds),
+    )
+
+
+def _kind(found: Mapping[str, Any]) -> str:
+    counts = [split["pictures"] for split in found["splits"].values()]
+    return json.dumps([[found.get(key) for key in ALIKE], list(found["splits"]), counts])
+
+
+def _words(found: Mapping[str, Any], pictures: str, seeds: str) -> str:
+    of = f" Shown: {seeds}." if seeds else ""
+    return (
+        f"The loss at θ + x·d₁ + y·d₂ on {pictures} pictures, in eval mode, at {found['points']} points a side. The "
+        f"directions are random (seed {found['seed']}, the same noise for every model), each filter as long as that "
+        f"filter of the weights; biases and BatchNorm stay. At 1 a filter has moved by its own length.{of}"
+    )
+
+
+def script() -> Markup:
+    return Markup(files("flatmin_lab.report").joinpath("surface.js").read_text())
+
+
+def colours() -> list[str]:
+    """The colour of a height, from low to high."""
+    return [to_hex(mpl.colormaps["cividis"](step / 32)) for step in range(33)]

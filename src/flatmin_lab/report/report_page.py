@@ -1,0 +1,204 @@
+"""The report: one page about finished runs, made from their files alone, in a second and without a GPU."""
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+import flatmin
+from flatmin_lab import figures
+from flatmin_lab.figures.drawn import Drawn, sample, svg
+from flatmin_lab.report import landscape_part, words
+from flatmin_lab.report.collected import Collected, Run
+from flatmin_lab.report.compared import COLUMNS, Column, Group, Row, groups_of
+from flatmin_lab.report.page import pooled, render
+from flatmin_lab.welch import LEVEL
+
+
+class Shown(NamedTuple):
+    """A figure in the page, and its numbers as a link to save."""
+
+    drawing: Markup
+    link: str
+    file: str
+
+
+class Section(NamedTuple):
+    """Everything that the page says about a group."""
+
+    group: Group
+    words: list[str]
+    first: list[Column]  # of the first table: error, calibration, cost
+    second: list[Column]  # robustness, flatness
+    conditions: list[str]
+    curves: list[Shown]
+    legend: list[tuple[Markup, str]]
+    reliability: list[Shown]
+    bars: list[Shown]
+    sweep: Shown | None
+    landscapes: landscape_part.Part | None
+
+
+def report_page(found: Collected) -> str:
+    sections = [_section(group) for group in groups_of(found.runs)]
+    made = [
+        f"{before}{value}"
+        for key, before in (("hardware", ""), ("torch", "torch "), ("commit", "commit "))
+        for value in sorted({str(run.result[key]) for run in found.runs if run.result.get(key)})
+    ]
+    return render(
+        "report.html.jinja",
+        sections=sections,
+        broken=found.broken,
+        runs=len(found.runs),
+        level=LEVEL,
+        made=made,
+        flatmin=flatmin.__version__,
+        colours=landscape_part.colours(),
+        script=landscape_part.script(),
+        probability=words.probability,
+    )
+
+
+def shown(drawn: Drawn, file: str) -> Shown:
+    content = base64.b64encode(json.dumps(drawn.data, allow_nan=False).encode()).decode()
+    return Shown(Markup(svg(drawn)), f"data:application/json;base64,{content}", f"{file}.json")
+
+
+def _section(group: Group) -> Section:
+    rows = _one_a_method(group)
+    name = f"{_slug(group.setting['data'])}-{_slug(group.setting['model'])}"
+    return Section(
+        group,
+        words.summary(group),
+        [column for column in COLUMNS if not column.command],
+        [column for column in COLUMNS if column.command],
+        _conditions(group),
+        [shown(drawn, f"{name}-{place}") for place, drawn in enumerate(_curves(rows, group.split))],
+        [(Markup(sample(row.method)), row.name) for row in rows],
+        [shown(drawn, f"{name}-reliability-{row.method}") for row in rows if (drawn := _reliability(row))],
+        [shown(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
+        _sweep(group, name),
+        landscape_part.part([(row.name, row.method, _with_landscapes(row)) for row in rows]),
+    )
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in text.rstrip("/").rpartition("/")[2]) or "runs"
+
+
+def _one_a_method(group: Group) -> list[Row]:
+    """In a figure a method has one line: of several settings the one with the most runs, the first of those."""
+    chosen: dict[str, Row] = {}
+    for row in group.rows:
+        if row.method not in chosen or len(row.runs) > len(chosen[row.method].runs):
+            chosen[row.method] = row
+    return list(chosen.values())
+
+
+def _conditions(group: Group) -> list[str]:
+    """Under what conditions the extra columns were measured, in words."""
+    found = []
+    evaluations = [run.evaluation for row in group.rows for run in row.runs if run.evaluation]
+    attack = next((e["attack"] for e in evaluations if e.get("attack")), None)
+    if attack:
+        radius, step = (f"{255 * attack[key]:.3g}/255" for key in ("radius", "step_size"))
+        norm = {"linf": "L∞", "l2": "L2"}.get(attack.get("norm"), attack.get("norm"))
+        found.append(
+            f"Attacks: white box, {norm}, radius {radius}; PGD: {attack['steps']} steps of {step}, no random start; "
+            f"{attack['pictures']:,} {group.split} pictures."
+        )
+    flat = next((e["flatness"] for e in evaluations if e.get("flatness")), None)
+    if flat:
+        found.append(
+            f"Flatness: of the training loss on {flat['pictures']:,} pictures without augmentation, BatchNorm fixed. "
+            f"The worst loss is a lower bound, found by ascent in the ball of radius {flat['epsilon']:g} around θ."
+        )
+    return found
+
+
+def _curves(rows: Sequence[Row], split: str) -> list[Drawn]:
+    """Means over the runs of a row, epoch by epoch."""
+    measures: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
+        "training loss": lambda line: line.get("train_loss"),
+        f"{split} NLL": lambda line: line.get(f"{split}_nll"),
+        f"{split} error, %": lambda line: _scaled(line.get(f"{split}_error")),
+    }
+    drawn = []
+    for title, value in measures.items():
+        lines = {row.method: _over_epochs(row.runs, value) for row in rows}
+        lines = {method: values for method, values in lines.items() if values}
+        if lines:
+            counts = {row.method: len(row.runs) for row in rows}
+            drawn.append(figures.curves(title, lines, count=counts))
+    return drawn
+
+
+def _scaled(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _over_epochs(runs: Sequence[Run], value: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
+    found = []
+    for lines in zip(*(run.lines for run in runs), strict=False):
+        here = [value(line) for line in lines]
+        known = [number for number in here if number is not None]
+        if len(known) < len(here):
+            break  # one of them diverged
+        found.append(mean(known))
+    return found
+
+
+def _reliability(row: Row) -> Drawn | None:
+    """The bins of all runs together."""
+    parts = [run.result["reliability"] for run in row.runs if _is_bins(run.result.get("reliability"))]
+    if not parts:
+        return None
+    return figures.reliability_diagram(f"{row.name}, n = {len(parts)}", pooled(parts), method=row.method)
+
+
+def _is_bins(bins: Any) -> bool:
+    names = ("number", "confidence", "accuracy")
+    return isinstance(bins, dict) and all(isinstance(bins.get(name), list) and len(bins[name]) == 15 for name in names)
+
+
+def _bars(rows: Sequence[Row]) -> dict[str, Drawn]:
+    titles = {"ece": "ECE", "fgsm_error": "error under FGSM", "pgd_error": "error under PGD"}
+    drawn = {}
+    for name, title in titles.items():
+        values = {row.method: row.cells[name].values for row in rows if row.cells[name].values}
+        theirs = {row.method: cell.mean for row in rows if (cell := row.cells[name].paper)}
+        if values:
+            drawn[name] = figures.bars(title, values, paper=theirs)
+    return drawn
+
+
+def _sweep(group: Group, name: str) -> Shown | None:
+    """Where AMP was trained with three radii at least, else nothing."""
+    amps = [row for row in group.rows if row.method == "amp"]
+    radii = [row.runs[0].result.get("settings", {}).get("epsilon") for row in amps]
+    if len(set(radii)) < 3 or not all(isinstance(radius, int | float) for radius in radii):
+        return None
+    erm = group.row("erm")
+    sources: dict[str, Callable[[Run], float | None]] = {
+        "training": lambda run: run.result.get("train_loss"),
+        group.split: lambda run: run.result.get(f"{group.split}_nll"),
+    }
+    losses: dict[str, dict[float, list[float]]] = {}
+    level: dict[str, list[float]] = {}
+    for split, value in sources.items():
+        losses[split] = {}
+        for row, radius in zip(amps, radii, strict=True):
+            losses[split].setdefault(float(radius), []).extend(v for run in row.runs if (v := value(run)) is not None)
+        losses[split] = {radius: own for radius, own in losses[split].items() if own}
+        level[split] = [v for run in (erm.runs if erm else []) if (v := value(run)) is not None]
+    if not all(losses.values()):
+        return None
+    return shown(figures.epsilon_sweep(losses, level), f"{name}-epsilon")
+
+
+def _with_landscapes(row: Row) -> list[Mapping[str, Any]]:
+    return [{**run.landscape, "training_seed": run.result["seed"]} for run in row.runs if run.landscape]
