@@ -1,0 +1,97 @@
+"""The worst and the mean loss in a ball around the weights, against what is known of quadratic functions and of AMP."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import flatmin
+from flatmin import flatness
+from flatness_cases import CASES, Case, Quadratic, flat, itself, symmetric
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_worst_case_of_a_quadratic_is_found(seed: int) -> None:
+    """Against a fine circle in two dimensions: the maximum of a convex function lies on the edge."""
+    generator = torch.Generator().manual_seed(seed)
+    h = symmetric([float(4 * torch.rand((), generator=generator)), 1.0], seed)
+    g = torch.randn(2, generator=generator, dtype=torch.float64) * (seed % 3)
+    model = Quadratic(h, g)
+    turn = torch.linspace(0, 2 * torch.pi, 20001, dtype=torch.float64)
+    edge = 0.7 * torch.stack([turn.cos(), turn.sin()], dim=1)
+    best = ((edge @ h) * edge).sum(dim=1) / 2 + edge @ g
+    found = flatness.worst_case_loss(model, itself, epsilon=0.7, steps=60)
+    assert found.loss.item() == pytest.approx(best.max().item(), rel=1e-3)
+    assert found.loss.item() <= best.max().item() * (1 + 1e-6) + 1e-9
+    assert flat(found.delta).norm().item() <= 0.7 * (1 + 1e-6)
+
+
+def test_at_a_minimum_the_gradient_finds_nothing_and_the_restarts_do() -> None:
+    model = Quadratic(symmetric([8.0, 1.0, 0.5]))
+    found = flatness.worst_case_loss(model, itself, epsilon=0.5, steps=60)
+    assert found.starts[0].item() == found.centre.item() == 0
+    assert found.loss.item() == pytest.approx(8 * 0.25 / 2, rel=1e-3)
+    assert len(found.starts) == 5
+    assert found.loss.item() == found.starts.max().item()
+    alone = flatness.worst_case_loss(model, itself, epsilon=0.5, restarts=0)
+    assert alone.loss.item() == 0
+
+
+@pytest.mark.parametrize("norm", flatmin.ball.NORMS)
+@pytest.mark.parametrize("ball", flatmin.ball.BALLS)
+def test_the_worst_case_is_in_its_ball_and_at_least_the_mean(case: Case, ball: Any, norm: Any) -> None:
+    knobs: dict[str, Any] = {"epsilon": 0.3, "ball": ball, "norm": norm}
+    found = flatness.worst_case_loss(case.model, case.loss, steps=10, restarts=2, **knobs)
+    lengths = flatmin.ball.norms(found.delta, norm=norm)
+    radius = lengths.max() if ball == "tensor" else flatmin.ball.combine(lengths, norm=norm)
+    assert radius.item() <= 0.3 * (1 + 1e-6)
+    assert found.loss.item() == pytest.approx(case.at(case.theta() + flat(found.delta)).item(), rel=1e-9)
+    assert found.rise > 0
+    assert found.loss >= found.starts.max()
+    assert found.loss > flatness.mean_loss(case.model, case.loss, **knobs).losses.max()
+
+
+def test_more_restarts_never_find_less(case: Case) -> None:
+    found = [flatness.worst_case_loss(case.model, case.loss, epsilon=0.5, restarts=n, steps=5) for n in (0, 1, 3)]
+    assert found[0].loss <= found[1].loss <= found[2].loss
+    assert torch.equal(found[2].starts[:2], found[1].starts)
+
+
+def test_the_mean_loss_of_a_quadratic_is_its_trace() -> None:
+    """Over the ball of radius ε in d dimensions, E ½ΔᵀHΔ = ε²·tr H / (2(d + 2))."""
+    model = Quadratic(symmetric([5.0, 1.0, 0.0, 2.0]))
+    found = flatness.mean_loss(model, itself, epsilon=2.0, samples=4000)
+    assert found.mean.item() == pytest.approx(4 * 8 / (2 * 6), abs=4 * found.deviation.item() / 4000**0.5)
+    assert len(found.losses) == 4000
+
+
+def test_sharpness_is_what_amp_sees_at_the_edge_of_its_ball(case: Case) -> None:
+    case.model.eval()
+    optimizer = flatmin.AMP(torch.optim.SGD(case.model.parameters(), lr=0.0), epsilon=0.2, inner_lr=1e9)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = cross_entropy(case.model(case.x), case.y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    last = optimizer.last
+    assert last.loss is not None
+    assert last.loss_perturbed is not None
+    assert last.grad_norm is not None
+    rise = flatness.sharpness(case.model, case.loss, epsilon=0.2)
+    assert rise.item() == pytest.approx((last.loss_perturbed - last.loss).item(), rel=1e-6)
+    assert flatness.gradient_norm(case.model, case.loss).item() == pytest.approx(last.grad_norm.item(), rel=1e-9)
+
+
+def test_radius_zero_is_the_centre(case: Case) -> None:
+    found = flatness.worst_case_loss(case.model, case.loss, epsilon=0.0, restarts=1)
+    assert torch.equal(found.loss, found.centre)
+    assert flatness.sharpness(case.model, case.loss, epsilon=0.0).item() == pytest.approx(0, abs=1e-12)
