@@ -10,21 +10,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
+from command_line import flatmin, words
 from flatmin_lab import checkpoint
-from flatmin_lab.cli import app
 from flatmin_lab.methods import METHODS
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
-
-
-def flatmin(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
 
 
 @pytest.fixture(scope="module")

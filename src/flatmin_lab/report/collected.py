@@ -6,6 +6,7 @@ result may also be a single JSON file. Anyone may have written these files: noth
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -129,7 +130,7 @@ def _unfinished(path: Path, config: Mapping[str, Any]) -> str:
     with suppress(ValueError, OSError):
         done = len(_lines(path / "metrics.jsonl"))
     epochs = config["recipe"].get("epochs")
-    return f"not finished, {done} of {epochs} epochs; go on with: flatmin train --out {path} --resume"
+    return f"not finished, {done} of {epochs} epochs; go on with: flatmin train --out {shlex.quote(str(path))} --resume"
 
 
 def _checked(result: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ COLUMNS = (
     Column("rise", "its rise", 3, _rise, "--flatness"),
     Column("eigenvalue", "top eigenvalue", 1, _eigenvalue, "--flatness"),
     Column("trace", "trace of the Hessian", 0, _evaluated("flatness", "trace"), "--flatness"),
-    Column("seconds", "seconds", 0, lambda run: float(run.result["seconds"]), compared=False),
+    Column("seconds", "seconds", 1, lambda run: float(run.result["seconds"]), compared=False),
 )
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class Section(NamedTuple):
     bars: list[Shown]
     sweep: Shown | None
     landscapes: landscape_part.Part | None
+    landscape_command: str
 
 
 def report_page(found: Collected) -> str:
@@ -83,6 +85,7 @@ def _section(group: Group) -> Section:
         [shown(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
         _sweep(group, name),
         landscape_part.part([(row.name, row.method, _with_landscapes(row)) for row in rows]),
+        shlex.join(["flatmin", "landscape", *(str(row.runs[0].path) for row in rows)]),
     )
 
 

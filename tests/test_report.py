@@ -1,0 +1,310 @@
+"""The report: what it says is true of the files it is made of, whatever else lies among them."""
+
+import base64
+import html
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+import browser
+from flatmin_lab.report.collected import collect
+from flatmin_lab.report.compared import Group, groups_of
+from flatmin_lab.report.report_page import report_page
+from report_files import ERRORS, evaluation, landscape, result, write, write_all
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Runs that a test may change."""
+    return write_all(tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of those runs as they are."""
+    return page_of(write_all(tmp_path_factory.mktemp("whole") / "runs"))
+
+
+def page_of(*paths: Path) -> str:
+    return report_page(collect(paths))
+
+
+def text_of(page: str) -> str:
+    """What a reader sees."""
+    page = re.sub(r"<(style|svg|script).*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).replace("\u00a0", " ").split())
+
+
+def only_group(runs: Path) -> Group:
+    (group,) = groups_of(collect([runs]).runs)
+    return group
+
+
+# ---- what it says
+
+
+def test_the_words_and_the_table_are_made_from_the_numbers(whole: str) -> None:
+    shown = text_of(whole)
+    assert "PreActResNet18 on CIFAR-10" in shown
+    assert "AMP's test error is 4.00 %, ERM's 5.05 %: significantly lower (n = 4 and 4, p < 0.001)." in shown
+    assert "AMP took 2.00 times the time of ERM." in shown
+    assert "5.05 ± 0.13" in shown
+    assert "AMP's rise of the loss to there is 0.300, ERM's 0.300: no significant difference" in shown
+    assert "L∞, radius 4/255; PGD: 10 steps of 1/255, no random start; 100 test pictures" in shown
+
+
+def test_the_papers_values_stand_beside_ours(whole: str) -> None:
+    shown = text_of(whole)
+    assert "paper 3.97 ± 0.09" in shown  # AMP's error
+    assert "paper 0.239 ± 0.009" in shown  # ERM's NLL
+    assert "paper 1.25" in shown  # AMP's ECE
+    assert "paper 49.7 ± 0.8" in shown  # under PGD
+    assert "10 trainings with 200 epochs" in shown
+
+
+def test_only_a_significant_difference_is_marked_and_the_test_is_scipys(runs: Path, whole: str) -> None:
+    group = only_group(runs)
+    assert [row.method for row in group.rows] == ["erm", "amp", "mixup"]
+    erm, amp, mixup = (row.cells["error"] for row in group.rows)
+    raw = [stats.ttest_ind(ERRORS[method], ERRORS["erm"], equal_var=False).pvalue for method in ("amp", "mixup")]
+    assert amp.p == pytest.approx(2 * min(raw), rel=1e-6)  # Holm: two comparisons, the smaller p is doubled
+    assert mixup.p == pytest.approx(max(raw), rel=1e-6)
+    assert (erm.better, amp.better, mixup.better) == (None, True, None)
+    assert group.rows[2].cells["pgd_error"].better is False
+    assert group.rows[1].cells["seconds"].better is None  # times are not compared by seeds
+    marked = re.findall(r'<td class="(better|worse)"', whole)
+    cells = [cell for row in group.rows for cell in row.cells.values()]
+    assert len(marked) == sum(cell.better is not None for cell in cells)
+
+
+def test_one_training_each_is_too_few_to_mark_anything(tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        write(tmp_path / method, result(method, 0, 0.05 if method == "erm" else 0.01))
+    page = page_of(tmp_path)
+    assert "too few trainings to tell (n = 1 and 1)" in text_of(page)
+    assert 'class="better"' not in page
+
+
+def test_runs_of_different_settings_are_never_averaged(runs: Path) -> None:
+    write(runs / "longer", result("erm", 0, 0.01, epochs=100))
+    write(runs / "noisy", result("erm", 0, 0.3, label_noise=0.2))
+    groups = groups_of(collect([runs]).runs)
+    assert [len(group.rows) for group in groups] == [3, 1, 1]
+    shown = text_of(page_of(runs))
+    assert "20 % of the training labels replaced by wrong ones" in shown
+    assert "For a comparison, train both erm and amp." in shown
+
+
+def test_a_seed_that_is_there_twice_counts_once(runs: Path) -> None:
+    write(runs / "again", result("erm", 0, 0.9))
+    assert len(only_group(runs).rows[0].runs) == 4
+    assert "1 run of a seed that was there already is not counted" in text_of(page_of(runs))
+    assert len(collect([runs, runs, runs / "erm-0"]).runs) == 13
+
+
+def test_what_was_measured_otherwise_is_not_compared(runs: Path) -> None:
+    stronger = evaluation(0.9)
+    stronger["attack"]["radius"] = 8 / 255
+    (runs / "amp-0" / "evaluation.json").write_text(json.dumps(stronger))
+    row = only_group(runs).row("amp")
+    assert row is not None
+    assert len(row.cells["pgd_error"].values) == 3
+    assert row.cells["pgd_error"].missing == [f"flatmin evaluate {runs / 'amp-0'} --attack"]
+    assert len(row.cells["rise"].values) == 4
+
+
+def test_several_radii_have_rows_of_their_own_and_a_sweep(runs: Path) -> None:
+    for number, epsilon in enumerate((0.1, 0.2)):
+        for seed in range(2):
+            changes: dict[str, Any] = {"settings": {"epsilon": epsilon, "inner_lr": 1.0}}
+            write(runs / f"sweep-{number}-{seed}", result("amp", seed, 0.045, **changes))
+    shown = text_of(page_of(runs))
+    assert "AMP, ε 0.1, ζ 1" in shown
+    assert "Of 3 settings of AMP it has the lowest test error: chosen with the labels." in shown
+    assert "What the radius does" in shown
+
+
+def test_a_tuning_run_says_that_it_is_one(tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        found = result(method, 0, 0.05, validation=True)
+        for name in ("error", "nll", "ece"):
+            found[f"validation_{name}"] = found[f"test_{name}"]
+        write(tmp_path / method, found)
+        path = tmp_path / method / "result.json"
+        path.write_text(json.dumps({key: v for key, v in found.items() if not key.startswith("test_")}))
+    shown = text_of(page_of(tmp_path))
+    assert "AMP's validation error is" in shown
+    assert "tuning runs" in shown
+
+
+def test_missing_cells_show_the_command_that_fills_them(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a run", result("erm", 0, 0.05, data="digits", model="convnet", label_noise=0.2))
+    shown = text_of(page_of(tmp_path))
+    assert f"flatmin evaluate '{folder}' --attack" in shown
+    assert f"flatmin evaluate '{folder}' --flatness" in shown
+    assert f"flatmin landscape '{folder}'" in shown
+    assert "flatmin train --data digits --model convnet --method mixup --epochs 3 --label-noise 0.2 --seed 0" in shown
+
+
+def test_every_figure_has_its_data_beside_it(whole: str) -> None:
+    links = re.findall(r'download="([^"]+)" href="data:application/json;base64,([^"]+)"', whole)
+    names = [name for name, _ in links]
+    assert len(names) == len(set(names)) >= 10
+    contents = {name: json.loads(base64.b64decode(content)) for name, content in links}
+    assert contents["cifar10-preactresnet18-ece.json"]["values"]["amp"] == pytest.approx([2.0, 2.05, 1.95, 2.0])
+    assert contents["landscapes.json"]["planes"]["training"]["ERM"][1][1] == 0.1
+
+
+def test_landscapes_that_were_computed_otherwise_are_not_shown_beside_one_another(runs: Path) -> None:
+    for seed in range(4):
+        path = runs / f"mixup-{seed}" / "landscape.json"
+        path.write_text(json.dumps(landscape(seed=7)))
+    page = page_of(runs)
+    assert "ERM, training" in page
+    assert "MixUp, training" not in page
+
+
+# ---- what is damaged
+
+DAMAGES: dict[str, tuple[str, str, str]] = {
+    "a result that ends early": ("result.json", '{"data": "cif', "damaged"),
+    "a result that is a list": ("result.json", "[]", "must hold an object"),
+    "an error that is a word": (
+        "result.json",
+        json.dumps(result("erm", 0, 0.1, test_error="abc")),
+        "test_error is 'abc'",
+    ),
+    "an error that is nan": ("result.json", json.dumps(result("erm", 0, math.nan)), "test_error is nan"),
+    "an error of 300 %": ("result.json", json.dumps(result("erm", 0, 3.0)), "not a share from 0 to 1"),
+    "a method nobody knows": ("result.json", json.dumps(result("<script>alert(1)</script>", 0, 0.1)), "unknown method"),
+    "no seed": ("result.json", json.dumps({**result("erm", 0, 0.1), "seed": None}), "seed is None"),
+    "a config that is text": ("config.json", "hello", "damaged"),
+    "curves that are noise": ("metrics.jsonl", "\x00\xff", "no curves"),
+    "curves of words": ("metrics.jsonl", '{"train_loss": "low"}', "not of numbers"),
+    "an evaluation of words": ("evaluation.json", json.dumps(evaluation(attack={"pgd_error": "x"})), "not used"),
+    "an evaluation of a list": ("evaluation.json", "[1]", "not used"),
+    "an evaluation of another epoch": ("evaluation.json", json.dumps(evaluation(epoch=2)), "it is of epoch 2 of 3"),
+    "a landscape without an axis": ("landscape.json", '{"splits": {}}', "not used"),
+    "a ragged landscape": ("landscape.json", json.dumps(landscape(axis=[0.0])), "not of 1 numbers"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_rest_of_the_report_is_made_and_what_is_damaged_is_named(runs: Path, damage: str) -> None:
+    name, content, said = DAMAGES[damage]
+    (runs / "erm-0" / name).write_text(content)
+    found = collect([runs])
+    (broken,) = found.broken
+    assert said in broken.why
+    assert "erm-0" in str(broken.path)
+    if name == "result.json":  # the page of the others is alike, and takes a second to draw
+        page = report_page(found)
+        assert "AMP's test error is 4.00 %" in text_of(page)
+        assert "file was left out" in text_of(page)
+        assert "<script>alert" not in page
+
+
+def test_a_run_that_is_not_finished_says_how_to_go_on(runs: Path) -> None:
+    (runs / "erm-0" / "result.json").unlink()
+    shown = text_of(page_of(runs))
+    assert f"not finished, 3 of 3 epochs; go on with: flatmin train --out {runs / 'erm-0'} --resume" in shown
+
+
+def test_where_nothing_can_be_read_there_is_still_a_page(runs: Path) -> None:
+    for path in runs.rglob("result.json"):
+        path.write_text("torn")
+    shown = text_of(page_of(runs))
+    assert "12 files were left out" in shown
+
+
+def test_results_may_be_files_of_their_own(tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        (tmp_path / f"{method}.json").write_text(json.dumps(result(method, 0, 0.05)))
+    (tmp_path / "notes.json").write_text('{"not": "a result"}')
+    found = collect([tmp_path])
+    assert len(found.runs) == 2
+    assert not found.broken
+    assert "PreActResNet18" in report_page(found)
+
+
+NASTY = '<img src=x onerror="alert(1)">&{{ 7 * 7 }}</script>'
+
+
+def test_text_from_run_folders_is_escaped(tmp_path: Path) -> None:
+    changes = dict.fromkeys(("data", "model", "hardware", "commit", "torch", "augment"), NASTY)
+    for seed, method in enumerate(("erm", "amp", "mixup")):
+        found = result(method, 0, 0.05, **changes, settings={NASTY: 1.0})
+        write(tmp_path / f"{method} <b>{seed}", found, landscape=landscape(), evaluation=evaluation())
+    page = page_of(tmp_path)
+    assert "<img" not in page
+    assert "<b>" not in page
+    assert "49" not in re.findall(r"<h1>(.*?)</h1>", page)[0]
+    assert page.count("</script>") == page.count("<script")
+
+
+# ---- in a browser
+
+CHECK = """
+const canvases = [...document.querySelectorAll("figure.surface canvas")];
+const said = {before: canvases.map((c) => c.dataset.drawn)};
+setTimeout(() => {
+  said.drawn = canvases.map((c) => c.dataset.drawn);
+  const inked = (c) => c.getContext("2d").getImageData(0, 0, c.width, c.height).data.some((v) => v > 0);
+  said.inked = canvases.map(inked);
+  const pointer = (name, x, y) =>
+    canvases[0].dispatchEvent(new PointerEvent(name, {clientX: x, clientY: y, pointerId: 1, bubbles: true}));
+  pointer("pointerdown", 10, 10); pointer("pointermove", 110, 30); pointer("pointerup", 110, 30);
+  setTimeout(() => {
+    said.turned = canvases.map((c) => c.dataset.drawn);
+    canvases[0].dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft", bubbles: true}));
+    document.querySelector("input.logarithmic").click();
+    setTimeout(() => {
+      said.pressed = canvases.map((c) => c.dataset.drawn);
+      said.wide = document.documentElement.scrollWidth > window.innerWidth;
+      document.body.innerHTML = "<pre id=said>" + JSON.stringify(said) + "</pre>";
+    }, 300);
+  }, 300);
+}, 300);
+"""
+
+
+@pytest.mark.parametrize("width", [1200, 500])
+def test_the_page_opens_without_an_error_and_its_surfaces_turn_together(whole: str, tmp_path: Path, width: int) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(whole, encoding="utf-8")
+    visit = browser.visit(path, CHECK, width=width)
+    assert visit.console == []
+    said = json.loads(html.unescape(re.findall(r'<pre id="said">(.*?)</pre>', visit.dom, re.DOTALL)[0]))
+    assert len(said["drawn"]) == 6
+    assert all(said["inked"])
+    assert len(set(said["drawn"])) == len(set(said["turned"])) == 1
+    assert said["turned"][0] != said["drawn"][0]
+    assert said["pressed"][0].endswith("false")
+    assert said["pressed"][0].split()[0] != said["turned"][0].split()[0]
+    assert not said["wide"]
+
+
+class Outside(HTMLParser):
+    """Whatever a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name in ("src", "srcset", "poster") or (tag == "link" and name == "href"):
+                self.found.append(f"{tag} {name}={value}")
+
+
+def test_the_page_needs_no_network(whole: str) -> None:
+    parser = Outside()
+    parser.feed(whole)
+    assert parser.found == []
+    assert not re.search(r"@import|url\((?!#)", whole)
