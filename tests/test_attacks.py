@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from flatmin.attacks import evaluating, fgsm, pgd
+from flatmin.attacks import fgsm, pgd
 from flatmin.ball import NORMS, Norm
+from flatmin.modes import evaluating
 from waiting import without_sync
 
 norms = st.sampled_from(NORMS)
@@ -366,3 +368,40 @@ def test_a_gpu_finds_the_same_without_a_wait_and_stays_in_the_ball(norm: Norm, d
     assert_inside(without_sync(lambda: attack(model, there, labels, random_start=True)).cpu(), x, 0.2, norm)
     if dtype == torch.float64:
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_inputs_out_of_bounds_stay_in_the_ball_too(norm: Any) -> None:
+    """Normalised pictures with the bounds of plain ones: a mistake, which must not move them by a whole unit."""
+    torch.manual_seed(0)
+    x, y = 3 * torch.randn(6, 4), torch.randint(0, 3, (6,))
+    model = nn.Linear(4, 3)
+    found = pgd(model, x, y, epsilon=0.1, step_size=0.05, steps=4, norm=norm, random_start=True)
+    apart = (found - x).double()
+    length = apart.abs().amax(dim=1) if norm == "linf" else apart.norm(dim=1)
+    assert length.max() <= 0.1 * (1 + 1e-6)
+    assert torch.equal(fgsm(model, x, y, epsilon=0.0, norm=norm), x)
+
+
+def test_bounds_the_wrong_way_around_are_named() -> None:
+    with pytest.raises(ValueError, match="a lower and an upper number"):
+        fgsm(nn.Linear(2, 2), torch.rand(1, 2), torch.tensor([0]), epsilon=0.1, bounds=(1.0, 0.0))
+
+
+@pytest.mark.cuda
+def test_a_recurrent_network_is_attacked_on_a_gpu_in_eval_mode_and_the_start_is_the_cpus() -> None:
+    torch.manual_seed(0)
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.LSTM(4, 3, batch_first=True)
+
+        def forward(self, x: Any) -> Any:
+            return self.inside(x)[0][:, -1]
+
+    model, x, y = Last().double(), torch.rand(5, 6, 4, dtype=torch.float64), torch.randint(0, 3, (5,))
+    knobs: dict[str, Any] = {"epsilon": 0.1, "step_size": 0.03, "steps": 3, "random_start": True}
+    here = pgd(model, x, y, generator=torch.Generator().manual_seed(0), **knobs)
+    there = pgd(model.cuda(), x.cuda(), y.cuda(), generator=torch.Generator().manual_seed(0), **knobs)
+    assert torch.allclose(here, there.cpu(), atol=1e-9)

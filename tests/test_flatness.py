@@ -99,6 +99,35 @@ def test_buffers_are_put_back_too(look: str) -> None:
     assert model.calls.item() == 0
 
 
+class Growing(nn.Module):
+    """Makes a buffer and lets another one grow; a third lies in memory once for all its numbers."""
+
+    seen: Any
+    made: Any
+    shared: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_buffer("made", None)
+        self.register_buffer("shared", torch.tensor(1.0).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.new_ones(1)])
+        self.made = x.detach().sum()
+        found: Tensor = self.layer(x) * self.shared
+        return found
+
+
+def test_buffers_that_a_pass_makes_or_replaces_are_put_back() -> None:
+    model = Growing()
+    flatness.line(model, flatness.empirical_risk(torch.randn(4, 3), torch.tensor([0, 1, 2, 0])))
+    assert model.seen.numel() == 0
+    assert model.made is None
+    assert model.shared.stride() == (0,)
+
+
 def test_a_compiled_model_is_looked_at_as_the_plain_one() -> None:
     case = Case("mlp", dtype=torch.float32)
     compiled: Any = torch.compile(case.model, backend="eager")
@@ -150,6 +179,17 @@ look: Any = flatness  # what it is given here is of the wrong type
         (lambda model, loss: look.top_eigenvalues(model, loss, k=9, max_products=3), ValueError, "got 9 and 3"),
         (lambda model, loss: look.trace(model, loss, products=5), ValueError, "got 5"),
         (lambda model, loss: look.line(torch.sin, loss), TypeError, "nn.Module"),
+        (lambda model, loss: look.gradient_norm(model, lambda _: torch.ones(())), ValueError, "must depend on"),
+        (
+            lambda model, loss: look.top_eigenvalue(nn.Linear(2, 2), lambda _: loss[0](model)),
+            ValueError,
+            "must depend on",
+        ),
+        (lambda model, loss: look.worst_case_loss(model, loss, epsilon=1.0, step_size=-1.0), ValueError, "got -1"),
+        (lambda model, loss: look.line(model, loss, parameters=model.named_parameters()), TypeError, "got tuple"),
+        (lambda model, loss: look.line(nn.LazyLinear(3), loss), ValueError, "run a batch"),
+        (lambda model, loss: look.trace(model, lambda m: loss[0](m) / 0), ValueError, "finite"),
+        (lambda model, loss: look.empirical_risk([1.0], torch.zeros(1)), TypeError, "got list"),
         (lambda model, loss: look.line(nn.Identity(), loss), ValueError, "got none"),
         (lambda model, loss: look.directions(nn.BatchNorm1d(3)), ValueError, "scaled"),
         (lambda model, loss: look.empirical_risk(torch.zeros(0, 3), torch.zeros(0)), ValueError, "one at least"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import flatmin
@@ -95,3 +96,75 @@ def test_radius_zero_is_the_centre(case: Case) -> None:
     found = flatness.worst_case_loss(case.model, case.loss, epsilon=0.0, restarts=1)
     assert torch.equal(found.loss, found.centre)
     assert flatness.sharpness(case.model, case.loss, epsilon=0.0).item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("norm", flatmin.ball.NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_worst_case_is_a_lower_bound_in_every_precision(dtype: torch.dtype, norm: Any) -> None:
+    """Of a linear loss the maximum is known, and the loss may not be higher: not by rounding of the weights either."""
+    torch.manual_seed(0)
+    slope = torch.randn(1000, dtype=torch.float64)
+    model = nn.Linear(1000, 1, bias=False).to(dtype)
+    nn.init.ones_(model.weight)
+
+    def loss(_: Any) -> Tensor:
+        return (model.weight.double() * slope).sum()
+
+    found = flatness.worst_case_loss(model, loss, epsilon=0.25, norm=norm, steps=3, restarts=1)
+    highest = 0.25 * (slope.norm() if norm == "l2" else slope.abs().sum())
+    assert 0 <= found.rise.item() <= highest.item() * (1 + 1e-9)
+    moved = (model.weight + found.delta[0].to(dtype)).double()
+    assert (moved * slope).sum().item() == pytest.approx(found.loss.item(), rel=1e-6)
+
+
+def test_the_worst_case_of_a_gaussian_surface_is_its_amp_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dimensions in (1, 2, 4):
+        kappa = symmetric((0.5 + torch.rand(dimensions, generator=generator)).tolist(), dimensions)
+        surface = flatmin.theory.GaussianSurface(torch.zeros(dimensions), (kappa + kappa.T) / 2, 1.0, 1.0)
+        model = nn.Linear(dimensions, 1, bias=False).double()
+        theta = model.weight.detach().reshape(-1).clone()
+        found = flatness.worst_case_loss(
+            model, lambda _: surface.value(model.weight.reshape(-1)), epsilon=0.4, steps=200
+        )  # noqa: B023
+        assert found.loss.item() == pytest.approx(surface.amp_loss(theta, 0.4).item(), rel=1e-4)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x) + torch.randn(len(x), 3)
+        return found
+
+
+def test_a_model_that_draws_in_eval_mode_draws_the_same_at_every_point() -> None:
+    torch.manual_seed(0)
+    model = Noisy()
+    loss = flatness.empirical_risk(torch.randn(6, 3), torch.randint(0, 3, (6,)), batch_size=2)
+    before = torch.get_rng_state()
+    assert flatness.worst_case_loss(model, loss, epsilon=0.0).rise.item() == 0
+    assert torch.equal(*(flatness.top_eigenvalues(model, loss).values for _ in range(2)))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_hooks_on_parameters_have_no_part_in_the_gradient(case: Case) -> None:
+    norm, curved = flatness.gradient_norm(case.model, case.loss), flatness.trace(case.model, case.loss).value
+    handles = [p.register_hook(lambda g: g * 0.1) for p in case.model.parameters()]
+    assert flatness.gradient_norm(case.model, case.loss).item() == pytest.approx(norm.item())
+    assert flatness.trace(case.model, case.loss).value.item() == pytest.approx(curved.item())
+    cross_entropy(case.model.eval()(case.x), case.y).backward()
+    grads = [p.grad for p in case.model.parameters() if p.grad is not None]
+    assert flatmin.ball.combine(flatmin.ball.norms(grads)).item() == pytest.approx(0.1 * norm.item())  # they are back
+    for handle in handles:
+        handle.remove()
+
+
+def test_everything_can_be_called_in_inference_mode(case: Case) -> None:
+    outside = flatness.mean_loss(case.model, case.loss, epsilon=0.1).mean.item()
+    with torch.inference_mode():
+        assert flatness.mean_loss(case.model, case.loss, epsilon=0.1).mean.item() == outside
+        flatness.worst_case_loss(case.model, case.loss, epsilon=0.1, steps=2, restarts=1)
+        flatness.top_eigenvalue(case.model, case.loss)

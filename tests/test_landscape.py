@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import flatmin
 from flatmin import flatness
@@ -45,7 +46,7 @@ def test_a_plane_is_the_loss_at_each_point_and_its_axes_are_lines(case: Case) ->
 @pytest.mark.parametrize("name", CASES)
 def test_the_centre_is_the_loss_itself_bit_for_bit(name: str, device: str) -> None:
     case = Case(name, dtype=torch.float32, device=device)
-    with torch.no_grad(), flatmin.attacks.evaluating(case.model):
+    with torch.no_grad(), flatmin.modes.evaluating(case.model):
         centre = sum(part(case.model) for part in parts_of(case.loss))
     plane = flatness.plane(case.model, case.loss, xs=torch.tensor([-1.0, 0.0]), ys=torch.tensor([0.0]))
     assert torch.equal(plane.losses[0, 1], torch.as_tensor(centre))
@@ -119,3 +120,37 @@ def test_the_same_seed_gives_the_same_directions_and_leaves_the_global_one_alone
     third = flatness.line(case.model, case.loss, generator=torch.Generator().manual_seed(5))
     assert not torch.equal(one.losses, third.losses)
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Referring(nn.Module):
+    """Keeps a second reference to its weight, and computes with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.kept = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kept[0].T
+
+
+def test_a_model_or_loss_that_goes_around_the_weights_it_is_given_is_looked_at_point_by_point() -> None:
+    torch.manual_seed(0)
+    x, y, model = torch.randn(8, 3), torch.randint(0, 3, (8,)), Referring()
+    plain = nn.Linear(3, 3)
+    cases: list[tuple[nn.Module, flatness.Loss]] = [
+        (model, flatness.empirical_risk(x, y)),
+        (plain, lambda _: cross_entropy(plain(x), y)),
+        (plain, lambda given: cross_entropy(given(x), y) + sum(p.square().sum() for p in plain.parameters())),
+        (plain, lambda given: cross_entropy(given(x), y) + given.weight.square().sum()),  # type: ignore[attr-defined]
+    ]
+    for here, loss in cases:
+        alone, together = (flatness.line(here, loss, at_once=at_once).losses for at_once in (1, 8))
+        assert torch.allclose(alone, together)
+        assert alone.std() > 0.01
+
+
+def test_half_precision_weights_move_alike_alone_and_together() -> None:
+    case = Case("mlp", dtype=torch.bfloat16)
+    alone, together = (flatness.line(case.model, case.loss, at_once=at_once).losses for at_once in (1, 8))
+    assert torch.allclose(alone.float(), together.float(), rtol=0.03)

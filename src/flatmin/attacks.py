@@ -14,16 +14,17 @@ module's mode changes. Any other function is called as it is. The host never wai
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import cross_entropy
 
 from flatmin.ball import NORMS, Norm, shrink
+from flatmin.modes import with_gradients
+from flatmin.tensors import moved_within, widest
 
 __all__ = ["fgsm", "pgd"]
 
@@ -63,20 +64,21 @@ def pgd(
     loss: Loss | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Projected gradient ascent in the ball, from x or from a point drawn in it; x must lie within the bounds.
+    """Projected gradient ascent in the ball and within the bounds, from x or from a point drawn in the ball.
 
     `epsilon`, `step_size` and `bounds` are numbers, or tensors that broadcast against x; in "l2" a radius or step has
     one number for all, or one per example. The loss is cross-entropy, summed, so that in float16 no gradient is divided
-    away by the batch size. The result is in the ball in x's own type: its numbers are rounded towards x.
+    away by the batch size. The result is in the ball in x's own type: its numbers are rounded towards x. A number of x
+    that is out of bounds may come back, and goes no further out: for normalised inputs, give normalised bounds.
 
     >>> def margin(x):
     ...     return torch.stack([x @ torch.tensor([3.0, 4.0]), torch.zeros(len(x))], dim=1)
     >>> pgd(margin, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), epsilon=0.1, step_size=0.04, steps=5, norm="l2")
     tensor([[0.4400, 0.4200]])
     """
-    _check(x, epsilon, step_size, steps, norm)
+    _check(x, epsilon, step_size, steps, norm, bounds)
     step, lower, upper = (_like(x, number, x.dtype) for number in (step_size, *bounds))
-    with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+    with with_gradients(model):
         y = y.clone() if isinstance(y, Tensor) and y.is_inference() else y  # which autograd would not keep
         ball = _BALLS[norm](x.detach().clone(), epsilon, lower, upper)
         found = ball.drawn(generator) if random_start else ball.start
@@ -88,18 +90,19 @@ def pgd(
 
 
 class _Box:
-    """|x − x₀| ≤ ε for each number, within the bounds."""
+    """|x − x₀| ≤ ε for each number, within the bounds; a number that x₀ has outside them goes no further out."""
 
     def __init__(self, start: Tensor, epsilon: Number, lower: Number, upper: Number) -> None:
         self.start, self.epsilon = start, _like(start, epsilon, start.dtype)
-        far = torch.zeros_like(start, dtype=torch.float64) + _like(start, epsilon, torch.float64)
-        self.low, self.high = _moved(start, -far).clamp(min=lower), _moved(start, far).clamp(max=upper)
+        far = _like(start, epsilon, widest(start))
+        self.low = torch.maximum(moved_within(start, -far), start.clamp(max=lower))
+        self.high = torch.minimum(moved_within(start, far), start.clamp(min=upper))
 
     def direction(self, gradient: Tensor) -> Tensor:
         return gradient.sign().nan_to_num(0)  # where the gradient is not a number there is nowhere to go
 
     def drawn(self, generator: torch.Generator | None) -> Tensor:
-        noise = torch.rand(self.start.shape, generator=generator, device=self.start.device, dtype=self.start.dtype)
+        noise = _drawn(torch.rand, self.start.shape, self.start, generator).to(self.start.dtype)
         return self.nearest(self.start + self.epsilon * (2 * noise - 1))
 
     def nearest(self, x: Tensor) -> Tensor:
@@ -109,12 +112,12 @@ class _Box:
 class _Ball:
     """‖x − x₀‖₂ ≤ ε for each example, within the bounds; in float64, where no square is lost or infinite.
 
-    The bounds hold x₀, so clamping to them moves every number towards it, and never out of the ball.
+    Clamping to bounds that hold x₀ moves every number towards it, and never out of the ball.
     """
 
     def __init__(self, start: Tensor, epsilon: Number, lower: Number, upper: Number) -> None:
-        self.start, self.lower, self.upper = start, lower, upper
-        self.epsilon = _like(start, epsilon, torch.float64)
+        self.start, self.lower, self.upper = start, start.clamp(max=lower), start.clamp(min=upper)
+        self.epsilon = _like(start, epsilon, widest(start))
 
     def direction(self, gradient: Tensor) -> Tensor:
         """Of length 1; 0 for an example whose gradient is 0 or not finite: there is nowhere to go."""
@@ -123,33 +126,31 @@ class _Ball:
 
     def drawn(self, generator: torch.Generator | None) -> Tensor:
         """Uniform in the ball of n dimensions: a direction of normal numbers, and a radius of ε · U^(1/n)."""
-        shape, device = self.start.shape, self.start.device
-        normal = torch.randn(shape, generator=generator, device=device, dtype=torch.float64)
-        each = (len(normal), *[1] * (normal.ndim - 1))
-        uniform = torch.rand(each, generator=generator, device=device, dtype=torch.float64)
-        radius = self.epsilon * uniform ** (1 / max(math.prod(shape[1:]), 1))
+        normal = _drawn(torch.randn, self.start.shape, self.start, generator)
+        uniform = _drawn(torch.rand, (len(normal), *[1] * (normal.ndim - 1)), self.start, generator)
+        radius = self.epsilon * uniform ** (1 / max(math.prod(normal.shape[1:]), 1))
         return self.nearest(self.start + radius * self.direction(normal))
 
     def nearest(self, x: Tensor) -> Tensor:
-        delta = x.double() - self.start
-        inside = _moved(self.start, delta * shrink(_lengths(delta), self.epsilon))
-        return inside.clamp(min=self.lower).clamp(max=self.upper)
+        delta = x.to(widest(x)) - self.start
+        inside = moved_within(self.start, delta * shrink(_lengths(delta), self.epsilon))
+        return inside.clamp(self.lower, self.upper)
 
 
 _BALLS: dict[str, Callable[[Tensor, Number, Number, Number], _Box | _Ball]] = {"linf": _Box, "l2": _Ball}
 
 
-def _moved(start: Tensor, delta: Tensor) -> Tensor:
-    """x₀ + Δ in the type of x₀, each number rounded towards x₀: rounded to the nearest, it could leave the ball."""
-    moved = (start + delta).to(start.dtype)
-    too_far = (moved.double() - start).abs() > delta.abs()
-    return torch.where(too_far, torch.nextafter(moved, start), moved)
+def _drawn(draw: Callable[..., Tensor], shape: Sequence[int], x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Random numbers in x's place, drawn where the generator is: the same ones on every device."""
+    where = x.device if generator is None else generator.device
+    dtype = torch.float64 if where.type == "cpu" else widest(x)
+    return draw(shape, generator=generator, device=where, dtype=dtype).to(x.device, widest(x))
 
 
 def _lengths(x: Tensor) -> Tensor:
     """The norm of each example, of a shape that broadcasts against x."""
     flat = x.reshape(len(x), math.prod(x.shape[1:]))
-    lengths: Tensor = vector_norm(flat, dim=1, dtype=torch.float64)
+    lengths: Tensor = vector_norm(flat, dim=1, dtype=widest(x))
     return lengths.view(-1, *[1] * (x.ndim - 1))
 
 
@@ -158,7 +159,7 @@ def _like(x: Tensor, number: Number, dtype: torch.dtype) -> Number:
     return number.to(x.device, dtype) if isinstance(number, Tensor) else number
 
 
-def _check(x: Tensor, epsilon: Number, step_size: Number, steps: int, norm: str) -> None:
+def _check(x: Tensor, epsilon: Number, step_size: Number, steps: int, norm: str, bounds: tuple[Number, Number]) -> None:
     if not x.is_floating_point():
         raise TypeError(
             f"inputs must be floats to be moved by a gradient, got {x.dtype}; for pictures, use x.float() / 255"
@@ -167,6 +168,8 @@ def _check(x: Tensor, epsilon: Number, step_size: Number, steps: int, norm: str)
         raise ValueError(f"unknown norm {norm!r}; choose from {', '.join(NORMS)}")
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
+    if not any(isinstance(bound, Tensor) for bound in bounds) and not bounds[0] < bounds[1]:
+        raise ValueError(f"bounds must be a lower and an upper number, got {bounds}")
     each = (*x.shape[:1], *[1] * (x.ndim - 1))
     for name, value in (("epsilon", epsilon), ("step_size", step_size)):
         if not isinstance(value, Tensor):
@@ -181,16 +184,3 @@ def _check(x: Tensor, epsilon: Number, step_size: Number, steps: int, norm: str)
 
 def _summed(logits: Tensor, y: Any) -> Tensor:
     return cross_entropy(logits, y, reduction="sum")
-
-
-@contextmanager
-def evaluating(model: object) -> Iterator[None]:
-    """Every module in eval mode; afterwards, also after an exception, each in the mode it had."""
-    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

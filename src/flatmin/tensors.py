@@ -44,6 +44,24 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def moved_within(start: Tensor, delta: float | Tensor) -> Tensor:
+    """Start + Δ in the type of `start`, each number rounded towards it: rounded to the nearest, it could leave a ball.
+
+    >>> moved_within(torch.tensor(1.0, dtype=torch.bfloat16), 0.0078)       # to the nearest it would be 1.0078125
+    tensor(1., dtype=torch.bfloat16)
+    """
+    exact = widest(start)
+    moved = (start.to(exact) + delta).to(start.dtype)
+    length: float | Tensor = delta.abs() if isinstance(delta, Tensor) else abs(delta)
+    too_far = (moved.to(exact) - start).abs() > length
+    return torch.where(too_far, torch.nextafter(moved, start), moved)
+
+
+def widest(tensor: Tensor) -> torch.dtype:
+    """The dtype in which rounding is judged: float64, where the device has it; an Apple GPU has not."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Do its numbers fill their memory without gaps or overlap, in whatever order?
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 import flatmin
-from flatmin.attacks import evaluating
+from flatmin.modes import evaluating
 from flatmin_lab import models, own_model
 from flatmin_lab.data.catalogue import EMBEDDED, OFFICIAL, load
 from flatmin_lab.data.seeds import generator

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatmin import metrics
 from flatmin.answers import is_answer
-from flatmin.attacks import evaluating
+from flatmin.modes import evaluating
 from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatmin.flatness.risk import Part, checked
+from flatmin.flatness.risk import Part, checked, gradient_of
 from flatmin.flatness.weights import Weights, own_generator
 from flatmin.tensors import wide
 
@@ -24,18 +24,18 @@ def hessian_products(weights: Weights, parts: Sequence[Part]) -> Iterator[Produc
     tensors, sizes = weights.tensors, [p.numel() for p in weights.tensors]
     home, dtype = tensors[0].device, wide(tensors[0])
 
-    def gradient(part: Part) -> tuple[Tensor, ...]:
-        loss = checked(part(weights.model))
-        return torch.autograd.grad(loss, tensors, create_graph=True, materialize_grads=True)
+    def gradient(part: Part) -> list[Tensor]:
+        return gradient_of(checked(part(weights.model)), tensors, create_graph=True)
 
-    # the fast kernels of attention have no second derivative
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    # the fast kernels of attention have no second derivative, and neither has what torch.compile makes
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
         kept = gradient(parts[0]) if len(parts) == 1 else None
 
         def product(v: Tensor) -> Tensor:
             pieces = zip(v.split(sizes), tensors, strict=True)
             along = [piece.view(p.shape).to(p.device, p.dtype) for piece, p in pieces]
             total = torch.zeros_like(v)
+            weights.replay()
             for part in parts:
                 slopes = gradient(part) if kept is None else kept
                 moving = [(s, a) for s, a in zip(slopes, along, strict=True) if s.requires_grad]

@@ -5,7 +5,9 @@
     sharpness  L(θ + ε∇L/‖∇L‖) − L(θ), the first step of SAM
 
 At a minimum the gradient is 0, and ascent from the centre finds nothing; so it starts from random points of the ball
-too. The best point of all is kept: a lower bound, which more starts and more steps can only raise.
+too. The best point of all is kept: a lower bound, which more starts and more steps can only raise. θ + Δ is rounded
+towards θ in the weights' own type, so it is in the ball; weights in half precision stay where they are if the ball is
+smaller than their spacing.
 """
 
 from collections.abc import Iterable
@@ -15,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flatmin.ball import BALLS, NORMS, Ball, Norm, combine, norms, project_, radii
-from flatmin.flatness.risk import Loss, parts_of, value, value_and_gradient
+from flatmin.flatness.risk import Loss, parts_of
 from flatmin.flatness.weights import Weights, check_radius, own_generator
-from flatmin.tensors import wide
 from flatmin.uniform import uniform_
 
 
@@ -69,15 +70,17 @@ def worst_case_loss(
     """
     check_radius(epsilon)
     _check_kind(ball, norm)
+    if step_size is not None and not 0 < step_size < float("inf"):
+        raise ValueError(f"step_size must be above 0 and finite, got {step_size}")
     if steps < 1 or restarts < 0:
         raise ValueError(f"steps must be at least 1 and restarts at least 0, got {steps} and {restarts}")
     weights, parts, drawn = Weights(model, parameters), parts_of(loss), own_generator(generator)
     length = epsilon if step_size is None else step_size
     best: Tensor | None = None
-    where: list[Tensor] = weights.zeros()
     starts = []
     with weights.movable():
-        centre = value(model, parts)
+        centre = weights.value(parts)
+        where = weights.zeros()
         for start in range(1 + restarts):
             delta = weights.zeros()
             if start:
@@ -85,11 +88,11 @@ def worst_case_loss(
                 project_([delta], [epsilon], ball=ball, norm=norm)
             highest = torch.full_like(centre, -torch.inf)
             for step in range(steps + 1):
-                weights.move(delta)
+                weights.move_within(delta)
                 if step < steps:
-                    found, gradient = value_and_gradient(model, parts, weights.tensors)
+                    found, gradient = weights.value_and_gradient(parts)
                 else:
-                    found = value(model, parts)
+                    found = weights.value(parts)
                 if bool(found > highest):
                     highest = found
                     if best is None or bool(found > best):
@@ -133,13 +136,13 @@ def mean_loss(
     if samples < 2:
         raise ValueError(f"samples must be at least 2, got {samples}")
     weights, parts, drawn = Weights(model, parameters), parts_of(loss), own_generator(generator)
-    delta = weights.zeros()
     found = []
     with weights.movable():
         for _ in range(samples):
+            delta = weights.zeros()
             uniform_(delta, epsilon, ball=ball, norm=norm, generator=drawn)
-            weights.move(delta)
-            found.append(value(model, parts))
+            weights.move_within(delta)
+            found.append(weights.value(parts))
     losses = torch.stack(found)
     return MeanLoss(losses.mean(), losses.std(), losses)
 
@@ -153,7 +156,7 @@ def gradient_norm(model: nn.Module, loss: Loss, *, parameters: Iterable[Tensor] 
     """
     weights = Weights(model, parameters)
     with weights.movable():
-        _, gradient = value_and_gradient(model, parts_of(loss), weights.tensors)
+        _, gradient = weights.value_and_gradient(parts_of(loss))
     return combine(norms(gradient))
 
 
@@ -162,11 +165,11 @@ def sharpness(model: nn.Module, loss: Loss, *, epsilon: float, parameters: Itera
     check_radius(epsilon)
     weights, parts = Weights(model, parameters), parts_of(loss)
     with weights.movable():
-        centre, gradient = value_and_gradient(model, parts, weights.tensors)
-        delta = [torch.zeros_like(g, dtype=wide(g)) for g in gradient]
+        centre, gradient = weights.value_and_gradient(parts)
+        delta = weights.zeros()
         _climb_(delta, gradient, epsilon, "global", "l2")
         weights.move(delta)
-        return value(model, parts) - centre
+        return weights.value(parts) - centre
 
 
 def _check_kind(ball: Ball, norm: Norm) -> None:

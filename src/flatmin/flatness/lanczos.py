@@ -19,6 +19,8 @@ from flatmin.flatness.hessian import Draw, Product, hessian_products
 from flatmin.flatness.risk import Loss, parts_of
 from flatmin.flatness.weights import Weights
 
+LEAST = 10
+
 
 class Eigenvalues(NamedTuple):
     """The largest eigenvalues, descending. Rounding apart, there is an eigenvalue within `errors` of each."""
@@ -49,9 +51,11 @@ def top_eigenvalues(
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Eigenvalues:
-    """The k largest eigenvalues, until each error is below `tolerance` times the largest, or the products are used up.
+    """The k largest eigenvalues, until each error is below `tolerance` times the largest of them.
 
-    An eigenvalue that occurs twice is found once, unless `max_products` reaches the number of parameters.
+    At least 10 + k products are taken, and at most `max_products`: a random vector hardly sees a single eigenvalue that
+    stands out among many equal ones, and too early an end would miss it. An eigenvalue that occurs twice is found once,
+    unless `max_products` reaches the number of parameters. A vector of that number is kept for each product.
     """
     weights = Weights(model, parameters)
     dimension = weights.dimension
@@ -72,7 +76,8 @@ def _lanczos(
     generator: torch.Generator | None,
 ) -> Eigenvalues:
     draw = Draw(weights, generator)
-    rounding = torch.finfo(draw.dtype).eps * draw.dimension**0.5
+    rounding = 8 * torch.finfo(draw.dtype).eps
+    least = min(most, LEAST + k)
     basis = [_away(draw.normal(), [])]
     diagonal: list[float] = []
     beside: list[float] = []
@@ -82,13 +87,13 @@ def _lanczos(
         w = _orthogonal(w, basis)
         left = float(_length(w))
         values, turned = _of_tridiagonal(diagonal, beside)
-        scale = float(values.abs().max())
-        ended = left <= rounding * scale  # the span holds all that the first vector leads to
-        errors = (0.0 if ended else left) * turned[-1].abs()
-        close = len(diagonal) >= k and float(errors[:k].max()) <= tolerance * scale
+        errors = left * turned[-1].abs()
+        reach = rounding * float(values.abs().max())  # nearer than this cannot be told
+        close = float(errors[:k].max()) <= max(tolerance * float(values[:k].abs().max()), reach)
         # a spectrum that fits is taken whole: then an eigenvalue is found as often as it occurs
-        if len(diagonal) == most or (close and most < draw.dimension):
+        if len(diagonal) == most or (close and len(diagonal) >= least and most < draw.dimension):
             break
+        ended = left <= reach  # the span holds all that the first vector leads to: go on with another
         basis.append(_away(draw.normal(), basis) if ended else w / left)
         beside.append(0.0 if ended else left)
     vectors = []

@@ -40,6 +40,8 @@ def empirical_risk(
     >>> len(parts), sum(part(torch.nn.Identity()) for part in parts)      # ln 2
     (3, tensor(0.6931))
     """
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        raise TypeError(f"examples and labels must be tensors, got {type(x).__name__} and {type(y).__name__}")
     if len(x) != len(y) or not len(x):
         raise ValueError(f"every example needs one label and there must be one at least, got {len(x)} and {len(y)}")
     if batch_size < 1:
@@ -61,14 +63,15 @@ def parts_of(loss: Loss) -> list[Part]:
 def checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"loss(model) must be a tensor with one number, got {shown}; take its mean")
-    return loss.view(())
+        way = "take its mean" if isinstance(loss, Tensor) else "return the tensor itself"
+        raise TypeError(f"loss(model) must be a tensor with one number, got {shown}; {way}")
+    return loss.reshape(())
 
 
 def value(model: Callable[..., Any], parts: Sequence[Part]) -> Tensor:
     """L at the weights as they are, on their device."""
     with torch.no_grad():
-        total = checked(parts[0](model))
+        total = checked(parts[0](model)).clone()  # it may be a view of a weight, which will move
         for part in parts[1:]:
             total = total + checked(part(model))
     return total
@@ -83,7 +86,7 @@ def value_and_gradient(
     with torch.enable_grad():
         for part in parts:
             loss = checked(part(model))
-            found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+            found = gradient_of(loss, parameters)
             total = loss.detach() if total is None else total + loss.detach()
             if gradient:
                 torch._foreach_add_(gradient, found)
@@ -91,3 +94,15 @@ def value_and_gradient(
                 gradient = [piece.clone() for piece in found]  # it may be a view of something that is expanded
     assert total is not None
     return total, gradient
+
+
+def gradient_of(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor]:
+    """∇L; a loss that depends on none of the parameters is a mistake, and would pass for a flat one."""
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
+        if any(piece is not None for piece in found):
+            return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    raise ValueError(
+        "the loss must depend on the weights that are looked at, and it does not; compute it from the model that it is "
+        "given, as in `lambda model: cross_entropy(model(x), y)`, without no_grad"
+    )

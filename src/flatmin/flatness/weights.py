@@ -2,6 +2,8 @@
 
 They are moved in place, so that any model will do, also a compiled one or one that keeps references to its weights.
 Copies of all of them are taken first and copied back: p + d − d ≠ p in floating point.
+
+A model that draws random numbers in eval mode draws the same ones at every point: the loss is one function of θ.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from flatmin.attacks import evaluating
+from flatmin.flatness.risk import Part, value, value_and_gradient
+from flatmin.modes import with_gradients
 from flatmin.snapshot import Snapshot
-from flatmin.tensors import Copies, wide
+from flatmin.tensors import Copies, moved_within, wide
 
 
 class Weights:
@@ -32,20 +36,17 @@ class Weights:
     def __init__(self, model: Callable[..., Any], parameters: Iterable[Tensor] | None = None) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
-        chosen = model.parameters() if parameters is None else parameters
         self.model = model
-        self.tensors = [p for p in dict.fromkeys(chosen) if p.requires_grad]
+        chosen = list(dict.fromkeys(model.parameters() if parameters is None else parameters))
+        for p in chosen:
+            _check(p)
+        self.tensors = [p for p in chosen if p.requires_grad]
         if not self.tensors:
             raise ValueError(
                 "the model must have parameters that require a gradient, got none; call model.requires_grad_()"
             )
-        for p in self.tensors:
-            if hasattr(p, "placements") or not p.is_floating_point():
-                raise TypeError(
-                    f"flatness is measured of whole, real parameters, got {type(p.data).__name__} of {p.dtype}; "
-                    "gather a sharded model first"
-                )
         self._theta: Copies[Tensor] = Copies()
+        self._random = Snapshot(model)
 
     @property
     def dimension(self) -> int:
@@ -54,30 +55,96 @@ class Weights:
     @contextmanager
     def movable(self) -> Iterator[None]:
         """The model in eval mode; when the block ends, however it ends, everything is as it was."""
-        buffers = Snapshot(self.model)
-        buffers.take_buffers()
         self._theta.take({p: p for p in self.tensors})
+        self._random.take_random({p.device for p in self.tensors})
         try:
-            with torch.inference_mode(False), evaluating(self.model):
+            with with_gradients(self.model), _buffers_kept(self.model), _hooks_off(self.tensors):
                 yield
         finally:
             self._theta.put_back({p: p for p in self.tensors})
-            buffers.put_back_buffers()
+            self._random.put_back_random()
 
     @torch.no_grad()
     def move(self, delta: Sequence[Tensor]) -> None:
-        """To θ + Δ, added in float32 at least."""
+        """To θ + Δ, added in float32 at least, and rounded to the weights' type."""
         for p, d in zip(self.tensors, delta, strict=True):
             theta = self._theta[p]
             p.copy_(theta.to(wide(theta)) + d.to(theta.device))
 
-    def home(self) -> None:
-        """To θ."""
-        self._theta.put_back({p: p for p in self.tensors})
+    @torch.no_grad()
+    def move_within(self, delta: Sequence[Tensor]) -> None:
+        """To θ + Δ, rounded towards θ, so that rounding takes no weight out of a ball; Δ becomes what it came to."""
+        for p, d in zip(self.tensors, delta, strict=True):
+            theta = self._theta[p]
+            p.copy_(moved_within(theta, d.to(theta.device)))
+            d.copy_(p.to(d.dtype) - theta.to(d.dtype))
+
+    def theta(self) -> list[Tensor]:
+        """Copies of the weights as they were when they became movable."""
+        return [self._theta[p] for p in self.tensors]
+
+    def value(self, parts: Sequence[Part]) -> Tensor:
+        """L at the weights as they are."""
+        self._random.put_back_random()
+        return value(self.model, parts)
+
+    def value_and_gradient(self, parts: Sequence[Part]) -> tuple[Tensor, list[Tensor]]:
+        self._random.put_back_random()
+        return value_and_gradient(self.model, parts, self.tensors)
+
+    def replay(self) -> None:
+        """The random numbers of the next pass are those of every other."""
+        self._random.put_back_random()
 
     def zeros(self) -> list[Tensor]:
         """A Δ of 0, in float32 at least."""
         return [torch.zeros_like(p, dtype=wide(p), requires_grad=False) for p in self.tensors]
+
+
+def _check(p: object) -> None:
+    if not isinstance(p, Tensor):
+        raise TypeError(f"parameters must be tensors, got {type(p).__name__}; give model.parameters()")
+    if is_lazy(p):
+        raise ValueError("a lazy module has no weights yet; run a batch through the model first")
+    if hasattr(p, "placements") or not p.is_floating_point():
+        raise TypeError(
+            f"flatness is measured of whole, real parameters, got {type(p.data).__name__} of {p.dtype}; "
+            "gather a sharded model first"
+        )
+    if p.is_inference():
+        raise ValueError("a model that was made in inference mode has no gradients; make it outside of it")
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Buffers that a pass changes, replaces or makes are put back; those that it leaves alone are not written to."""
+    modules = [(module, dict(module._buffers)) for module in model.modules()]
+    contents = {name: buffer.clone() for name, buffer in model.named_buffers() if not is_lazy(buffer)}
+    try:
+        yield
+    finally:
+        for module, buffers in modules:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in contents and not torch.equal(buffer, contents[name]):
+                    buffer.copy_(contents[name])
+
+
+@contextmanager
+def _hooks_off(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks that a training put on parameters, to clip a gradient for example, have no part in what L is."""
+    hooks = [(p, p._backward_hooks) for p in tensors]
+    try:
+        for p, own in hooks:
+            if own:
+                p._backward_hooks = None
+        yield
+    finally:
+        for p, own in hooks:
+            if own:
+                p._backward_hooks = own
 
 
 def check_radius(epsilon: float) -> None:

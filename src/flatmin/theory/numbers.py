@@ -9,7 +9,7 @@ Number = float | Tensor
 
 
 def double(number: Number) -> Tensor:
-    return torch.as_tensor(number, dtype=torch.float64)
+    return torch.as_tensor(number, dtype=torch.float64, device="cpu")
 
 
 def radius_of(epsilon: float) -> float:

@@ -45,10 +45,12 @@ class GaussianSurface:
             raise ValueError(f"A must be above 0 and finite, got {self.A}; an inverted Gaussian has a depth")
         if not math.isfinite(self.C):
             raise ValueError(f"C must be finite, got {self.C}")
-        place = torch.as_tensor(self.mu, dtype=torch.float64)
+        place = torch.as_tensor(self.mu, dtype=torch.float64, device="cpu").clone()
         if place.ndim > 1 or not place.numel() or not place.isfinite().all():
             raise ValueError(f"mu must be a finite number or vector (K,), got {self.mu}")
-        widths, axes = _eigenbasis(torch.as_tensor(self.kappa, dtype=torch.float64), dimensions=place.numel())
+        widths, axes = _eigenbasis(
+            torch.as_tensor(self.kappa, dtype=torch.float64, device="cpu"), dimensions=place.numel()
+        )
         for name, value in (("_mu", place), ("_widths", widths), ("_axes", axes)):
             object.__setattr__(self, name, value)
 
@@ -98,7 +100,8 @@ class GaussianSurface:
 
     def amp_minimum_exponent(self, epsilon: float) -> float:
         """ε²/2σ²."""
-        return (radius_of(epsilon) / math.sqrt(self.narrowest)) ** 2 / 2
+        widths = radius_of(epsilon) / math.sqrt(self.narrowest)
+        return widths * widths / 2  # `**` would raise where this is inf
 
     def amp_minimum(self, epsilon: float) -> float:
         """Theorem 1: the AMP loss is least at θ = μ too, and there γ*_AMP = C − A·exp(−ε²/2σ²).
