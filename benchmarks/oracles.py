@@ -13,7 +13,7 @@ so, and its rows are left out.
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
@@ -154,6 +154,18 @@ def hessian_differences(quantity: str, cases: int, device: torch.device) -> Larg
 
 
 def _from_dense(quantity: str, seed: int, device: torch.device) -> float:
+    model, x, y, eigenvalues = _dense(seed, device)
+    risk = flatness.empirical_risk(x, y, batch_size=8)
+    if quantity == "trace":
+        found = flatness.trace(model, risk, products=len(eigenvalues)).value
+        return float((found - eigenvalues.sum()).abs() / eigenvalues[0])
+    values = flatness.top_eigenvalues(model, risk, k=5, tolerance=1e-9).values
+    return float((values - eigenvalues[:5]).abs().max() / eigenvalues[0])
+
+
+@cache
+def _dense(seed: int, device: torch.device) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """A network, its data, and all eigenvalues of its Hessian, the largest first."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = [nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)]
@@ -170,13 +182,7 @@ def _from_dense(quantity: str, seed: int, device: torch.device) -> float:
     blocks: Any = torch.autograd.functional.hessian(loss_at, tuple(p.detach() for p in named.values()))
     sizes = [p.numel() for p in named.values()]
     rows = [torch.cat([b.reshape(size, -1) for b in line], dim=1) for line, size in zip(blocks, sizes, strict=True)]
-    eigenvalues = torch.linalg.eigvalsh(torch.cat(rows)).flip(0)
-    risk = flatness.empirical_risk(x, y, batch_size=8)
-    if quantity == "trace":
-        found = flatness.trace(model, risk, products=len(eigenvalues)).value
-        return float((found - eigenvalues.sum()).abs() / eigenvalues[0])
-    values = flatness.top_eigenvalues(model, risk, k=5, tolerance=1e-9).values
-    return float((values - eigenvalues[:5]).abs().max() / eigenvalues[0])
+    return model, x, y, torch.linalg.eigvalsh(torch.cat(rows)).flip(0)
 
 
 def row(what: str, oracle: str, compare: Callable[..., Largest], *given: Any, **settings: Any) -> Row:

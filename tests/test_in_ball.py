@@ -117,17 +117,15 @@ def test_the_worst_case_is_a_lower_bound_in_every_precision(dtype: torch.dtype, 
     assert (moved * slope).sum().item() == pytest.approx(found.loss.item(), rel=1e-6)
 
 
-def test_the_worst_case_of_a_gaussian_surface_is_its_amp_loss() -> None:
+@pytest.mark.parametrize("dimensions", [1, 2, 4])
+def test_the_worst_case_of_a_gaussian_surface_is_its_amp_loss(dimensions: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    for dimensions in (1, 2, 4):
-        kappa = symmetric((0.5 + torch.rand(dimensions, generator=generator)).tolist(), dimensions)
-        surface = flatmin.theory.GaussianSurface(torch.zeros(dimensions), (kappa + kappa.T) / 2, 1.0, 1.0)
-        model = nn.Linear(dimensions, 1, bias=False).double()
-        theta = model.weight.detach().reshape(-1).clone()
-        found = flatness.worst_case_loss(
-            model, lambda _: surface.value(model.weight.reshape(-1)), epsilon=0.4, steps=200
-        )  # noqa: B023
-        assert found.loss.item() == pytest.approx(surface.amp_loss(theta, 0.4).item(), rel=1e-4)
+    kappa = symmetric((0.5 + torch.rand(dimensions, generator=generator)).tolist(), dimensions)
+    surface = flatmin.theory.GaussianSurface(torch.zeros(dimensions), (kappa + kappa.T) / 2, 1.0, 1.0)
+    model = nn.Linear(dimensions, 1, bias=False).double()
+    theta = model.weight.detach().reshape(-1).clone()
+    found = flatness.worst_case_loss(model, lambda _: surface.value(model.weight.reshape(-1)), epsilon=0.4, steps=200)
+    assert found.loss.item() == pytest.approx(surface.amp_loss(theta, 0.4).item(), rel=1e-4)
 
 
 class Noisy(nn.Module):

@@ -1,6 +1,8 @@
 """The commands that look at trained models: evaluate, landscape, report and theory, from the request to the files."""
 
+import base64
 import json
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -21,6 +23,12 @@ MODULE = """
     def make_model():
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+    def needy(width):
+        return nn.Linear(width, width)
+
+    def wide():
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Softmax(dim=1))
 """
 
 
@@ -137,6 +145,33 @@ def test_weights_of_ones_own_are_loaded_and_those_of_another_model_refused(user:
     assert "good.pt, training" in (user / "page.html").read_text()
 
 
+def test_a_model_that_looks_odd_is_measured_and_what_is_odd_is_said(user: Path) -> None:
+    result = flatmin("evaluate", "--model", "mymodule:wide", "--data", "own.npz", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    said = words(result.stderr)
+    assert "note: the model has 12 outputs, and the data 10 classes" in said
+    assert "look like probabilities" in said
+    assert "mymodule:wide on own, as its function makes it, no weights given" in words(result.stdout)
+
+
+def test_runs_that_would_have_one_name_are_told_apart_by_their_folders_or_epochs(own: Path, tmp_path: Path) -> None:
+    shutil.copytree(own / "erm", own / "other")
+    out = tmp_path / "page.html"
+    asked = ["--points", 3, "--pictures", 10, "--device", "cpu", "--out", out, "--lines-only"]
+    result = flatmin("landscape", own / "erm", own / "other", *asked)
+    assert result.exit_code == 0, result.output
+    assert '"other": [' in data_of(out.read_text())
+    newest, older = checkpoint.listed(own / "erm")
+    assert flatmin("landscape", newest, older, *asked).exit_code == 0
+    assert '"erm, epoch 1": [' in data_of(out.read_text())
+
+
+def data_of(page: str) -> str:
+    """The numbers that can be saved from a page."""
+    (content,) = re.findall(r'href="data:application/json;base64,([^"]+)"', page)
+    return base64.b64decode(content).decode()
+
+
 def test_landscapes_of_several_runs_lie_along_the_same_directions(own: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "landscape.html"
     asked = ["--points", 5, "--pictures", 40, "--device", "cpu", "--out", out]
@@ -176,26 +211,59 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
         (["evaluate"], "name a run's folder or a checkpoint, or a model of your own"),
         (["landscape"], "name a run's folder or a checkpoint, or a model of your own"),
         (["evaluate", "--model", "mymodule:make_model"], "--model needs --data"),
-        (["evaluate", "RUN", "--pictures", 0], "--pictures must be at least 1, got 0"),
+        (
+            ["evaluate", "--model", "mymodule:make_model", "--data", "own.npz", "--averaged"],
+            "--averaged belongs to a run",
+        ),
+        (["evaluate", "--model", "convnet", "--data", "own.npz"], "is named by its run's folder"),
+        (["evaluate", "RUN", "--normalised"], "--normalised belongs to --model"),
+        (["evaluate", "RUN", "--attack", "--pictures", 0], "--pictures must be at least 1, got 0"),
+        (["evaluate", "RUN", "--pictures", 5], "--pictures belongs to --attack and --flatness"),
+        (["evaluate", "RUN", "--radius", "1/255"], "--radius belongs to --attack"),
+        (["evaluate", "RUN", "--attack", "--epsilon", 0.1], "--epsilon belongs to --flatness"),
         (["evaluate", "RUN", "--attack", "--radius", "x"], "such as 4/255, got x"),
         (["evaluate", "RUN", "--attack", "--radius", "1/0"], "such as 4/255"),
+        (["evaluate", "RUN", "--attack", "--radius", "1e400"], "such as 4/255"),
         (["evaluate", "RUN", "--attack", "--radius=-1"], "at least 0"),
-        (["evaluate", "RUN", "--norm", "l3"], "linf"),
+        (["evaluate", "RUN", "--attack", "--norm", "l3"], "one of l2, linf, got l3"),
+        (["evaluate", "RUN", "--attack", "--steps", 0], "steps must be at least 1, got 0"),
         (["evaluate", "RUN", "--flatness", "--epsilon", -1], "epsilon must be at least 0"),
+        (["evaluate", "RUNS"], "holds 2 runs; name one"),
+        (["evaluate", "RUN", "--model", "mymodule:make_model", "--data", "own.npz"], "is a folder"),
+        (["evaluate", "--model", "mymodule:needy", "--data", "own.npz"], "is called without arguments"),
         (["landscape", "RUN", "--points", 4], "--points must be odd"),
         (["landscape", "RUN", "--reach", 0], "--reach must be above 0"),
+        (["landscape", "RUN", "nowhere"], "nowhere is not there"),
         (["report", "nowhere"], "nowhere is not there"),
         (["evaluate", "--model", "mymodule:absent", "--data", "own.npz"], "no function or class 'absent'"),
         (["evaluate", "--model", "absent:make_model", "--data", "own.npz"], "no module 'absent'"),
-        (["theory", "--out", "taken/page.html"], "cannot be written"),
+        (["theory", "--out", "taken/page.html"], "cannot be written (File exists)"),
+        (["theory", "--out", "."], "is a folder; name the file"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
 def test_a_request_that_makes_no_sense_is_told_why(user: Path, runs: Path, arguments: list[Any], text: str) -> None:
     (user / "taken").write_text("a file")
-    result = flatmin(*(runs / "erm" if word == "RUN" else word for word in arguments))
+    places = {"RUN": runs / "erm", "RUNS": runs}
+    result = flatmin(*(places.get(word, word) for word in arguments))
     assert result.exit_code == 2, result.output
     assert text in words(result.stderr)
+
+
+def test_a_training_that_diverged_is_a_result_of_its_method(tmp_path: Path) -> None:
+    for method, rate in (("erm", 0.1), ("amp", 1e9)):
+        flatmin(*FAST, "--method", method, "--epochs", 1, "--lr", rate, "--out", tmp_path / "runs" / method)
+    result = flatmin("report", tmp_path / "runs", "--out", tmp_path / "report.html")
+    assert "this training of amp diverged, and is in no mean" in words(result.stderr)
+    assert "diverged" in (tmp_path / "report.html").read_text()
+
+
+def test_where_nothing_can_be_read_the_page_says_so_and_the_command_fails(own: Path, tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        (own / method / "result.json").write_text("torn")
+    result = flatmin("report", own, "--out", tmp_path / "report.html")
+    assert result.exit_code == 1
+    assert "No training could be read" in (tmp_path / "report.html").read_text()
 
 
 def test_an_empty_folder_has_no_runs_to_report(tmp_path: Path) -> None:

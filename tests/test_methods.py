@@ -74,8 +74,18 @@ def losses_of(method: str, network: str, *, device: str = "cpu", steps: int = 5,
     return [before, plain()]
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("method", METHODS)
+LARGE = ("preactresnet34", "preactresnet50")  # these take seconds, and differ from preactresnet18 in depth alone
+
+
+@pytest.mark.parametrize(
+    ("method", "network"),
+    [
+        (method, network)
+        for network in NETWORKS
+        for method in METHODS
+        if network not in LARGE or method in ("erm", "amp")
+    ],
+)
 def test_a_few_steps_lower_the_loss(method: str, network: str) -> None:
     before, after = losses_of(method, network)
     assert after < before

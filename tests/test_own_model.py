@@ -110,12 +110,17 @@ def test_nothing_that_is_pickled_runs_and_damaged_files_are_named(tmp_path: Path
     torch.save({"weight": Payload()}, tmp_path / "evil.pt")
     (tmp_path / "short.pt").write_bytes(b"PK\x03\x04 torn")
     (tmp_path / "short.safetensors").write_bytes(b"torn")
+    (tmp_path / "trash.pt").write_bytes(b"\x80\x02trash.")
     torch.save([1, 2, 3], tmp_path / "list.pt")
+    torch.save({"epoch": 3, "weights_of_it": {"weight": torch.zeros(1)}}, tmp_path / "odd.pt")
     for name, text in {
         "evil.pt": "never run",
         "short.pt": "never run",
         "short.safetensors": "cannot be read as safetensors",
+        "trash.pt": "never run",
         "list.pt": "must hold a state dict, got list",
+        "odd.pt": "got dict with epoch, weights_of_it",
+        ".": "is a folder",
         "absent.pt": "is not there",
     }.items():
         with pytest.raises((ValueError, FileNotFoundError), match=text):

@@ -5,17 +5,27 @@ import html
 import json
 import math
 import re
+import shlex
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
 import browser
+from command_line import flatmin
+from flatmin_lab.data import load
+from flatmin_lab.figures.drawn import Drawn
+from flatmin_lab.methods import METHODS
+from flatmin_lab.recipes import Recipe, suited
+from flatmin_lab.records import Stopped
 from flatmin_lab.report.collected import collect
 from flatmin_lab.report.compared import Group, groups_of
 from flatmin_lab.report.report_page import report_page
+from flatmin_lab.results import result_of
 from report_files import ERRORS, evaluation, landscape, result, write, write_all
 
 
@@ -52,11 +62,11 @@ def only_group(runs: Path) -> Group:
 def test_the_words_and_the_table_are_made_from_the_numbers(whole: str) -> None:
     shown = text_of(whole)
     assert "PreActResNet18 on CIFAR-10" in shown
-    assert "AMP's test error is 4.00 %, ERM's 5.05 %: significantly lower (n = 4 and 4, p < 0.001)." in shown
+    assert "Test error: AMP 4.00 %, ERM 5.05 %; significantly lower (n = 4 and 4, p < 0.001)." in shown
     assert "AMP took 2.00 times the time of ERM." in shown
     assert "5.05 ± 0.13" in shown
-    assert "AMP's rise of the loss to there is 0.300, ERM's 0.300: no significant difference" in shown
-    assert "L∞, radius 4/255; PGD: 10 steps of 1/255, no random start; 100 test pictures" in shown
+    assert "Rise of the loss to there: AMP 0.300, ERM 0.300; no spread among the seeds to judge by" in shown
+    assert "L∞, radius 4/255; PGD: 10 steps of 1/255, no random start; 100 test examples" in shown
 
 
 def test_the_papers_values_stand_beside_ours(whole: str) -> None:
@@ -102,9 +112,9 @@ def test_runs_of_different_settings_are_never_averaged(runs: Path) -> None:
 
 
 def test_a_seed_that_is_there_twice_counts_once(runs: Path) -> None:
-    write(runs / "again", result("erm", 0, 0.9))
+    write(runs / "erm-again", result("erm", 0, 0.9))
     assert len(only_group(runs).rows[0].runs) == 4
-    assert "1 run of a seed that was there already is not counted" in text_of(page_of(runs))
+    assert f"that method and seed are there already: {runs / 'erm-again'}" in text_of(page_of(runs))
     assert len(collect([runs, runs, runs / "erm-0"]).runs) == 13
 
 
@@ -115,7 +125,9 @@ def test_what_was_measured_otherwise_is_not_compared(runs: Path) -> None:
     row = only_group(runs).row("amp")
     assert row is not None
     assert len(row.cells["pgd_error"].values) == 3
+    assert row.cells["pgd_error"].otherwise
     assert row.cells["pgd_error"].missing == [f"flatmin evaluate {runs / 'amp-0'} --attack"]
+    assert ">measured otherwise</a>" in page_of(runs)
     assert len(row.cells["rise"].values) == 4
 
 
@@ -125,7 +137,7 @@ def test_several_radii_have_rows_of_their_own_and_a_sweep(runs: Path) -> None:
             changes: dict[str, Any] = {"settings": {"epsilon": epsilon, "inner_lr": 1.0}}
             write(runs / f"sweep-{number}-{seed}", result("amp", seed, 0.045, **changes))
     shown = text_of(page_of(runs))
-    assert "AMP, ε 0.1, ζ 1" in shown
+    assert "AMP (ε 0.1)" in shown
     assert "Of 3 settings of AMP it has the lowest test error: chosen with the labels." in shown
     assert "What the radius does" in shown
 
@@ -139,17 +151,68 @@ def test_a_tuning_run_says_that_it_is_one(tmp_path: Path) -> None:
         path = tmp_path / method / "result.json"
         path.write_text(json.dumps({key: v for key, v in found.items() if not key.startswith("test_")}))
     shown = text_of(page_of(tmp_path))
-    assert "AMP's validation error is" in shown
+    assert "Validation error: AMP" in shown
     assert "tuning runs" in shown
 
 
 def test_missing_cells_show_the_command_that_fills_them(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a run", result("erm", 0, 0.05, data="digits", model="convnet", label_noise=0.2))
-    shown = text_of(page_of(tmp_path))
-    assert f"flatmin evaluate '{folder}' --attack" in shown
-    assert f"flatmin evaluate '{folder}' --flatness" in shown
-    assert f"flatmin landscape '{folder}'" in shown
-    assert "flatmin train --data digits --model convnet --method mixup --epochs 3 --label-noise 0.2 --seed 0" in shown
+    folder = write(tmp_path / "a run", result("erm", 0, 0.05))
+    page = page_of(tmp_path)
+    assert f"flatmin evaluate '{folder}' --attack --flatness" in text_of(page)
+    assert f"flatmin landscape '{folder}'" in text_of(page)
+    titles = re.findall(r'<a href="#missing-1" title="([^"]+)">not yet</a>', page)
+    assert html.unescape(titles[0]) == f"flatmin evaluate '{folder}' --attack"
+    assert 'id="missing-1"' in page
+
+
+def test_the_command_measures_a_run_as_the_others_were_measured(runs: Path) -> None:
+    for path in runs.glob("*/evaluation.json"):
+        found = evaluation(0.5)
+        found["attack"] |= {"radius": 0.5, "norm": "l2", "pictures": 64}
+        path.write_text(json.dumps(found))
+    (runs / "amp-0" / "evaluation.json").unlink()
+    row = only_group(runs).row("amp")
+    assert row is not None
+    asked = f"flatmin evaluate {runs / 'amp-0'} --attack --norm l2 --radius 0.5 --pictures 64"
+    assert row.cells["pgd_error"].missing == [asked]
+    assert row.cells["rise"].missing == [f"flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50"]
+    shown = text_of(page_of(runs))
+    assert f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50" in shown  # two: on other pictures
+
+
+def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
+    """What they ask for, as the command itself would plan it, is the recipe of the runs that are there."""
+    data = load("digits")
+    changes: dict[str, Any] = {"epochs": 3, "lr": 0.05, "batch_size": 64, "label_noise": 0.2, "clip_norm": 5.0}
+    for name, more in {"plain": {}, "cosine": {"schedule": "cosine", "warmup": 1.0, "weight_decay": 0.0}}.items():
+        recipe = suited("digits", data, method="erm", **changes, **more)
+        lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
+        found = {**result_of(recipe, 3, data.checksum, lines, {}), "reliability": None}
+        write(tmp_path / name / "erm-3", found)
+        (group,) = groups_of(collect([tmp_path / name]).runs)
+        assert len(group.untrained) == len(METHODS) - 1
+        for command in group.untrained:
+            options = dict(zip(*[iter(shlex.split(command)[2:])] * 2, strict=True))
+            asked = planned(options)
+            assert asked == suited("digits", data, method=options["--method"], **changes, **more)
+            assert options["--seed"] == "3"
+            assert Path(options["--out"]).parent == tmp_path / name
+
+
+def planned(options: dict[str, str]) -> Recipe:
+    """The recipe that `flatmin train` would train with these options."""
+    plans: list[Any] = []
+
+    def training(recipe: Recipe, *_: object, **__: object) -> Any:
+        plans.append(recipe)
+        return iter([Stopped("enough", 0)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatmin_lab.cli.training", training)
+        patch.setattr("flatmin_lab.cli.CODES", {"enough": 0})
+        assert flatmin("train", *(word for pair in options.items() for word in pair)).exit_code == 0
+    recipe: Recipe = plans[0]
+    return recipe
 
 
 def test_every_figure_has_its_data_beside_it(whole: str) -> None:
@@ -184,13 +247,13 @@ DAMAGES: dict[str, tuple[str, str, str]] = {
     "a method nobody knows": ("result.json", json.dumps(result("<script>alert(1)</script>", 0, 0.1)), "unknown method"),
     "no seed": ("result.json", json.dumps({**result("erm", 0, 0.1), "seed": None}), "seed is None"),
     "a config that is text": ("config.json", "hello", "damaged"),
-    "curves that are noise": ("metrics.jsonl", "\x00\xff", "no curves"),
-    "curves of words": ("metrics.jsonl", '{"train_loss": "low"}', "not of numbers"),
+    "curves that are noise": ("metrics.jsonl", "\x00\xff", "no curves of this run: line 1 is not JSON"),
+    "curves of words": ("metrics.jsonl", '{"train_loss": "low"}', "line 1 is not of numbers"),
     "an evaluation of words": ("evaluation.json", json.dumps(evaluation(attack={"pgd_error": "x"})), "not used"),
     "an evaluation of a list": ("evaluation.json", "[1]", "not used"),
     "an evaluation of another epoch": ("evaluation.json", json.dumps(evaluation(epoch=2)), "it is of epoch 2 of 3"),
     "a landscape without an axis": ("landscape.json", '{"splits": {}}', "not used"),
-    "a ragged landscape": ("landscape.json", json.dumps(landscape(axis=[0.0])), "not of 1 numbers"),
+    "a ragged landscape": ("landscape.json", json.dumps(landscape(axis=[0.0, 1.0, 2.0, 3.0])), "not of 4 numbers"),
 }
 
 
@@ -204,7 +267,7 @@ def test_the_rest_of_the_report_is_made_and_what_is_damaged_is_named(runs: Path,
     assert "erm-0" in str(broken.path)
     if name == "result.json":  # the page of the others is alike, and takes a second to draw
         page = report_page(found)
-        assert "AMP's test error is 4.00 %" in text_of(page)
+        assert "Test error: AMP 4.00 %" in text_of(page)
         assert "file was left out" in text_of(page)
         assert "<script>alert" not in page
 
@@ -230,6 +293,68 @@ def test_results_may_be_files_of_their_own(tmp_path: Path) -> None:
     assert len(found.runs) == 2
     assert not found.broken
     assert "PreActResNet18" in report_page(found)
+
+
+WRONG: list[Any] = [None, "abc", ["q"], {}, -1, 1e308, math.nan]
+
+
+def spoilt(content: dict[str, Any], path: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Copies of a file's content with one field gone, or wrong in every way."""
+    copies = []
+    for wrong in [KeyError, *WRONG]:
+        copy = json.loads(json.dumps(content))
+        place = copy
+        for key in path[:-1]:
+            place = place[key]
+        if wrong is KeyError:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = wrong
+        copies.append(copy)
+    return copies
+
+
+def paths_of(content: dict[str, Any]) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for key, value in content.items():
+        found.append((key,))
+        if isinstance(value, dict):
+            found += [(key, *path) for path in paths_of(value)]
+    return found
+
+
+@pytest.mark.parametrize("name", ["result", "evaluation", "landscape"])
+def test_no_single_field_of_a_file_can_stop_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Every field of every file gone, null, a word, a list, negative, huge or nan: there is a page all the same."""
+    for module in ("report_page", "landscape_part"):  # drawing is not what is tested, and takes long
+        monkeypatch.setattr(f"flatmin_lab.report.{module}.svg", lambda drawn: f"<svg>{drawn.words}</svg>")
+    for figure in ("curves", "bars", "reliability_diagram", "contours", "lines"):
+        monkeypatch.setattr(f"flatmin_lab.figures.{figure}", partial(_only_numbers, figure))
+    whole = {"result": result("amp", 0, 0.1), "evaluation": evaluation(), "landscape": landscape()}
+    folder = write(tmp_path / "run", whole["result"], evaluation=whole["evaluation"], landscape=whole["landscape"])
+    for path in paths_of(whole[name]):
+        for content in spoilt(whole[name], path):
+            (folder / f"{name}.json").write_text(json.dumps(content))
+            page = report_page(collect([tmp_path]))
+            assert "</html>" in page, path
+
+
+def _only_numbers(name: str, *given: Any, **knobs: Any) -> Drawn:
+    """In the place of a figure: everything that it would draw is a number, or is refused."""
+
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            list(map(check, value.values()))
+        elif isinstance(value, list | tuple):
+            list(map(check, value))
+        else:
+            assert value is None or isinstance(value, int | float | str), (name, value)
+
+    numbers = [value for value in given if not isinstance(value, str)]
+    check(numbers)
+    return Drawn(Figure(), {"numbers": numbers}, name)
 
 
 NASTY = '<img src=x onerror="alert(1)">&{{ 7 * 7 }}</script>'

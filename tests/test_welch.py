@@ -1,7 +1,5 @@
 """Welch's test against scipy, and Holm's rule against its definition."""
 
-import math
-
 import pytest
 import torch
 from scipy import stats
@@ -26,14 +24,10 @@ def test_welch_is_scipys() -> None:
     assert largest < 1e-9
 
 
-def test_one_value_says_nothing_and_equal_ones_everything() -> None:
+def test_one_value_and_values_without_spread_say_nothing() -> None:
     assert welch([1.0], [2.0, 3.0]) is None
     assert welch([], []) is None
-    same = welch([1.0, 1.0], [1.0, 1.0])
-    apart = welch([1.0, 1.0], [2.0, 2.0])
-    assert same is not None
-    assert apart is not None
-    assert (same.p, apart.p, apart.t) == (1.0, 0.0, -math.inf)
+    assert welch([1.0, 1.0], [2.0, 2.0]) is None
 
 
 def test_holm_rejects_what_its_steps_reject() -> None:

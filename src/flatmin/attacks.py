@@ -84,7 +84,7 @@ def pgd(
         found = ball.drawn(generator) if random_start else ball.start
         for _ in range(steps):
             asked = found.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad((loss or _summed)(model(asked), y), asked)
+            (gradient,) = torch.autograd.grad(_differentiable((loss or _summed)(model(asked), y)), asked)
             found = ball.nearest(asked.detach() + step * ball.direction(gradient))
         return found.detach()
 
@@ -180,6 +180,14 @@ def _check(x: Tensor, epsilon: Number, step_size: Number, steps: int, norm: str,
                 f"{name} must be one number in l2, or one per example in the shape {each}, got {tuple(value.shape)}; "
                 "radii per channel are for linf"
             )
+
+
+def _differentiable(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise ValueError(f"the loss must be one number for all examples, got shape {tuple(loss.shape)}; take its sum")
+    if not loss.requires_grad:
+        raise ValueError("the loss must depend on the input through gradients; is the model called under no_grad?")
+    return loss
 
 
 def _summed(logits: Tensor, y: Any) -> Tensor:

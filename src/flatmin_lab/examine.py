@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatmin import attacks, flatness, metrics
-from flatmin.ball import Norm
+from flatmin.ball import NORMS, Norm
 from flatmin_lab.evaluate import bins_of, logits_of
 from flatmin_lab.json_numbers import number
 from flatmin_lab.subject import Subject
@@ -25,21 +25,23 @@ MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "brier": metrics.brier,
 }
 LEVEL, SAMPLES = 0.95, 1000
+MEANS = ("error", "nll", "brier")  # means over examples; resampling an ECE, which is never below 0, lies too high
 RADIUS, STEP, STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks
 EPSILON, PICTURES = 0.1, 1000
 Say = Callable[[str], object]
 
 
 def calibration(subject: Subject) -> dict[str, Any]:
-    """Error, NLL, ECE, adaptive ECE and Brier score with their intervals, the bins, and temperature scaling."""
+    """Error, NLL, ECE, adaptive ECE and Brier score, the bins, and temperature scaling; intervals of the means."""
     logits, labels = logits_of(subject.model, subject.test, subject.normalise), subject.test.y
     assert logits is not None
-    found: dict[str, Any] = {"split": subject.which, "pictures": len(labels)}
+    found: dict[str, Any] = {"split": subject.which, "pictures": len(labels), "kind": subject.kind}
     intervals = {}
     for name, measure in MEASURES.items():
-        interval = metrics.bootstrap(measure, logits, labels, samples=SAMPLES, level=LEVEL)
-        found[name] = number(interval.value)
-        intervals[name] = [number(interval.low), number(interval.high)]
+        found[name] = number(measure(logits, labels))
+        if name in MEANS:
+            interval = metrics.bootstrap(measure, logits, labels, samples=SAMPLES, level=LEVEL)
+            intervals[name] = [number(interval.low), number(interval.high)]
     return {**found, "intervals": intervals, "reliability": bins_of(logits, labels), "scaled": scaled(logits, labels)}
 
 
@@ -77,6 +79,10 @@ def robustness(
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
     """The share of wrong answers to FGSM's and PGD's pictures; the attacker knows the model (white box)."""
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm}")
     model, split = subject.of_pictures(), subject.test
     count = min(pictures or len(split), len(split))
     bounds = (0.0, 1.0) if split.pictures else (-math.inf, math.inf)

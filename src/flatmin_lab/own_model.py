@@ -8,7 +8,6 @@ Weights are safetensors, or what torch.save wrote of a state dict; nothing that 
 
 import importlib
 import importlib.util
-import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,12 @@ from torch import Tensor, nn
 
 from flatmin_lab.extras import need
 
-INSIDE = ("state_dict", "model_state_dict", "model")  # where trainers put a state dict in a larger checkpoint
+INSIDE = (
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "model",
+)  # where trainers put a state dict in a larger checkpoint
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 
@@ -31,6 +35,11 @@ def is_own(name: str) -> bool:
 
 def make(name: str) -> nn.Module:
     """What the function makes, called without arguments."""
+    if not is_own(name):
+        raise ValueError(
+            f"--model takes file.py:make_model or mymodule:make_model, got {name!r}; a model that was trained here is "
+            "named by its run's folder"
+        )
     place, colon, function = name.rpartition(":")
     place, function = (place, function) if colon else (name, "make_model")
     module = _file(Path(place)) if place.endswith(".py") else _module(place)
@@ -38,7 +47,10 @@ def make(name: str) -> nn.Module:
         raise ValueError(
             f"{place} has no function or class {function!r}; name the one that makes the model, {place}:NAME"
         )
-    model = getattr(module, function)()
+    try:
+        model = getattr(module, function)()
+    except TypeError as error:
+        raise TypeError(f"{place}:{function} is called without arguments ({error})") from error
     if not isinstance(model, nn.Module):
         raise TypeError(f"{place}:{function} must make a torch.nn.Module, got {type(model).__name__}")
     return model
@@ -76,6 +88,8 @@ def load(model: nn.Module, path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Tensor]:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; with --model, give the file with its weights")
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; give the file with the model's weights")
     if path.suffix == ".safetensors":
@@ -86,7 +100,7 @@ def read(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} cannot be read as safetensors ({error})") from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # a damaged pickle fails in any way it likes
         raise ValueError(
             f"{path} cannot be read as weights alone: it is damaged, or holds other objects, which are never run; "
             "save model.state_dict()"
@@ -95,7 +109,8 @@ def read(path: Path) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} must hold a state dict, got {type(content).__name__}; save model.state_dict()")
+        shown = f" with {_few(sorted(map(str, content)))}" if isinstance(content, Mapping) else ""
+        raise ValueError(f"{path} must hold a state dict, got {type(content).__name__}{shown}; save model.state_dict()")
     return dict(content)
 
 

@@ -147,6 +147,11 @@ class RunFolder:
             self.notes.append(Note(f"{error}; it was put aside as result.json.damaged"))
             return None
 
+    def diverged(self, what: str, step: int) -> None:
+        """For whoever watches: why it will not go on. A later checkpoint puts an end to that."""
+        with suppress(OSError):
+            self._write_json("state.json", {"step": step, "diverged": what, "checkpoints": self._names()})
+
     def finish(self, result: Mapping[str, Any]) -> None:
         with self._writing("result.json"):
             self._write_json("result.json", result)

@@ -162,10 +162,11 @@ def busy(console: Console) -> Iterator[Callable[[str], None]]:
 def measurements(found: Mapping[str, Any]) -> None:
     """What `flatmin evaluate` found, in tables."""
     console = Console(highlight=False, soft_wrap=True)
-    table = _table("", f"{found['split']}, {found['pictures']} pictures", "95 % interval")
+    table = _table("", f"{found['split']}, {found['pictures']} {found['kind']}", "95 % interval")
     for name, label in {**MEASURES, **FURTHER}.items():
-        low, high = found["intervals"][name]
-        table.add_row(label, number(name, found[name]), f"{number(name, low)} to {number(name, high)}")
+        ends = found["intervals"].get(name)
+        interval = f"{number(name, ends[0])} to {number(name, ends[1])}" if ends else ""
+        table.add_row(label, number(name, found[name]), interval)
     console.print(table)
     if found["scaled"]:
         shown = " and ".join(f"{t:.3g}" for t in found["scaled"]["temperatures"])
@@ -175,16 +176,23 @@ def measurements(found: Mapping[str, Any]) -> None:
             f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
         )
     if "attack" in found:
-        _attacked(console, found["attack"])
+        _attacked(console, found["attack"], found["kind"])
     if "flatness" in found:
-        _flat(console, found["flatness"])
+        _flat(console, found["flatness"], found["kind"])
     if "epoch" in found:
         further = f" and {found['batches']} steps" if found["batches"] else ""
         say(console, f"after epoch {found['epoch']} of {found['epochs']}{further}: {found['checkpoint']}")
+    else:
+        weights = (
+            f"with the weights of {found['weights']}"
+            if found["weights"]
+            else "as its function makes it, no weights given"
+        )
+        say(console, f"{found['model']} on {found['data']}, {weights}")
 
 
-def _attacked(console: Console, found: Mapping[str, Any]) -> None:
-    table = _table("", f"attacked, {found['pictures']} pictures")
+def _attacked(console: Console, found: Mapping[str, Any], kind: str) -> None:
+    table = _table("", f"attacked, {found['pictures']} {kind}")
     for name, label in {
         "clean": "error, not attacked",
         "fgsm": "error, FGSM",
@@ -192,11 +200,12 @@ def _attacked(console: Console, found: Mapping[str, Any]) -> None:
     }.items():
         table.add_row(label, number("error", found[f"{name}_error"]))
     console.print(table)
-    say(console, f"{found['norm']}, radius {found['radius']:.4g}, step {found['step_size']:.4g} of a pixel's range")
+    units = " of a pixel's range" if kind == "pictures" else ""
+    say(console, f"{found['norm']}, radius {found['radius']:.4g}, step {found['step_size']:.4g}{units}")
 
 
-def _flat(console: Console, found: Mapping[str, Any]) -> None:
-    table = _table("", f"flatness, {found['pictures']} training pictures")
+def _flat(console: Console, found: Mapping[str, Any], kind: str) -> None:
+    table = _table("", f"flatness, {found['pictures']} training {kind}")
     for name, label in FLAT.items():
         table.add_row(label.format(**found), _figure(found[name]))
     table.add_row("largest eigenvalues of the Hessian", ", ".join(map(_figure, found["eigenvalues"])))

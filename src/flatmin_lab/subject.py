@@ -1,6 +1,6 @@
 """What is examined: a classifier, how pictures are made into its inputs, and the data to examine it with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,15 @@ class Subject:
     train: Split
     test: Split
     which: str = "test"
+    notes: tuple[str, ...] = ()  # what looks odd
 
     @property
     def device(self) -> torch.device:
         return self.test.x.device
+
+    @property
+    def kind(self) -> str:
+        return "pictures" if self.test.pictures else "points"
 
     def splits(self) -> dict[str, Split]:
         return {"training": self.train, self.which: self.test}
@@ -54,11 +59,11 @@ def of_own(model: nn.Module, data: Dataset, *, normalised: bool, device: torch.d
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # frozen layers are part of the landscape too
     subject = Subject(model.to(device).eval(), normalise, here.train, here.test)
-    _check(subject, data.num_classes)
-    return subject
+    return replace(subject, notes=_checked(subject, data.num_classes))
 
 
-def _check(subject: Subject, classes: int) -> None:
+def _checked(subject: Subject, classes: int) -> tuple[str, ...]:
+    """Whether the model takes the data, and answers with logits; what looks odd about them."""
     x, _ = subject.inputs(subject.test, 2)
     try:
         with torch.no_grad():
@@ -70,3 +75,9 @@ def _check(subject: Subject, classes: int) -> None:
         raise ValueError(
             f"the model must answer {len(x)} inputs with logits ({len(x)}, K) for K = {classes} classes, got {shape}"
         )
+    notes = []
+    if answer.shape[1] > classes:
+        notes.append(f"the model has {answer.shape[1]} outputs, and the data {classes} classes")
+    if bool((answer >= 0).all()) and torch.allclose(answer.sum(dim=1), torch.ones_like(answer[:, 0]), atol=1e-3):
+        notes.append("its answers look like probabilities; logits are wanted, which softmax is yet to be taken of")
+    return tuple(notes)

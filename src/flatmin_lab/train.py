@@ -199,6 +199,8 @@ class _Training:
             raise RunError(self._broken(f"the loss of step {step} (epoch {self.epoch + 1}) is {broken.loss}", step))
 
     def _broken(self, what: str, step: int) -> str:
+        if self.folder is not None:
+            self.folder.diverged(what, step)
         kept = self.folder.kept() if self.folder is not None else None
         again = f"The checkpoint {kept} is kept." if kept else "There is no checkpoint."
         return (

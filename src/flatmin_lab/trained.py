@@ -59,6 +59,9 @@ def find(path: Path) -> Trained:
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there; give a run's folder, or one of its checkpoints")
     folder = path if path.is_dir() else path.parent
+    if not run_config.exists(folder) and (inside := sorted(path.glob("*/config.json"))):
+        names = ", ".join(str(config.parent) for config in inside[:3])
+        raise ValueError(f"{path} holds {len(inside)} runs; name one, such as {names}")
     config = run_config.stored(folder)
     places = checkpoint.listed(folder) if path.is_dir() else [path]
     if not places:
@@ -76,7 +79,8 @@ def subject_of(run: Trained, data: Dataset, *, averaged: bool, device: torch.dev
     """The model and the data that it was trained on."""
     if data.checksum != run.data_sha256:
         raise ValueError(
-            f"{run.path} was trained on another {run.recipe.data}: SHA-256 {run.data_sha256}, here {data.checksum}"
+            f"{run.path} was trained on {run.recipe.data} with SHA-256 {run.data_sha256}, and this {data.name} has "
+            f"{data.checksum}; give the same data with --data"
         )
     ready = prepared(run.recipe, data.to(device), run.seed)
     model = run.model(ready, averaged=averaged).to(device)

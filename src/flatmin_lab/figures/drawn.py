@@ -105,6 +105,15 @@ def svg(drawn: Drawn) -> str:
     return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
 
 
+def short(name: str, most: int = 30) -> str:
+    """A name that leaves room for the drawing: the end of a path says most.
+
+    >>> short("a/very/long/path/to/the/weights-of-a-model.pt")
+    '…/to/the/weights-of-a-model.pt'
+    """
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
 def with_count(title: str, counts: Mapping[str, int] | None) -> str:
     """A title that says how many trainings each method has.
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from flatmin_lab.figures.drawn import INK, NAMES, STYLES, Drawn, line_of, look
+from flatmin_lab.figures.drawn import INK, NAMES, STYLES, Drawn, line_of, look, short
 
 Lines = Mapping[str, Mapping[str, Sequence[float | None]]]  # a split -> a model -> its losses
 
@@ -29,7 +29,7 @@ def lines(
         panels = figure.subplots(1, len(losses), sharey=True, squeeze=False)[0]
         for axes, (split, models) in zip(panels, losses.items(), strict=True):
             for place, (name, values) in enumerate(models.items()):
-                axes.plot(alphas, _floats(values), **_style(name, place, methods), label=NAMES.get(name, name))
+                axes.plot(alphas, _floats(values), **_style(name, place, methods), label=short(NAMES.get(name, name)))
             axes.set(xlabel="α", title=f"{split} loss at θ + α·δ", xlim=(alphas[0], alphas[-1]))
             axes.set_ylim(0, top or top_of([list(values) for values in models.values()]))
         panels[0].set_ylabel("loss")
@@ -58,7 +58,9 @@ def contours(
             drawn = axes.contour(xs, ys, plane, levels=levels, colors=INK, linewidths=0.7)
             axes.clabel(drawn, drawn.levels[1::2], fontsize=8, fmt="%.2g")
             axes.plot(0, 0, "+", color=STYLES["erm"][0], ms=9, mew=2)
-            axes.set(title=title, xlabel="x", aspect="equal", xticks=[xs[0], 0, xs[-1]], yticks=[ys[0], 0, ys[-1]])
+            axes.set(
+                title=short(title), xlabel="x", aspect="equal", xticks=[xs[0], 0, xs[-1]], yticks=[ys[0], 0, ys[-1]]
+            )
         panels[0].set_ylabel("y")
     data = {"xs": list(xs), "ys": list(ys), "losses": dict(planes), "levels": list(levels)}
     return Drawn(figure, data, f"Lines of equal loss around the weights: {', '.join(planes)}")
@@ -75,7 +77,7 @@ def surfaces(xs: Sequence[float], ys: Sequence[float], planes: Mapping[str, Any]
             axes: Any = figure.add_subplot(1, len(planes), number, projection="3d")
             cut = np.where(np.isfinite(plane), np.minimum(plane, top), top)
             axes.plot_surface(*grid, cut, cmap="cividis", rcount=41, ccount=41, vmin=0, vmax=top, edgecolor="none")
-            axes.set(title=title, zlim=(0, top), xticks=[xs[0], 0, xs[-1]], yticks=[ys[0], 0, ys[-1]])
+            axes.set(title=short(title), zlim=(0, top), xticks=[xs[0], 0, xs[-1]], yticks=[ys[0], 0, ys[-1]])
             axes.tick_params(labelsize=7.5, pad=-2)
     data = {"xs": list(xs), "ys": list(ys), "losses": dict(planes), "cut_at": top}
     return Drawn(figure, data, f"The loss around the weights as a surface: {', '.join(planes)}")

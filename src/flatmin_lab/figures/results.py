@@ -35,7 +35,7 @@ def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None
     """The mean of each method with its deviation; a diamond where the paper has a value (figure 7: ECE)."""
     shown = {method: own for method, own in values.items() if own}
     with look():
-        figure = Figure(figsize=(max(3.2, 0.62 * len(shown) + 1.4), 2.9), layout="constrained")
+        figure = Figure(figsize=(3.8, 2.9), layout="constrained")
         axes = figure.subplots()
         for place, (method, own) in enumerate(shown.items()):
             spread = stdev(own) if len(own) > 1 else 0.0

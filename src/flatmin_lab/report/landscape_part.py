@@ -24,7 +24,7 @@ class Part(NamedTuple):
     """What the template shows."""
 
     lines: list[Markup]
-    contours: list[Markup]
+    contours: list[list[Markup]]  # those of a split together
     surfaces: list[dict[str, Any]]
     link: str
     file: str
@@ -51,25 +51,31 @@ def part(seen: Sequence[Seen]) -> Part | None:
         for split in splits
     }
     contours = [
-        figures.contours(axis, axis, {f"{name}, {split}": plane}, levels=figures.landscapes.levels_of(own.values()))
+        [
+            figures.contours(axis, axis, {f"{name}, {split}": plane}, levels=figures.landscapes.levels_of(own.values()))
+            for name, plane in own.items()
+        ]
         for split, own in planes.items()
-        for name, plane in own.items()
+        if own
     ]
+    middle = len(axis) // 2
     surfaces = [
         {"title": f"{name}, {split}", "axis": axis, "plane": plane, "group": split}
         for split, own in planes.items()
         for name, plane in own.items()
+        if plane[middle][middle] is not None
     ]
+    lost = [name for name, _, found in alike if any(s["line"][middle] is None for s in found["splits"].values())]
     data = {"axis": axis, "lines": lines, "planes": planes, **{key: first[key] for key in ALIKE}}
     content = base64.b64encode(json.dumps(data, allow_nan=False).encode()).decode()
     seeds = ", ".join(f"{name}, seed {found['training_seed']}" for name, _, found in alike if "training_seed" in found)
     return Part(
         [Markup(svg(line)) for line in drawn],
-        [Markup(svg(contour)) for contour in contours],
+        [[Markup(svg(contour)) for contour in own] for own in contours],
         surfaces,
         f"data:application/json;base64,{content}",
         "landscapes.json",
-        _words(first, pictures, seeds),
+        _words(first, pictures, seeds, lost),
     )
 
 
@@ -78,12 +84,13 @@ def _kind(found: Mapping[str, Any]) -> str:
     return json.dumps([[found.get(key) for key in ALIKE], list(found["splits"]), counts])
 
 
-def _words(found: Mapping[str, Any], pictures: str, seeds: str) -> str:
+def _words(found: Mapping[str, Any], pictures: str, seeds: str, lost: Sequence[str]) -> str:
+    nowhere = f" {' and '.join(lost)}: the loss is not finite at the weights themselves." if lost else ""
     of = f" Shown: {seeds}." if seeds else ""
     return (
-        f"The loss at θ + x·d₁ + y·d₂ on {pictures} pictures, in eval mode, at {found['points']} points a side. The "
+        f"The loss at θ + x·d₁ + y·d₂ on {pictures} examples, in eval mode, at {found['points']} points a side. The "
         f"directions are random (seed {found['seed']}, the same noise for every model), each filter as long as that "
-        f"filter of the weights; biases and BatchNorm stay. At 1 a filter has moved by its own length.{of}"
+        f"filter of the weights; biases and BatchNorm stay. At 1 a filter has moved by its own length.{of}{nowhere}"
     )
 
 

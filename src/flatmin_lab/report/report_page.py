@@ -16,6 +16,7 @@ from flatmin_lab.report import landscape_part, words
 from flatmin_lab.report.collected import Collected, Run
 from flatmin_lab.report.compared import COLUMNS, Column, Group, Row, groups_of
 from flatmin_lab.report.page import pooled, render
+from flatmin_lab.report.trusted import is_number
 from flatmin_lab.welch import LEVEL
 
 
@@ -41,7 +42,7 @@ class Section(NamedTuple):
     bars: list[Shown]
     sweep: Shown | None
     landscapes: landscape_part.Part | None
-    landscape_command: str
+    commands: list[str]  # that fill what is missing
 
 
 def report_page(found: Collected) -> str:
@@ -85,8 +86,24 @@ def _section(group: Group) -> Section:
         [shown(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
         _sweep(group, name),
         landscape_part.part([(row.name, row.method, _with_landscapes(row)) for row in rows]),
-        shlex.join(["flatmin", "landscape", *(str(row.runs[0].path) for row in rows)]),
+        _commands(group, rows),
     )
+
+
+def _commands(group: Group, rows: Sequence[Row]) -> list[str]:
+    """One for each run that lacks something, with all that it lacks on so many pictures; then the landscapes."""
+    wanted: dict[tuple[str, str], dict[str, str]] = {}
+    for row in group.rows:
+        for cell in row.cells.values():
+            for command in cell.missing:
+                *before, _ = words = shlex.split(command)
+                flags = {word: "" for word in words[3:] if word.startswith("--")}
+                flags |= {a: b for a, b in zip(before, words[1:], strict=True) if a in flags and not b.startswith("--")}
+                wanted.setdefault((shlex.join(words[:3]), flags.get("--pictures", "")), {}).update(flags)
+    found = [" ".join([command, *(f"{a} {b}".strip() for a, b in own.items())]) for (command, _), own in wanted.items()]
+    if not any(run.landscape for row in rows for run in row.runs):
+        found.append(shlex.join(["flatmin", "landscape", *(str(row.runs[0].path) for row in rows)]))
+    return found
 
 
 def _slug(text: str) -> str:
@@ -105,38 +122,38 @@ def _one_a_method(group: Group) -> list[Row]:
 def _conditions(group: Group) -> list[str]:
     """Under what conditions the extra columns were measured, in words."""
     found = []
-    evaluations = [run.evaluation for row in group.rows for run in row.runs if run.evaluation]
-    attack = next((e["attack"] for e in evaluations if e.get("attack")), None)
+    evaluations = [run.evaluation for row in group.rows for run in row.runs]
+    attack = next((e["attack"] for e in evaluations if "radius" in e.get("attack", {})), None)
     if attack:
         radius, step = (f"{255 * attack[key]:.3g}/255" for key in ("radius", "step_size"))
         norm = {"linf": "L∞", "l2": "L2"}.get(attack.get("norm"), attack.get("norm"))
         found.append(
             f"Attacks: white box, {norm}, radius {radius}; PGD: {attack['steps']} steps of {step}, no random start; "
-            f"{attack['pictures']:,} {group.split} pictures."
+            f"{attack['pictures']:,} {group.split} examples."
         )
-    flat = next((e["flatness"] for e in evaluations if e.get("flatness")), None)
+    flat = next((e["flatness"] for e in evaluations if "epsilon" in e.get("flatness", {})), None)
     if flat:
         found.append(
-            f"Flatness: of the training loss on {flat['pictures']:,} pictures without augmentation, BatchNorm fixed. "
+            f"Flatness: of the training loss on {flat['pictures']:,} examples without augmentation, BatchNorm fixed. "
             f"The worst loss is a lower bound, found by ascent in the ball of radius {flat['epsilon']:g} around θ."
         )
     return found
 
 
 def _curves(rows: Sequence[Row], split: str) -> list[Drawn]:
-    """Means over the runs of a row, epoch by epoch."""
+    """Means over the runs of a row that have curves, epoch by epoch."""
     measures: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
         "training loss": lambda line: line.get("train_loss"),
         f"{split} NLL": lambda line: line.get(f"{split}_nll"),
         f"{split} error, %": lambda line: _scaled(line.get(f"{split}_error")),
     }
+    known = {row.method: [run for run in row.runs if run.lines] for row in rows}
     drawn = []
     for title, value in measures.items():
-        lines = {row.method: _over_epochs(row.runs, value) for row in rows}
+        lines = {method: _over_epochs(own, value) for method, own in known.items()}
         lines = {method: values for method, values in lines.items() if values}
         if lines:
-            counts = {row.method: len(row.runs) for row in rows}
-            drawn.append(figures.curves(title, lines, count=counts))
+            drawn.append(figures.curves(title, lines, count={method: len(known[method]) for method in lines}))
     return drawn
 
 
@@ -150,22 +167,17 @@ def _over_epochs(runs: Sequence[Run], value: Callable[[Mapping[str, Any]], float
         here = [value(line) for line in lines]
         known = [number for number in here if number is not None]
         if len(known) < len(here):
-            break  # one of them diverged
+            break  # one of them has no number here
         found.append(mean(known))
     return found
 
 
 def _reliability(row: Row) -> Drawn | None:
     """The bins of all runs together."""
-    parts = [run.result["reliability"] for run in row.runs if _is_bins(run.result.get("reliability"))]
+    parts = [run.result["reliability"] for run in row.runs if run.result["reliability"]]
     if not parts:
         return None
     return figures.reliability_diagram(f"{row.name}, n = {len(parts)}", pooled(parts), method=row.method)
-
-
-def _is_bins(bins: Any) -> bool:
-    names = ("number", "confidence", "accuracy")
-    return isinstance(bins, dict) and all(isinstance(bins.get(name), list) and len(bins[name]) == 15 for name in names)
 
 
 def _bars(rows: Sequence[Row]) -> dict[str, Drawn]:
@@ -182,8 +194,8 @@ def _bars(rows: Sequence[Row]) -> dict[str, Drawn]:
 def _sweep(group: Group, name: str) -> Shown | None:
     """Where AMP was trained with three radii at least, else nothing."""
     amps = [row for row in group.rows if row.method == "amp"]
-    radii = [row.runs[0].result.get("settings", {}).get("epsilon") for row in amps]
-    if len(set(radii)) < 3 or not all(isinstance(radius, int | float) for radius in radii):
+    radii = [row.runs[0].result["settings"].get("epsilon") for row in amps]
+    if not all(is_number(radius) for radius in radii) or len(set(radii)) < 3:
         return None
     erm = group.row("erm")
     sources: dict[str, Callable[[Run], float | None]] = {

@@ -1,5 +1,6 @@
 """Sentences that the numbers allow: what AMP did to error, calibration, robustness and flatness, and what it cost."""
 
+import math
 from statistics import mean
 
 from flatmin_lab.report.compared import Cell, Group, Row
@@ -19,26 +20,51 @@ SHOWN = {
 
 
 def summary(group: Group) -> list[str]:
-    """A few sentences about a group: AMP against ERM where both are there, else the best row."""
+    """A few sentences about a group: AMP against ERM where both are there, else the best rows."""
     erm = group.row("erm")
     amps = [row for row in group.rows if row.method == "amp"]
     if erm is None or not amps:
         return [_without_both(group)]
-    amp = min(amps, key=lambda row: mean(row.cells["error"].values))
+    amp = min(amps, key=_error)
     chosen = ""
     if len(amps) > 1:
         chosen = f" Of {len(amps)} settings of AMP it has the lowest {group.split} error: chosen with the labels."
     sentences = [_against(name, erm, amp, group.split) for name in SHOWN if _both(erm, amp, name)]
-    best = min(group.rows, key=lambda row: mean(row.cells["error"].values))
-    if best.method != "amp" and best is not erm:
-        sentences.append(
-            f"The lowest mean {group.split} error of all has {best.name}: {mean(best.cells['error'].values):.2f} %."
-        )
+    best = _best(group)
+    if all(row.method not in ("amp", "erm") for row in best):
+        sentences.append(_lowest(group, best))
+    sentences += [
+        f"The numbers of {row.name} are ERM's, digit for digit: its setting never took effect."
+        for row in group.rows
+        if row is not erm and _same(row, erm)
+    ]
     slower = mean(amp.cells["seconds"].values) / max(mean(erm.cells["seconds"].values), 1e-9)
     hardware = {str(run.result.get("hardware")) for row in (erm, amp) for run in row.runs}
     if len(hardware) == 1:
         sentences.append(f"AMP took {slower:.2f} times the time of ERM.")
     return [f"{sentences[0]}{chosen}", *sentences[1:]]
+
+
+def _error(row: Row) -> float:
+    return mean(row.cells["error"].values)
+
+
+def _best(group: Group) -> list[Row]:
+    """The rows with the lowest mean error: several where they tie."""
+    lowest = min(map(_error, group.rows))
+    return [row for row in group.rows if math.isclose(_error(row), lowest, rel_tol=1e-9, abs_tol=1e-12)]
+
+
+def _lowest(group: Group, best: list[Row]) -> str:
+    names = " and ".join(row.name for row in best)
+    return f"The lowest mean {group.split} error of all has {names}: {_error(best[0]):.2f} %."
+
+
+def _same(row: Row, erm: Row) -> bool:
+    """With the same seeds, and the same numbers."""
+    return all(row.cells[name].values == erm.cells[name].values for name in ("error", "nll", "ece")) and [
+        run.result["seed"] for run in row.runs
+    ] == [run.result["seed"] for run in erm.runs]
 
 
 def _both(erm: Row, amp: Row, name: str) -> bool:
@@ -47,16 +73,18 @@ def _both(erm: Row, amp: Row, name: str) -> bool:
 
 def _against(name: str, erm: Row, amp: Row, split: str) -> str:
     label, form = SHOWN[name]
-    label = label.format(split=split)
     one, other = erm.cells[name], amp.cells[name]
     ours, theirs = form.format(mean(other.values)), form.format(mean(one.values))
-    return f"{amp.name}'s {label} is {ours}, ERM's {theirs}: {_verdict(one, other)}."
+    label = label.format(split=split)
+    return f"{label[0].upper()}{label[1:]}: {amp.name} {ours}, ERM {theirs}; {_verdict(one, other)}."
 
 
 def _verdict(erm: Cell, amp: Cell) -> str:
     n = f"n\u00a0=\u00a0{len(amp.values)} and\u00a0{len(erm.values)}"
-    if amp.p is None:
+    if min(len(amp.values), len(erm.values)) < 2:
         return f"too few trainings to tell ({n})"
+    if amp.p is None:
+        return f"no spread among the seeds to judge by ({n})"
     if amp.p >= LEVEL:
         return f"no significant difference ({n}, p\u00a0=\u00a0{probability(amp.p)})"
     return f"significantly {'lower' if amp.better else 'higher'} ({n}, p\u00a0{_less(amp.p)})"
@@ -71,8 +99,9 @@ def probability(p: float) -> str:
 
 
 def _without_both(group: Group) -> str:
-    best = min(group.rows, key=lambda row: mean(row.cells["error"].values))
-    return (
-        f"The lowest mean {group.split} error has {best.name}: {spread(best.cells['error'].values, 2)} %. "
-        "For a comparison, train both erm and amp."
-    )
+    if len(group.rows) == 1:
+        row = group.rows[0]
+        found = f"{row.name} alone, with a mean {group.split} error of {spread(row.cells['error'].values, 2)} %."
+    else:
+        found = _lowest(group, _best(group))
+    return f"{found} For a comparison, train both erm and amp."

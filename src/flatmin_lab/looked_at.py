@@ -1,0 +1,102 @@
+"""Which model is looked at, on which data: a run's, or one of the user's own."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flatmin_lab import own_model, show, trained
+from flatmin_lab.machine import device_named
+from flatmin_lab.request import read, read_for
+from flatmin_lab.subject import Subject, of_own
+from flatmin_lab.trained import Trained
+
+
+class Looked(NamedTuple):
+    """A model to look at, what it is called and how it was trained; its run, if what is found may be kept there."""
+
+    name: str
+    method: str | None
+    subject: Subject
+    place: dict[str, Any]
+    run: Trained | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options that say which model and data are meant."""
+
+    model: str | None
+    data: str | None
+    data_dir: Path
+    download: bool
+    normalised: bool
+    averaged: bool
+    device: str | None
+
+    def models(self, places: Sequence[Path | None]) -> Iterator[Looked]:
+        """One after the other, so that only one is in memory; that all of them are there is seen first."""
+        self._check(places)
+        if self.model is not None:
+            yield from (self._own(self.model, place) for place in places)
+            return
+        runs = [trained.find(place) for place in places if place is not None]
+        for run, name in zip(runs, _names(runs), strict=True):
+            for damaged in run.passed_over:
+                show.say(show.terminal(), f"note: {damaged}; the one before it is measured", style="yellow")
+            pictures = read_for(run.recipe, self.data, self.data_dir, download=self.download)
+            subject = trained.subject_of(run, pictures, averaged=self.averaged, device=device_named(self.device))
+            yield Looked(name, run.recipe.method, subject, run.place(), None if self.averaged else run)
+
+    def _check(self, places: Sequence[Path | None]) -> None:
+        if self.model is None and None in places:
+            raise ValueError("name a run's folder or a checkpoint, or a model of your own with --model and --data")
+        if self.model is None and self.normalised:
+            raise ValueError("--normalised belongs to --model; a run knows how its pictures were normalised")
+        if self.model is not None and self.data is None:
+            raise ValueError("--model needs --data: a data set, an .npz file or a folder of pictures")
+        if self.model is not None and self.averaged:
+            raise ValueError("--averaged belongs to a run that was trained with --ema, not to --model")
+
+    def _own(self, name: str, weights: Path | None) -> Looked:
+        assert self.data is not None
+        made = own_model.make(name)
+        if weights is not None:
+            own_model.load(made, weights)
+        pictures = read(self.data, self.data_dir, download=self.download, size=None)
+        place = {"model": name, "weights": None if weights is None else str(weights), "data": pictures.name}
+        subject = of_own(made, pictures, normalised=self.normalised, device=device_named(self.device))
+        for note in subject.notes:
+            show.say(show.terminal(), f"note: {note}", style="yellow")
+        return Looked(name if weights is None else str(weights), None, subject, place, None)
+
+
+def _names(runs: Sequence[Trained]) -> list[str]:
+    """By method and seed, by folder, by folder and epoch, or by file: the first of these that tells them apart."""
+    ways: list[Callable[[Trained], str]] = [
+        lambda run: f"{run.recipe.method}, seed {run.seed}",
+        lambda run: run.folder.name,
+        lambda run: f"{run.folder.name}, epoch {run.place()['epoch']}",
+        lambda run: str(run.path),
+    ]
+    named = [[way(run) for run in runs] for way in ways]
+    return next((names for names in named if len(set(names)) == len(names)), named[-1])
+
+
+def length(text: str | None) -> float | None:
+    """A number, or a fraction: 4/255."""
+    if text is None:
+        return None
+    try:
+        value = float(Fraction(text))
+    except (ValueError, ZeroDivisionError, OverflowError) as error:
+        raise ValueError(f"a length must be a number or a fraction such as 4/255, got {text}") from error
+    if value < 0:
+        raise ValueError(f"a length must be at least 0, got {text}")
+    return value
+
+
+def check_count(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -1,0 +1,140 @@
+"""What the report needs of a file, checked: whatever passes here can be compared and drawn.
+
+Each function gives the part of a file that is used, or raises a ValueError that says what is wrong with it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flatmin.ball import NORMS
+from flatmin_lab.methods import METHODS
+
+NEEDED: dict[str, type | tuple[type, ...]] = {
+    "data": str,
+    "model": str,
+    "method": str,
+    "seed": int,
+    "epochs": int,
+    "seconds": (int, float),
+}
+LARGEST = 1e30  # beyond it means and levels overflow
+BINS = ("number", "confidence", "accuracy")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def is_share(value: object) -> bool:
+    return is_number(value) and 0 <= value <= 1  # type: ignore[operator]
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < LARGEST
+
+
+def result(found: dict[str, Any]) -> dict[str, Any]:
+    """result.json; bins that make no sense are left out of it."""
+    for name, kind in NEEDED.items():
+        if not isinstance(found.get(name), kind) or isinstance(found.get(name), bool):
+            raise ValueError(f"it is not a result: {name} is {found.get(name)!r}")
+    if found["method"] not in METHODS:
+        raise ValueError(f"it has the unknown method {found['method']!r}; it may be of another flatmin")
+    split = "validation" if "validation_error" in found else "test"
+    _check(found, f"{split}_error", is_share, "a share from 0 to 1")
+    for name in (f"{split}_nll", f"{split}_ece", "label_noise", "train_loss"):
+        _check(found, name, lambda value: value is None or is_number(value), "a number")
+    _check(found, "seconds", is_number, "a number")
+    _check(found, "epochs", is_count, "a whole number above 0")
+    _check(found, "augment", lambda value: value is None or isinstance(value, str), "a name")
+    settings = found.get("settings", {})
+    if not isinstance(settings, dict):
+        raise ValueError(f"it is not a result: its settings are {settings!r}")
+    bins = found.get("reliability")
+    return {**found, "settings": settings, "reliability": bins if _is_bins(bins) else None}
+
+
+def _is_bins(bins: Any) -> bool:
+    return isinstance(bins, dict) and all(
+        isinstance(bins.get(name), list) and len(bins[name]) == 15 and all(map(is_number, bins[name])) for name in BINS
+    )
+
+
+def evaluation(found: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """evaluation.json: its attack and its flatness."""
+    _of_the_end(found, epochs)
+    parts: dict[str, Any] = {}
+    attack, flat = found.get("attack"), found.get("flatness")
+    if attack is not None:
+        _object(attack, "attack")
+        for name in ("fgsm_error", "pgd_error"):
+            _check(attack, name, is_share, "a share from 0 to 1")
+        for name in ("radius", "step_size"):
+            _check(attack, name, is_number, "a number")
+        for name in ("steps", "pictures"):
+            _check(attack, name, is_count, "a whole number above 0")
+        _check(attack, "norm", lambda value: value in NORMS, "a norm")
+        parts["attack"] = attack
+    if flat is not None:
+        _object(flat, "flatness")
+        _check(flat, "epsilon", is_number, "a number")
+        _check(flat, "pictures", is_count, "a whole number above 0")
+        for name in ("loss", "worst_case_loss", "trace"):
+            _check(flat, name, lambda value: value is None or is_number(value), "a number")
+        values = flat.get("eigenvalues")
+        if not isinstance(values, list) or not all(value is None or is_number(value) for value in values):
+            raise ValueError(f"eigenvalues is {values!r}, not numbers")
+        parts["flatness"] = flat
+    return parts
+
+
+def landscape(found: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """landscape.json: an axis, and for each split a line and perhaps a plane, as long and as wide as it."""
+    _of_the_end(found, epochs)
+    axis = found.get("axis")
+    if not isinstance(axis, list) or len(axis) < 3 or not all(map(is_number, axis)) or axis != sorted(set(axis)):
+        raise ValueError("its axis is not three rising numbers or more")
+    _check(found, "reach", is_number, "a number")
+    for name in ("seed", "points"):
+        _check(found, name, lambda value: isinstance(value, int), "a whole number")
+    splits = found.get("splits")
+    if not isinstance(splits, dict) or not splits:
+        raise ValueError("it has no splits")
+    for name, split in splits.items():
+        _object(split, name)
+        _check(split, "pictures", is_count, "a whole number above 0")
+        _row(split.get("line"), len(axis))
+        if "plane" not in split:
+            raise ValueError(f"{name} has no plane")
+        plane = split["plane"]
+        if plane is not None:
+            if not isinstance(plane, list) or len(plane) != len(axis):
+                raise ValueError(f"the plane of {name} is not of {len(axis)} rows")
+            for row in plane:
+                _row(row, len(axis))
+    return found
+
+
+def _row(row: object, points: int) -> None:
+    if not isinstance(row, Sequence) or len(row) != points or not all(v is None or is_number(v) for v in row):
+        raise ValueError(f"a row of the landscape is not of {points} numbers")
+
+
+def _of_the_end(found: Mapping[str, Any], epochs: int) -> None:
+    if found.get("epoch") != epochs:
+        raise ValueError(f"it is of epoch {found.get('epoch')!r} of {epochs}")
+
+
+def _object(value: object, name: str) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r}, not an object")
+
+
+def _check(found: Mapping[str, Any], name: str, holds: Callable[[Any], bool], rule: str) -> None:
+    value = found.get(name)
+    try:
+        right = holds(value)
+    except TypeError:  # something that cannot be compared, or looked up
+        right = False
+    if not right:
+        raise ValueError(f"{name} is {value!r}, not {rule}")
