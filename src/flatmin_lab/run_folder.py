@@ -5,6 +5,7 @@
     checkpoint-*.safetensors       the last two
     state.json                     how far it is, for whoever watches; never read here
     result.json                    when it is finished
+    evaluation.json, landscape.json    what was measured of it afterwards
     tensorboard/                   the same numbers as curves, where TensorBoard is installed
 
 One process at a time holds it, where the file system can lock. A folder belongs to one recipe and seed, and so does

@@ -14,7 +14,8 @@ from flatmin_lab import figures
 from flatmin_lab.figures.drawn import Drawn, sample, svg
 from flatmin_lab.report import landscape_part, words
 from flatmin_lab.report.collected import Collected, Run
-from flatmin_lab.report.compared import COLUMNS, Column, Group, Row, groups_of
+from flatmin_lab.report.columns import COLUMNS, Column
+from flatmin_lab.report.compared import Group, Row, groups_of
 from flatmin_lab.report.page import pooled, render
 from flatmin_lab.report.trusted import is_number
 from flatmin_lab.welch import LEVEL

@@ -1,0 +1,64 @@
+"""What the tables of the report show of a run: each column a measure, and how it is read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flatmin_lab.report.collected import Run
+
+
+@dataclass(frozen=True)
+class Column:
+    """A measure: its label, how many digits, and how it is read from a run. Lower is better in all of them."""
+
+    name: str
+    label: str
+    digits: int
+    value: Callable[[Run], float | None]
+    command: str = ""  # what fills it
+    compared: bool = True
+
+    @property
+    def part(self) -> str:
+        """Of evaluation.json."""
+        return self.command.removeprefix("--")
+
+
+def _result(name: str, scale: float = 1.0) -> Callable[[Run], float | None]:
+    def read(run: Run) -> float | None:
+        value = run.result.get(f"{run.split}_{name}")
+        return None if value is None else scale * float(value)
+
+    return read
+
+
+def _evaluated(part: str, name: str, scale: float = 1.0) -> Callable[[Run], float | None]:
+    def read(run: Run) -> float | None:
+        value = run.evaluation.get(part, {}).get(name)
+        return None if value is None else scale * float(value)
+
+    return read
+
+
+def _rise(run: Run) -> float | None:
+    flat = run.evaluation.get("flatness", {})
+    worst, loss = flat.get("worst_case_loss"), flat.get("loss")
+    return None if worst is None or loss is None else float(worst) - float(loss)
+
+
+def _eigenvalue(run: Run) -> float | None:
+    values = run.evaluation.get("flatness", {}).get("eigenvalues")
+    return float(values[0]) if values and values[0] is not None else None
+
+
+COLUMNS = (
+    Column("error", "error, %", 2, _result("error", 100)),
+    Column("nll", "NLL", 3, _result("nll")),
+    Column("ece", "ECE, %", 2, _result("ece", 100)),
+    Column("fgsm_error", "error under FGSM,\u00a0%", 1, _evaluated("attack", "fgsm_error", 100), "--attack"),
+    Column("pgd_error", "error under PGD,\u00a0%", 1, _evaluated("attack", "pgd_error", 100), "--attack"),
+    Column("worst_case_loss", "worst loss nearby", 3, _evaluated("flatness", "worst_case_loss"), "--flatness"),
+    Column("rise", "its rise", 3, _rise, "--flatness"),
+    Column("eigenvalue", "top eigenvalue", 1, _eigenvalue, "--flatness"),
+    Column("trace", "trace of the Hessian", 0, _evaluated("flatness", "trace"), "--flatness"),
+    Column("seconds", "seconds", 1, lambda run: float(run.result["seconds"]), compared=False),
+)
