@@ -120,6 +120,9 @@ def test_several_models_of_a_method_have_lines_of_their_own() -> None:
 
 def test_a_landscape_that_is_nowhere_finite_is_drawn_too() -> None:
     nothing: Any = [[None] * 5] * 5
-    svg(figures.contours(AXIS, AXIS, {"lost": nothing}))
-    svg(figures.surfaces(AXIS, AXIS, {"lost": nothing}))
-    svg(figures.lines(AXIS, {"training": {"erm": [None] * 5}}))
+    for drawn in (
+        figures.contours(AXIS, AXIS, {"lost": nothing}),
+        figures.surfaces(AXIS, AXIS, {"lost": nothing}),
+        figures.lines(AXIS, {"training": {"erm": [None] * 5}}),
+    ):
+        assert svg(drawn).rstrip().endswith("</svg>")

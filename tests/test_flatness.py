@@ -138,9 +138,17 @@ def test_a_compiled_model_is_looked_at_as_the_plain_one() -> None:
 
 def test_only_the_parameters_given_move() -> None:
     case = Case("mlp")
-    last = list(case.model.parameters())[-2:]
-    norm = flatness.gradient_norm(case.model, case.loss, parameters=last)
-    assert norm < flatness.gradient_norm(case.model, case.loss)
+    *others, weight, bias = case.model.parameters()
+    before = [p.detach().clone() for p in case.model.parameters()]
+    moved = []
+
+    def loss(model: Any) -> Tensor:
+        moved.append([not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)])
+        return cross_entropy(model(case.x), case.y)
+
+    flatness.worst_case_loss(case.model, loss, epsilon=0.1, parameters=[weight, bias])
+    assert not any(any(here[: len(others)]) for here in moved)
+    assert any(all(here[len(others) :]) for here in moved)
     case.model[0].requires_grad_(False)
     assert len(flatness.directions(case.model)[0]) == 4
 

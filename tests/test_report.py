@@ -251,9 +251,13 @@ DAMAGES: dict[str, tuple[str, str, str]] = {
     "curves of words": ("metrics.jsonl", '{"train_loss": "low"}', "line 1 is not of numbers"),
     "an evaluation of words": ("evaluation.json", json.dumps(evaluation(attack={"pgd_error": "x"})), "not used"),
     "an evaluation of a list": ("evaluation.json", "[1]", "not used"),
-    "an evaluation of another epoch": ("evaluation.json", json.dumps(evaluation(epoch=2)), "it is of epoch 2 of 3"),
+    "an evaluation of another epoch": (
+        "evaluation.json",
+        json.dumps(evaluation(epoch=2)),
+        "after epoch 2, and the training ended after 3",
+    ),
     "a landscape without an axis": ("landscape.json", '{"splits": {}}', "not used"),
-    "a ragged landscape": ("landscape.json", json.dumps(landscape(axis=[0.0, 1.0, 2.0, 3.0])), "not of 4 numbers"),
+    "a ragged landscape": ("landscape.json", json.dumps(landscape(axis=[0.0, 1.0, 2.0, 3.0])), "must have 4 numbers"),
 }
 
 

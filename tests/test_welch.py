@@ -4,7 +4,6 @@ import pytest
 import torch
 from scipy import stats
 
-from flatmin_lab.paper import METHODS, reported
 from flatmin_lab.welch import holm, welch
 
 
@@ -43,19 +42,3 @@ def test_holm_rejects_what_its_steps_reject() -> None:
         adjusted = holm(ps)
         assert {key for key, p in adjusted.items() if p < 0.05} == expected
         assert all(adjusted[key] >= p for key, p in ps.items())
-
-
-def test_the_papers_numbers_are_all_there() -> None:
-    for data in ("svhn", "cifar10", "cifar100"):
-        for method in METHODS:
-            full = reported(data, "preactresnet18", method)
-            assert full.keys() == {"error", "nll", "ece", "fgsm_error", "pgd_error"}
-            assert reported(data, "vgg16", method).keys() == {"error", "nll"}
-            assert full["pgd_error"].mean > full["fgsm_error"].mean > full["error"].mean
-        for model in ("wideresnet28_10", "pyramidnet164_270"):
-            for augment in ("vanilla", "cutout", "autoaugment"):
-                erm, amp = (reported(data, model, method, augment)["error"].mean for method in ("erm", "amp"))
-                assert amp < erm
-    assert reported("cifar10", "preactresnet18", "erm")["ece"] == (3.36, None)
-    assert reported("digits", "convnet", "amp") == {}
-    assert reported("cifar10", "preactresnet18", "amp", "cutout") == {}

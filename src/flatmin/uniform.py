@@ -16,13 +16,13 @@ from flatmin.tensors import plain
 
 def noise_(tensor: Tensor, *, norm: Norm, generator: torch.Generator | None) -> None:
     """Fill with noise: normal, so that its direction is uniform, or for "linf" uniform in [−1, 1]."""
-    elsewhere = generator is not None and generator.device != tensor.device
-    noise = torch.empty_like(tensor, device=generator.device) if elsewhere else tensor  # type: ignore[union-attr]
+    home = tensor.device if generator is None else generator.device
+    noise = tensor if home == tensor.device else torch.empty_like(tensor, device=home)
     if norm == "l2":
         noise.normal_(generator=generator)
     else:
         noise.uniform_(-1, 1, generator=generator)
-    if elsewhere:
+    if noise is not tensor:
         tensor.copy_(noise)
 
 

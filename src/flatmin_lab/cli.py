@@ -13,8 +13,8 @@ import torch
 import typer
 
 import flatmin
+from flatmin_lab import cli_judge, methods, models, show
 from flatmin_lab import doctor as examination
-from flatmin_lab import judge, methods, models, show
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.data.augment import KINDS
@@ -232,7 +232,7 @@ def doctor(
             raise typer.Exit(1)
 
 
-for command in (judge.evaluate, judge.landscape, judge.report, judge.theory):
+for command in (cli_judge.evaluate, cli_judge.landscape, cli_judge.report, cli_judge.theory):
     app.command()(command)
 
 

@@ -42,7 +42,7 @@ def reported(debug: bool) -> Iterator[None]:
         if isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError | FileExistsError):
             code = 2
         elif isinstance(error, torch.OutOfMemoryError):
-            text = f"the device has no memory left; try a smaller --batch-size ({text})"
+            text = f"the device has no memory left; try smaller batches, fewer pictures, or --device cpu ({text})"
         elif not isinstance(error, RunError | OSError):
             text = f"{type(error).__name__}: {text} (run it again with --debug to see where)"
         show.say(show.terminal(), f"flatmin: {text}", style="red")

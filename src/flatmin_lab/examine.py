@@ -12,18 +12,13 @@ import torch
 from torch import Tensor
 
 from flatmin import attacks, flatness, metrics
-from flatmin.ball import NORMS, Norm
+from flatmin.ball import Norm
+from flatmin_lab import evaluate
 from flatmin_lab.evaluate import bins_of, logits_of
 from flatmin_lab.json_numbers import number
 from flatmin_lab.subject import Subject
 
-MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "error": metrics.error,
-    "nll": metrics.nll,
-    "ece": metrics.ece,
-    "adaptive_ece": metrics.adaptive_ece,
-    "brier": metrics.brier,
-}
+MEASURES = {**evaluate.MEASURES, "adaptive_ece": metrics.adaptive_ece, "brier": metrics.brier}
 LEVEL, SAMPLES = 0.95, 1000
 MEANS = ("error", "nll", "brier")  # means over examples; resampling an ECE, which is never below 0, lies too high
 RADIUS, STEP, STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks
@@ -81,8 +76,6 @@ def robustness(
     """The share of wrong answers to FGSM's and PGD's pictures; the attacker knows the model (white box)."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm}")
     model, split = subject.of_pictures(), subject.test
     count = min(pictures or len(split), len(split))
     bounds = (0.0, 1.0) if split.pictures else (-math.inf, math.inf)

@@ -8,7 +8,6 @@ from functools import cache
 from typing import NamedTuple
 
 METHODS = ("erm", "dropout", "label_smoothing", "flooding", "mixup", "adversarial", "rmp", "amp")
-COST = 1.8  # AMP's time, in times that of ERM
 
 # tables 1 and 3 (attacks) and figure 7 (ECE): data, model, what, and a number for each of METHODS
 _ALL = """

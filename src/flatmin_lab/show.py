@@ -1,4 +1,4 @@
-"""What the command shows of a training: a bar with the time left, a line an epoch, and what came of it.
+"""What the command shows: while it trains a bar and a line an epoch, then what came of it, and what was measured.
 
 Progress goes to the error stream, results to standard output, so that a result can be piped. Where the error stream is
 not a terminal there is no bar, and the lines remain.
@@ -201,7 +201,8 @@ def _attacked(console: Console, found: Mapping[str, Any], kind: str) -> None:
         table.add_row(label, number("error", found[f"{name}_error"]))
     console.print(table)
     units = " of a pixel's range" if kind == "pictures" else ""
-    say(console, f"{found['norm']}, radius {found['radius']:.4g}, step {found['step_size']:.4g}{units}")
+    lengths = (f"{255 * found[name]:.4g}/255" if units else f"{found[name]:.4g}" for name in ("radius", "step_size"))
+    say(console, "{}, radius {}, step {}{}".format(found["norm"], *lengths, units))
 
 
 def _flat(console: Console, found: Mapping[str, Any], kind: str) -> None:

@@ -79,5 +79,5 @@ def _checked(subject: Subject, classes: int) -> tuple[str, ...]:
     if answer.shape[1] > classes:
         notes.append(f"the model has {answer.shape[1]} outputs, and the data {classes} classes")
     if bool((answer >= 0).all()) and torch.allclose(answer.sum(dim=1), torch.ones_like(answer[:, 0]), atol=1e-3):
-        notes.append("its answers look like probabilities; logits are wanted, which softmax is yet to be taken of")
+        notes.append("its answers look like probabilities; give logits, before softmax")
     return tuple(notes)

@@ -10,14 +10,14 @@ towards θ in the weights' own type, so it is in the ball; weights in half preci
 smaller than their spacing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flatmin.ball import BALLS, NORMS, Ball, Norm, combine, norms, project_, radii
-from flatmin.flatness.risk import Loss, parts_of
+from flatmin.flatness.risk import Loss, Part, parts_of
 from flatmin.flatness.weights import Weights, check_radius, own_generator
 from flatmin.uniform import uniform_
 
@@ -72,42 +72,55 @@ def worst_case_loss(
     _check_kind(ball, norm)
     if step_size is not None and not 0 < step_size < float("inf"):
         raise ValueError(f"step_size must be above 0 and finite, got {step_size}")
-    if steps < 1 or restarts < 0:
-        raise ValueError(f"steps must be at least 1 and restarts at least 0, got {steps} and {restarts}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if restarts < 0:
+        raise ValueError(f"restarts must be at least 0, got {restarts}")
     weights, parts, drawn = Weights(model, parameters), parts_of(loss), own_generator(generator)
     length = epsilon if step_size is None else step_size
-    best: Tensor | None = None
-    starts = []
+    climbs = []
     with weights.movable():
         centre = weights.value(parts)
-        where = weights.zeros()
         for start in range(1 + restarts):
             delta = weights.zeros()
             if start:
                 uniform_(delta, epsilon, ball=ball, norm=norm, generator=drawn)
-                project_([delta], [epsilon], ball=ball, norm=norm)
-            highest = torch.full_like(centre, -torch.inf)
-            for step in range(steps + 1):
-                weights.move_within(delta)
-                if step < steps:
-                    found, gradient = weights.value_and_gradient(parts)
-                else:
-                    found = weights.value(parts)
-                if bool(found > highest):
-                    highest = found
-                    if best is None or bool(found > best):
-                        best, where = found, [d.clone() for d in delta]
-                if step < steps:
-                    _climb_(delta, gradient, length, ball, norm)
-                    project_([delta], [epsilon], ball=ball, norm=norm)
-            starts.append(highest)
-    if best is None:  # L is not a number anywhere
-        best = centre
-    return WorstCase(best, centre, torch.stack(starts), where)
+            climbs.append(_climb(weights, parts, delta, epsilon, length, steps, ball, norm))
+    best, where = max(climbs, key=lambda climb: float(climb[0].nan_to_num(-torch.inf)))
+    return WorstCase(best, centre, torch.stack([highest for highest, _ in climbs]), where)
+
+
+def _climb(
+    weights: Weights,
+    parts: Sequence[Part],
+    delta: list[Tensor],
+    epsilon: float,
+    length: float,
+    steps: int,
+    ball: Ball,
+    norm: Norm,
+) -> tuple[Tensor, list[Tensor]]:
+    """The highest loss on the way up from Δ, the start included, and where it was."""
+    highest: Tensor | None = None
+    where: list[Tensor] = []
+    for step in range(steps + 1):
+        project_([delta], [epsilon], ball=ball, norm=norm)
+        weights.move_within(delta)
+        gradient: list[Tensor] = []
+        if step < steps:
+            found, gradient = weights.value_and_gradient(parts)
+        else:  # the last point needs none
+            found = weights.value(parts)
+        if highest is None or bool(found > highest):
+            highest, where = found, [d.clone() for d in delta]
+        if gradient:
+            _step_(delta, gradient, length, ball, norm)
+    assert highest is not None
+    return highest, where
 
 
 @torch.no_grad()
-def _climb_(delta: list[Tensor], gradient: list[Tensor], length: float, ball: Ball, norm: Norm) -> None:
+def _step_(delta: list[Tensor], gradient: list[Tensor], length: float, ball: Ball, norm: Norm) -> None:
     """A step of that length uphill, in each ball; none where the gradient is 0."""
     if norm == "linf":
         for d, g in zip(delta, gradient, strict=True):
@@ -167,7 +180,7 @@ def sharpness(model: nn.Module, loss: Loss, *, epsilon: float, parameters: Itera
     with weights.movable():
         centre, gradient = weights.value_and_gradient(parts)
         delta = weights.zeros()
-        _climb_(delta, gradient, epsilon, "global", "l2")
+        _step_(delta, gradient, epsilon, "global", "l2")
         weights.move(delta)
         return weights.value(parts) - centre
 

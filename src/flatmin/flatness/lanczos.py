@@ -31,14 +31,25 @@ class Eigenvalues(NamedTuple):
     products: int  # with the Hessian, that it took
 
 
-def top_eigenvalue(model: nn.Module, loss: Loss, **knobs: object) -> Tensor:
+def top_eigenvalue(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    max_products: int = 100,
+    tolerance: float = 1e-4,
+    parameters: Iterable[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """The largest eigenvalue of the Hessian; `top_eigenvalues` says how near it is.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> top_eigenvalue(layer, lambda model: (model(torch.tensor([[3.0, 4.0]])) ** 2).sum() / 2)      # xxᵀ
     tensor(25.)
     """
-    return top_eigenvalues(model, loss, k=1, **knobs).values[0]  # type: ignore[arg-type]
+    found = top_eigenvalues(
+        model, loss, max_products=max_products, tolerance=tolerance, parameters=parameters, generator=generator
+    )
+    return found.values[0]
 
 
 def top_eigenvalues(

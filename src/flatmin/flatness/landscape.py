@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.linalg import vector_norm
 
-from flatmin.flatness.risk import Loss, Part, checked, parts_of
+from flatmin.flatness.risk import Loss, Part, parts_of, summed
 from flatmin.flatness.weights import Weights, own_generator
 from flatmin.tensors import wide
 
@@ -218,10 +218,7 @@ def _together(
         def model(*inputs: Any, **named: Any) -> Any:
             return functional_call(weights.model, theta, inputs, named)
 
-        total = checked(parts[0](model))
-        for part in parts[1:]:
-            total = total + checked(part(model))
-        return total
+        return summed(model, parts)
 
     with torch.no_grad():
         return vmap(losses)(stacked)

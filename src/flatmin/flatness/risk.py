@@ -71,9 +71,13 @@ def checked(loss: Any) -> Tensor:
 def value(model: Callable[..., Any], parts: Sequence[Part]) -> Tensor:
     """L at the weights as they are, on their device."""
     with torch.no_grad():
-        total = checked(parts[0](model)).clone()  # it may be a view of a weight, which will move
-        for part in parts[1:]:
-            total = total + checked(part(model))
+        return summed(model, parts).clone()  # it may be a view of a weight, which will move
+
+
+def summed(model: Callable[..., Any], parts: Sequence[Part]) -> Tensor:
+    total = checked(parts[0](model))
+    for part in parts[1:]:
+        total = total + checked(part(model))
     return total
 
 

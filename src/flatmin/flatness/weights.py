@@ -85,11 +85,11 @@ class Weights:
 
     def value(self, parts: Sequence[Part]) -> Tensor:
         """L at the weights as they are."""
-        self._random.put_back_random()
+        self.replay()
         return value(self.model, parts)
 
     def value_and_gradient(self, parts: Sequence[Part]) -> tuple[Tensor, list[Tensor]]:
-        self._random.put_back_random()
+        self.replay()
         return value_and_gradient(self.model, parts, self.tensors)
 
     def replay(self) -> None:

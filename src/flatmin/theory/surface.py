@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flatmin.theory.numbers import Number, radius_of
+from flatmin.theory.numbers import Number, double, radius_of
 
 _TINY = 1e-200  # a part of θ−μ along the narrowest direction below this share of ε moves no digit of the result
 _NEWTON_STEPS = 100  # 15 were the most among 10⁶ random problems, the hard ones included
@@ -45,12 +45,10 @@ class GaussianSurface:
             raise ValueError(f"A must be above 0 and finite, got {self.A}; an inverted Gaussian has a depth")
         if not math.isfinite(self.C):
             raise ValueError(f"C must be finite, got {self.C}")
-        place = torch.as_tensor(self.mu, dtype=torch.float64, device="cpu").clone()
+        place = double(self.mu).clone()
         if place.ndim > 1 or not place.numel() or not place.isfinite().all():
             raise ValueError(f"mu must be a finite number or vector (K,), got {self.mu}")
-        widths, axes = _eigenbasis(
-            torch.as_tensor(self.kappa, dtype=torch.float64, device="cpu"), dimensions=place.numel()
-        )
+        widths, axes = _eigenbasis(double(self.kappa), dimensions=place.numel())
         for name, value in (("_mu", place), ("_widths", widths), ("_axes", axes)):
             object.__setattr__(self, name, value)
 
@@ -117,7 +115,7 @@ class GaussianSurface:
 
     def _offset(self, theta: Number) -> Tensor:
         """θ−μ in the basis of κ's eigenvectors."""
-        place = torch.as_tensor(theta, dtype=torch.float64, device="cpu")
+        place = double(theta)
         if self._mu.ndim == 1 and place.shape[-1:] != self._mu.shape:
             raise ValueError(f"theta must end in mu's dimension, (..., {len(self._mu)}), got {tuple(place.shape)}")
         if not place.isfinite().all():

@@ -31,7 +31,7 @@ def curves(title: str, lines: Values, *, count: Mapping[str, int] | None = None)
     return Drawn(figure, data, f"{title} over the epochs, a line for each method")
 
 
-def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None, unit: str = "%") -> Drawn:
+def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None) -> Drawn:
     """The mean of each method with its deviation; a diamond where the paper has a value (figure 7: ECE)."""
     shown = {method: own for method, own in values.items() if own}
     with look():
@@ -55,7 +55,7 @@ def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None
                 axes.plot(place, paper[method], "D", color=INK, ms=5, mfc="none")
         axes.set_xticks(range(len(shown)), [NAMES[method] for method in shown], rotation=30, ha="right", fontsize=9)
         axes.set_title(with_count(title, {method: len(own) for method, own in shown.items()}))
-        axes.set(ylabel=unit)
+        axes.set(ylabel="%")
         axes.set_ylim(bottom=0)
     data = {"values": {method: list(own) for method, own in shown.items()}, "paper": dict(paper or {})}
     return Drawn(figure, data, f"{title}: a bar for each method")

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import matplotlib as mpl
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -53,7 +52,7 @@ def _draw(axes: Axes, side: Tensor, share: Tensor, data: Spiral) -> None:
     axes.contour(side, side, share, levels=[0.5], colors=INK, linewidths=1.4)
     for label, shape in enumerate("o^"):
         x = data.x[data.y == label]
-        axes.scatter(x[:, 0], x[:, 1], color=ListedColormap(COLOURS)(label), marker=shape, s=15, ec="white", lw=0.4)
+        axes.scatter(x[:, 0], x[:, 1], color=COLOURS[label], marker=shape, s=15, ec="white", lw=0.4)
     astray = data.x[data.wrong]
     axes.scatter(astray[:, 0], astray[:, 1], facecolors="none", edgecolors=INK, s=44, linewidths=0.8)
     axes.set(xticks=[], yticks=[], aspect="equal", xlim=(-REACH, REACH), ylim=(-REACH, REACH))

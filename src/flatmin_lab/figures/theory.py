@@ -3,7 +3,6 @@
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from flatmin_lab.figures.drawn import INK, STYLES, Drawn, line_of, look
 from flatmin_lab.json_numbers import numbers
 
 ERM, AMP = STYLES["erm"][0], STYLES["amp"][0]
+RATIOS = (0.25, 0.5, 1.0, 2.0)  # ε²/2σ₁²
 DASHES = ("-", (0, (6, 2)), (0, (3, 1.5)), (0, (1, 1.5)))
 
 
@@ -47,7 +47,7 @@ def gaussian_surface(*, epsilon: float = 0.6, widths: tuple[float, float] = (0.6
     turn = torch.tensor(math.pi / 6, dtype=torch.float64)
     q = torch.tensor([[turn.cos(), -turn.sin()], [turn.sin(), turn.cos()]], dtype=torch.float64)
     kappa = q @ torch.diag(torch.tensor(widths, dtype=torch.float64) ** 2) @ q.T
-    surface = theory.GaussianSurface(torch.zeros(2, dtype=torch.float64), (kappa + kappa.T) / 2, 1.0, 1.0)
+    surface = theory.GaussianSurface(torch.zeros(2, dtype=torch.float64), kappa, 1.0, 1.0)
     side = torch.linspace(-2.5, 2.5, 121, dtype=torch.float64)
     grid = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1)
     heights = surface.value(grid)
@@ -85,10 +85,10 @@ def gaussian_surface(*, epsilon: float = 0.6, widths: tuple[float, float] = (0.6
     )
 
 
-def operational_region(*, ratio: float = 1.0, ratios: Sequence[float] = (0.25, 0.5, 1.0, 2.0)) -> Drawn:
+def operational_region(*, ratio: float = 1.0) -> Drawn:
     """Figure 4: for which depth β and width r of a second minimum AMP takes it, and ERM does not."""
     beta = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
-    least = {value: theory.operational_boundary(beta, ratio=value) for value in (ratio, *ratios)}
+    least = {value: theory.operational_boundary(beta, ratio=value) for value in (ratio, *RATIOS)}
     top = 8.0
     with look():
         figure = Figure(figsize=(7.2, 3.1), layout="constrained")
@@ -112,7 +112,7 @@ def operational_region(*, ratio: float = 1.0, ratios: Sequence[float] = (0.25, 0
             ylabel="r: its width",
             title=f"AMP takes the second, ε²/2σ₁² = {ratio:g}",
         )
-        for value, dash in zip(ratios, DASHES * len(ratios), strict=False):
+        for value, dash in zip(RATIOS, DASHES, strict=True):
             right.plot(beta, least[value].clamp(max=2 * top), color=AMP, ls=dash, lw=1.8, label=f"{value:g}")
         right.set(xlabel="β", title="its edge for several ε²/2σ₁²")
         right.legend(loc="center left", bbox_to_anchor=(1, 0.5), title="ε²/2σ₁²")

@@ -3,7 +3,6 @@
 Landscapes are shown side by side only where they were computed alike: the same directions, reach and pictures.
 """
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -15,6 +14,7 @@ from matplotlib.colors import to_hex
 
 from flatmin_lab import figures
 from flatmin_lab.figures.drawn import svg
+from flatmin_lab.report.page import link
 
 Seen = tuple[str, str | None, Sequence[Mapping[str, Any]]]  # a name, its method, its landscapes
 ALIKE = ("seed", "reach", "points")
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     lines: list[Markup]
     contours: list[list[Markup]]  # those of a split together
-    surfaces: list[dict[str, Any]]
+    surfaces: list[list[dict[str, Any]]]
     link: str
     file: str
     words: str
@@ -60,20 +60,22 @@ def part(seen: Sequence[Seen]) -> Part | None:
     ]
     middle = len(axis) // 2
     surfaces = [
-        {"title": f"{name}, {split}", "axis": axis, "plane": plane, "group": split}
+        [
+            {"title": f"{name}, {split}", "axis": axis, "plane": plane}
+            for name, plane in own.items()
+            if plane[middle][middle] is not None
+        ]
         for split, own in planes.items()
-        for name, plane in own.items()
-        if plane[middle][middle] is not None
+        if own
     ]
     lost = [name for name, _, found in alike if any(s["line"][middle] is None for s in found["splits"].values())]
     data = {"axis": axis, "lines": lines, "planes": planes, **{key: first[key] for key in ALIKE}}
-    content = base64.b64encode(json.dumps(data, allow_nan=False).encode()).decode()
     seeds = ", ".join(f"{name}, seed {found['training_seed']}" for name, _, found in alike if "training_seed" in found)
     return Part(
         [Markup(svg(line)) for line in drawn],
         [[Markup(svg(contour)) for contour in own] for own in contours],
         surfaces,
-        f"data:application/json;base64,{content}",
+        link(data),
         "landscapes.json",
         _words(first, pictures, seeds, lost),
     )

@@ -1,5 +1,6 @@
 """A page is a template and numbers: one file of HTML that needs no network, in light and dark, on paper and phones."""
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
@@ -42,6 +43,12 @@ def data(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
     """
     text = json.dumps(value, allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def link(value: Mapping[str, Any]) -> str:
+    """JSON in an address: what a reader saves without asking a server."""
+    content = base64.b64encode(json.dumps(value, allow_nan=False).encode()).decode()
+    return f"data:application/json;base64,{content}"
 
 
 def pooled(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

@@ -1,7 +1,5 @@
 """The report: one page about finished runs, made from their files alone, in a second and without a GPU."""
 
-import base64
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
@@ -16,7 +14,7 @@ from flatmin_lab.report import landscape_part, words
 from flatmin_lab.report.collected import Collected, Run
 from flatmin_lab.report.columns import COLUMNS, Column
 from flatmin_lab.report.compared import Group, Row, groups_of
-from flatmin_lab.report.page import pooled, render
+from flatmin_lab.report.page import link, pooled, render
 from flatmin_lab.report.trusted import is_number
 from flatmin_lab.welch import LEVEL
 
@@ -68,8 +66,7 @@ def report_page(found: Collected) -> str:
 
 
 def shown(drawn: Drawn, file: str) -> Shown:
-    content = base64.b64encode(json.dumps(drawn.data, allow_nan=False).encode()).decode()
-    return Shown(Markup(svg(drawn)), f"data:application/json;base64,{content}", f"{file}.json")
+    return Shown(Markup(svg(drawn)), link(drawn.data), f"{file}.json")
 
 
 def _section(group: Group) -> Section:

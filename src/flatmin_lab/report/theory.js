@@ -1,4 +1,4 @@
-// The theorems and their pictures. The first part is flatmin/theory.py in another language, and is tested against it;
+// The theorems and their pictures. The first part is flatmin/theory in another language, and is tested against it;
 // the second draws. One state, one draw(): every slider changes the state and everything is drawn again.
 "use strict";
 window.flatminTheory = (() => {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flatmin.ball import NORMS
+from flatmin_lab.evaluate import BINS
 from flatmin_lab.methods import METHODS
 
 NEEDED: dict[str, type | tuple[type, ...]] = {
@@ -18,7 +19,7 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
     "seconds": (int, float),
 }
 LARGEST = 1e30  # beyond it means and levels overflow
-BINS = ("number", "confidence", "accuracy")
+PARTS = ("number", "confidence", "accuracy")
 
 
 def is_number(value: object) -> bool:
@@ -56,7 +57,8 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
 
 def _is_bins(bins: Any) -> bool:
     return isinstance(bins, dict) and all(
-        isinstance(bins.get(name), list) and len(bins[name]) == 15 and all(map(is_number, bins[name])) for name in BINS
+        isinstance(bins.get(name), list) and len(bins[name]) == BINS and all(map(is_number, bins[name]))
+        for name in PARTS
     )
 
 
@@ -109,7 +111,7 @@ def landscape(found: dict[str, Any], epochs: int) -> dict[str, Any]:
         plane = split["plane"]
         if plane is not None:
             if not isinstance(plane, list) or len(plane) != len(axis):
-                raise ValueError(f"the plane of {name} is not of {len(axis)} rows")
+                raise ValueError(f"the plane of {name} must have {len(axis)} rows")
             for row in plane:
                 _row(row, len(axis))
     return found
@@ -117,12 +119,12 @@ def landscape(found: dict[str, Any], epochs: int) -> dict[str, Any]:
 
 def _row(row: object, points: int) -> None:
     if not isinstance(row, Sequence) or len(row) != points or not all(v is None or is_number(v) for v in row):
-        raise ValueError(f"a row of the landscape is not of {points} numbers")
+        raise ValueError(f"a row of the landscape must have {points} numbers")
 
 
 def _of_the_end(found: Mapping[str, Any], epochs: int) -> None:
     if found.get("epoch") != epochs:
-        raise ValueError(f"it is of epoch {found.get('epoch')!r} of {epochs}")
+        raise ValueError(f"it was measured after epoch {found.get('epoch')!r}, and the training ended after {epochs}")
 
 
 def _object(value: object, name: str) -> None:

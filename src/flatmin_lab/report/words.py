@@ -57,7 +57,9 @@ def _best(group: Group) -> list[Row]:
 
 def _lowest(group: Group, best: list[Row]) -> str:
     names = " and ".join(row.name for row in best)
-    return f"The lowest mean {group.split} error of all has {names}: {_error(best[0]):.2f} %."
+    return (
+        f"{names} {'has' if len(best) == 1 else 'have'} the lowest mean {group.split} error: {_error(best[0]):.2f} %."
+    )
 
 
 def _same(row: Row, erm: Row) -> bool:

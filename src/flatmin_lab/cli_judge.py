@@ -36,7 +36,10 @@ Averaged = Annotated[bool, option("The running average of the weights (train --e
 
 def evaluate(
     checkpoint: Annotated[
-        Path | None, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="A run's folder, one of its checkpoints, or with --model a file of weights.", show_default=False
+        ),
     ] = None,
     attack: Annotated[bool, option("Also the error under FGSM and PGD.", "--attack")] = False,
     flatness: Annotated[
@@ -47,7 +50,8 @@ def evaluate(
     download: Download = False,
     averaged: Averaged = False,
     pictures: Annotated[
-        int | None, option("How many test pictures to attack (else all), and to measure flatness on (else 1000).")
+        int | None,
+        option("How many test pictures to attack (else all), and training pictures for flatness (else 1000)."),
     ] = None,
     radius: Annotated[
         str | None, option("The ball around a picture, in units of a pixel's range; else 4/255.", panel=ATTACK)
@@ -62,7 +66,7 @@ def evaluate(
     as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a trained model: error, calibration, robustness, flatness. What is found is kept in the run's folder."""
+    """Measure a trained model: error, calibration, robustness, flatness. For the report, the run's folder keeps it."""
     with reported(debug), ended_by_signals():
         lengths = {"radius": looked_at.length(radius), "step_size": looked_at.length(step_size)}
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
@@ -91,7 +95,8 @@ def evaluate(
 
 def landscape(
     checkpoints: Annotated[
-        list[Path] | None, typer.Argument(help="Runs' folders, or checkpoints of them.", show_default=False)
+        list[Path] | None,
+        typer.Argument(help="Runs' folders, checkpoints, or with --model files of weights.", show_default=False),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/landscape.html"),
     points: Annotated[int, typer.Option(help="How many points a side of the plane has; odd.")] = landscapes.POINTS,
