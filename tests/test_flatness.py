@@ -128,6 +128,32 @@ def test_buffers_that_a_pass_makes_or_replaces_are_put_back() -> None:
     assert model.shared.stride() == (0,)
 
 
+class Sparse(nn.Module):
+    """A graph's adjacency, as such networks keep it, and a buffer that is changed behind autograd's back."""
+
+    graph: Any
+    behind: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("graph", torch.eye(4).to_sparse())
+        self.register_buffer("behind", torch.tensor([float("nan"), 1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.behind.data += 1
+        found: Tensor = torch.sparse.mm(self.graph, self.layer(x))
+        return found
+
+
+def test_sparse_buffers_do_no_harm_and_changes_through_data_are_seen() -> None:
+    model = Sparse()
+    graph = model.graph
+    flatness.line(model, flatness.empirical_risk(torch.randn(4, 3), torch.tensor([0, 1, 2, 0])))
+    assert model.graph is graph
+    assert model.behind[1].item() == 1
+
+
 def test_a_compiled_model_is_looked_at_as_the_plain_one() -> None:
     case = Case("mlp", dtype=torch.float32)
     compiled: Any = torch.compile(case.model, backend="eager")

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 import flatmin
 from flatmin import flatness
+from flatmin.flatness.risk import parts_of
 from flatness_cases import CASES, Case, Quadratic, flat, itself, symmetric
 
 
@@ -166,3 +167,30 @@ def test_everything_can_be_called_in_inference_mode(case: Case) -> None:
         assert flatness.mean_loss(case.model, case.loss, epsilon=0.1).mean.item() == outside
         flatness.worst_case_loss(case.model, case.loss, epsilon=0.1, steps=2, restarts=1)
         flatness.top_eigenvalue(case.model, case.loss)
+
+
+def test_points_differ_also_where_the_generator_given_is_the_one_the_model_draws_from(case: Case) -> None:
+    torch.manual_seed(0)
+    found = flatness.mean_loss(case.model, case.loss, epsilon=1.0, samples=4, generator=torch.default_generator)
+    assert len(set(found.losses.tolist())) == 4
+    again = flatness.mean_loss(case.model, case.loss, epsilon=1.0, samples=4, generator=torch.default_generator)
+    assert not torch.equal(found.losses, again.losses)  # it has moved on
+
+
+def test_a_part_of_the_loss_may_be_independent_of_the_weights_but_not_all_of_it(case: Case) -> None:
+    def constant(_: Any) -> Tensor:
+        return torch.ones((), dtype=torch.float64)
+
+    parts = [*parts_of(case.loss), constant]
+    for looked in (flatness.gradient_norm, flatness.top_eigenvalue):
+        assert looked(case.model, parts).item() == pytest.approx(looked(case.model, case.loss).item(), rel=1e-9)
+        with pytest.raises(ValueError, match="must depend on"):
+            looked(case.model, [constant, constant])
+
+
+def test_an_autocast_around_the_call_does_not_reach_the_algebra() -> None:
+    case = Case("mlp", dtype=torch.float32)
+    plain = flatness.top_eigenvalue(case.model, case.loss), flatness.trace(case.model, case.loss).value
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = flatness.top_eigenvalue(case.model, case.loss), flatness.trace(case.model, case.loss).value
+    assert torch.equal(torch.stack(plain), torch.stack(inside))

@@ -145,9 +145,10 @@ def test_a_model_or_loss_that_goes_around_the_weights_it_is_given_is_looked_at_p
         (plain, lambda given: cross_entropy(given(x), y) + given.weight.square().sum()),  # type: ignore[attr-defined]
     ]
     for here, loss in cases:
-        alone, together = (flatness.line(here, loss, at_once=at_once).losses for at_once in (1, 8))
-        assert torch.allclose(alone, together)
-        assert alone.std() > 0.01
+        for alphas in (None, torch.linspace(0, 1, 5)):  # the first point may be θ itself, where all agree
+            alone, together = (flatness.line(here, loss, alphas=alphas, at_once=n).losses for n in (1, 8))
+            assert torch.allclose(alone, together)
+            assert alone.std() > 0.01
 
 
 def test_half_precision_weights_move_alike_alone_and_together() -> None:

@@ -93,6 +93,18 @@ def test_only_a_significant_difference_is_marked_and_the_test_is_scipys(runs: Pa
     assert len(marked) == sum(cell.better is not None for cell in cells)
 
 
+def test_trainings_that_all_end_at_chance_are_not_called_the_same(tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        write(tmp_path / method, result(method, 0, 0.9, test_nll=None, test_ece=None))
+    assert "digit for digit" not in text_of(page_of(tmp_path))
+
+
+def test_a_method_that_never_took_effect_is_said_to_be_erm(tmp_path: Path) -> None:
+    for method in ("erm", "amp", "flooding"):
+        write(tmp_path / method, result(method, 0, 0.04 if method == "amp" else 0.05))
+    assert "The numbers of flooding are ERM's, digit for digit" in text_of(page_of(tmp_path))
+
+
 def test_one_training_each_is_too_few_to_mark_anything(tmp_path: Path) -> None:
     for method in ("erm", "amp"):
         write(tmp_path / method, result(method, 0, 0.05 if method == "erm" else 0.01))
@@ -257,7 +269,13 @@ DAMAGES: dict[str, tuple[str, str, str]] = {
         "after epoch 2, and the training ended after 3",
     ),
     "a landscape without an axis": ("landscape.json", '{"splits": {}}', "not used"),
-    "a ragged landscape": ("landscape.json", json.dumps(landscape(axis=[0.0, 1.0, 2.0, 3.0])), "must have 4 numbers"),
+    "a landscape of another size": ("landscape.json", json.dumps(landscape(points=5)), "must have 5 points"),
+    "a result nested too deep": ("result.json", "[" * 100_000, "nested too deep"),
+    "a ragged landscape": (
+        "landscape.json",
+        json.dumps(landscape(axis=[0.0, 1.0, 2.0, 3.0], points=4)),
+        "must have 4 numbers",
+    ),
 }
 
 
@@ -293,10 +311,14 @@ def test_results_may_be_files_of_their_own(tmp_path: Path) -> None:
     for method in ("erm", "amp"):
         (tmp_path / f"{method}.json").write_text(json.dumps(result(method, 0, 0.05)))
     (tmp_path / "notes.json").write_text('{"not": "a result"}')
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
     found = collect([tmp_path])
     assert len(found.runs) == 2
     assert not found.broken
-    assert "PreActResNet18" in report_page(found)
+    page = report_page(found)
+    assert "PreActResNet18" in page
+    assert "flatmin evaluate" not in page  # there is no folder to measure
 
 
 WRONG: list[Any] = [None, "abc", ["q"], {}, -1, 1e308, math.nan]
@@ -416,6 +438,14 @@ def test_the_page_opens_without_an_error_and_its_surfaces_turn_together(whole: s
     assert said["pressed"][0].endswith("false")
     assert said["pressed"][0].split()[0] != said["turned"][0].split()[0]
     assert not said["wide"]
+
+
+def test_no_name_stands_twice_in_the_page(whole: str) -> None:
+    names = re.findall(r'\sid="([^"]+)"', whole)
+    repeated = {name for name in names if names.count(name) > 1}
+    assert repeated <= {name for name in names if re.fullmatch(r"[0-9a-f]{8}-\w+", name)}  # the same drawing twice
+    for target in re.findall(r'(?:href="|url\()#([^")]+)', whole):
+        assert target in names
 
 
 class Outside(HTMLParser):

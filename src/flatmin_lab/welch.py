@@ -36,7 +36,8 @@ def welch(x: Sequence[float], y: Sequence[float]) -> Welch | None:
         return None
     apart = mean(x) - mean(y)
     t = apart / math.sqrt(a + b)
-    freedom = (a + b) ** 2 / (a**2 / (len(x) - 1) + b**2 / (len(y) - 1))
+    share = a / (a + b)  # of the variance: its square cannot vanish
+    freedom = 1 / (share**2 / (len(x) - 1) + (1 - share) ** 2 / (len(y) - 1))
     return Welch(t, freedom, _two_sided(t, freedom))
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatmin.flatness.risk import Part, checked, gradient_of
+from flatmin.ball import norms
+from flatmin.flatness.risk import INDEPENDENT, Part, checked, gradient_of
 from flatmin.flatness.weights import Weights, own_generator
 from flatmin.tensors import wide
 
 Product = Callable[[Tensor], Tensor]
+_ROW = 4096
 
 
 @contextmanager
@@ -24,7 +26,7 @@ def hessian_products(weights: Weights, parts: Sequence[Part]) -> Iterator[Produc
     tensors, sizes = weights.tensors, [p.numel() for p in weights.tensors]
     home, dtype = tensors[0].device, wide(tensors[0])
 
-    def gradient(part: Part) -> list[Tensor]:
+    def gradient(part: Part) -> list[Tensor] | None:
         return gradient_of(checked(part(weights.model)), tensors, create_graph=True)
 
     # the fast kernels of attention have no second derivative, and neither has what torch.compile makes
@@ -34,12 +36,13 @@ def hessian_products(weights: Weights, parts: Sequence[Part]) -> Iterator[Produc
         def product(v: Tensor) -> Tensor:
             pieces = zip(v.split(sizes), tensors, strict=True)
             along = [piece.view(p.shape).to(p.device, p.dtype) for piece, p in pieces]
-            total = torch.zeros_like(v)
+            total, depends = torch.zeros_like(v), False
             weights.replay()
             for part in parts:
                 slopes = gradient(part) if kept is None else kept
-                moving = [(s, a) for s, a in zip(slopes, along, strict=True) if s.requires_grad]
-                if not moving:  # L is linear in θ
+                depends |= slopes is not None
+                moving = [(s, a) for s, a in zip(slopes or [], along, strict=False) if s.requires_grad]
+                if not moving:  # L is linear in θ, or does not depend on it
                     continue
                 found = torch.autograd.grad(
                     [s for s, _ in moving],
@@ -49,9 +52,32 @@ def hessian_products(weights: Weights, parts: Sequence[Part]) -> Iterator[Produc
                     materialize_grads=True,
                 )
                 total += torch.cat([piece.detach().reshape(-1).to(home, dtype) for piece in found])
+            if not depends:
+                raise ValueError(INDEPENDENT)
             return total
 
         yield product
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """The product a·b. On the CPU row by row: in one go, the sum of ten million float32 products loses three digits."""
+    if a.device.type != "cpu":
+        return a @ b
+    even = a.numel() // _ROW * _ROW
+    rows = (a[:even].view(-1, _ROW) * b[:even].view(-1, _ROW)).sum(dim=1)
+    return (rows.double().sum() + a[even:] @ b[even:]).to(a.dtype)
+
+
+def length(v: Tensor) -> Tensor:
+    return norms([v])[0]
+
+
+def orthogonal(w: Tensor, basis: Sequence[Tensor]) -> Tensor:
+    """What of w the basis does not span."""
+    for _ in range(2):  # once leaves what rounding put back
+        for q in basis:
+            w = w - dot(q, w) * q
+    return w
 
 
 class Draw:

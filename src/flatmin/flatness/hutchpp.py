@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatmin.flatness.hessian import Draw, Product, hessian_products
+from flatmin.flatness.hessian import Draw, Product, dot, hessian_products, orthogonal
 from flatmin.flatness.risk import Loss, parts_of
 from flatmin.flatness.weights import Weights
 
@@ -58,11 +58,11 @@ def _estimate(product: Product, draw: Draw, products: int) -> Trace:
         return Trace(diagonal.sum(), torch.zeros_like(diagonal[0]), draw.dimension)
     sketch = torch.stack([product(draw.signs()) for _ in range(third)], dim=1)
     basis, _ = torch.linalg.qr(sketch)
-    exact = torch.stack([q @ product(q) for q in basis.T.contiguous()]).sum()
+    columns = list(basis.T.contiguous())
+    exact = torch.stack([dot(q, product(q)) for q in columns]).sum()
     rest = []
     for _ in range(products - 2 * third):
-        g = draw.signs()
-        g = g - basis @ (basis.T @ g)
-        rest.append(g @ product(g))
+        g = orthogonal(draw.signs(), columns)
+        rest.append(dot(g, product(g)))
     samples = torch.stack(rest)
     return Trace(exact + samples.mean(), samples.std() / len(samples) ** 0.5, products)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatmin.ball import norms
-from flatmin.flatness.hessian import Draw, Product, hessian_products
+from flatmin.flatness.hessian import Draw, Product, dot, hessian_products, length, orthogonal
 from flatmin.flatness.risk import Loss, parts_of
 from flatmin.flatness.weights import Weights
 
@@ -66,7 +65,8 @@ def top_eigenvalues(
 
     At least 10 + k products are taken, and at most `max_products`: a random vector hardly sees a single eigenvalue that
     stands out among many equal ones, and too early an end would miss it. An eigenvalue that occurs twice is found once,
-    unless `max_products` reaches the number of parameters. A vector of that number is kept for each product.
+    unless `max_products` reaches the number of parameters; let it be a few times k. For each product a vector is kept, as
+    long as all parameters.
     """
     weights = Weights(model, parameters)
     dimension = weights.dimension
@@ -74,19 +74,19 @@ def top_eigenvalues(
         raise ValueError(
             f"k must be from 1 to the {dimension} parameters, and max_products at least k, got {k} and {max_products}"
         )
+    draw = Draw(weights, generator)
     with weights.movable(), hessian_products(weights, parts_of(loss)) as product:
-        return _lanczos(product, weights, k, min(max_products, dimension), tolerance, generator)
+        return _lanczos(product, weights, draw, k, min(max_products, dimension), tolerance)
 
 
 def _lanczos(
     product: Product,
     weights: Weights,
+    draw: Draw,
     k: int,
     most: int,
     tolerance: float,
-    generator: torch.Generator | None,
 ) -> Eigenvalues:
-    draw = Draw(weights, generator)
     rounding = 8 * torch.finfo(draw.dtype).eps
     least = min(most, LEAST + k)
     basis = [_away(draw.normal(), [])]
@@ -94,9 +94,9 @@ def _lanczos(
     beside: list[float] = []
     while True:
         w = product(basis[-1])
-        diagonal.append(float(w @ basis[-1]))
-        w = _orthogonal(w, basis)
-        left = float(_length(w))
+        diagonal.append(float(dot(w, basis[-1])))
+        w = orthogonal(w, basis)
+        left = float(length(w))
         values, turned = _of_tridiagonal(diagonal, beside)
         errors = left * turned[-1].abs()
         reach = rounding * float(values.abs().max())  # nearer than this cannot be told
@@ -127,21 +127,10 @@ def _of_tridiagonal(diagonal: Sequence[float], beside: Sequence[float]) -> tuple
     return values.flip(0), vectors.flip(1)
 
 
-def _length(v: Tensor) -> Tensor:
-    return norms([v])[0]  # torch's own norm of 20 million float32 numbers is 0.1 % too small on the CPU
-
-
-def _orthogonal(w: Tensor, basis: Sequence[Tensor]) -> Tensor:
-    for _ in range(2):  # once leaves what rounding put back
-        for q in basis:
-            w = w - (q @ w) * q
-    return w
-
-
 def _away(v: Tensor, basis: Sequence[Tensor]) -> Tensor:
     """A vector of length 1 that is orthogonal to the basis."""
-    v = _orthogonal(v / _length(v), basis)
-    return v / _length(v)
+    v = orthogonal(v / length(v), basis)
+    return v / length(v)
 
 
 def _shaped(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -91,22 +91,27 @@ def value_and_gradient(
         for part in parts:
             loss = checked(part(model))
             found = gradient_of(loss, parameters)
-            total = loss.detach() if total is None else total + loss.detach()
-            if gradient:
+            total = loss.detach().clone() if total is None else total + loss.detach()
+            if gradient and found is not None:
                 torch._foreach_add_(gradient, found)
-            else:
+            elif found is not None:
                 gradient = [piece.clone() for piece in found]  # it may be a view of something that is expanded
-    assert total is not None
+    if not gradient or total is None:
+        raise ValueError(INDEPENDENT)
     return total, gradient
 
 
-def gradient_of(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor]:
-    """∇L; a loss that depends on none of the parameters is a mistake, and would pass for a flat one."""
-    if loss.requires_grad:
-        found = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
-        if any(piece is not None for piece in found):
-            return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-    raise ValueError(
-        "the loss must depend on the weights that are looked at, and it does not; compute it from the model that it is "
-        "given, as in `lambda model: cross_entropy(model(x), y)`, without no_grad"
-    )
+INDEPENDENT = (
+    "the loss must depend on the weights that are looked at, and it does not; compute it from the model that it is "
+    "given, as in `lambda model: cross_entropy(model(x), y)`, without no_grad"
+)
+
+
+def gradient_of(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor] | None:
+    """∇L; None where L depends on no parameter. If no part of it does, that is a mistake: it would pass for flat."""
+    if not loss.requires_grad:
+        return None
+    found = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
+    if all(piece is None for piece in found):
+        return None
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]

@@ -3,7 +3,8 @@
 They are moved in place, so that any model will do, also a compiled one or one that keeps references to its weights.
 Copies of all of them are taken first and copied back: p + d − d ≠ p in floating point.
 
-A model that draws random numbers in eval mode draws the same ones at every point: the loss is one function of θ.
+A model that draws random numbers in eval mode draws the same ones at every point: the loss is one function of θ. An
+autocast around the call does not count, because it would reach the algebra here; put it into the loss.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,7 +59,8 @@ class Weights:
         self._theta.take({p: p for p in self.tensors})
         self._random.take_random({p.device for p in self.tensors})
         try:
-            with with_gradients(self.model), _buffers_kept(self.model), _hooks_off(self.tensors):
+            plain = torch.autocast(self.tensors[0].device.type, enabled=False)
+            with plain, with_gradients(self.model), _buffers_kept(self.model), _hooks_off(self.tensors):
                 yield
         finally:
             self._theta.put_back({p: p for p in self.tensors})
@@ -119,7 +121,8 @@ def _check(p: object) -> None:
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
     """Buffers that a pass changes, replaces or makes are put back; those that it leaves alone are not written to."""
     modules = [(module, dict(module._buffers)) for module in model.modules()]
-    contents = {name: buffer.clone() for name, buffer in model.named_buffers() if not is_lazy(buffer)}
+    known = [buffer for buffer in model.buffers() if not is_lazy(buffer) and not buffer.is_inference()]
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in known]
     try:
         yield
     finally:
@@ -127,9 +130,9 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in contents and not torch.equal(buffer, contents[name]):
-                    buffer.copy_(contents[name])
+            for buffer, version, content in before:
+                if buffer._version != version or (buffer.layout == torch.strided and not torch.equal(buffer, content)):
+                    buffer.copy_(content)
 
 
 @contextmanager
@@ -153,5 +156,11 @@ def check_radius(epsilon: float) -> None:
 
 
 def own_generator(generator: torch.Generator | None) -> torch.Generator:
-    """The one given, or a new one with seed 0: the same numbers every time, and on every device."""
-    return torch.Generator().manual_seed(0) if generator is None else generator
+    """A generator of our own, on the CPU: with seed 0, or with a seed that the one given draws.
+
+    The same numbers on every device; and a model that draws from the generator that was given cannot disturb them.
+    """
+    if generator is None:
+        return torch.Generator().manual_seed(0)
+    seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+    return torch.Generator().manual_seed(int(seed))

@@ -5,6 +5,7 @@ in dash as well as colour, two stand out by width, bars differ in hatching. In a
 page's own text colour, in light and dark.
 """
 
+import hashlib
 import io
 import re
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ NAMES = {
 }
 LOOK: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a name may hold a $
     "svg.hashsalt": "flatmin",  # the same data gives the same file
     "font.family": "sans-serif",
     "font.size": 10.5,
@@ -102,7 +104,16 @@ def svg(drawn: Drawn) -> str:
         text,
         count=1,
     )
-    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return _named_apart(text)
+
+
+def _named_apart(text: str) -> str:
+    """Parts that are referred to are named after this drawing, the others not at all: a page has many drawings."""
+    used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
+    mark = hashlib.sha256(text.encode()).hexdigest()[:8]
+    text = re.sub(r' id="([^"]*)"', lambda m: f' id="{mark}-{m[1]}"' if m[1] in used else "", text)
+    return re.sub(r'(href="|url\()#', rf"\g<1>#{mark}-", text)
 
 
 def short(name: str, most: int = 30) -> str:

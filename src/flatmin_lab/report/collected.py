@@ -81,19 +81,28 @@ def _places(path: Path) -> list[Path]:
 
 
 def _is_result(path: Path) -> bool:
-    with suppress(ValueError):
-        return trusted.NEEDED.keys() <= _read(path).keys()
+    with suppress(ValueError, OSError):
+        return path.is_file() and trusted.NEEDED.keys() <= _read(path).keys()
     return False
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = _json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path.name} is damaged: it is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} is damaged: it must hold an object, got {type(content).__name__}")
     return content
+
+
+def _json(text: str | bytes) -> Any:
+    """Without half characters, which no page can hold."""
+    try:
+        content = json.loads(text)
+        return json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def _file(path: Path) -> Run:
@@ -140,7 +149,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if line.strip():
             try:
-                content = json.loads(line)
+                content = _json(line)
             except ValueError as error:
                 raise ValueError(f"line {number} is not JSON") from error
             if not isinstance(content, dict) or not all(v is None or trusted.is_number(v) for v in content.values()):

@@ -3,6 +3,8 @@
 Numbers that were measured under other conditions do not compare: those of a run that differs from most are set aside.
 """
 
+import hashlib
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,8 +39,10 @@ TRAINED_WITH = (
 UNSAID = {"warmup": 0.0, "label_noise": 0.0}
 
 
-def measuring(run: Run, column: Column, usual: Mapping[str, Condition]) -> str:
-    """What measures it as the others were measured."""
+def measuring(run: Run, column: Column, usual: Mapping[str, Condition]) -> str | None:
+    """What measures it as the others were measured; a result without its run's folder cannot be measured any more."""
+    if not run.path.is_dir():
+        return None
     flags = [column.command]
     for knob, value in usual.get(column.part, {}).items():
         flag, default = FLAGS[column.part][knob]
@@ -84,10 +88,11 @@ def training(setting: Mapping[str, Any], trained: set[str], seeds: Sequence[int]
         flags += ["--model", model]
     for key in TRAINED_WITH:
         flags += _flag(key, setting.get(key), setting.get("schedule"))
+    mark = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:6]  # one folder for each setting
     found = []
     for method in METHODS:
         for seed in seeds if method not in trained else ():
-            out = beside / f"{data}-{model}-{method}-{seed}"
+            out = beside / f"{data}-{model}-{method}-{seed}-{mark}"
             found.append(["flatmin", "train", "--method", method, *flags, "--seed", str(seed), "--out", str(out)])
     return [shlex.join(command) for command in found]
 

@@ -79,7 +79,7 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
     """In the order of their first runs; methods in the paper's order, ERM first and AMP second."""
     settings: dict[str, list[Run]] = {}
     for run in runs:
-        setting = {key: run.result.get(key) for key in SETTING}
+        setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING}}
         settings.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
     return [_group(json.loads(key), own) for key, own in settings.items()]
 
@@ -129,7 +129,7 @@ def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str,
             p = adjusted.get(place)
             better = mean(values[place]) < mean(values[0]) if p is not None and p < LEVEL else None
             lacking = [run for run in row.runs if column.value(run) is None and column.command]
-            missing = [commands.measuring(run, column, usual) for run in lacking]
+            missing = [command for run in lacking if (command := commands.measuring(run, column, usual))]
             otherwise = any(commands.OTHERWISE in run.evaluation.get(column.part, {}) for run in lacking)
             theirs = reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "")
             cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, theirs.get(column.name))

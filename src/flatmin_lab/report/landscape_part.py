@@ -17,7 +17,7 @@ from flatmin_lab.figures.drawn import svg
 from flatmin_lab.report.page import link
 
 Seen = tuple[str, str | None, Sequence[Mapping[str, Any]]]  # a name, its method, its landscapes
-ALIKE = ("seed", "reach", "points")
+ALIKE = ("seed", "reach", "points", "axis")
 
 
 class Part(NamedTuple):

@@ -61,7 +61,7 @@ def report_page(found: Collected) -> str:
         flatmin=flatmin.__version__,
         colours=landscape_part.colours(),
         script=landscape_part.script(),
-        probability=words.probability,
+        compared=words.compared,
     )
 
 
@@ -99,8 +99,9 @@ def _commands(group: Group, rows: Sequence[Row]) -> list[str]:
                 flags |= {a: b for a, b in zip(before, words[1:], strict=True) if a in flags and not b.startswith("--")}
                 wanted.setdefault((shlex.join(words[:3]), flags.get("--pictures", "")), {}).update(flags)
     found = [" ".join([command, *(f"{a} {b}".strip() for a, b in own.items())]) for (command, _), own in wanted.items()]
-    if not any(run.landscape for row in rows for run in row.runs):
-        found.append(shlex.join(["flatmin", "landscape", *(str(row.runs[0].path) for row in rows)]))
+    folders = [str(row.runs[0].path) for row in rows if row.runs[0].path.is_dir()]
+    if folders and not any(run.landscape for row in rows for run in row.runs):
+        found.append(shlex.join(["flatmin", "landscape", *folders]))
     return found
 
 

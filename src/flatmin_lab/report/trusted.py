@@ -99,6 +99,8 @@ def landscape(found: dict[str, Any], epochs: int) -> dict[str, Any]:
     _check(found, "reach", is_number, "a number")
     for name in ("seed", "points"):
         _check(found, name, lambda value: isinstance(value, int), "a whole number")
+    if found["points"] != len(axis):
+        raise ValueError(f"its axis must have {found['points']} points, got {len(axis)}")
     splits = found.get("splits")
     if not isinstance(splits, dict) or not splits:
         raise ValueError("it has no splits")

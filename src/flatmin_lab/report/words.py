@@ -39,8 +39,8 @@ def summary(group: Group) -> list[str]:
         if row is not erm and _same(row, erm)
     ]
     slower = mean(amp.cells["seconds"].values) / max(mean(erm.cells["seconds"].values), 1e-9)
-    hardware = {str(run.result.get("hardware")) for row in (erm, amp) for run in row.runs}
-    if len(hardware) == 1:
+    hardware = {run.result.get("hardware") for row in (erm, amp) for run in row.runs}
+    if len(hardware) == 1 and None not in hardware:
         sentences.append(f"AMP took {slower:.2f} times the time of ERM.")
     return [f"{sentences[0]}{chosen}", *sentences[1:]]
 
@@ -63,10 +63,10 @@ def _lowest(group: Group, best: list[Row]) -> str:
 
 
 def _same(row: Row, erm: Row) -> bool:
-    """With the same seeds, and the same numbers."""
-    return all(row.cells[name].values == erm.cells[name].values for name in ("error", "nll", "ece")) and [
-        run.result["seed"] for run in row.runs
-    ] == [run.result["seed"] for run in erm.runs]
+    """With the same seeds, and the same numbers. Errors tie by chance, so the others must be there."""
+    seeds, own = ([run.result["seed"] for run in each.runs] for each in (erm, row))
+    pairs = [(row.cells[name].values, erm.cells[name].values) for name in ("error", "nll", "ece")]
+    return seeds == own and all(one and one == other for one, other in pairs)
 
 
 def _both(erm: Row, amp: Row, name: str) -> bool:
@@ -88,16 +88,15 @@ def _verdict(erm: Cell, amp: Cell) -> str:
     if amp.p is None:
         return f"no spread among the seeds to judge by ({n})"
     if amp.p >= LEVEL:
-        return f"no significant difference ({n}, p\u00a0=\u00a0{probability(amp.p)})"
-    return f"significantly {'lower' if amp.better else 'higher'} ({n}, p\u00a0{_less(amp.p)})"
+        return f"no significant difference ({n}, p\u00a0{compared(amp.p)})"
+    return f"significantly {'lower' if amp.better else 'higher'} ({n}, p\u00a0{compared(amp.p)})"
 
 
-def _less(p: float) -> str:
-    return f"=\u00a0{probability(p)}" if p >= 0.001 else "<\u00a00.001"
-
-
-def probability(p: float) -> str:
-    return f"{p:.2f}" if p >= 0.1 else f"{p:.3f}"
+def compared(p: float) -> str:
+    """A p-value as it is written after "p": with two digits or three, or below what they show."""
+    if p < 0.001:
+        return "<\u00a00.001"
+    return f"=\u00a0{p:.2f}" if p >= 0.1 else f"=\u00a0{p:.3f}"
 
 
 def _without_both(group: Group) -> str:
