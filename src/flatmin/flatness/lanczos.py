@@ -65,8 +65,8 @@ def top_eigenvalues(
 
     At least 10 + k products are taken, and at most `max_products`: a random vector hardly sees a single eigenvalue that
     stands out among many equal ones, and too early an end would miss it. An eigenvalue that occurs twice is found once,
-    unless `max_products` reaches the number of parameters; let it be a few times k. For each product a vector is kept, as
-    long as all parameters.
+    unless `max_products` reaches the number of parameters; let it be a few times k. For each product a vector is kept,
+    as long as all parameters.
     """
     weights = Weights(model, parameters)
     dimension = weights.dimension
