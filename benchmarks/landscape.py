@@ -63,7 +63,7 @@ def measure(points: int, device: torch.device) -> dict[str, Any]:
         with counter, torch.no_grad():
             model(x)
         for way, (loss, at_once) in ways(model, x, y).items():
-            few = torch.linspace(-0.5, 0.5, max(8, at_once), dtype=torch.float64)
+            few = torch.linspace(-0.5, 0.5, 64, dtype=torch.float64)
 
             look = partial(flatness.line, model, loss, alphas=few, at_once=at_once)
             look()
