@@ -242,6 +242,7 @@ def test_landscapes_that_were_computed_otherwise_are_not_shown_beside_one_anothe
     page = page_of(runs)
     assert "ERM, training" in page
     assert "MixUp, training" not in page
+    assert "Computed otherwise, and not shown: MixUp." in text_of(page)
 
 
 # ---- what is damaged

@@ -39,6 +39,7 @@ def part(seen: Sequence[Seen]) -> Part | None:
     usual = max(kinds, key=kinds.count)
     chosen = [(name, method, next((f for f in own if _kind(f) == usual), None)) for name, method, own in seen]
     alike = [(name, method, found) for name, method, found in chosen if found is not None]
+    others = [name for name, _, own in seen if own and name not in [known for known, _, _ in alike]]
     first = alike[0][2]
     axis, splits = first["axis"], list(first["splits"])
     lines = {split: {name: found["splits"][split]["line"] for name, _, found in alike} for split in splits}
@@ -77,7 +78,7 @@ def part(seen: Sequence[Seen]) -> Part | None:
         surfaces,
         link(data),
         "landscapes.json",
-        _words(first, pictures, seeds, lost),
+        _words(first, pictures, seeds, lost, others),
     )
 
 
@@ -86,13 +87,14 @@ def _kind(found: Mapping[str, Any]) -> str:
     return json.dumps([[found.get(key) for key in ALIKE], list(found["splits"]), counts])
 
 
-def _words(found: Mapping[str, Any], pictures: str, seeds: str, lost: Sequence[str]) -> str:
+def _words(found: Mapping[str, Any], pictures: str, seeds: str, lost: Sequence[str], others: Sequence[str]) -> str:
+    apart = f" Computed otherwise, and not shown: {', '.join(others)}." if others else ""
     nowhere = f" {' and '.join(lost)}: the loss is not finite at the weights themselves." if lost else ""
     of = f" Shown: {seeds}." if seeds else ""
     return (
         f"The loss at θ + x·d₁ + y·d₂ on {pictures} examples, in eval mode, at {found['points']} points a side. The "
         f"directions are random (seed {found['seed']}, the same noise for every model), each filter as long as that "
-        f"filter of the weights; biases and BatchNorm stay. At 1 a filter has moved by its own length.{of}{nowhere}"
+        f"filter of the weights; biases and BatchNorm stay. At 1 a filter has moved by its own length.{of}{nowhere}{apart}"
     )
 
 

@@ -8,11 +8,11 @@ from flatmin_lab.report.page import spread
 from flatmin_lab.welch import LEVEL
 
 SHOWN = {
-    "error": ("{split} error", "{:.2f} %"),
+    "error": ("{split} error", "{:.2f}\u00a0%"),
     "nll": ("{split} NLL", "{:.3f}"),
-    "ece": ("calibration error", "{:.2f} %"),
-    "fgsm_error": ("error under FGSM", "{:.1f} %"),
-    "pgd_error": ("error under PGD", "{:.1f} %"),
+    "ece": ("calibration error", "{:.2f}\u00a0%"),
+    "fgsm_error": ("error under FGSM", "{:.1f}\u00a0%"),
+    "pgd_error": ("error under PGD", "{:.1f}\u00a0%"),
     "worst_case_loss": ("worst training loss nearby", "{:.3f}"),
     "rise": ("rise of the loss to there", "{:.3f}"),
     "eigenvalue": ("largest eigenvalue of the Hessian", "{:.3g}"),
