@@ -97,8 +97,8 @@ def line(
     """The loss along a direction: a random one, or the one given; 41 points from −1 to 1, or those given.
 
     With `at_once` above 1, so many points go through the model together (torch.func.vmap), or fewer where there is no
-    memory or no kernel for so many. It gains little: on an H200 at best half the time of a network of 66,000 weights, and
-    nothing for a PreActResNet18; on a CPU it loses. `progress(n)`: n points are done.
+    memory or no kernel for so many. It gains little: on an H200 at best half the time of a network of 66,000 weights,
+    and nothing for a PreActResNet18; on a CPU it loses. `progress(n)`: n points are done.
     """
     weights = Weights(model, parameters)
     if direction is None:

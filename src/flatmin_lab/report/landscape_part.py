@@ -94,7 +94,8 @@ def _words(found: Mapping[str, Any], pictures: str, seeds: str, lost: Sequence[s
     return (
         f"The loss at θ + x·d₁ + y·d₂ on {pictures} examples, in eval mode, at {found['points']} points a side. The "
         f"directions are random (seed {found['seed']}, the same noise for every model), each filter as long as that "
-        f"filter of the weights; biases and BatchNorm stay. At 1 a filter has moved by its own length.{of}{nowhere}{apart}"
+        f"filter of the weights; biases and BatchNorm stay. At 1 a filter has moved by its own "
+        f"length.{of}{nowhere}{apart}"
     )
 
 
