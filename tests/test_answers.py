@@ -37,7 +37,9 @@ def test_a_label_that_is_no_class_is_named(measure: Callable[..., object], devic
 @every_measure
 def test_a_label_of_few_bits_is_not_taken_for_another(measure: Callable[..., object]) -> None:
     """1000 is 232 in eight bits: compared there, a label of 250 would be no class of 1000."""
-    measure(torch.zeros(3, 1000), torch.tensor([0, 100, 250], dtype=torch.uint8))
+    labels = torch.tensor([0, 100, 250])
+    few, many = (measure(torch.zeros(3, 1000), labels.to(dtype)) for dtype in (torch.uint8, torch.int64))
+    assert str(few) == str(many)  # tensors, bins or intervals
 
 
 @every_measure
