@@ -194,3 +194,15 @@ def test_an_autocast_around_the_call_does_not_reach_the_algebra() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         inside = flatness.top_eigenvalue(case.model, case.loss), flatness.trace(case.model, case.loss).value
     assert torch.equal(torch.stack(plain), torch.stack(inside))
+
+
+def test_a_loss_that_is_not_a_number_somewhere_does_not_hide_the_rest() -> None:
+    model = Quadratic(symmetric([3.0, 1.0]))
+
+    def loss(given: Any) -> Tensor:
+        found = itself(given)
+        return torch.where(found.detach() == 0, torch.nan, found)  # at the centre alone
+
+    found = flatness.worst_case_loss(model, loss, epsilon=0.5)
+    assert found.centre.isnan()
+    assert found.loss.item() == pytest.approx(3 * 0.25 / 2, rel=1e-2)

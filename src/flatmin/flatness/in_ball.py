@@ -111,7 +111,7 @@ def _climb(
             found, gradient = weights.value_and_gradient(parts)
         else:  # the last point needs none
             found = weights.value(parts)
-        if highest is None or bool(found > highest):
+        if highest is None or bool(found > highest) or bool(highest.isnan()):
             highest, where = found, [d.clone() for d in delta]
         if gradient:
             _step_(delta, gradient, length, ball, norm)

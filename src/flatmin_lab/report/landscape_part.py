@@ -31,14 +31,19 @@ class Part(NamedTuple):
     words: str
 
 
-def part(seen: Sequence[Seen]) -> Part | None:
-    """Of each model its first landscape that is like most of them; None where there is none."""
+def _alike(seen: Sequence[Seen]) -> list[tuple[str, str | None, Mapping[str, Any]]]:
+    """Of each model its first landscape that was computed as most of them were."""
     kinds = [_kind(found) for _, _, own in seen for found in own]
-    if not kinds:
-        return None
-    usual = max(kinds, key=kinds.count)
+    usual = max(kinds, key=kinds.count) if kinds else ""
     chosen = [(name, method, next((f for f in own if _kind(f) == usual), None)) for name, method, own in seen]
-    alike = [(name, method, found) for name, method, found in chosen if found is not None]
+    return [(name, method, found) for name, method, found in chosen if found is not None]
+
+
+def part(seen: Sequence[Seen]) -> Part | None:
+    """What there is to show; None where there is no landscape."""
+    alike = _alike(seen)
+    if not alike:
+        return None
     others = [name for name, _, own in seen if own and name not in [known for known, _, _ in alike]]
     first = alike[0][2]
     axis, splits = first["axis"], list(first["splits"])
