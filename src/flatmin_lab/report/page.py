@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from statistics import mean, stdev
 from typing import Any
 
@@ -12,11 +13,16 @@ from markupsafe import Markup
 
 def render(template: str, **values: Any) -> str:
     """Everything that is put in is escaped, but for `Markup`: names in run folders are anybody's."""
-    environment = Environment(
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> Environment:
+    found = Environment(
         loader=PackageLoader("flatmin_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters.update(spread=spread, percent=percent, data=data)
-    return environment.get_template(template).render(**values)
+    found.filters.update(spread=spread, percent=percent, data=data)
+    return found
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
