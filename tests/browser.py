@@ -44,21 +44,6 @@ def visit(path: Path, script: str = "", *, width: int = 1200, height: int = 900)
         return Visit(done.stdout, CONSOLE.findall(done.stderr))
 
 
-def screenshot(path: Path, out: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-    """A picture of a page. A window has at least 500 pixels, so a narrower page is shown in a frame of its width."""
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        text = path.read_text(encoding="utf-8")
-        page.write_text(text.replace("(prefers-color-scheme: dark)", "all") if dark else text, encoding="utf-8")
-        if width < 500:
-            frame = (
-                f'<body style="margin:0"><iframe src="page.html" width="{width}" height="{height}" style="border:0">'
-            )
-            page = Path(folder) / "frame.html"
-            page.write_text(frame, encoding="utf-8")
-        _chromium(page, folder, f"--screenshot={out}", "--hide-scrollbars", width=width, height=height)
-
-
 def _chromium(page: Path, folder: str, *flags: str, width: int, height: int) -> subprocess.CompletedProcess[str]:
     command = [found(), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000"]
     command += [f"--user-data-dir={folder}/profile", f"--window-size={width},{height}", *flags, page.as_uri()]

@@ -4,7 +4,6 @@ Evaluation is at θ, never at θ + Δ, and does not depend on the precision that
 diverged is measured too: a row of logits that has no probabilities is a wrong answer.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,6 +15,7 @@ from flatmin.modes import evaluating
 from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.json_numbers import number
 
 MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "error": metrics.error,
@@ -47,21 +47,20 @@ def logits_of(
 def measured(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
     """Error, NLL and ECE as numbers; None where one is not finite, which JSON cannot say.
 
-    >>> measured(torch.tensor([[1.0, 0.0], [math.nan, 0.0]]), torch.tensor([0, 1]))
+    >>> measured(torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))
     {'error': 0.5, 'nll': None, 'ece': None}
     """
     answered = is_answer(logits)
     if not bool(answered.all()):
         right = (logits.argmax(dim=1) == labels) & answered
         return {**dict.fromkeys(MEASURES), "error": 1 - right.float().mean().item()}
-    found = {name: measure(logits, labels).item() for name, measure in MEASURES.items()}
-    return {name: value if math.isfinite(value) else None for name, value in found.items()}
+    return {name: number(measure(logits, labels)) for name, measure in MEASURES.items()}
 
 
 def bins_of(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
     """The reliability bins as lists, over the rows that have probabilities.
 
-    >>> bins_of(torch.tensor([[9.0, 0.0], [math.nan, 0.0]]), torch.tensor([0, 1]))["number"][-1]
+    >>> bins_of(torch.tensor([[9.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))["number"][-1]
     1
     """
     answered = is_answer(logits)

@@ -13,6 +13,11 @@ from flatmin_lab.recipes import Recipe
 MEASURED = ("_loss", "_error", "_nll", "_ece", "memorised")
 
 
+def split_of(numbers: Mapping[str, Any]) -> str:
+    """What a result, or the line of an epoch, was measured on: test, or validation for a tuning run."""
+    return "validation" if "validation_error" in numbers else "test"
+
+
 def result_of(
     recipe: Recipe, seed: int, data_sha256: str, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rich.text import Text
 from flatmin_lab.recipes import Recipe
 from flatmin_lab.records import Epoch, Finished, Note, Record, Started, Stopped
 from flatmin_lab.records import Progress as Done
+from flatmin_lab.results import split_of
 
 LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
@@ -143,7 +144,7 @@ def epoch_line(numbers: Mapping[str, Any], epochs: int) -> str:
         key = f"train_{name}" if f"train_{name}" in numbers else name
         if key in numbers:
             parts.append(f"{label} {number(name, numbers[key])}")
-    which = "validation" if "validation_error" in numbers else "test"
+    which = split_of(numbers)
     parts.append(f"{which} error {number('error', numbers[f'{which}_error'])}")
     parts.append(f"NLL {number('nll', numbers[f'{which}_nll'])}")
     return "  ".join([*parts, f"{numbers['seconds']:.0f} s"])
@@ -227,8 +228,8 @@ def _figure(value: float | None) -> str:
 def outcome(result: Mapping[str, Any], folder: Path) -> None:
     """The last epoch's numbers, then the rule of the published code, named for what it is."""
     console = Console(highlight=False, soft_wrap=True)
-    which = "validation" if "validation_error" in result else "test"
-    table = Table("", f"{which}, last epoch", box=None, pad_edge=False)
+    which = split_of(result)
+    table = _table("", f"{which}, last epoch")
     for name, label in MEASURES.items():
         table.add_row(label, number(name, result[f"{which}_{name}"]))
         if f"average_{which}_{name}" in result:

@@ -14,6 +14,7 @@ from typing import Any
 
 from flatmin_lab import judgements, run_config
 from flatmin_lab.report import trusted
+from flatmin_lab.results import split_of
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class Run:
 
     @property
     def split(self) -> str:
-        """What it was measured on: test, or validation for a tuning run."""
-        return "validation" if "validation_error" in self.result else "test"
+        return split_of(self.result)
 
 
 @dataclass(frozen=True)

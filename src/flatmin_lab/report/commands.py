@@ -16,7 +16,6 @@ from flatmin_lab.data.catalogue import DATA_SETS
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes import SMALL
 from flatmin_lab.report.collected import Run
-from flatmin_lab.report.columns import Column
 from flatmin_lab.report.trusted import is_number
 
 Condition = dict[str, Any]
@@ -39,16 +38,26 @@ TRAINED_WITH = (
 UNSAID = {"warmup": 0.0, "label_noise": 0.0}
 
 
-def measuring(run: Run, column: Column, usual: Mapping[str, Condition]) -> str | None:
-    """What measures it as the others were measured; a result without its run's folder cannot be measured any more."""
+def measuring(run: Run, parts: Sequence[str], usual: Mapping[str, Condition]) -> str | None:
+    """What measures these parts as the others were measured; without its run's folder a result cannot be measured."""
     if not run.path.is_dir():
         return None
-    flags = [column.command]
-    for knob, value in usual.get(column.part, {}).items():
-        flag, default = FLAGS[column.part][knob]
-        if value != (_unasked(run, column.part) if knob == "pictures" else default):
-            flags += [flag, str(value)]  # to the last digit: else it would be measured otherwise again
-    return shlex.join(["flatmin", "evaluate", str(run.path), *flags])
+    flags: dict[str, list[str]] = {}
+    for part in parts:
+        flags[f"--{part}"] = []
+        for knob, value in usual.get(part, {}).items():
+            flag, default = FLAGS[part][knob]
+            if value != (_unasked(run, part) if knob == "pictures" else default):
+                flags[flag] = [str(value)]  # to the last digit: else it would be measured otherwise again
+    words = [word for flag, value in flags.items() for word in (flag, *value)]
+    return shlex.join(["flatmin", "evaluate", str(run.path), *words])
+
+
+def measuring_all(run: Run, parts: Sequence[str], usual: Mapping[str, Condition]) -> list[str]:
+    """One command for all parts, or one each where they were measured on other numbers of pictures."""
+    apart = len({usual[part]["pictures"] for part in parts if part in usual}) > 1
+    found = [measuring(run, [part], usual) for part in parts] if apart else [measuring(run, parts, usual)]
+    return [command for command in found if command]
 
 
 def _unasked(run: Run, part: str) -> int | None:

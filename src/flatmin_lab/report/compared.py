@@ -59,6 +59,7 @@ class Group:
     setting: Mapping[str, Any]
     rows: list[Row]
     seeds_twice: list[Run]
+    unmeasured: list[str]  # commands for what its runs lack
     untrained: list[str]  # commands for the paper's methods that are not there
 
     @property
@@ -100,7 +101,13 @@ def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
         rows.append(Row(method, _name(method, json.loads(settings), others), [own[seed] for seed in sorted(own)]))
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
     untrained = commands.training(setting, {row.method for row in rows}, seeds, runs[0].path.parent)
-    return Group(setting, _with_cells(rows, setting, usual), twice, untrained)
+    unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
+    return Group(setting, _with_cells(rows, setting, usual), twice, unmeasured, untrained)
+
+
+def _lacking(run: Run, usual: Mapping[str, commands.Condition]) -> list[str]:
+    parts = dict.fromkeys(column.part for column in COLUMNS if column.command and column.value(run) is None)
+    return commands.measuring_all(run, list(parts), usual) if parts else []
 
 
 def _name(method: str, settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
@@ -129,7 +136,7 @@ def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str,
             p = adjusted.get(place)
             better = mean(values[place]) < mean(values[0]) if p is not None and p < LEVEL else None
             lacking = [run for run in row.runs if column.value(run) is None and column.command]
-            missing = [command for run in lacking if (command := commands.measuring(run, column, usual))]
+            missing = [command for run in lacking if (command := commands.measuring(run, [column.part], usual))]
             otherwise = any(commands.OTHERWISE in run.evaluation.get(column.part, {}) for run in lacking)
             theirs = reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "")
             cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, theirs.get(column.name))

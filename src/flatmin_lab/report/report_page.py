@@ -89,20 +89,11 @@ def _section(group: Group) -> Section:
 
 
 def _commands(group: Group, rows: Sequence[Row]) -> list[str]:
-    """One for each run that lacks something, with all that it lacks on so many pictures; then the landscapes."""
-    wanted: dict[tuple[str, str], dict[str, str]] = {}
-    for row in group.rows:
-        for cell in row.cells.values():
-            for command in cell.missing:
-                *before, _ = words = shlex.split(command)
-                flags = {word: "" for word in words[3:] if word.startswith("--")}
-                flags |= {a: b for a, b in zip(before, words[1:], strict=True) if a in flags and not b.startswith("--")}
-                wanted.setdefault((shlex.join(words[:3]), flags.get("--pictures", "")), {}).update(flags)
-    found = [" ".join([command, *(f"{a} {b}".strip() for a, b in own.items())]) for (command, _), own in wanted.items()]
+    """What measures all that the runs lack; then the landscapes, where there are none."""
     folders = [str(row.runs[0].path) for row in rows if row.runs[0].path.is_dir()]
-    if folders and not any(run.landscape for row in rows for run in row.runs):
-        found.append(shlex.join(["flatmin", "landscape", *folders]))
-    return found
+    if not folders or any(run.landscape for row in rows for run in row.runs):
+        return group.unmeasured
+    return [*group.unmeasured, shlex.join(["flatmin", "landscape", *folders])]
 
 
 def _slug(text: str) -> str:

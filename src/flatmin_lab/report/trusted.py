@@ -9,6 +9,7 @@ from typing import Any
 from flatmin.ball import NORMS
 from flatmin_lab.evaluate import BINS
 from flatmin_lab.methods import METHODS
+from flatmin_lab.results import split_of
 
 NEEDED: dict[str, type | tuple[type, ...]] = {
     "data": str,
@@ -41,7 +42,7 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"it is not a result: {name} is {found.get(name)!r}")
     if found["method"] not in METHODS:
         raise ValueError(f"it has the unknown method {found['method']!r}; it may be of another flatmin")
-    split = "validation" if "validation_error" in found else "test"
+    split = split_of(found)
     _check(found, f"{split}_error", is_share, "a share from 0 to 1")
     for name in (f"{split}_nll", f"{split}_ece", "label_noise", "train_loss"):
         _check(found, name, lambda value: value is None or is_number(value), "a number")
