@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
+from flatmin import lists
 from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, shrink
 from flatmin.shell import Group, whole_number
-from flatmin.tensors import Copies, is_dense, keep_, plain, wide
+from flatmin.tensors import Copies, copy_, is_dense, keep_, plain, wide
 from flatmin.uniform import noise_, scales
 from flatmin.wrapper import Wrapper
 
@@ -107,11 +108,20 @@ class AMP(Wrapper):
         finite = combine(torch.cat(lengths), norm=self.norm).isfinite()
         self._sound = finite if self._sound is None else finite & self._sound
         factors = self._bring_inside(lengths, [step.epsilon for step in steps])
-        self._theta.take({p: p for step in steps for p in step.params if p not in self._theta})
+        self._keep_theta(p for step in steps for p in step.params)
         is_last = n + 1 == self.inner_iter
+        at_once = n == 0 and is_last and self.norm == "l2"  # Δ = rate · factor · ∇J, which nobody asks for later
         for step, factor in zip(steps, factors, strict=True):
-            if n == 0 and is_last and self.norm == "l2" and self.ball != "tensor" and step.suits_one_kernel():
-                step.climb(step.rate * factor[0], unless=~finite)
+            in_one = self.ball != "tensor" and step.suits_one_kernel()
+            if at_once and self._aside is not None and lists.suit(step.params):
+                moved = [self._moved(p) for p in step.params]
+                lists.move(
+                    step.params, step.directions, moved, step.rate * factor, finite, rounded_once=self.ball != "tensor"
+                )
+            elif at_once and in_one and all(self._moved(p).dtype == p.dtype for p in step.params):
+                moved = [self._moved(p) for p in step.params]
+                copy_((there, p) for there, p in zip(moved, step.params, strict=True) if there is not p)
+                step.climb(moved, step.rate * factor[0], unless=~finite)
             else:
                 keep_(step.directions, finite)
                 self._place(step, factor, is_last=is_last)
@@ -120,15 +130,16 @@ class AMP(Wrapper):
         """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
         rate = group["inner_lr"] * unscale
         if n == 0:
-            params = [p for p in group["params"] if p.grad is not None]
-            return _Ascent(params, [_gradient(p) for p in params], rate, group["epsilon"])
-        params = [p for p in group["params"] if p.grad is not None or p in self._delta]
+            gradients = {p: self._gradient_of(p) for p in group["params"]}
+            params = [p for p, gradient in gradients.items() if gradient is not None]
+            return _Ascent(params, [_laid_out(gradients[p], p) for p in params], rate, group["epsilon"])
+        params = [p for p in group["params"] if self._gradient_of(p) is not None or p in self._delta]
         for p in params:
             if p not in self._delta:
                 plain(self._delta.room(p, p, dtype=wide(p))).zero_()
-            if p.grad is not None:
+            if (gradient := self._gradient_of(p)) is not None:
                 delta = plain(self._delta[p])
-                delta.add_(plain(_gradient(p)).to(delta.dtype) * _on(delta.device, rate))
+                delta.add_(plain(_laid_out(gradient, p)).to(delta.dtype) * _on(delta.device, rate))
         return _Ascent(params, [self._delta[p] for p in params], 1.0, group["epsilon"])
 
     def _bring_inside(self, lengths: Sequence[Tensor], epsilons: Sequence[float | Tensor]) -> list[Tensor]:
@@ -155,7 +166,7 @@ class AMP(Wrapper):
             delta = torch.mul(along.to(wide(along)), multiplier.to(along.device), out=room)
             if self.norm == "linf":
                 clamp_(delta, step.epsilon)
-            torch.add(plain(self._theta[p]), delta, out=plain(p))
+            torch.add(plain(self._theta_of(p)), delta, out=plain(self._moved(p)))
 
 
 @dataclass(frozen=True)
@@ -181,17 +192,17 @@ class _Ascent:
             for p, direction in pairs
         )
 
-    def climb(self, rate: Tensor, *, unless: Tensor) -> None:
-        """θ + Δ = θ + rate · directions: a step of SGD uphill, which leaves the weights at θ where `unless` holds.
+    def climb(self, theta: Sequence[Tensor], rate: Tensor, *, unless: Tensor) -> None:
+        """θ + Δ = θ + rate · directions: a step of SGD uphill, which leaves θ as it is where `unless` holds.
 
         One pass over memory and a launch for all tensors; Δ is never written down.
         """
-        weights = [plain(p) for p in self.params]
+        weights = [plain(p) for p in theta]
         home = weights[0].device
         sgd(
             weights,
             [plain(direction) for direction in self.directions],
-            [None] * len(self.params),
+            [None] * len(weights),
             fused=True,
             foreach=False,
             found_inf=unless.to(home, torch.float32),
@@ -249,25 +260,24 @@ class RMP(Wrapper):
         if not groups:
             return
         params = [[p for p in group["params"] if p.requires_grad] for group in groups]
-        self._theta.take({p: p for here in params for p in here})
+        self._keep_theta(p for here in params for p in here)
         for here in params:
             for p in here:
-                noise_(plain(p), norm=self.norm, generator=self.generator)
-        lengths = [norms(here, norm=self.norm).to(self._home) for here in params]
+                noise_(plain(self._moved(p)), norm=self.norm, generator=self.generator)
+        lengths = [norms([self._moved(p) for p in here], norm=self.norm).to(self._home) for here in params]
         epsilons = [group["epsilon"] for group in groups]
         factors = scales(lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator)
         for here, scale in zip(params, factors, strict=True):
             for p, factor in zip(here, scale.unbind(), strict=True):
-                noise = plain(p)
-                torch.add(plain(self._theta[p]), noise.to(wide(noise)) * factor.to(p.device), out=noise)
+                noise = plain(self._moved(p))
+                torch.add(plain(self._theta_of(p)), noise.to(wide(noise)) * factor.to(p.device), out=noise)
         inside = torch.cat([length * scale for length, scale in zip(lengths, factors, strict=True)])
         self._measured["delta_norm"] = combine(inside, norm=self.norm)
         self._measured["on_ball"] = torch.zeros((), device=self._home)
 
 
-def _gradient(param: Tensor) -> Tensor:
+def _laid_out(gradient: Tensor | None, param: Tensor) -> Tensor:
     """The gradient, laid out over ranks as its parameter is."""
-    gradient = param.grad
     assert gradient is not None
     if gradient.is_sparse:
         raise ValueError(

@@ -9,9 +9,9 @@ wrong in a pass, the weights end as they were.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +45,18 @@ class Last:
     skipped: Tensor | None = None
 
 
+@dataclass
+class Aside:
+    """A step whose weights never move: θ + Δ is written here instead, and gradients come from here.
+
+    So a captured step works. Its passes run with these weights, of the precision that they compute in, and θ needs
+    neither a copy nor a way back.
+    """
+
+    weights: Mapping[Tensor, Tensor]
+    gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
+
+
 class Wrapper(Shell, ABC):
     """An optimizer whose base takes its step with the gradient of perturbed passes."""
 
@@ -68,6 +80,7 @@ class Wrapper(Shell, ABC):
         self._at_start = None if self.model is None else Snapshot(self.model)
         self._at_clean = None if self.model is None else Snapshot(self.model)
         self._in_a_pass = False
+        self._aside: Aside | None = None
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -129,7 +142,7 @@ class Wrapper(Shell, ABC):
         with self._pass(undo=self._at_start):
             first, latest = self._run(closure, scaler)
             self._return_to_theta()
-        self._step_base(scaler, loss=_loss_in(first), loss_perturbed=_loss_in(latest))
+        self._step_base(scaler, loss=_detached_loss(first), loss_perturbed=_detached_loss(latest))
         return first
 
     def _run(self, closure: Callable[[], Any], scaler: GradScaler | None) -> tuple[Any, Any]:
@@ -262,16 +275,36 @@ class Wrapper(Shell, ABC):
     def _step_base(self, scaler: GradScaler | None, **losses: Tensor | None) -> None:
         """The base's step at θ with the gradient of the last pass, unless some gradient of the step was not finite."""
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        length = combine(norms([p.grad for p in params], norm=self.norm), norm=self.norm).to(self._home)
-        skip = ~(length.isfinite() if self._sound is None else length.isfinite() & self._sound)
+        skip = self._must_skip([p.grad for p in params], scaler)
         measured = self._measured
-        if "grad_norm" not in measured:  # RMP, or nothing to perturb had a gradient in the clean pass
-            measured["grad_norm"] = length * inverse_scale(scaler, self._owners, self._home)
         try:
             step_unless(skip, self._owners, params, self._theta, scaler)
         finally:
             self._forget_step()
         self.last = Last(skipped=skip, **measured, **losses)
+
+    def _must_skip(self, gradients: Sequence[Tensor], scaler: GradScaler | None) -> Tensor:
+        """Was some gradient of the step not finite, these of the last pass among them?"""
+        length = combine(norms(gradients, norm=self.norm), norm=self.norm).to(self._home)
+        if "grad_norm" not in self._measured:  # RMP, or nothing to perturb had a gradient in the clean pass
+            self._measured["grad_norm"] = length * inverse_scale(scaler, self._owners, self._home)
+        return ~(length.isfinite() if self._sound is None else length.isfinite() & self._sound)
+
+    # ---- where θ, θ + Δ and the gradients lie: in the parameters, or aside
+
+    def _gradient_of(self, param: Tensor) -> Tensor | None:
+        return param.grad if self._aside is None else self._aside.gradients.get(param)
+
+    def _keep_theta(self, params: Iterable[Tensor]) -> None:
+        if self._aside is None:
+            self._theta.take({p: p for p in params if p not in self._theta})
+
+    def _theta_of(self, param: Tensor) -> Tensor:
+        return self._theta[param] if self._aside is None else param
+
+    def _moved(self, param: Tensor) -> Tensor:
+        """Where θ + Δ is written."""
+        return param if self._aside is None else self._aside.weights[param]
 
     def _step_plainly(self, closure: Callable[[], Any] | None, scaler: GradScaler | None) -> Any:
         """No pass, or no radius: the base optimizer itself."""
@@ -284,7 +317,7 @@ class Wrapper(Shell, ABC):
                 result = None if closure is None else closure()
             sound = torch.zeros((), dtype=torch.bool, device=self._home)
             skipped = step_scaled(sound, self._owners, [], scaler)
-        self.last = Last(loss=_loss_in(result), skipped=skipped)
+        self.last = Last(loss=_detached_loss(result), skipped=skipped)
         return result
 
     @property
@@ -329,10 +362,15 @@ class Wrapper(Shell, ABC):
         return scaler if scaler is not None and scaler.is_enabled() else None
 
 
-def _loss_in(result: object) -> Tensor | None:
+def loss_in(result: object) -> Tensor | None:
     """The loss in what a closure returned: the tensor itself, a dict's "loss", the first tensor of a tuple or list."""
     if isinstance(result, Mapping):
         result = result.get("loss")
     elif isinstance(result, tuple | list):
         result = next((item for item in result if isinstance(item, Tensor)), None)
-    return result.detach() if isinstance(result, Tensor) else None
+    return result if isinstance(result, Tensor) else None
+
+
+def _detached_loss(result: object) -> Tensor | None:
+    loss = loss_in(result)
+    return None if loss is None else loss.detach()

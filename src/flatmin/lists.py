@@ -1,0 +1,180 @@
+"""Arithmetic on lists of weights in one launch and one pass over memory, on a GPU.
+
+    move     θ + factor · gradient, written aside           reads θ and gradient, writes θ + Δ
+    sgd      a step of torch.optim.SGD                      reads θ, gradient and momentum, writes θ and momentum
+
+Gradients and θ + Δ may be in half precision, θ and the momentum are float32. In the sizes of a float32 parameter, AMP
+in bfloat16 so moves 1.5 (θ to the copy that the clean pass computes with) + 0.5 (the gradient's norm) + 2 (`move`)
++ 0.5 (is the last gradient finite?) + 4.5 (`sgd`) = 9. There is no copy of θ to keep, and none to put back.
+
+The kernels take tables of addresses. What is captured in a CUDA graph gets its memory in the capture, so a table is
+filled when the capture is over: `bound` does that.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from flatmin.tensors import is_dense
+
+ALIGNED = 16  # bytes
+
+_unfilled: list[tuple[Tensor, Tensor]] = []  # tables made in the capture that is under way, and what belongs in them
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def suit(params: Sequence[Tensor]) -> bool:
+    """Can the kernels take these weights? Dense float32 on a GPU, where Triton is installed."""
+    return _has_triton() and all(
+        p.is_cuda and p.dtype == torch.float32 and is_dense(p) and p.data_ptr() % ALIGNED == 0 for p in params
+    )
+
+
+def move(
+    theta: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    moved: Sequence[Tensor],
+    factors: Tensor,
+    finite: Tensor,
+    *,
+    rounded_once: bool,
+) -> None:
+    """Moved ← θ + factor · gradient for each tensor with its factor; θ where `finite` does not hold.
+
+    `rounded_once`: as torch's fused SGD would step; else the product is rounded, then the sum.
+    """
+    from flatmin import kernels
+
+    beside = [_like(gradient, p) for gradient, p in zip(gradients, theta, strict=True)]
+    factors = factors.float().contiguous()
+    for kind in _kinds(beside, moved):
+        lists = [[tensors[i] for i in kind] for tensors in (theta, beside, moved)]
+        types = _triton_type(lists[1][0]), _triton_type(lists[2][0])
+        table, chunks = _table(lists, kind, kernels.BLOCK)
+        kernels.move[(chunks,)](table, len(kind), chunks, factors, finite, *types, rounded_once, kernels.BLOCK)
+
+
+def takes_sgd(base: Optimizer) -> bool:
+    """Is its step the one that `sgd` takes? Torch's own SGD, without hooks, which a kernel would not call."""
+    hooks = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
+    groups = base.param_groups
+    return (
+        type(base) is SGD
+        and not hooks
+        and not any(group["differentiable"] for group in groups)
+        and suit([p for group in groups for p in group["params"]])
+    )
+
+
+def sgd(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Tensor, skip: Tensor) -> None:
+    """A step of the base with these gradients, unless `skip`; `rates` has a row for each group (see `rates_of`)."""
+    for group, rate in zip(base.param_groups, rates, strict=True):
+        params = [p for p in group["params"] if p in gradients]
+        beside = [_like(gradients[p], p) for p in params]
+        buffers = [_buffer(base, p) if group["momentum"] else p for p in params]
+        for kind in _kinds(beside):
+            _sgd(group, [[tensors[i] for i in kind] for tensors in (params, beside, buffers)], rate, skip)
+
+
+def rehearse_sgd(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Tensor, skip: Tensor) -> None:
+    """Compile what `sgd` will launch, without a step: on tensors of one number."""
+    for group, rate in zip(base.param_groups, rates, strict=True):
+        for dtype in {gradients[p].dtype for p in group["params"] if p in gradients}:
+            theta, buffer = torch.zeros(2, 1, device=rates.device).clone().unbind()
+            _sgd(group, [[theta.clone()], [theta.to(dtype, copy=True)], [buffer.clone()]], rate, skip)
+
+
+def rates_of(base: Optimizer) -> list[list[float]]:
+    """(lr, weight decay, momentum, dampening) of each group."""
+    keys = ("lr", "weight_decay", "momentum", "dampening")
+    return [[float(group[key]) for key in keys] for group in base.param_groups]
+
+
+def _sgd(group: dict[str, Any], lists: Sequence[Sequence[Tensor]], rates: Tensor, skip: Tensor) -> None:
+    from flatmin import kernels
+
+    table, chunks = _table(lists, range(len(lists[0])), kernels.BLOCK)
+    kernels.sgd[(chunks,)](
+        table,
+        len(lists[0]),
+        chunks,
+        rates,
+        skip,
+        _triton_type(lists[1][0]),
+        group["momentum"] != 0,
+        group["weight_decay"] != 0,
+        group["nesterov"],
+        group["maximize"],
+        bool(group["fused"]),
+        kernels.BLOCK,
+    )
+
+
+def _buffer(base: Optimizer, param: Tensor) -> Any:
+    return base.state.get(param, {}).get("momentum_buffer")
+
+
+def _like(tensor: Tensor, param: Tensor) -> Tensor:
+    """The numbers in memory as those of `param` are: the kernels walk through memory."""
+    sides = zip(tensor.stride(), param.stride(), param.shape, strict=True)
+    if all(one == other for one, other, size in sides if size > 1) and tensor.data_ptr() % ALIGNED == 0:
+        return tensor
+    return torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+
+
+def _kinds(*lists: Sequence[Tensor]) -> list[list[int]]:
+    """The places of tensors that are alike in all lists: a launch each."""
+    kinds: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for place, tensors in enumerate(zip(*lists, strict=True)):
+        if tensors[0].numel():
+            kinds.setdefault(tuple(tensor.dtype for tensor in tensors), []).append(place)
+    return list(kinds.values())
+
+
+def _triton_type(tensor: Tensor) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[tensor.dtype]
+
+
+# ---- tables of addresses
+
+
+def _table(lists: Sequence[Sequence[Tensor]], places: Sequence[int], block: int) -> tuple[Tensor, int]:
+    """The table of these lists, as kernels.py describes it, on their device; and the number of chunks."""
+    sizes = torch.tensor([tensor.numel() for tensor in lists[0]])
+    counts = (sizes + block - 1) // block
+    owners = torch.arange(len(sizes)).repeat_interleave(counts)
+    firsts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    addresses = torch.tensor([tensor.data_ptr() for tensors in lists for tensor in tensors])
+    content = torch.cat([addresses, sizes, torch.tensor(places), owners, firsts * block])
+    table = torch.empty(len(content), dtype=torch.int64, device=lists[0][0].device)
+    if torch.cuda.is_current_stream_capturing():
+        _unfilled.append((table, content))
+    else:
+        table.copy_(content, non_blocking=True)
+    return table, len(owners)
+
+
+@contextmanager
+def bound() -> Iterator[list[Tensor]]:
+    """Around a capture: the tables made in it, which must live as long as the graph; filled at the end."""
+    tables: list[Tensor] = []
+    _unfilled.clear()
+    try:
+        yield tables
+        for table, content in _unfilled:
+            table.copy_(content)
+            tables.append(table)
+    finally:
+        _unfilled.clear()

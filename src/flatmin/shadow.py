@@ -1,0 +1,76 @@
+"""Other tensors in the place of a model's weights and buffers, for the length of a pass.
+
+`in_place_of` gives parameters other memory: the same tensor objects, so whoever holds one (a module, a loss function)
+sees the others. Under autocast a layer casts its float32 weight to half precision in every pass; where that
+is all that ever happens to a weight (`cast_once` looks), the tensor in its place may be of half precision from the
+start. The numbers are the same, the casts are gone, and the gradient comes in half precision, which is half the bytes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@contextmanager
+def in_place_of(others: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Inside, each tensor has the memory (and type) of the one that it is mapped to.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> with in_place_of({weight: torch.tensor([2.0], dtype=torch.bfloat16)}):
+    ...     print(weight.data)
+    tensor([2.], dtype=torch.bfloat16)
+    >>> weight.data
+    tensor([1.])
+    """
+    own = {tensor: tensor.data for tensor in others}
+    try:
+        for tensor, other in others.items():
+            tensor.data = other
+        yield
+    finally:
+        for tensor, data in own.items():
+            tensor.data = data
+
+
+class _Uses(TorchDispatchMode):
+    """Counts what is done with some tensors: `casts` to a type, and all `uses`."""
+
+    def __init__(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watched, self.dtype = {id(tensor) for tensor in tensors}, dtype
+        self.casts: Counter[int] = Counter()
+        self.uses: Counter[int] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = [id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype
+        for mine in self.watched.intersection(found):
+            self.uses[mine] += found.count(mine)
+            self.casts[mine] += is_cast
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def cast_once(params: Iterable[Tensor], dtype: torch.dtype, work: Callable[[], object]) -> set[Tensor]:
+    """The float32 parameters with which `work` does one thing only: cast them to `dtype`, once.
+
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> def work():
+    ...     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+    ...         return layer(torch.ones(1, 2)) + layer.bias      # so the bias is used twice
+    >>> cast_once(layer.parameters(), torch.bfloat16, work) == {layer.weight}
+    True
+    """
+    known = [p for p in params if p.dtype == torch.float32]
+    with _Uses(known, dtype) as seen:
+        work()
+    return {p for p in known if seen.uses[id(p)] == seen.casts[id(p)] == 1}
