@@ -1,0 +1,509 @@
+"""A captured step is the step: the same numbers, whatever the optimizer, schedule, model and batch."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.functional import cross_entropy
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import flatmin
+from cases import METHODS, Method, Params, Setup, run, same, setup, tensors_in
+from flatmin.capture import CapturedStep, captured_step
+
+on_cuda = pytest.mark.cuda
+
+
+def sgd(**settings: Any) -> Callable[[Params], Optimizer]:
+    return lambda params: SGD(params, **{"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2, **settings})
+
+
+BASES: dict[str, Callable[[Params], Optimizer]] = {
+    "nesterov": sgd(nesterov=True),
+    "plain": sgd(momentum=0.0, weight_decay=0.0),
+    "damped": sgd(dampening=0.3, foreach=False),
+    "uphill": sgd(maximize=True, lr=0.01),
+    "nesterov-fused": sgd(nesterov=True, fused=True),
+    "adamw": lambda params: AdamW(params, lr=1e-2),
+    "adamw-capturable": lambda params: AdamW(params, lr=1e-2, capturable=True),
+    "adamw-fused": lambda params: AdamW(params, lr=2.0**-6, fused=True),  # a rate that float32 holds
+}
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x).float(), y)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = False
+
+
+def on_gpu(model: str = "conv-batchnorm", **settings: Any) -> Setup:
+    case = setup(model, **settings)
+    return Setup(case.model.cuda(), case.x.cuda(), case.y.cuda())
+
+
+def steps_of(case: Setup, optimizer: Optimizer, count: int, **settings: Any) -> tuple[CapturedStep, list[Tensor]]:
+    """That many steps, and their losses."""
+    step = captured_step(case.model, loss_fn, optimizer, **{"compile": False, **settings})
+    return step, [step(case.x, case.y) for _ in range(count)]
+
+
+# ---- anywhere
+
+
+def test_on_the_cpu_it_is_the_ordinary_step(method: Method, model_name: str) -> None:
+    plain, other = setup(model_name), setup(model_name)
+    torch.manual_seed(1)
+    expected = run(plain, method(sgd()(plain.model.parameters()), model=plain.model), 3)
+    torch.manual_seed(1)
+    step, _ = steps_of(other, method(sgd()(other.model.parameters()), model=other.model), 3)
+    assert same(other.weights(), expected)
+    assert not step.captured
+    assert step.reason == "the weights are not on a CUDA device"
+
+
+def test_what_loss_fn_returns_comes_back_without_a_graph() -> None:
+    case = setup()
+
+    def with_logits(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = model(x)
+        return {"loss": cross_entropy(logits, y), "logits": logits}
+
+    step = captured_step(case.model, with_logits, SGD(case.model.parameters(), lr=0.1))
+    expected = with_logits(case.model, case.x, case.y)
+    found = step(case.x, case.y)
+    assert same(found.values(), expected.values())
+    assert not any(value.requires_grad for value in found.values())
+
+
+def test_batch_runs_once_a_step() -> None:
+    case, calls = setup(), list[int]()
+
+    def batch(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return x.flip(0), y.flip(0)
+
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, inner_iter=2)
+    step = captured_step(case.model, loss_fn, optimizer, batch=batch)
+    step(case.x, case.y)
+    assert len(calls) == 1
+
+
+def test_autocast_is_around_every_pass() -> None:
+    case, seen = setup(), list[torch.dtype]()
+
+    def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        seen.append(logits.dtype)
+        return cross_entropy(logits.float(), y)
+
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)
+    captured_step(case.model, watched, optimizer, autocast=torch.bfloat16)(case.x, case.y)
+    assert seen == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_scaler_is_handed_on(wrapped: bool) -> None:
+    case, other = setup(), setup()
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    bases = [SGD(c.model.parameters(), lr=0.1) for c in (case, other)]
+    optimizers = [flatmin.AMP(base, epsilon=0.1) if wrapped else base for base in bases]
+    captured_step(case.model, loss_fn, optimizers[0], scaler=scaler)(case.x, case.y)
+    scaler.update()
+    expected = run(other, optimizers[1], 1)
+    torch.testing.assert_close(case.weights(), expected)
+
+
+def test_wrong_arguments_are_named() -> None:
+    case = setup()
+    optimizer = SGD(case.model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got an object of type int"):
+        captured_step(3, loss_fn, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got the class SGD"):
+        captured_step(case.model, loss_fn, SGD)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="loss_fn must be a function"):
+        captured_step(case.model, (None and loss_fn) or "loss", optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="autocast must be a torch.dtype"):
+        captured_step(case.model, loss_fn, optimizer, autocast=True)  # type: ignore[arg-type]
+    step = captured_step(case.model, lambda model, x: 3.0, optimizer)
+    with pytest.raises(TypeError, match="loss_fn must return the loss as a tensor"):
+        step(case.x)
+
+
+# ---- on a GPU
+
+
+@on_cuda
+@pytest.mark.parametrize("base", BASES)
+def test_captured_is_uncaptured_bit_for_bit(method: Method, base: str, model_name: str, deterministic: None) -> None:
+    """Six steps, four of them replays, with lr, ε and ζ on the move."""
+    results = []
+    for captured in (False, True):
+        case = on_gpu(model_name)
+        optimizer = method(BASES[base](case.model.parameters()), model=case.model)
+        step = captured_step(case.model, loss_fn, optimizer, compile=False, capture=captured)
+        torch.manual_seed(1)
+        seen = list[Tensor]()
+        for number in range(6):
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0.75
+                group["epsilon"] = 0.1 / (number + 1)
+                if "inner_lr" in group:
+                    group["inner_lr"] = 1.0 + number
+            seen.append(step(case.x, case.y))
+            assert step.captured == (captured and number > 0)
+            last = optimizer.last
+            seen += [
+                v
+                for v in (last.loss, last.loss_perturbed, last.grad_norm, last.delta_norm, last.on_ball)
+                if v is not None
+            ]
+            seen.append(torch.rand(3, device="cuda"))  # the random state goes on alike
+        results.append([*seen, *case.weights(), *case.buffers(), *tensors_in(optimizer)])
+    assert same(*results)
+
+
+@on_cuda
+@pytest.mark.parametrize("base", BASES)
+def test_a_plain_optimizer_is_captured_too(base: str, model_name: str, deterministic: None) -> None:
+    results = []
+    for captured in (False, True):
+        case = on_gpu(model_name)
+        optimizer = BASES[base](case.model.parameters())
+        torch.manual_seed(1)
+        step, losses = steps_of(case, optimizer, 5, capture=captured)
+        assert step.captured == captured
+        results.append([*losses, *case.weights(), *case.buffers(), *tensors_in(optimizer)])
+    assert same(*results)
+
+
+@on_cuda
+def test_without_the_model_every_pass_counts_for_batchnorm_and_dropout(deterministic: None) -> None:
+    for name in ("conv-batchnorm", "dropout"):
+        results = []
+        for captured in (False, True):
+            case = on_gpu(name)
+            optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, inner_iter=2)
+            torch.manual_seed(1)
+            steps_of(case, optimizer, 5, capture=captured)
+            results.append([*case.weights(), *case.buffers()])
+        assert same(*results)
+
+
+@on_cuda
+def test_dropout_masks_are_those_of_the_clean_pass_and_new_in_every_replay() -> None:
+    case = on_gpu("dropout")
+    case.model[0].weight.data.abs_()  # type: ignore[index]
+    case.x.abs_()
+    case.model[0].bias.data.fill_(1.0)  # type: ignore[index]
+
+    def with_masks(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = model[2](model[1](model[0](x)))
+        masks.copy_(torch.cat([masks[1:], (hidden == 0)[None]]))  # a buffer of the graph: the last three passes
+        return cross_entropy(model[3](hidden), y), hidden == 0
+
+    masks = torch.zeros(3, 10, 16, dtype=torch.bool, device="cuda")
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=1e-3), epsilon=1e-3, inner_iter=2, model=case.model)
+    step = captured_step(case.model, with_masks, optimizer, compile=False)
+    seen = []
+    for number in range(6):
+        _, mask = step(case.x, case.y)
+        assert step.captured == (number > 0)
+        assert all(torch.equal(one, mask) for one in masks)
+        seen.append(mask)
+    assert len({tuple(mask.flatten().tolist()) for mask in seen}) == 6
+
+
+@on_cuda
+def test_a_scheduler_moves_the_rate_without_a_new_capture(deterministic: None) -> None:
+    results = []
+    for captured in (False, True):
+        case = on_gpu()
+        optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, model=case.model)
+        scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+        step = captured_step(case.model, loss_fn, optimizer, compile=False, capture=captured)
+        for _ in range(5):
+            step(case.x, case.y)
+            scheduler.step()
+        assert len(step._recordings) == captured
+        results.append(case.weights())
+    assert same(*results)
+
+
+@on_cuda
+def test_new_shapes_and_settings_capture_anew(deterministic: None) -> None:
+    results = []
+    for captured in (False, True):
+        case = on_gpu()
+        optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, model=case.model)
+        step = captured_step(case.model, loss_fn, optimizer, compile=False, capture=captured)
+        for number in range(8):
+            count = 7 if number % 4 == 3 else 10  # the last, smaller batch
+            if number == 4:
+                optimizer.param_groups[0]["weight_decay"] = 0.5
+            if number == 6:
+                optimizer.param_groups[0]["epsilon"] = 0.0
+            step(case.x[:count], case.y[:count])
+        assert len(step._recordings) == (5 if captured else 0)
+        results.append([*case.weights(), *case.buffers(), *tensors_in(optimizer)])
+    assert same(*results)
+
+
+@on_cuda
+def test_three_steps_save_load_three_steps_equal_six(method: Method, deterministic: None) -> None:
+    case = on_gpu()
+    optimizer = method(sgd(nesterov=True)(case.model.parameters()), model=case.model)
+    step, _ = steps_of(case, optimizer, 3)
+    saved = copy.deepcopy((case.model.state_dict(), optimizer.state_dict()))
+    again = on_gpu(seed=1)
+    optimizer_again = method(sgd(nesterov=True)(again.model.parameters()), model=again.model)
+    step_again, _ = steps_of(again, optimizer_again, 2)
+    again.model.load_state_dict(saved[0])
+    optimizer_again.load_state_dict(saved[1])
+    for number in range(3):
+        torch.manual_seed(number)
+        step(case.x, case.y)
+        torch.manual_seed(number)
+        step_again(case.x, case.y)
+    assert step_again.captured
+    assert same(again.weights(), case.weights())
+    assert same(again.buffers(), case.buffers())
+    assert same(tensors_in(optimizer_again), tensors_in(optimizer))
+
+
+@on_cuda
+def test_weights_changed_between_steps_are_seen(deterministic: None) -> None:
+    for autocast in (None, torch.bfloat16):
+        results = []
+        for captured in (False, True):
+            case = on_gpu()
+            optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, model=case.model)
+            step, _ = steps_of(case, optimizer, 3, capture=captured, autocast=autocast)
+            with torch.no_grad():
+                for param in case.model.parameters():
+                    param.mul_(0.5)
+            loss = step(case.x, case.y)
+            for module in case.model.modules():
+                if isinstance(module, nn.Conv2d):
+                    module.weight.data = module.weight.data.clone() * 2  # other memory
+            results.append([loss, step(case.x, case.y), *case.weights()])
+        assert same(*results)
+
+
+@on_cuda
+def test_a_gradient_that_is_not_finite_leaves_theta(method: Method, deterministic: None) -> None:
+    for base in ("nesterov", "nesterov-fused", "adamw-capturable", "adamw"):
+        case = on_gpu()
+        optimizer = method(BASES[base](case.model.parameters()), model=case.model)
+        step, _ = steps_of(case, optimizer, 3)
+        theta = case.weights()
+        x = case.x.clone()
+        x[0, 0] = float("nan")
+        step(x, case.y)
+        assert step.captured
+        assert optimizer.last.skipped
+        assert same(case.weights(), theta)
+        assert all(t.isfinite().all() for t in tensors_in(optimizer))
+        step(case.x, case.y)
+        assert not optimizer.last.skipped
+
+
+@on_cuda
+def test_results_are_tensors_of_their_own() -> None:
+    case = on_gpu()
+    optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1)
+    step, losses = steps_of(case, optimizer, 4)
+    lasts = []
+    for _ in range(3):
+        losses.append(step(case.x, case.y))
+        lasts.append(optimizer.last)
+    assert len({float(loss) for loss in losses}) == len(losses)
+    assert len({float(last.loss_perturbed) for last in lasts}) == 3  # type: ignore[arg-type]
+    assert all(param.grad is None for param in case.model.parameters())
+
+
+class Deciding(nn.Module):
+    """Its forward pass depends on a number that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out * 2 if float(out.detach().sum()) > 0 else out
+
+
+class DrawingOnTheHost(Deciding):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out * (1 + torch.rand(()).item())
+
+
+@on_cuda
+@pytest.mark.parametrize(("kind", "word"), [(Deciding, "reads a number back"), (DrawingOnTheHost, "random numbers on")])
+@pytest.mark.parametrize("compile_", [False, True])
+def test_what_cannot_be_captured_runs_eagerly_and_says_so(kind: type[Deciding], word: str, compile_: bool) -> None:
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        case = Setup(kind().cuda(), torch.randn(10, 6, device="cuda"), torch.randint(0, 3, (10,), device="cuda"))
+        optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, model=case.model)
+        step = captured_step(case.model, loss_fn, optimizer, compile=compile_, capture=captured)
+        torch.manual_seed(1)
+        step(case.x, case.y)
+        if captured:
+            with pytest.warns(UserWarning, match=f"runs eagerly.*{word}"):
+                step(case.x, case.y)
+        else:
+            step(case.x, case.y)
+        step(case.x, case.y)  # and does not say so again
+        assert not step.captured
+        results.append([*case.weights(), torch.rand(3, device="cuda")])
+    assert same(*results)
+    fresh = on_gpu()  # and others can still be captured
+    assert steps_of(fresh, sgd()(fresh.model.parameters()), 3)[0].captured
+
+
+@on_cuda
+def test_lbfgs_runs_eagerly() -> None:
+    case = on_gpu("mlp")
+    step = captured_step(case.model, loss_fn, LBFGS(case.model.parameters()), compile=False)
+    first = step(case.x, case.y)
+    with pytest.warns(UserWarning, match="LBFGS"):
+        assert step(case.x, case.y) < first
+
+
+@on_cuda
+def test_a_step_with_a_hook_on_the_base_calls_it() -> None:
+    case, calls = on_gpu(), list[int]()
+    base = sgd()(case.model.parameters())
+    base.register_step_pre_hook(lambda *_: calls.append(1))
+    step, _ = steps_of(case, flatmin.AMP(base, epsilon=0.1), 4)
+    assert step.captured
+    assert len(calls) == 4
+
+
+@on_cuda
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_fp16_with_a_scaler(wrapped: bool) -> None:
+    results = []
+    for captured in (False, True):
+        case = on_gpu()
+        base = sgd()(case.model.parameters())
+        optimizer = flatmin.AMP(base, epsilon=0.1, model=case.model) if wrapped else base
+        scaler = GradScaler("cuda", init_scale=2.0**20)
+        settings: dict[str, Any] = {"autocast": torch.float16, "scaler": scaler, "capture": captured}
+        step = captured_step(case.model, loss_fn, optimizer, compile=False, **settings)
+        for _ in range(12):
+            step(case.x, case.y)
+            scaler.update()
+        assert step.captured == captured
+        results.append(([*case.weights(), *case.buffers()], scaler.get_scale()))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-4)
+    assert results[0][1] == results[1][1] < 2.0**20
+
+
+@on_cuda
+def test_half_precision_weights_stand_in_for_casts(deterministic: None) -> None:
+    results = []
+    for captured in (False, True):
+        case = on_gpu()
+        optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, model=case.model)
+        step, losses = steps_of(case, optimizer, 5, capture=captured, autocast=torch.bfloat16)
+        if captured:
+            assert step._space is not None
+            assert {p.dim() for p in step._space.half} >= {2, 4}  # the convolution and the linear layer, not BatchNorm
+            assert all(p.dtype == torch.float32 for p in case.model.parameters())
+        results.append([*losses, *case.weights(), *case.buffers(), *tensors_in(optimizer)])
+    assert same(*results)
+
+
+@on_cuda
+@pytest.mark.filterwarnings("ignore")  # of torch, about its compiler
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["conv-batchnorm", "dropout"])
+def test_compiled_is_uncompiled_within_rounding(autocast: torch.dtype | None, name: str) -> None:
+    """Twelve steps; dropout has a generator of the compiler's own, so there it is only seen to learn."""
+    results = []
+    for compiled in (False, True):
+        case = on_gpu(name)
+        optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, model=case.model)
+        torch.manual_seed(1)
+        step, losses = steps_of(case, optimizer, 12, compile=compiled, autocast=autocast)
+        assert step.captured
+        results.append([torch.stack(losses), *case.weights(), *case.buffers()])
+    if name == "dropout":
+        assert results[1][0][-1] < results[1][0][0]
+        return
+    precise = autocast is None
+    torch.testing.assert_close(*results, rtol=1e-3 if precise else 0.1, atol=1e-5 if precise else 2e-2)
+
+
+@on_cuda
+def test_no_step_waits_for_the_device() -> None:
+    for base in BASES:
+        case = on_gpu()
+        optimizer = flatmin.AMP(BASES[base](case.model.parameters()), epsilon=0.1, model=case.model)
+        step, _ = steps_of(case, optimizer, 3)
+        torch.cuda.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                optimizer.param_groups[0]["lr"] = 0.01
+                step(case.x, case.y)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert step.captured
+
+
+@on_cuda
+def test_memory_beyond_the_base_is_one_copy() -> None:
+    """In float32, one for θ + Δ; with half precision, half a one."""
+    sizes = {}
+    for autocast in (None, torch.bfloat16):
+        for name, wrap in (("erm", lambda base, **_: base), ("amp", partial(flatmin.AMP, epsilon=0.1))):
+            torch.manual_seed(0)
+            model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+            x = torch.randn(8, 1024, device="cuda")
+            size = sum(p.nbytes for p in model.parameters())
+            optimizer = wrap(SGD(model.parameters(), lr=0.1, momentum=0.9), model=model)
+            step = captured_step(
+                model, lambda model, x: model(x).float().square().mean(), optimizer, compile=False, autocast=autocast
+            )
+            for _ in range(3):
+                step(x)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            step(x)
+            sizes[name] = torch.cuda.max_memory_allocated() / size
+            del step, optimizer, model
+        assert sizes["amp"] - sizes["erm"] < 1.1 if autocast is None else 0.2
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@on_cuda
+def test_streams_do_not_matter(kind: str, deterministic: None) -> None:
+    results = []
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        case = on_gpu("dropout")
+        optimizer = METHODS[kind](sgd()(case.model.parameters()), model=case.model)
+        torch.manual_seed(1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            steps_of(case, optimizer, 5)
+        torch.cuda.synchronize()
+        results.append(case.weights())
+    assert same(*results)
