@@ -15,8 +15,9 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import flatmin
-from cases import METHODS, Method, Params, Setup, run, same, setup, tensors_in
+from cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
 from flatmin.capture import CapturedStep, captured_step
+from flatmin.passes import Masks, Passes, StandIns, Task
 
 on_cuda = pytest.mark.cuda
 
@@ -128,17 +129,95 @@ def test_a_scaler_is_handed_on(wrapped: bool) -> None:
 def test_wrong_arguments_are_named() -> None:
     case = setup()
     optimizer = SGD(case.model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got an object of type int"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got an object of type int"):
         captured_step(3, loss_fn, optimizer)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got the class SGD"):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got the class SGD"):
         captured_step(case.model, loss_fn, SGD)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="loss_fn must be a function"):
-        captured_step(case.model, (None and loss_fn) or "loss", optimizer)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="autocast must be a torch.dtype"):
+        captured_step(case.model, "loss", optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"autocast must be a torch\.dtype"):
         captured_step(case.model, loss_fn, optimizer, autocast=True)  # type: ignore[arg-type]
     step = captured_step(case.model, lambda model, x: 3.0, optimizer)
     with pytest.raises(TypeError, match="loss_fn must return the loss as a tensor"):
         step(case.x)
+
+
+# ---- what a graph records, run without one
+
+
+def aside(case: Setup, optimizer: Optimizer, **settings: Any) -> Callable[[], Any]:
+    """A step whose weights stay where they are."""
+    task = Task(
+        model=case.model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        batch=lambda *inputs: inputs,
+        **{"autocast": None, "scaler": None, **settings},
+    )
+    passes = Passes(
+        task,
+        partial(loss_fn, case.model),
+        StandIns(task, (case.x, case.y)),
+        masks=Masks(task.device),
+    )
+
+    def step() -> Any:
+        passes.masks.rewind()
+        passes.step((case.x, case.y))
+        if isinstance(optimizer, flatmin.AMP | flatmin.RMP):
+            optimizer._aside = None
+        return passes.result
+
+    return step
+
+
+def test_a_step_aside_is_the_step_bit_for_bit(make_base: MakeBase, method: Method, model_name: str) -> None:
+    plain, other = setup(model_name), setup(model_name)
+    expected = method(make_base(plain.model.parameters()), model=plain.model)
+    optimizer = method(make_base(other.model.parameters()), model=other.model)
+    torch.manual_seed(1)
+    losses = [expected.step(plain.closure(expected)).detach() for _ in range(3)]
+    torch.manual_seed(1)
+    step = aside(other, optimizer)
+    assert same([step() for _ in range(3)], losses)
+    assert same(other.weights(), plain.weights())
+    assert same(other.buffers(), plain.buffers())
+    assert same(tensors_in(optimizer), tensors_in(expected))
+
+
+def test_a_step_aside_in_half_precision_is_the_step_under_autocast(model_name: str) -> None:
+    plain, other = setup(model_name), setup(model_name)
+    bases = [sgd(nesterov=True)(case.model.parameters()) for case in (plain, other)]
+    expected, optimizer = (
+        flatmin.AMP(b, epsilon=0.1, model=c.model) for b, c in zip(bases, (plain, other), strict=True)
+    )
+    torch.manual_seed(1)
+    step = captured_step(plain.model, loss_fn, expected, autocast=torch.bfloat16)
+    losses = [step(plain.x, plain.y) for _ in range(3)]
+    torch.manual_seed(1)
+    step_aside = aside(other, optimizer, autocast=torch.bfloat16)
+    torch.testing.assert_close([step_aside() for _ in range(3)], losses, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(other.weights(), plain.weights(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_weight_that_nobody_moves_is_never_touched() -> None:
+    """One group with a radius of 0, a frozen layer, and one that gets no gradient."""
+    case = setup("unused")
+    used, unused = case.model.used, case.model.unused
+    groups = [{"params": [used.weight]}, {"params": [used.bias, *unused.parameters()], "epsilon": 0.0}]
+    twin = setup("unused")
+    groups_of_twin = [
+        {"params": [twin.model.used.weight]},
+        {"params": [twin.model.used.bias, *twin.model.unused.parameters()], "epsilon": 0.0},
+    ]
+    optimizer, expected = (flatmin.AMP(SGD(g, lr=0.1), epsilon=0.1) for g in (groups, groups_of_twin))
+    pointers = [p.data_ptr() for p in case.model.parameters()]
+    step = aside(case, optimizer)
+    for _ in range(2):
+        step()
+        expected.step(twin.closure(expected))
+    assert same(case.weights(), twin.weights())
+    assert [p.data_ptr() for p in case.model.parameters()] == pointers
 
 
 # ---- on a GPU
@@ -163,12 +242,7 @@ def test_captured_is_uncaptured_bit_for_bit(method: Method, base: str, model_nam
                     group["inner_lr"] = 1.0 + number
             seen.append(step(case.x, case.y))
             assert step.captured == (captured and number > 0)
-            last = optimizer.last
-            seen += [
-                v
-                for v in (last.loss, last.loss_perturbed, last.grad_norm, last.delta_norm, last.on_ball)
-                if v is not None
-            ]
+            seen += [value for value in vars(optimizer.last).values() if value is not None]
             seen.append(torch.rand(3, device="cuda"))  # the random state goes on alike
         results.append([*seen, *case.weights(), *case.buffers(), *tensors_in(optimizer)])
     assert same(*results)
@@ -424,7 +498,10 @@ def test_half_precision_weights_stand_in_for_casts(deterministic: None) -> None:
         step, losses = steps_of(case, optimizer, 5, capture=captured, autocast=torch.bfloat16)
         if captured:
             assert step._space is not None
-            assert {p.dim() for p in step._space.half} >= {2, 4}  # the convolution and the linear layer, not BatchNorm
+            assert {p.dim() for p in step._space.others.half} >= {
+                2,
+                4,
+            }  # the convolution and the linear layer, not BatchNorm
             assert all(p.dtype == torch.float32 for p in case.model.parameters())
         results.append([*losses, *case.weights(), *case.buffers(), *tensors_in(optimizer)])
     assert same(*results)
@@ -453,9 +530,9 @@ def test_compiled_is_uncompiled_within_rounding(autocast: torch.dtype | None, na
 
 @on_cuda
 def test_no_step_waits_for_the_device() -> None:
-    for base in BASES:
+    for make_base in BASES.values():
         case = on_gpu()
-        optimizer = flatmin.AMP(BASES[base](case.model.parameters()), epsilon=0.1, model=case.model)
+        optimizer = flatmin.AMP(make_base(case.model.parameters()), epsilon=0.1, model=case.model)
         step, _ = steps_of(case, optimizer, 3)
         torch.cuda.synchronize()
         with warnings.catch_warnings():

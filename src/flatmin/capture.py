@@ -22,7 +22,8 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from flatmin.recording import MOVED, CannotCaptureError, Recording, Task, Workspace
+from flatmin.passes import Task
+from flatmin.recording import MOVED, CannotCaptureError, Recording, Workspace
 from flatmin.shell import what
 
 SHAPES = 8  # recordings that are kept

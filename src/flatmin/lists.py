@@ -7,8 +7,8 @@ Gradients and θ + Δ may be in half precision, θ and the momentum are float32.
 in bfloat16 so moves 1.5 (θ to the copy that the clean pass computes with) + 0.5 (the gradient's norm) + 2 (`move`)
 + 0.5 (is the last gradient finite?) + 4.5 (`sgd`) = 9. There is no copy of θ to keep, and none to put back.
 
-The kernels take tables of addresses. What is captured in a CUDA graph gets its memory in the capture, so a table is
-filled when the capture is over: `bound` does that.
+The kernels take tables of addresses. In a capture the device cannot be written to from the host, so the tables of one
+are filled when it is over: `bound` does that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from flatmin.tensors import is_dense
 
 ALIGNED = 16  # bytes
 
-_unfilled: list[tuple[Tensor, Tensor]] = []  # tables made in the capture that is under way, and what belongs in them
+_captures: list["Tables"] = []  # under way
 
 
 @cache
@@ -150,6 +150,51 @@ def _triton_type(tensor: Tensor) -> Any:
 # ---- tables of addresses
 
 
+class Tables:
+    """Room for the tables of one capture, from before it.
+
+    Memory that is asked for during a capture may be written by what was captured earlier, at every replay.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        from flatmin import kernels
+
+        chunks = sum(_chunks(p.numel(), kernels.BLOCK) for p in params)
+        words = 2 * (7 * len(params) + 2 * chunks)  # for `move` and for `sgd`, and the ends of their tables
+        self.room = torch.empty(words, dtype=torch.int64, device=params[0].device)
+        self.used = 0
+        self.contents: list[tuple[Tensor, Tensor]] = []
+
+    def later(self, content: Tensor) -> Tensor:
+        """A place for that content, which is written there by `fill`."""
+        place = self.room[self.used : self.used + len(content)]
+        if len(place) < len(content):
+            raise RuntimeError(f"a capture's tables need more than the {len(self.room)} numbers set aside for them")
+        self.used += -(-len(content) // 2) * 2  # so that all begin at a multiple of 16 bytes
+        self.contents.append((place, content))
+        return place
+
+    def fill(self) -> None:
+        for place, content in self.contents:
+            place.copy_(content)
+        self.contents.clear()
+
+
+@contextmanager
+def bound(params: Sequence[Tensor]) -> Iterator[Tables | None]:
+    """Around a capture: its tables, which must live as long as the graph; filled at the end."""
+    if not _has_triton():
+        yield None
+        return
+    tables = Tables(params)
+    _captures.append(tables)
+    try:
+        yield tables
+    finally:
+        _captures.pop()
+    tables.fill()
+
+
 def _table(lists: Sequence[Sequence[Tensor]], places: Sequence[int], block: int) -> tuple[Tensor, int]:
     """The table of these lists, as kernels.py describes it, on their device; and the number of chunks."""
     sizes = torch.tensor([tensor.numel() for tensor in lists[0]])
@@ -158,23 +203,10 @@ def _table(lists: Sequence[Sequence[Tensor]], places: Sequence[int], block: int)
     firsts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     addresses = torch.tensor([tensor.data_ptr() for tensors in lists for tensor in tensors])
     content = torch.cat([addresses, sizes, torch.tensor(places), owners, firsts * block])
-    table = torch.empty(len(content), dtype=torch.int64, device=lists[0][0].device)
-    if torch.cuda.is_current_stream_capturing():
-        _unfilled.append((table, content))
-    else:
-        table.copy_(content, non_blocking=True)
-    return table, len(owners)
+    if _captures:
+        return _captures[-1].later(content), len(owners)
+    return content.to(lists[0][0].device, non_blocking=True), len(owners)
 
 
-@contextmanager
-def bound() -> Iterator[list[Tensor]]:
-    """Around a capture: the tables made in it, which must live as long as the graph; filled at the end."""
-    tables: list[Tensor] = []
-    _unfilled.clear()
-    try:
-        yield tables
-        for table, content in _unfilled:
-            table.copy_(content)
-            tables.append(table)
-    finally:
-        _unfilled.clear()
+def _chunks(size: int, block: int) -> int:
+    return -(-size // block)

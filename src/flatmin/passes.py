@@ -1,0 +1,237 @@
+"""A training step whose weights stay where they are: what a CUDA graph records of one.
+
+    batch → pass at θ → norm, projection, θ + Δ aside → pass at θ + Δ → is all finite? → the base's update
+
+Passes run with other tensors in the place of the weights (shadow.py): θ in the precision that a pass computes in, then
+θ + Δ. So nothing is kept and put back, and whenever Python looks, the weights are θ. In the same way the extra passes
+get buffers of their own, and random numbers from where the clean pass began: BatchNorm's statistics and the dropout
+masks are those of the clean pass. Gradients are asked for (`torch.autograd.grad`), not added up in `.grad`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from flatmin import lists
+from flatmin.guard import step_unless
+from flatmin.optim import AMP
+from flatmin.scaling import inverse_scale
+from flatmin.shadow import cast_once, in_place_of
+from flatmin.snapshot import Snapshot, random_state, set_random_state
+from flatmin.tensors import copy_
+from flatmin.wrapper import Aside, Wrapper, loss_in
+
+Gradients = dict[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a step computes: loss_fn(model, *batch(*inputs)), and what its optimizer makes of it."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: Optimizer
+    batch: Callable[..., Sequence[Any]]
+    autocast: torch.dtype | None
+    scaler: GradScaler | None
+
+    @property
+    def wrapper(self) -> Wrapper | None:
+        return self.optimizer if isinstance(self.optimizer, Wrapper) else None
+
+    @property
+    def base(self) -> Optimizer:
+        return self.optimizer.base if isinstance(self.optimizer, Wrapper) else self.optimizer
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.params), torch.device("cpu"))
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Without autocast's cache of cast weights: they change between the passes of a step."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
+
+    def prepared(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        with self.precision():
+            return self.batch(*inputs)
+
+    def loss_of(self, result: object) -> Tensor:
+        loss = loss_in(result)
+        if loss is None:
+            raise TypeError(
+                'loss_fn must return the loss as a tensor, a dict with "loss", or a tuple whose first tensor it is, '
+                f"got {type(result).__name__}"
+            )
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+
+class StandIns:
+    """The tensors that take the place of weights and buffers: for a clean pass, and for a perturbed one.
+
+    `half` has θ of the weights that a pass would only cast; `moved` has θ + Δ, of the same memory where it can be.
+    """
+
+    def __init__(self, task: Task, inputs: Sequence[Any]) -> None:
+        wrapper = task.wrapper
+        perturbed = [] if wrapper is None or wrapper._is_idle() else wrapper._perturbed_groups()
+        cast: set[Tensor] = set()
+        if task.autocast is not None and (wrapper is None or isinstance(wrapper, AMP)):  # RMP's noise is float32
+            with task.precision(), undone(task):
+                cast = cast_once(task.params, task.autocast, lambda: task.loss_fn(task.model, *task.prepared(inputs)))
+        self.half = {p: torch.empty_like(p, dtype=task.autocast, requires_grad=False) for p in task.params if p in cast}
+        moving = [p for group in perturbed for p in group["params"] if p.requires_grad]
+        self.moved = {p: self.half[p] if p in self.half else torch.empty_like(p, requires_grad=False) for p in moving}
+        self.as_if_once = wrapper is not None and wrapper.model is not None and wrapper._starts_clean and bool(moving)
+        self.buffers = {b: torch.empty_like(b) for b in task.model.buffers()} if self.as_if_once else {}
+
+
+class Masks:
+    """Random numbers for extra passes, each from where the clean pass began."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rewind()
+
+    def rewind(self) -> None:
+        """The clean pass begins here."""
+        self.start = random_state(self.device)
+
+    @contextmanager
+    def drawn_again(self, n: int) -> Iterator[None]:
+        """The n-th extra pass."""
+        now = random_state(self.device)
+        set_random_state(self.device, self.start)
+        try:
+            yield
+        finally:
+            set_random_state(self.device, now)
+
+
+class Passes:
+    """A step of a task, pass by pass; what it leaves for the world outside are its attributes.
+
+    `result` is what the loss function returned in the clean pass, `measured` what the optimizer noted, `names` of it,
+    `skip` whether a gradient was not finite, `gradients` those of the last pass, where the base has still to step.
+    """
+
+    result: Any
+    measured: Tensor | None
+    names: list[str]
+    skip: Tensor
+    gradients: Gradients
+
+    def __init__(
+        self,
+        task: Task,
+        forward: Callable[..., Any],
+        others: StandIns,
+        *,
+        masks: Masks,
+        rates: Tensor | None = None,
+        base_too: bool = True,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.task, self.forward, self.others, self.masks = task, forward, others, masks
+        self.rates, self.base_too, self.around = rates, base_too, around
+
+    def step(self, inputs: Sequence[Any]) -> None:
+        """All passes, and the base's step if it is to be had here (with `rates`: by the kernel for SGD)."""
+        self.result, latest, gradients = self.passes(inputs)
+        wrapper, device = self.task.wrapper, self.task.device
+        self.skip = torch.zeros((), dtype=torch.bool, device=device)
+        measured: dict[str, Tensor] = {}
+        if wrapper is not None and self.others.moved:
+            self.skip = wrapper._must_skip(list(gradients.values()), self.task.scaler)
+            losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
+            measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
+        self.names = list(measured)
+        self.measured = torch.stack([value.float() for value in measured.values()]) if measured else None
+        self.gradients = {}
+        if self.rates is not None:
+            lists.sgd(self.task.base, gradients, self.rates, self.skip)
+            return
+        self.gradients = {p: gradient.to(p.dtype) for p, gradient in gradients.items()}
+        if self.base_too:
+            self.step_base()
+            self.gradients = {}
+
+    def passes(self, inputs: Sequence[Any]) -> tuple[Any, Any, Gradients]:
+        """The results of the first and of the last pass, and the last gradients."""
+        task, others, wrapper = self.task, self.others, self.task.wrapper
+        made = task.prepared(inputs)
+        copy_((there, p) for p, there in others.half.items())
+        result: Any = None
+        gradients: Gradients = {}
+        starts_clean = wrapper is None or wrapper._starts_clean or not others.moved
+        if starts_clean:
+            result, gradients = self._pass(made, others.half)
+        if wrapper is None or not others.moved:
+            return result, result, gradients
+        wrapper._forget_step()
+        moved = {p: there for p, there in others.moved.items() if p in gradients or not starts_clean}
+        copy_((there, buffer) for buffer, there in others.buffers.items())
+        for n in range(wrapper.inner_iter):
+            wrapper._aside = Aside(others.moved, gradients)
+            wrapper._perturb(n, inverse_scale(task.scaler, wrapper._owners, task.device))
+            with self.masks.drawn_again(n) if others.as_if_once else nullcontext():
+                latest, gradients = self._pass(made, {**others.half, **moved, **others.buffers})
+            result = latest if result is None else result
+        return result, latest, gradients
+
+    def _pass(self, inputs: Sequence[Any], others: Mapping[Tensor, Tensor]) -> tuple[Any, Gradients]:
+        params = self.task.params
+        with torch.enable_grad(), in_place_of(others), self.around():
+            with self.task.precision():
+                result = self.forward(*inputs)
+            found = torch.autograd.grad(self.task.loss_of(result), params, allow_unused=True)
+        gradients = {p: gradient for p, gradient in zip(params, found, strict=True) if gradient is not None}
+        return tree_map_only(Tensor, Tensor.detach, result), gradients
+
+    @torch.no_grad()
+    def step_base(self) -> None:
+        """The base's own step with the last gradients, unless one of them was not finite."""
+        task, wrapper = self.task, self.task.wrapper
+        for p, gradient in self.gradients.items():
+            p.grad = gradient
+        try:
+            if wrapper is not None and self.others.moved:
+                step_unless(self.skip, wrapper._owners, list(self.gradients), wrapper._theta, task.scaler)
+                wrapper._theta.forget()
+            elif task.scaler is not None:
+                task.scaler.step(task.base)
+            else:
+                task.base.step()
+        finally:
+            for p in self.gradients:
+                p.grad = None
+
+
+@contextmanager
+def undone(task: Task) -> Iterator[None]:
+    """Whatever runs inside, the model's buffers and the random states come back, and no gradients are left."""
+    before = Snapshot(task.model)
+    before.take_random([task.device])
+    before.take_buffers()
+    try:
+        yield
+    finally:
+        before.put_back_buffers()
+        before.put_back_random()
+        for p in task.params:
+            p.grad = None
+        if task.wrapper is not None:
+            task.wrapper._aside = None
+            task.wrapper._forget_step()
