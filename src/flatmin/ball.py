@@ -46,7 +46,7 @@ def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
     parts = [plain(tensor) for tensor in whole]
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     if all(part.is_cuda for part in parts):
-        lengths = torch._foreach_norm(parts, _ORDER[norm], dtype=dtype)
+        lengths = _at_once(parts, norm, dtype)
     else:
         lengths = tuple(_length(part, norm, dtype) for part in parts)
     lengths = tuple(_over_ranks(length, tensor, norm) for length, tensor in zip(lengths, whole, strict=True))
@@ -89,7 +89,8 @@ def shrink(radius: Tensor, epsilon: float | Tensor) -> Tensor:
     >>> shrink(torch.tensor([0.0, 1.0, 4.0]), 2.0)
     tensor([1.0000, 1.0000, 0.5000])
     """
-    return torch.where(radius > epsilon, epsilon / radius, 1.0)
+    # not ε / radius, which is this for a number and a division for a tensor: two ways to round
+    return torch.where(radius > epsilon, radius.reciprocal() * epsilon, 1.0)
 
 
 @torch.no_grad()
@@ -129,6 +130,18 @@ def clamp_(tensor: Tensor, epsilon: float | Tensor) -> Tensor:
     tensor([-1.0000,  0.5000])
     """
     return tensor.clamp_(-epsilon, epsilon)  # type: ignore[arg-type]  # the stub forgets that a tensor may bound
+
+
+def _at_once(tensors: Sequence[Tensor], norm: Norm, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The norm of each, in a few launches for each dtype: a list of several dtypes would take one for each tensor."""
+    kinds: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        kinds.setdefault(tensor.dtype, []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in kinds.values():
+        alike = torch._foreach_norm([tensors[place] for place in places], _ORDER[norm], dtype=dtype)
+        found.update(zip(places, alike, strict=True))
+    return tuple(found[place] for place in range(len(tensors)))
 
 
 def _length(tensor: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
+WARPS = 8  # 16 numbers a thread
 
 
 @triton.jit

@@ -61,7 +61,9 @@ def move(
         lists = [[tensors[i] for i in kind] for tensors in (theta, beside, moved)]
         types = _triton_type(lists[1][0]), _triton_type(lists[2][0])
         table, chunks = _table(lists, kind, kernels.BLOCK)
-        kernels.move[(chunks,)](table, len(kind), chunks, factors, finite, *types, rounded_once, kernels.BLOCK)
+        kernels.move[(chunks,)](
+            table, len(kind), chunks, factors, finite, *types, rounded_once, kernels.BLOCK, num_warps=kernels.WARPS
+        )
 
 
 def takes_sgd(base: Optimizer) -> bool:
@@ -117,6 +119,7 @@ def _sgd(group: dict[str, Any], lists: Sequence[Sequence[Tensor]], rates: Tensor
         group["maximize"],
         bool(group["fused"]),
         kernels.BLOCK,
+        num_warps=kernels.WARPS,
     )
 
 

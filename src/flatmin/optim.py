@@ -15,7 +15,7 @@ on a batch at a time. Its Algorithm 1, with J the loss of the batch:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,16 +102,18 @@ class AMP(Wrapper):
         if not steps:
             return
         lengths = [norms(step.directions, norm=self.norm).to(self._home) for step in steps]
+        rates, epsilons = [step.rate for step in steps], [step.epsilon for step in steps]
+        bring = bring_inside if self._aside is None else self._aside.compiled(bring_inside)
+        found = bring(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
         if n == 0:
-            self._measured["grad_norm"] = combine(torch.cat(lengths), norm=self.norm) * unscale
-        lengths = [length * step.rate for length, step in zip(lengths, steps, strict=True)]
-        finite = combine(torch.cat(lengths), norm=self.norm).isfinite()
+            self._measured["grad_norm"] = found.length * unscale
+        self._measured |= {"delta_norm": found.delta_norm, "on_ball": found.on_ball}
+        finite = found.finite
         self._sound = finite if self._sound is None else finite & self._sound
-        factors = self._bring_inside(lengths, [step.epsilon for step in steps])
         self._keep_theta(p for step in steps for p in step.params)
         is_last = n + 1 == self.inner_iter
         at_once = n == 0 and is_last and self.norm == "l2"  # Δ = rate · factor · ∇J, which nobody asks for later
-        for step, factor in zip(steps, factors, strict=True):
+        for step, factor in zip(steps, found.factors, strict=True):
             in_one = self.ball != "tensor" and step.suits_one_kernel()
             if at_once and self._aside is not None and lists.suit(step.params):
                 moved = [self._moved(p) for p in step.params]
@@ -142,20 +144,6 @@ class AMP(Wrapper):
                 delta.add_(plain(_laid_out(gradient, p)).to(delta.dtype) * _on(delta.device, rate))
         return _Ascent(params, [self._delta[p] for p in params], 1.0, group["epsilon"])
 
-    def _bring_inside(self, lengths: Sequence[Tensor], epsilons: Sequence[float | Tensor]) -> list[Tensor]:
-        """For each group the factors, one a tensor, that bring Δ into its ball (for "linf": each tensor's longest)."""
-        ball: Ball = "tensor" if self.norm == "linf" else self.ball  # max |Δᵢ| ≤ ε holds for all or for each: the same
-        out = radii(lengths, ball=ball, norm=self.norm)
-        factors = [
-            shrink(radius, epsilon).expand(len(length))
-            for radius, epsilon, length in zip(out, epsilons, lengths, strict=True)
-        ]
-        inside = [length * factor for length, factor in zip(lengths, factors, strict=True)]
-        self._measured["delta_norm"] = combine(torch.cat(inside), norm=self.norm).nan_to_num(0, 0, 0)  # Δ = 0 there
-        touched = [(radius > epsilon).view(-1) for radius, epsilon in zip(out, epsilons, strict=True)]
-        self._measured["on_ball"] = torch.cat(touched).to(lengths[0].dtype).mean()
-        return factors
-
     def _place(self, step: "_Ascent", factors: Tensor, *, is_last: bool) -> None:
         """The group's weights to θ + Δ, for any dtype, norm and ball; Δ is kept where another ascent follows."""
         multipliers = step.rate * (factors if self.norm == "l2" else torch.ones_like(factors))
@@ -167,6 +155,43 @@ class AMP(Wrapper):
             if self.norm == "linf":
                 clamp_(delta, step.epsilon)
             torch.add(plain(self._theta_of(p)), delta, out=plain(self._moved(p)))
+
+
+class Inside(NamedTuple):
+    """What brings Δ + ζ∇J into the ball: for each group the factors, one a tensor; and what is known on the way."""
+
+    factors: list[Tensor]
+    length: Tensor  # of all directions together, before the rates
+    delta_norm: Tensor
+    on_ball: Tensor
+    finite: Tensor
+
+
+def bring_inside(
+    lengths: Sequence[Tensor],
+    rates: Sequence[float | Tensor],
+    epsilons: Sequence[float | Tensor],
+    *,
+    ball: Ball,
+    norm: Norm,
+) -> Inside:
+    """The factors that bring rate · direction into its ball (for "linf": each tensor's longest number).
+
+    `lengths` has one vector a group: the norms of its directions.
+    """
+    length = combine(torch.cat(list(lengths)), norm=norm)
+    lengths = [length * rate for length, rate in zip(lengths, rates, strict=True)]
+    finite = combine(torch.cat(lengths), norm=norm).isfinite()
+    each: Ball = "tensor" if norm == "linf" else ball  # max |Δᵢ| ≤ ε holds for all or for each: the same
+    out = radii(lengths, ball=each, norm=norm)
+    factors = [
+        shrink(radius, epsilon).expand(len(length))
+        for radius, epsilon, length in zip(out, epsilons, lengths, strict=True)
+    ]
+    inside = [length * factor for length, factor in zip(lengths, factors, strict=True)]
+    delta_norm = combine(torch.cat(inside), norm=norm).nan_to_num(0, 0, 0)  # Δ = 0 where it is not finite
+    touched = [(radius > epsilon).view(-1) for radius, epsilon in zip(out, epsilons, strict=True)]
+    return Inside(factors, length, delta_norm, torch.cat(touched).to(lengths[0].dtype).mean(), finite)
 
 
 @dataclass(frozen=True)

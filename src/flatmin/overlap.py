@@ -11,6 +11,7 @@ are held until the streams have met, and the compiler is told not to reuse memor
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class TakeApart(CustomGraphPass):
                 _take_apart(graph, node)
 
     def uuid(self) -> Any:
-        return "flatmin.overlap.TakeApart, 1"
+        return "flatmin.overlap.TakeApart, 2"
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
@@ -78,7 +79,7 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
     parts = {user.args[1]: user for user in node.users}
     mine = parts.get(1)
     wants_input, wants_weight, wants_bias = mask  # type: ignore[misc, str-unpack]
-    if transposed or wants_bias or not wants_weight or mine is None:
+    if transposed or wants_bias or not (wants_input and wants_weight) or mine is None:  # with one half, nothing waits
         return
     if any(user.op != "output" for user in mine.users):  # it is needed within the pass
         return
@@ -88,10 +89,7 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
     new.meta.update(mine.meta)
     mine.replace_all_uses_with(new)
     graph.erase_node(mine)
-    if wants_input:
-        node.args = (*node.args[:-1], [True, False, False])
-    else:
-        graph.erase_node(node)
+    node.args = (*node.args[:-1], [True, False, False])
 
 
 # small kernels that are alike in one launch; and the compiler's own reuse of memory knows of one stream only
@@ -107,6 +105,7 @@ class Compiled:
     """A compiled function, to be called and differentiated inside `joined`."""
 
     joined = staticmethod(joined)
+    compiled = staticmethod(partial(torch.compile, dynamic=False))
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = torch.compile(function, dynamic=False, options=OPTIONS)

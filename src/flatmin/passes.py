@@ -142,10 +142,11 @@ class Passes:
         masks: Masks,
         rates: Tensor | None = None,
         base_too: bool = True,
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.task, self.forward, self.others, self.masks = task, forward, others, masks
-        self.rates, self.base_too, self.around = rates, base_too, around
+        self.rates, self.base_too, self.around, self.compiled = rates, base_too, around, compiled
 
     def step(self, inputs: Sequence[Any]) -> None:
         """All passes, and the base's step if it is to be had here (with `rates`: by the kernel for SGD)."""
@@ -184,7 +185,7 @@ class Passes:
         moved = {p: there for p, there in others.moved.items() if p in gradients or not starts_clean}
         copy_((there, buffer) for buffer, there in others.buffers.items())
         for n in range(wrapper.inner_iter):
-            wrapper._aside = Aside(others.moved, gradients)
+            wrapper._aside = Aside(others.moved, gradients, self.compiled)
             wrapper._perturb(n, inverse_scale(task.scaler, wrapper._owners, task.device))
             with self.masks.drawn_again(n) if others.as_if_once else nullcontext():
                 latest, gradients = self._pass(made, {**others.half, **moved, **others.buffers})

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from flatmin import lists
 from flatmin.passes import Masks, Passes, StandIns, Task, undone
 from flatmin.shell import Group
-from flatmin.tensors import copy_
 from flatmin.wrapper import Last, loss_in
 
 MOVED = ("lr", "epsilon", "inner_lr")  # the values of a group that may change without a new capture
@@ -53,7 +52,7 @@ class Recording:
         self.inside = self.rates is not None or (task.scaler is None and _captures_itself(task.base))
         count = task.wrapper.inner_iter if task.wrapper is not None and space.others.as_if_once else 0
         self.masks = _Clones(task.device, count)
-        joined = getattr(forward, "joined", None)
+        joined, compiled = getattr(forward, "joined", None), getattr(forward, "compiled", lambda function: function)
         self.passes = Passes(
             task,
             forward,
@@ -61,6 +60,7 @@ class Recording:
             masks=self.masks,
             rates=None if self.rates is None else self.rates.there,
             base_too=self.inside,
+            compiled=compiled,
             around=nullcontext if joined is None else partial(joined, space.beside),
         )
         with undone(task), self.knobs.in_groups():
@@ -96,8 +96,9 @@ class Recording:
             self.passes.step(self.inputs)
 
     def replay(self, inputs: Sequence[Any]) -> Any:
-        pairs = zip(tree_leaves(self.inputs), tree_leaves(tuple(inputs)), strict=True)
-        copy_((here, given) for here, given in pairs if isinstance(here, Tensor))
+        for here, given in zip(tree_leaves(self.inputs), tree_leaves(tuple(inputs)), strict=True):
+            if isinstance(here, Tensor):
+                here.copy_(given)  # one by one: for few large tensors torch's foreach takes ten times longer
         self.knobs.refresh()
         if self.rates is not None:
             self.rates.refresh()
@@ -196,7 +197,7 @@ def _captures_itself(base: Optimizer) -> bool:
     if base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
         return False
     in_torch = type(base).__module__.startswith("torch.optim.")
-    return in_torch and all(group.get("capturable") or group.get("fused") for group in base.param_groups)
+    return in_torch and all(group.get("capturable", group.get("fused")) for group in base.param_groups)
 
 
 @contextmanager

@@ -11,14 +11,14 @@ wrong in a pass, the weights end as they were.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from flatmin.ball import combine, norms
+from flatmin.ball import Norm, combine, norms
 from flatmin.guard import step_unless
 from flatmin.scaling import Owners, inverse_scale, new_gradients_come, step_scaled
 from flatmin.shell import Shell, what
@@ -54,7 +54,8 @@ class Aside:
     """
 
     weights: Mapping[Tensor, Tensor]
-    gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    gradients: Mapping[Tensor, Tensor]
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]]  # what is made of functions of a few numbers
 
 
 class Wrapper(Shell, ABC):
@@ -285,10 +286,11 @@ class Wrapper(Shell, ABC):
 
     def _must_skip(self, gradients: Sequence[Tensor], scaler: GradScaler | None) -> Tensor:
         """Was some gradient of the step not finite, these of the last pass among them?"""
-        length = combine(norms(gradients, norm=self.norm), norm=self.norm).to(self._home)
+        judge = _judged if self._aside is None else self._aside.compiled(_judged)
+        length, skip = judge(norms(gradients, norm=self.norm).to(self._home), self._sound, norm=self.norm)
         if "grad_norm" not in self._measured:  # RMP, or nothing to perturb had a gradient in the clean pass
             self._measured["grad_norm"] = length * inverse_scale(scaler, self._owners, self._home)
-        return ~(length.isfinite() if self._sound is None else length.isfinite() & self._sound)
+        return skip
 
     # ---- where θ, θ + Δ and the gradients lie: in the parameters, or aside
 
@@ -360,6 +362,12 @@ class Wrapper(Shell, ABC):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {what(scaler)}")
         self._check_groups()
         return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def _judged(lengths: Tensor, sound: Tensor | None, *, norm: Norm) -> tuple[Tensor, Tensor]:
+    """The length of the whole; and whether it, or something before, is not finite."""
+    length = combine(lengths, norm=norm)
+    return length, ~(length.isfinite() if sound is None else length.isfinite() & sound)
 
 
 def loss_in(result: object) -> Tensor | None:

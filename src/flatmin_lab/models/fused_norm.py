@@ -27,8 +27,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PROGRAMS = 128  # nearly one for each of the 132 multiprocessors of an H200
 WARPS = 16
 CHANNELS = 32  # a program's; 64 bytes a row in half precision. Wider means more parts, and more for each to merge
-SUM_TILE = 4096  # numbers a step while summing, four steps under way: 16 bytes a thread and step in half precision
-MAP_TILE = 8192  # numbers a step while applying, two steps under way
+TILE = 8192  # numbers a step: two loads of 16 bytes a thread in half precision; the next step's are under way
 ALONE_ROWS = 4096  # up to here one kernel does both; it finds the rows in the nearest cache the second time
 ALONE_CHANNELS = 8
 
@@ -36,22 +35,37 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit if triton is not None else
 
 
 @jit
+def _tile(
+    start: tl.tensor, last: tl.tensor, channel: tl.tensor, inside: tl.tensor, channels: tl.tensor, tile: tl.constexpr
+) -> Any:
+    """Offsets and mask of the rows from `start`, as many as a tile has and before `last`."""
+    row = start + tl.arange(0, tile)
+    return row[:, None] * channels + channel[None, :], (row < last)[:, None] & inside[None, :]
+
+
+@jit
 def _moments_of_rows(
-    x: Any, channel: Any, inside: Any, first: Any, last: Any, channels: Any, tile: tl.constexpr
+    x: tl.tensor,
+    channel: tl.tensor,
+    inside: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    channels: tl.tensor,
+    tile: tl.constexpr,
 ) -> Any:
     """Mean and Σ(x − mean)² of the rows from `first` to before `last`, found about the first of them."""
     pivot = tl.load(x + first * channels + channel, mask=inside, other=0.0)
     total = tl.zeros([tile, channel.shape[0]], tl.float32)
     square = tl.zeros([tile, channel.shape[0]], tl.float32)
-    for start in range(first, last, 4 * tile):
-        for step in tl.static_range(4):
-            row = start + step * tile + tl.arange(0, tile)
-            mask = (row < last)[:, None] & inside[None, :]
-            # what is masked off reads as the pivot, and so adds 0
-            value = tl.load(x + row[:, None] * channels + channel[None, :], mask=mask, other=pivot[None, :])
-            centred = value.to(tl.float32) - pivot.to(tl.float32)[None, :]
-            total += centred
-            square += centred * centred
+    place, mask = _tile(first, last, channel, inside, channels, tile)
+    ahead = tl.load(x + place, mask=mask, other=pivot[None, :])
+    for start in range(first, last, tile):
+        value = ahead
+        place, mask = _tile(start + tile, last, channel, inside, channels, tile)
+        ahead = tl.load(x + place, mask=mask, other=pivot[None, :])  # what is masked off adds 0
+        centred = value.to(tl.float32) - pivot.to(tl.float32)[None, :]
+        total += centred
+        square += centred * centred
     shift = tl.sum(total, 0)
     mean = shift / (last - first)
     return pivot.to(tl.float32) + mean, tl.sum(square, 0) - shift * mean
@@ -59,7 +73,14 @@ def _moments_of_rows(
 
 @jit
 def _merged_moments(
-    partial: Any, channel: Any, inside: Any, rows: Any, parts: Any, share: Any, channels: Any, tile: tl.constexpr
+    partial: tl.tensor,
+    channel: tl.tensor,
+    inside: tl.tensor,
+    rows: tl.tensor,
+    parts: tl.tensor,
+    share: tl.tensor,
+    channels: tl.tensor,
+    tile: tl.constexpr,
 ) -> Any:
     """Mean and Σ(x − mean)² of all rows from those of the parts, found about the first part's mean."""
     pivot = tl.load(partial + channel, mask=inside, other=0.0)
@@ -79,7 +100,12 @@ def _merged_moments(
 
 
 @jit
-def _slope(dy: Any, value: Any, mean: Any, scale: Any, bias: Any) -> Any:
+def _load_both(x: tl.tensor, dy: tl.tensor, place: tl.tensor, mask: tl.tensor) -> Any:
+    return tl.load(x + place, mask=mask, other=0.0), tl.load(dy + place, mask=mask, other=0.0)
+
+
+@jit
+def _slope(dy: tl.tensor, value: tl.tensor, mean: tl.tensor, scale: tl.tensor, bias: tl.tensor) -> Any:
     """Both dz = dy where y > 0 and x − μ; y has the forward pass's sign: the same numbers, rounded the same way."""
     centred = value.to(tl.float32) - mean[None, :]
     y = tl.fma(centred, scale[None, :], bias[None, :])
@@ -88,35 +114,37 @@ def _slope(dy: Any, value: Any, mean: Any, scale: Any, bias: Any) -> Any:
 
 @jit
 def _sums_of_rows(
-    dy: Any,
-    x: Any,
-    mean: Any,
-    scale: Any,
-    bias: Any,
-    channel: Any,
-    inside: Any,
-    first: Any,
-    last: Any,
-    channels: Any,
+    dy: tl.tensor,
+    x: tl.tensor,
+    mean: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    channel: tl.tensor,
+    inside: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    channels: tl.tensor,
     tile: tl.constexpr,
 ) -> Any:
     """Σdz and Σdz·(x − μ) of the rows from `first` to before `last`."""
     total = tl.zeros([tile, channel.shape[0]], tl.float32)
     product = tl.zeros([tile, channel.shape[0]], tl.float32)
-    for start in range(first, last, 4 * tile):
-        for step in tl.static_range(4):
-            row = start + step * tile + tl.arange(0, tile)
-            mask = (row < last)[:, None] & inside[None, :]
-            place = row[:, None] * channels + channel[None, :]
-            value = tl.load(x + place, mask=mask, other=0.0)
-            slope, centred = _slope(tl.load(dy + place, mask=mask, other=0.0), value, mean, scale, bias)
-            total += slope
-            product += slope * centred
+    place, mask = _tile(first, last, channel, inside, channels, tile)
+    ahead, slope_ahead = _load_both(x, dy, place, mask)
+    for start in range(first, last, tile):
+        value, slope = ahead, slope_ahead
+        place, mask = _tile(start + tile, last, channel, inside, channels, tile)
+        ahead, slope_ahead = _load_both(x, dy, place, mask)
+        slope, centred = _slope(slope, value, mean, scale, bias)
+        total += slope
+        product += slope * centred
     return tl.sum(total, 0), tl.sum(product, 0)
 
 
 @jit
-def _merged_sums(partial: Any, channel: Any, inside: Any, parts: Any, channels: Any, tile: tl.constexpr) -> Any:
+def _merged_sums(
+    partial: tl.tensor, channel: tl.tensor, inside: tl.tensor, parts: tl.tensor, channels: tl.tensor, tile: tl.constexpr
+) -> Any:
     """The two sums of all rows from those of the parts."""
     total = tl.zeros([tile, channel.shape[0]], tl.float32)
     product = tl.zeros([tile, channel.shape[0]], tl.float32)
@@ -131,13 +159,19 @@ def _merged_sums(partial: Any, channel: Any, inside: Any, parts: Any, channels: 
 
 @jit
 def _forward_parts(
-    x: Any, partial: Any, rows: Any, share: Any, channels: Any, width: tl.constexpr, sum_tile: tl.constexpr
+    x: tl.tensor,
+    partial: tl.tensor,
+    rows: tl.tensor,
+    share: tl.tensor,
+    channels: tl.tensor,
+    width: tl.constexpr,
+    tile: tl.constexpr,
 ) -> None:
     """The first kernel forward: the moments of this program's part, for this program's channels."""
     channel = tl.program_id(0) * width + tl.arange(0, width)
     inside = channel < channels
     first = tl.program_id(1) * share
-    mean, square = _moments_of_rows(x, channel, inside, first, tl.minimum(first + share, rows), channels, sum_tile)
+    mean, square = _moments_of_rows(x, channel, inside, first, tl.minimum(first + share, rows), channels, tile)
     place = partial + tl.program_id(1) * (2 * channels) + channel
     tl.store(place, mean, mask=inside)
     tl.store(place + channels, square, mask=inside)
@@ -145,25 +179,24 @@ def _forward_parts(
 
 @jit
 def _forward_apply(
-    x: Any,
-    y: Any,
-    partial: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    saved_mean: Any,
-    saved_rstd: Any,
-    momentum: Any,
-    eps: Any,
-    rows: Any,
-    parts: Any,
-    share: Any,
-    channels: Any,
+    x: tl.tensor,
+    y: tl.tensor,
+    partial: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    running_mean: tl.tensor,
+    running_var: tl.tensor,
+    saved_mean: tl.tensor,
+    saved_rstd: tl.tensor,
+    momentum: tl.tensor,
+    eps: tl.tensor,
+    rows: tl.tensor,
+    parts: tl.tensor,
+    share: tl.tensor,
+    channels: tl.tensor,
     width: tl.constexpr,
-    sum_tile: tl.constexpr,
+    tile: tl.constexpr,
     merge_tile: tl.constexpr,
-    map_tile: tl.constexpr,
     alone: tl.constexpr,
 ) -> None:
     """The second kernel forward, or where there is one part the only one: μ, r, and y for this program's rows."""
@@ -171,28 +204,24 @@ def _forward_apply(
     inside = channel < channels
     first = tl.program_id(1) * share
     last = tl.minimum(first + share, rows)
-    row = first + tl.arange(0, map_tile)
-    # one tile is always under way: the first while the parts are merged, the next while one is written
-    ahead = tl.load(
-        x + row[:, None] * channels + channel[None, :], mask=(row < last)[:, None] & inside[None, :], other=0.0
-    )
+    place, mask = _tile(first, last, channel, inside, channels, tile)
+    ahead = tl.load(x + place, mask=mask, other=0.0)  # under way while the parts are merged
     shift = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     if alone:
-        mean, square = _moments_of_rows(x, channel, inside, first, last, channels, sum_tile)
+        mean, square = _moments_of_rows(x, channel, inside, first, last, channels, tile)
     else:
         mean, square = _merged_moments(partial, channel, inside, rows, parts, share, channels, merge_tile)
     rstd = 1 / tl.sqrt(square / rows + eps)
     scale *= rstd
-    for start in range(first, last, map_tile):
+    for start in range(first, last, tile):
         value = ahead
-        row = start + tl.arange(0, map_tile)
-        place = row[:, None] * channels + channel[None, :]
-        after = (row + map_tile < last)[:, None] & inside[None, :]
-        ahead = tl.load(x + (place + map_tile * channels), mask=after, other=0.0)
+        place, mask = _tile(start + tile, last, channel, inside, channels, tile)
+        ahead = tl.load(x + place, mask=mask, other=0.0)
         result = tl.fma(value.to(tl.float32) - mean[None, :], scale[None, :], shift[None, :])
         result = tl.where(result <= 0, 0.0, result)  # not max: NaN stays NaN
-        tl.store(y + place, result.to(y.dtype.element_ty), mask=(row < last)[:, None] & inside[None, :])
+        place, mask = _tile(start, last, channel, inside, channels, tile)
+        tl.store(y + place, result.to(y.dtype.element_ty), mask=mask)
     if tl.program_id(1) == 0:
         tl.store(saved_mean + channel, mean, mask=inside)
         tl.store(saved_rstd + channel, rstd, mask=inside)
@@ -204,18 +233,18 @@ def _forward_apply(
 
 @jit
 def _backward_parts(
-    dy: Any,
-    x: Any,
-    partial: Any,
-    weight: Any,
-    bias: Any,
-    saved_mean: Any,
-    saved_rstd: Any,
-    rows: Any,
-    share: Any,
-    channels: Any,
+    dy: tl.tensor,
+    x: tl.tensor,
+    partial: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    saved_mean: tl.tensor,
+    saved_rstd: tl.tensor,
+    rows: tl.tensor,
+    share: tl.tensor,
+    channels: tl.tensor,
     width: tl.constexpr,
-    sum_tile: tl.constexpr,
+    tile: tl.constexpr,
 ) -> None:
     """The first kernel backward: Σdz and Σdz·(x − μ) of this program's part, for this program's channels."""
     channel = tl.program_id(0) * width + tl.arange(0, width)
@@ -226,7 +255,7 @@ def _backward_parts(
     scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     scale *= tl.load(saved_rstd + channel, mask=inside, other=0.0)
     shift = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    total, product = _sums_of_rows(dy, x, mean, scale, shift, channel, inside, first, last, channels, sum_tile)
+    total, product = _sums_of_rows(dy, x, mean, scale, shift, channel, inside, first, last, channels, tile)
     place = partial + tl.program_id(1) * (2 * channels) + channel
     tl.store(place, total, mask=inside)
     tl.store(place + channels, product, mask=inside)
@@ -234,24 +263,23 @@ def _backward_parts(
 
 @jit
 def _backward_apply(
-    dy: Any,
-    x: Any,
-    dx: Any,
-    partial: Any,
-    weight: Any,
-    bias: Any,
-    saved_mean: Any,
-    saved_rstd: Any,
-    dweight: Any,
-    dbias: Any,
-    rows: Any,
-    parts: Any,
-    share: Any,
-    channels: Any,
+    dy: tl.tensor,
+    x: tl.tensor,
+    dx: tl.tensor,
+    partial: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    saved_mean: tl.tensor,
+    saved_rstd: tl.tensor,
+    dweight: tl.tensor,
+    dbias: tl.tensor,
+    rows: tl.tensor,
+    parts: tl.tensor,
+    share: tl.tensor,
+    channels: tl.tensor,
     width: tl.constexpr,
-    sum_tile: tl.constexpr,
+    tile: tl.constexpr,
     merge_tile: tl.constexpr,
-    map_tile: tl.constexpr,
     alone: tl.constexpr,
 ) -> None:
     """The second kernel backward, or where there is one part the only one: dweight, dbias, and dx for these rows."""
@@ -259,30 +287,26 @@ def _backward_apply(
     inside = channel < channels
     first = tl.program_id(1) * share
     last = tl.minimum(first + share, rows)
-    row = first + tl.arange(0, map_tile)
-    place = row[:, None] * channels + channel[None, :]
-    mask = (row < last)[:, None] & inside[None, :]
-    ahead = tl.load(x + place, mask=mask, other=0.0)
-    slope_ahead = tl.load(dy + place, mask=mask, other=0.0)
+    place, mask = _tile(first, last, channel, inside, channels, tile)
+    ahead, slope_ahead = _load_both(x, dy, place, mask)
     mean = tl.load(saved_mean + channel, mask=inside, other=0.0)
     rstd = tl.load(saved_rstd + channel, mask=inside, other=0.0)
     scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32) * rstd
     shift = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     if alone:
-        total, product = _sums_of_rows(dy, x, mean, scale, shift, channel, inside, first, last, channels, sum_tile)
+        total, product = _sums_of_rows(dy, x, mean, scale, shift, channel, inside, first, last, channels, tile)
     else:
         total, product = _merged_sums(partial, channel, inside, parts, channels, merge_tile)
     level = total / rows  # mean(dz)
     tilt = product * rstd * rstd / rows  # mean(dz·x̂)·r
-    for start in range(first, last, map_tile):
-        slope, centred = _slope(slope_ahead, ahead, mean, scale, shift)
-        row = start + tl.arange(0, map_tile)
-        place = row[:, None] * channels + channel[None, :]
-        after = (row + map_tile < last)[:, None] & inside[None, :]
-        ahead = tl.load(x + (place + map_tile * channels), mask=after, other=0.0)
-        slope_ahead = tl.load(dy + (place + map_tile * channels), mask=after, other=0.0)
+    for start in range(first, last, tile):
+        value, slope = ahead, slope_ahead
+        place, mask = _tile(start + tile, last, channel, inside, channels, tile)
+        ahead, slope_ahead = _load_both(x, dy, place, mask)
+        slope, centred = _slope(slope, value, mean, scale, shift)
         result = scale[None, :] * (slope - level[None, :] - centred * tilt[None, :])
-        tl.store(dx + place, result.to(dx.dtype.element_ty), mask=(row < last)[:, None] & inside[None, :])
+        place, mask = _tile(start, last, channel, inside, channels, tile)
+        tl.store(dx + place, result.to(dx.dtype.element_ty), mask=mask)
     if tl.program_id(1) == 0:
         tl.store(dweight + channel, product * rstd, mask=inside)
         tl.store(dbias + channel, total, mask=inside)
@@ -322,9 +346,8 @@ def _sizes(made: Plan) -> dict[str, Any]:
     """What both second kernels take of a plan."""
     return {
         "width": made.width,
-        "sum_tile": SUM_TILE // made.width,
-        "merge_tile": min(_power_of_two(made.grid[1]), SUM_TILE // made.width),
-        "map_tile": MAP_TILE // made.width,
+        "tile": TILE // made.width,
+        "merge_tile": min(_power_of_two(made.grid[1]), TILE // made.width),
         "alone": made.alone,
         "num_warps": WARPS,
     }
@@ -345,7 +368,7 @@ def _forward(
         if not made.alone:
             partial = torch.empty(parts, 2, channels, dtype=torch.float32, device=x.device)
             _forward_parts[made.grid](
-                x, partial, rows, made.share, channels, made.width, sizes["sum_tile"], num_warps=WARPS
+                x, partial, rows, made.share, channels, made.width, sizes["tile"], num_warps=WARPS
             )
         stores = (x, y, partial, weight, bias, running_mean, running_var, mean, rstd)
         _forward_apply[made.grid](*stores, momentum, eps, rows, parts, made.share, channels, **sizes)
@@ -375,7 +398,7 @@ def _backward(
         if not made.alone:
             partial = torch.empty(parts, 2, channels, dtype=torch.float32, device=x.device)
             inputs = (dy, x, partial, weight, bias, mean, rstd, rows, made.share, channels)
-            _backward_parts[made.grid](*inputs, made.width, sizes["sum_tile"], num_warps=WARPS)
+            _backward_parts[made.grid](*inputs, made.width, sizes["tile"], num_warps=WARPS)
         stores = (dy, x, dx, partial, weight, bias, mean, rstd, dweight, dbias)
         _backward_apply[made.grid](*stores, rows, parts, made.share, channels, **sizes)
     return dx, dweight, dbias
@@ -430,5 +453,5 @@ def norm_relu(
     x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
 ) -> Tensor:
     """ReLU(BatchNorm(x)) in training, where `suits(x)`; the running statistics are updated in place, as torch does."""
-    y: Tensor = _NormReLU.apply(x, weight, bias, running_mean, running_var, momentum, eps)
+    y: Tensor = _NormReLU.apply(x, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[no-untyped-call]
     return y

@@ -5,7 +5,11 @@ block and once before the classifier instead, but for VGG.) At 0 there is no dro
 is drawn. A network's first weights depend on the seed alone, not on its dropout.
 """
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+EVEN = 8  # channels that the half-precision kernels of a GPU handle at once
 
 
 def relu(dropout: float) -> list[nn.Module]:
@@ -24,8 +28,24 @@ def head(channels: int, num_classes: int, dropout: float, *, momentum: float = 0
     )
 
 
+class FewChannels(nn.Conv2d):
+    """A convolution of pictures, which have three channels, or one.
+
+    In half precision a GPU has no fast kernels for so few. There they are filled up with zeros to eight: the same sums.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = -self.in_channels % EVEN
+        if not (missing and x.is_cuda and torch.is_autocast_enabled("cuda")):
+            return super().forward(x)
+        filled, weight = (pad(tensor, [0, 0, 0, 0, 0, missing]) for tensor in (x, self.weight))
+        out: Tensor = self._conv_forward(filled, weight, self.bias)
+        return out
+
+
 def conv3x3(inputs: int, outputs: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=bias)
+    kind = FewChannels if inputs < EVEN else nn.Conv2d
+    return kind(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=bias)
 
 
 def conv1x1(inputs: int, outputs: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
