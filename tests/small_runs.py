@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from flatmin_lab import checkpoint
-from flatmin_lab.data import Dataset, Split
+from flatmin_lab.data import Batches, Dataset, Normalisation, Split, augmentation
+from flatmin_lab.learner import Learner
 from flatmin_lab.recipes import Recipe
 from flatmin_lab.records import Record, Saved
 from flatmin_lab.train import train
@@ -33,6 +34,19 @@ def tiny_recipe(**changes: Any) -> Recipe:
     """Five steps an epoch, the last one smaller."""
     values = {"model": "convnet", "model_settings": {"width": 3}, "epochs": 3, "batch_size": 10, "augment": "none"}
     return Recipe(data="tiny", **{**values, **changes})
+
+
+def learner_of(recipe: Recipe, data: Dataset, *, seed: int = 0, device: str = "cpu", capture: bool = True) -> Learner:
+    """What a training has at its beginning, to be stepped by hand."""
+    there = data.to(device)
+    batches = Batches(
+        split=there.train,
+        batch_size=recipe.batch_size,
+        normalise=Normalisation.of(there.train),
+        augment=augmentation(recipe.augment, there),
+        seed=seed,
+    )
+    return Learner(recipe, there, batches, seed=seed, device=torch.device(device), capture=capture)
 
 
 def lasting(folder: Path) -> dict[str, Any]:

@@ -75,6 +75,15 @@ class TestBatches:
         assert len(rest) == len(whole) - 7
         assert all(torch.equal(a[0], b[0]) for a, b in zip(whole[7:], rest, strict=True))
 
+    def test_its_parts_make_its_batches(self) -> None:
+        plan = batches(pictures())
+        parts, whole = list(plan.parts(2, start=8)), list(plan.epoch(2, start=8))
+        assert [len(index) for index, _ in parts] == [10, 10, 3]
+        for (index, u), (x, y) in zip(parts, whole, strict=True):
+            again = plan.at(index, u)
+            assert torch.equal(again[0], x)
+            assert torch.equal(again[1], y)
+
     def test_the_global_generator_is_left_alone(self) -> None:
         before = torch.get_rng_state()
         list(batches(pictures()).epoch(0))

@@ -31,10 +31,10 @@ BASES: dict[str, Callable[[Params], Optimizer]] = {
     "plain": sgd(momentum=0.0, weight_decay=0.0),
     "damped": sgd(dampening=0.3, foreach=False),
     "uphill": sgd(maximize=True, lr=0.01),
-    "nesterov-fused": sgd(nesterov=True, fused=True),
+    "nesterov-fused": sgd(nesterov=True, fused=True, lr=0.125),  # a rate that float32 holds
     "adamw": lambda params: AdamW(params, lr=1e-2),
-    "adamw-capturable": lambda params: AdamW(params, lr=1e-2, capturable=True),
-    "adamw-fused": lambda params: AdamW(params, lr=2.0**-6, fused=True),  # a rate that float32 holds
+    "adamw-capturable": lambda params: AdamW(params, lr=2.0**-6, capturable=True),
+    "adamw-fused": lambda params: AdamW(params, lr=2.0**-6, fused=True, capturable=True),
 }
 
 

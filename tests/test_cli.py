@@ -56,7 +56,7 @@ def test_every_method_can_be_trained(tmp_path: Path, method: str) -> None:
 def test_flags_change_the_recipe(tmp_path: Path) -> None:
     flags = "--lr 0.05 --momentum 0 --weight-decay 0 --schedule cosine --warmup 0.5 --augment cutout --epsilon 0.2"
     flags += " --inner-lr 2 --inner-iter 2 --ball tensor --norm l2 --clip-norm 5 --ema 0.9 --label-noise 0.1"
-    flags += " --validation --seed 7 --precision bf16 --channels-last --model mlp"
+    flags += " --validation --seed 7 --precision bf16 --channels-last --model mlp --no-capture"
     result = flatmin(*FAST, *flags.split(), "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -104,6 +104,36 @@ def test_resume_needs_nothing_but_the_folder(trained: Path) -> None:
     assert finished.exit_code == 0
 
 
+def test_many_seeds_each_get_the_folder_that_they_have_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = flatmin(*FAST, "--method", "erm", "--seed", 3, "--seeds", 2, "--together", 2)
+    assert result.exit_code == 0, result.output
+    assert "seeds 3 to 4" in words(result.stderr)
+    assert "seed 4 epoch 1/1" in words(result.stderr)
+    assert "mean of 2" in result.stdout
+    assert flatmin(*FAST, "--method", "erm", "--seed", 4, "--out", tmp_path / "alone").exit_code == 0
+    one, other = (
+        json.loads((tmp_path / place / "result.json").read_text()) for place in ("runs/digits-convnet-erm-4", "alone")
+    )
+    assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    refused = flatmin(*FAST, "--method", "erm", "--seed", 4, "--seeds", 2)
+    assert refused.exit_code == 2
+    assert "--resume" in words(refused.stderr)
+    again = flatmin(*FAST, "--method", "erm", "--seed", 4, "--seeds", 2, "--resume")
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "runs" / "digits-convnet-erm-5" / "result.json").exists()
+
+
+def test_many_seeds_go_on_with_nothing_but_their_folder(tmp_path: Path) -> None:
+    assert flatmin(*FAST, "--seeds", 2, "--out", tmp_path / "runs").exit_code == 0
+    for seed in (0, 1):
+        (tmp_path / "runs" / f"seed-{seed}" / "result.json").unlink()
+    result = flatmin("train", "--out", tmp_path / "runs", "--seeds", 3, "--resume", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "seed 1 going on after step 5 of 5" in words(result.stderr)
+    assert (tmp_path / "runs" / "seed-2" / "result.json").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -132,6 +162,9 @@ def test_resume_needs_nothing_but_the_folder(trained: Path) -> None:
         (["--data", "spiral", "--method", "adversarial"], "bounds"),
         (["--nonsense"], "nonsense"),
         (["--checkpoint-epochs", "0"], "checkpoint-epochs"),
+        (["--seeds", "0"], "--seeds"),
+        (["--together", "2"], "--together belongs to --seeds"),
+        (["--seeds", "2", "--together", "0"], "--together"),
     ],
     ids=str,
 )

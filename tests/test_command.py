@@ -44,6 +44,23 @@ def test_a_signal_saves_and_stops_within_seconds(tmp_path: Path, number: signal.
     assert f"saved after step {step};" in rest
 
 
+def test_a_signal_saves_all_seeds(tmp_path: Path) -> None:
+    arguments = command(*LONG, "--out", str(tmp_path / "runs"), "--checkpoint-epochs", "1000")
+    arguments += ["--seeds", "3", "--together", "2"]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stderr is not None
+        while not re.match(r"seed 1 +epoch", process.stderr.readline()):
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        process.wait()
+    assert process.returncode == 143
+    steps = [json.loads((tmp_path / "runs" / f"seed-{seed}" / "state.json").read_text())["step"] for seed in (0, 1)]
+    assert f"saved after steps {steps[0]}, {steps[1]}, 0; go on with the same command and --resume" in rest
+    assert not (tmp_path / "runs" / "seed-2").exists()
+    assert "Traceback" not in rest
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for children in /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_the_demo_takes_its_workers_with_it(tmp_path: Path, number: signal.Signals) -> None:

@@ -1,6 +1,9 @@
 """Training is the plain loop, can be stopped anywhere and gone on with to the same bits, and tells the truth."""
 
+import gc
 import math
+import warnings
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,15 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatmin
+from flatmin.capture import CapturedStep
 from flatmin_lab import checkpoint, methods
 from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.data.seeds import generator
-from flatmin_lab.learner import Learner, build_model
-from flatmin_lab.records import Epoch, Finished, Progress, RunError, Started, Stopped
+from flatmin_lab.learner import ClippedSGD, Learner, build_model
+from flatmin_lab.records import Epoch, Finished, Note, Progress, RunError, Started, Stopped
+from flatmin_lab.surroundings import Surroundings
 from flatmin_lab.train import train
-from small_runs import after, lasting, pictures, run, same, tiny_data, tiny_recipe
+from small_runs import after, lasting, learner_of, pictures, run, same, tiny_data, tiny_recipe
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"method": name} for name in methods.METHODS},
@@ -87,8 +93,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path: Path, variant: s
 def test_moments_come_back_in_the_layout_of_the_weights(tmp_path: Path) -> None:
     recipe = tiny_recipe(channels_last=True, augment="none")
     run(recipe, tmp_path / "run", stop=after(3))
-    data = tiny_data()
-    learner = Learner(recipe, data, Normalisation.of(data.train), seed=0, device=torch.device("cpu"))
+    learner = learner_of(recipe, tiny_data())
     learner.load(checkpoint.read(checkpoint.listed(tmp_path / "run")[0]))
     pairs = [(param, values["momentum_buffer"]) for param, values in learner.optimizer.state.items()]
     assert len(pairs) == len(list(learner.model.parameters()))
@@ -130,12 +135,12 @@ def test_every_method_has_the_same_first_weights_and_batches(monkeypatch: pytest
     seen: dict[str, list[Tensor]] = {}
     real = Learner.step
 
-    def spying(self: Learner, x: Tensor, y: Tensor, lr: float) -> dict[str, Tensor]:
+    def spying(self: Learner, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
         mine = seen.setdefault(self.recipe.method, [])
         if not mine:
             mine.extend(param.detach().clone() for param in self.model.parameters())
-        mine.extend([x.clone(), y.clone()])
-        return real(self, x, y, lr)
+        mine.extend(self.batches.at(index, u))
+        return real(self, index, u, lr)
 
     monkeypatch.setattr(Learner, "step", spying)
     for method in methods.METHODS:
@@ -211,8 +216,8 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch:
     """An infinite gradient at a finite loss: the loss tells a step later, the checkpoint must not wait for it."""
     real = Learner.step
 
-    def spoilt(self: Learner, x: Tensor, y: Tensor, lr: float) -> dict[str, Tensor]:
-        measured = real(self, x, y, lr)
+    def spoilt(self: Learner, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
+        measured = real(self, index, u, lr)
         with torch.no_grad():
             next(self.model.parameters()).view(-1)[0] = math.inf
         return measured
@@ -237,12 +242,10 @@ def test_progress_comes_with_numbers_and_the_start_with_sizes(monkeypatch: pytes
 
 def test_the_averaged_weights_are_the_average() -> None:
     """Against a loop by hand: ē ← d·ē + (1 − d)·θ after every step, starting at the first θ."""
-    data = tiny_data()
-    normalise = Normalisation.of(data.train)
-    learner = Learner(tiny_recipe(ema=0.8), data, normalise, seed=0, device=torch.device("cpu"))
+    learner = learner_of(tiny_recipe(ema=0.8), tiny_data())
     expected = None
-    for x, y in Batches(split=data.train, batch_size=10, normalise=normalise).epoch(0):
-        learner.step(x, y, 0.1)
+    for index, u in learner.batches.parts(0):
+        learner.step(index, u, 0.1)
         theta = [param.detach().double() for param in learner.model.parameters()]
         expected = theta if expected is None else [0.8 * e + 0.2 * t for e, t in zip(expected, theta, strict=True)]
     assert expected is not None
@@ -254,8 +257,6 @@ def test_the_averaged_weights_are_the_average() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("method", methods.METHODS)
 def test_clipping_bounds_the_step_and_not_the_perturbation(method: str, precision: Any) -> None:
-    data = tiny_data()
-    normalise = Normalisation.of(data.train)
     recipe = tiny_recipe(
         method=method,
         settings={"epsilon": 0.05} if method in ("amp", "rmp") else {},
@@ -265,10 +266,10 @@ def test_clipping_bounds_the_step_and_not_the_perturbation(method: str, precisio
         nesterov=False,
         weight_decay=0.0,
     )
-    learner = Learner(recipe, data, normalise, seed=0, device=torch.device("cpu"))
-    for x, y in Batches(split=data.train, batch_size=10, normalise=normalise).epoch(0):
+    learner = learner_of(recipe, tiny_data())
+    for index, u in learner.batches.parts(0):
         before = [param.detach().clone() for param in learner.model.parameters()]
-        measured = learner.step(x, y, 1.0)
+        measured = learner.step(index, u, 1.0)
         moved = [a - b for a, b in zip(learner.model.parameters(), before, strict=True)]
         assert torch.stack([m.norm() for m in moved]).norm().item() == pytest.approx(1e-3, rel=1e-2)
         if method == "amp":
@@ -310,16 +311,92 @@ def test_a_single_class_can_be_trained() -> None:
     assert last.result["test_error"] == 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
-def test_compiled_training_learns_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("torch._inductor", reason="this torch has no compiler")
+def test_on_a_cpu_compile_and_capture_change_nothing(tmp_path: Path) -> None:
+    """There the step is the ordinary one: torch.compile comes with the graph."""
     recipe = tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(suppress_errors=False), pytest.MonkeyPatch.context() as patch:
-        # the graph without the machine code, which needs a C++ compiler: those run on a GPU
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        compiled = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1, compile=True))[-1]
-    plain = run(recipe)[-1]
-    assert isinstance(compiled, Finished)
-    assert isinstance(plain, Finished)
-    assert compiled.result["test_nll"] == pytest.approx(plain.result["test_nll"], rel=1e-4)
+    run(recipe, tmp_path / "captured")
+    run(recipe, tmp_path / "plain", capture=False)
+    run(replace(recipe, compile=True), tmp_path / "compiled")
+    plain, captured, compiled = (
+        {name: value for name, value in lasting(tmp_path / run).items() if isinstance(value, Tensor)}
+        for run in ("plain", "captured", "compiled")
+    )
+    assert same(plain, captured)
+    assert same(plain, compiled)
+
+
+def test_a_step_that_cannot_be_captured_is_a_note_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def falls_back(self: CapturedStep, *inputs: Any) -> Any:
+        if self.reason is None:
+            self.reason = "it prints"
+            warnings.warn(
+                f"this step cannot be captured in a CUDA graph, and runs eagerly: {self.reason}", stacklevel=1
+            )
+        return self._ordinary(inputs)
+
+    real = CapturedStep.__init__
+
+    def hopeful(self: CapturedStep, *arguments: Any, **settings: Any) -> None:
+        real(self, *arguments, **settings)
+        self.reason = None
+
+    assert not any(isinstance(record, Note) for record in run(tiny_recipe(epochs=1)))
+    monkeypatch.setattr(CapturedStep, "__init__", hopeful)
+    monkeypatch.setattr(CapturedStep, "__call__", falls_back)
+    notes = [record for record in run(tiny_recipe(epochs=1)) if isinstance(record, Note)]
+    assert [note.text for note in notes] == ["training goes on without a CUDA graph, and slower: it prints"]
+
+
+def test_only_what_is_clipped_has_an_optimizer_of_its_own() -> None:
+    """A captured step has a kernel for torch's SGD itself."""
+    for clip_norm, kind in ((None, SGD), (1.0, ClippedSGD)):
+        assert type(learner_of(tiny_recipe(clip_norm=clip_norm), tiny_data()).optimizer.base) is kind
+
+
+def test_the_average_is_torchs_own() -> None:
+    """Weights, statistics and counts, bit for bit."""
+    learner = learner_of(tiny_recipe(ema=0.8), tiny_data())
+    theirs = AveragedModel(learner.model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+    for index, u in learner.batches.parts(0):
+        learner.step(index, u, 0.1)
+        theirs.update_parameters(learner.model)
+    assert learner.average is not None
+    expected = theirs.state_dict()
+    assert learner.average.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in learner.average.state_dict().items())
+
+
+def test_a_training_is_freed_when_it_ends() -> None:
+    """Without waiting for the garbage collector: on a GPU its graphs hold memory that the next one needs."""
+    learner = learner_of(tiny_recipe(method="amp"), tiny_data())
+    learner.step(*next(learner.batches.parts(0)), 0.1)
+    gone = weakref.ref(learner)
+    gc.disable()
+    try:
+        del learner
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class TestSurroundings:
+    def test_own_random_numbers_and_switches_inside_the_callers_outside(self) -> None:
+        torch.manual_seed(1)
+        expected = torch.rand(4)
+        torch.manual_seed(1)
+        before = torch.backends.cudnn.benchmark
+        ours = [Surroundings(torch.device("cpu"), deterministic=deterministic) for deterministic in (False, True)]
+        drawn: list[list[Tensor]] = [[], []]
+        outside = []
+        for _ in range(4):
+            for surroundings, mine in zip(ours, drawn, strict=True):
+                with surroundings.inside():
+                    assert torch.are_deterministic_algorithms_enabled() == surroundings.deterministic
+                    if not mine:
+                        torch.manual_seed(7)
+                    mine.append(torch.rand(()))
+            outside.append(torch.rand(()))
+        assert torch.equal(torch.stack(outside), expected)
+        assert drawn[0] == drawn[1]
+        assert torch.backends.cudnn.benchmark == before
+        assert not torch.are_deterministic_algorithms_enabled()

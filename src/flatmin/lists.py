@@ -51,7 +51,7 @@ def move(
 ) -> None:
     """Moved ← θ + factor · gradient for each tensor with its factor; θ where `finite` does not hold.
 
-    `rounded_once`: as torch's fused SGD would step; else the product is rounded, then the sum.
+    `rounded_once`: the product is not rounded before the sum, as in torch's fused SGD.
     """
     from flatmin import kernels
 
@@ -61,19 +61,21 @@ def move(
         lists = [[tensors[i] for i in kind] for tensors in (theta, beside, moved)]
         types = _triton_type(lists[1][0]), _triton_type(lists[2][0])
         table, chunks = _table(lists, kind, kernels.BLOCK)
-        kernels.move[(chunks,)](
-            table, len(kind), chunks, factors, finite, *types, rounded_once, kernels.BLOCK, num_warps=kernels.WARPS
-        )
+        arguments = (table, len(kind), chunks, factors, finite, *types, rounded_once, kernels.BLOCK)
+        kernels.move[(chunks,)](*arguments, **kernels.OPTIONS)
 
 
 def takes_sgd(base: Optimizer) -> bool:
-    """Is its step the one that `sgd` takes? Torch's own SGD, without hooks, which a kernel would not call."""
+    """Is its step the one that `sgd` takes? Torch's own SGD, without hooks, which a kernel would not call.
+
+    With `fused=True` torch has a kernel of its own, which rounds differently.
+    """
     hooks = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
     groups = base.param_groups
     return (
         type(base) is SGD
         and not hooks
-        and not any(group["differentiable"] for group in groups)
+        and not any(group["differentiable"] or group["fused"] for group in groups)
         and suit([p for group in groups for p in group["params"]])
     )
 
@@ -117,9 +119,8 @@ def _sgd(group: dict[str, Any], lists: Sequence[Sequence[Tensor]], rates: Tensor
         group["weight_decay"] != 0,
         group["nesterov"],
         group["maximize"],
-        bool(group["fused"]),
         kernels.BLOCK,
-        num_warps=kernels.WARPS,
+        **kernels.OPTIONS,
     )
 
 

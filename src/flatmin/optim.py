@@ -101,7 +101,7 @@ class AMP(Wrapper):
         steps = [step for step in steps if step.params]
         if not steps:
             return
-        lengths = [norms(step.directions, norm=self.norm).to(self._home) for step in steps]
+        lengths = [self._lengths(step.directions) for step in steps]
         rates, epsilons = [step.rate for step in steps], [step.epsilon for step in steps]
         bring = bring_inside if self._aside is None else self._aside.compiled(bring_inside)
         found = bring(lengths, rates, epsilons, ball=self.ball, norm=self.norm)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from flatmin import lists
+from flatmin.ball import Norm
 from flatmin.guard import step_unless
 from flatmin.optim import AMP
 from flatmin.scaling import inverse_scale
@@ -143,10 +144,11 @@ class Passes:
         rates: Tensor | None = None,
         base_too: bool = True,
         compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        around: Callable[[Norm | None], AbstractContextManager[dict[int, Tensor]]] = lambda norm: nullcontext({}),
     ) -> None:
         self.task, self.forward, self.others, self.masks = task, forward, others, masks
         self.rates, self.base_too, self.around, self.compiled = rates, base_too, around, compiled
+        self.lengths: Mapping[Tensor, Tensor] = {}  # of gradients of the last pass, where it took them
 
     def step(self, inputs: Sequence[Any]) -> None:
         """All passes, and the base's step if it is to be had here (with `rates`: by the kernel for SGD)."""
@@ -155,6 +157,7 @@ class Passes:
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         measured: dict[str, Tensor] = {}
         if wrapper is not None and self.others.moved:
+            wrapper._aside = Aside(self.others.moved, gradients, self.lengths, self.compiled)
             self.skip = wrapper._must_skip(list(gradients.values()), self.task.scaler)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
             measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
@@ -185,7 +188,7 @@ class Passes:
         moved = {p: there for p, there in others.moved.items() if p in gradients or not starts_clean}
         copy_((there, buffer) for buffer, there in others.buffers.items())
         for n in range(wrapper.inner_iter):
-            wrapper._aside = Aside(others.moved, gradients, self.compiled)
+            wrapper._aside = Aside(others.moved, gradients, self.lengths, self.compiled)
             wrapper._perturb(n, inverse_scale(task.scaler, wrapper._owners, task.device))
             with self.masks.drawn_again(n) if others.as_if_once else nullcontext():
                 latest, gradients = self._pass(made, {**others.half, **moved, **others.buffers})
@@ -194,11 +197,13 @@ class Passes:
 
     def _pass(self, inputs: Sequence[Any], others: Mapping[Tensor, Tensor]) -> tuple[Any, Gradients]:
         params = self.task.params
-        with torch.enable_grad(), in_place_of(others), self.around():
+        norm = self.task.wrapper.norm if self.task.wrapper is not None and self.others.moved else None
+        with torch.enable_grad(), in_place_of(others), self.around(norm) as lengths:
             with self.task.precision():
                 result = self.forward(*inputs)
             found = torch.autograd.grad(self.task.loss_of(result), params, allow_unused=True)
         gradients = {p: gradient for p, gradient in zip(params, found, strict=True) if gradient is not None}
+        self.lengths = {g: lengths[g.data_ptr()] for g in gradients.values() if g.data_ptr() in lengths}
         return tree_map_only(Tensor, Tensor.detach, result), gradients
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ before each replay to where the clean pass begins.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,7 @@ class Recording:
             rates=None if self.rates is None else self.rates.there,
             base_too=self.inside,
             compiled=compiled,
-            around=nullcontext if joined is None else partial(joined, space.beside),
+            **({} if joined is None else {"around": partial(joined, space.beside)}),
         )
         with undone(task), self.knobs.in_groups():
             self._warm_up()

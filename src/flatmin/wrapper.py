@@ -55,6 +55,7 @@ class Aside:
 
     weights: Mapping[Tensor, Tensor]
     gradients: Mapping[Tensor, Tensor]
+    lengths: Mapping[Tensor, Tensor]  # of those gradients whose norm is known already
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]]  # what is made of functions of a few numbers
 
 
@@ -287,7 +288,7 @@ class Wrapper(Shell, ABC):
     def _must_skip(self, gradients: Sequence[Tensor], scaler: GradScaler | None) -> Tensor:
         """Was some gradient of the step not finite, these of the last pass among them?"""
         judge = _judged if self._aside is None else self._aside.compiled(_judged)
-        length, skip = judge(norms(gradients, norm=self.norm).to(self._home), self._sound, norm=self.norm)
+        length, skip = judge(self._lengths(gradients), self._sound, norm=self.norm)
         if "grad_norm" not in self._measured:  # RMP, or nothing to perturb had a gradient in the clean pass
             self._measured["grad_norm"] = length * inverse_scale(scaler, self._owners, self._home)
         return skip
@@ -296,6 +297,15 @@ class Wrapper(Shell, ABC):
 
     def _gradient_of(self, param: Tensor) -> Tensor | None:
         return param.grad if self._aside is None else self._aside.gradients.get(param)
+
+    def _lengths(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The norm of each of these gradients, or other directions."""
+        known = {} if self._aside is None else {t: self._aside.lengths[t] for t in tensors if t in self._aside.lengths}
+        if not known:
+            return norms(tensors, norm=self.norm).to(self._home)
+        rest = [t for t in tensors if t not in known]
+        found = {**known, **dict(zip(rest, norms(rest, norm=self.norm).unbind(), strict=True))}
+        return torch.stack([found[t] for t in tensors])
 
     def _keep_theta(self, params: Iterable[Tensor]) -> None:
         if self._aside is None:

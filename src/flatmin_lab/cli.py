@@ -13,9 +13,10 @@ import torch
 import typer
 
 import flatmin
-from flatmin_lab import cli_judge, methods, models, show
+from flatmin_lab import cli_bench, cli_judge, methods, models, show
 from flatmin_lab import doctor as examination
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported
+from flatmin_lab.cli_seeds import train_seeds
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.data.augment import KINDS
 from flatmin_lab.extras import need
@@ -130,10 +131,20 @@ def train(
         ),
     ] = None,
     seed: Annotated[int | None, option("First weights, order and noise; else 0.", panel=TRAINING)] = None,
+    seeds: Annotated[
+        int, option("Train so many seeds, from --seed on, each in a folder of its own.", min=1, panel=TRAINING)
+    ] = 1,
+    together: Annotated[
+        int | None,
+        option("With --seeds: so many at once; else, on a GPU, as many as make it faster.", min=1, panel=SPEED),
+    ] = None,
     device: Device = None,
     precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else fp32.", panel=SPEED)] = None,
     channels_last: Annotated[bool | None, option("Pictures as NHWC in memory.", "--channels-last", panel=SPEED)] = None,
-    compile_: Annotated[bool | None, option("Use torch.compile.", "--compile", panel=SPEED)] = None,
+    compile_: Annotated[
+        bool | None, option("Use torch.compile, on a GPU; the first steps take longer.", "--compile", panel=SPEED)
+    ] = None,
+    no_capture: Annotated[bool, option("Without CUDA graphs.", "--no-capture", panel=SPEED)] = False,
     deterministic: Annotated[
         bool | None, option("The same bits every time on CUDA too.", "--deterministic", panel=SPEED)
     ] = None,
@@ -185,22 +196,25 @@ def train(
             changes=changes,
             settings=given,
         )
-        plan = request.plan()
+        if together is not None and seeds == 1:
+            raise ValueError("--together belongs to --seeds; add it, or leave this out")
+        plans = request.plans(seeds)
+        plan = plans[0]
         if milestones is not None and plan.recipe.schedule != "multi_step":
             raise ValueError(f"--milestones belong to the schedule multi_step, got {plan.recipe.schedule}")
         console = show.terminal()
+        how: dict[str, Any] = {
+            "device": where,
+            "resume": resume,
+            "capture": not no_capture,
+            "checkpoint_epochs": checkpoint_epochs,
+            "checkpoint_minutes": checkpoint_minutes,
+        }
+        if seeds > 1:
+            train_seeds(plans, console, count=together, **how)
+            return
         with asked_to_stop() as stop:
-            records = training(
-                plan.recipe,
-                plan.data,
-                seed=plan.seed,
-                device=where,
-                folder=plan.folder,
-                resume=resume,
-                stop=stop,
-                checkpoint_epochs=checkpoint_epochs,
-                checkpoint_minutes=checkpoint_minutes,
-            )
+            records = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, **how)
             ended = show.follow(records, console, show.headline(plan.recipe, plan.seed, hardware(where)))
         if isinstance(ended, Finished):
             show.outcome(ended.result, plan.folder)
@@ -232,7 +246,7 @@ def doctor(
             raise typer.Exit(1)
 
 
-for command in (cli_judge.evaluate, cli_judge.landscape, cli_judge.report, cli_judge.theory):
+for command in (cli_judge.evaluate, cli_judge.landscape, cli_judge.report, cli_judge.theory, cli_bench.bench):
     app.command()(command)
 
 

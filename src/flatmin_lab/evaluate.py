@@ -7,11 +7,12 @@ diverged is measured too: a row of logits that has no probabilities is a wrong a
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatmin import metrics
 from flatmin.answers import is_answer
 from flatmin.modes import evaluating
+from flatmin_lab.answering import FULL
 from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
@@ -27,14 +28,17 @@ BINS = 15
 
 @torch.no_grad()
 def logits_of(
-    model: nn.Module,
+    model: Callable[[Tensor], Tensor],
     split: Split,
     normalise: Normalisation,
     *,
-    batch_size: int = 500,
+    batch_size: int = FULL,
     stop: Callable[[], object] = lambda: None,
 ) -> Tensor | None:
-    """The logits (N, K) of all pictures in their order; None where `stop()` became true meanwhile."""
+    """The logits (N, K) of all pictures in their order; None where `stop()` became true meanwhile.
+
+    The model is a module, or a function that knows its own mode (`Answers`).
+    """
     parts = []
     with evaluating(model):
         for x, _ in in_order(split, normalise, batch_size=batch_size):

@@ -1,8 +1,10 @@
 """Everything that changes while a model is trained (weights, optimizer, averages, random numbers), and a step of it.
 
 Ordinary training is AMP with a radius of 0, which is the base optimizer itself, bit for bit; so there is one form of a
-step, whatever the method and the precision:
+step, whatever the method and the precision, `flatmin.captured_step`. Of a batch it is given which pictures it has, and
+their random numbers; the rest is done on the device, on a GPU as the replay of one CUDA graph:
 
+    x, y = batches.at(index, u)
     x, target = regulariser.batch(model, x, y)
     optimizer.step(closure, scaler=scaler)
 
@@ -10,22 +12,23 @@ The first weights and the first random state depend on the seed alone, and are m
 device, begins with the same ones. `tensors` and `state` are what a checkpoint holds, and `load` takes.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatmin
-from flatmin.regularisers import Mixed
+from flatmin.regularisers import Mixed, Regulariser
 from flatmin.snapshot import random_state, set_random_state
 from flatmin.wrapper import Wrapper
 from flatmin_lab import methods, models
+from flatmin_lab.averaging import Average
 from flatmin_lab.checkpoint import Checkpoint
+from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.data.seeds import generator
@@ -43,14 +46,12 @@ class ClippedSGD(SGD):
     step, for SGD's own step has them too; there are none here.)
     """
 
-    def __init__(self, params: Iterable[Tensor], *, clip_norm: float | None, **settings: Any) -> None:
+    def __init__(self, params: Iterable[Tensor], *, clip_norm: float, **settings: Any) -> None:
         super().__init__(params, **settings)
         self.clip_norm = clip_norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self.clip_norm is None:
-            return super().step(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -64,71 +65,64 @@ class Learner:
     """A model on its way. Its random numbers come from the device's default generator."""
 
     def __init__(
-        self, recipe: Recipe, data: Dataset, normalise: Normalisation, *, seed: int, device: torch.device
+        self,
+        recipe: Recipe,
+        data: Dataset,
+        batches: Batches,
+        *,
+        seed: int,
+        device: torch.device,
+        capture: bool = True,
     ) -> None:
-        self.recipe, self.device = recipe, device
-        self.method = method_of(recipe, normalise)
+        self.recipe, self.batches, self.device = recipe, batches, device
+        self.method = method_of(recipe, batches.normalise)
         seed_generators([torch.device("cpu")], generator("weights", seed).initial_seed())
         self.model = build_model(recipe, data, self.method).to(device)
         seed_generators(drawn_from(self.device), generator("training", seed).initial_seed())
-        base = ClippedSGD(
-            self.model.parameters(),
-            clip_norm=recipe.clip_norm,
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            nesterov=recipe.nesterov,
-            weight_decay=recipe.weight_decay,
-        )
+        base = _sgd(recipe, self.model)
         wrapped = self.method.wrap(base, self.model)
         self.optimizer = wrapped if isinstance(wrapped, Wrapper) else flatmin.AMP(base, epsilon=0.0)
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
-        self.average = None
-        if recipe.ema is not None:
-            averaging = get_ema_multi_avg_fn(recipe.ema)
-            self.average = AveragedModel(self.model, multi_avg_fn=averaging, use_buffers=True)
-        self.forward: Any = torch.compile(self.model, dynamic=False) if recipe.compile else self.model
+        self.average = None if recipe.ema is None else Average(self.model, decay=recipe.ema)
+        self.taken = flatmin.captured_step(
+            self.model,
+            _loss_of(self.method.regulariser),
+            self.optimizer,
+            autocast=AUTOCAST.get(recipe.precision),
+            compile=recipe.compile,
+            batch=_batch_of(self.model, batches, self.method.regulariser, channels_last=recipe.channels_last),
+            scaler=self.scaler,
+            capture=capture,
+        )
+        self.told = self.taken.reason is not None  # that there is no graph, and why
 
-    def step(self, x: Tensor, y: Tensor, lr: float) -> dict[str, Tensor]:
-        """One step on a batch; what it measured, as tensors on the device."""
+    def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
+        """One step on the batch of these pictures; what it measured, as tensors on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        regulariser = self.method.regulariser
-        if self.recipe.channels_last and x.ndim == 4:
-            x = x.to(memory_format=torch.channels_last)
-        with self._autocast():
-            x, target = regulariser.batch(self.forward, x, y)
-        answers: list[Tensor] = []
-
-        def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            with self._autocast():
-                logits = self.forward(x)
-                loss: Tensor = regulariser.loss(logits.float(), target)
-            self.scaler.scale(loss).backward()
-            answers.append(logits.detach())
-            return loss
-
-        self.optimizer.step(closure, scaler=self.scaler)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="this step cannot be captured")  # `why_not_captured` tells
+            loss, error = self.taken(index, u)
         self.scaler.update()
         if self.average is not None:
             self.average.update_parameters(self.model)
-        return self._measured(answers[0], target)
+        return self._measured(loss, error)
 
-    def _measured(self, logits: Tensor, target: Tensor | Mixed) -> dict[str, Tensor]:
-        last = self.optimizer.last
-        assert last.loss is not None
-        measured = {"loss": last.loss, "error": (logits.argmax(dim=1) != _labels(target)).float().mean()}
+    def _measured(self, loss: Tensor, error: Tensor) -> dict[str, Tensor]:
+        measured, last = {"loss": loss, "error": error}, self.optimizer.last
         if last.loss_perturbed is not None and isinstance(self.optimizer, flatmin.AMP):  # RMP has no pass at θ
-            measured["sharpness"] = last.loss_perturbed - last.loss
+            measured["sharpness"] = last.loss_perturbed - loss
         for name in ("delta_norm", "grad_norm", "on_ball", "skipped"):
             if (value := getattr(last, name)) is not None:
                 measured[name] = value
         return measured
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = AUTOCAST.get(self.recipe.precision)
-        # without its cache of cast weights: they change between the passes of a step
-        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False) if dtype else nullcontext()
+    def why_not_captured(self) -> str | None:
+        """Why steps run without a CUDA graph that were to have one; said once."""
+        if self.told or self.taken.reason is None:
+            return None
+        self.told = True
+        return self.taken.reason
 
     def is_finite(self) -> bool:
         tensors = [t for t in self.model.state_dict().values() if t.is_floating_point()]
@@ -181,6 +175,47 @@ class Learner:
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
                     values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+
+
+def _sgd(recipe: Recipe, model: nn.Module) -> SGD:
+    """Torch's own, which a captured step has a kernel for, unless there is something to clip."""
+    settings: dict[str, Any] = {
+        "lr": recipe.lr,
+        "momentum": recipe.momentum,
+        "nesterov": recipe.nesterov,
+        "weight_decay": recipe.weight_decay,
+    }
+    if recipe.clip_norm is None:
+        return SGD(model.parameters(), **settings)
+    return ClippedSGD(model.parameters(), clip_norm=recipe.clip_norm, **settings)
+
+
+# ---- what a step computes, without the learner: a graph that held it would be freed late, and its memory with it
+
+
+def _batch_of(
+    model: nn.Module, batches: Batches, regulariser: Regulariser, *, channels_last: bool
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Any]]:
+    def batch(index: Tensor, u: Tensor) -> tuple[Tensor, Any]:
+        with torch.autocast(index.device.type, enabled=False):  # pictures are made in float32, whatever the precision
+            x, y = batches.at(index, u)
+        if channels_last and x.ndim == 4:
+            x = x.to(memory_format=torch.channels_last)
+        return regulariser.batch(model, x, y)
+
+    return batch
+
+
+def _loss_of(regulariser: Regulariser) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The loss, and the error of the batch; a function that torch.compile can take, with nothing else in it."""
+    loss = regulariser.loss
+
+    def loss_and_error(model: nn.Module, x: Tensor, target: Tensor | Mixed) -> tuple[Tensor, Tensor]:
+        logits = model(x)
+        wrong = logits.detach().argmax(dim=1) != _labels(target)
+        return loss(logits.float(), target), wrong.float().mean()
+
+    return loss_and_error
 
 
 def method_of(recipe: Recipe, normalise: Normalisation) -> Method:

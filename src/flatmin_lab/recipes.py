@@ -58,7 +58,7 @@ class Recipe:
     ema: float | None = None  # decay of a running average of the weights, measured beside them
     precision: Precision = "fp32"
     channels_last: bool = False
-    compile: bool = False
+    compile: bool = False  # on CUDA: the passes through torch.compile
     deterministic: bool = False  # on CUDA: the same bits every time, and slower
     name: str = ""  # of the table or figure that it belongs to
 

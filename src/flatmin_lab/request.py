@@ -42,6 +42,24 @@ class Request:
         new = self._new()
         return self._gone_on_with(new.folder) if self.resume and run_config.exists(new.folder) else new
 
+    def plans(self, count: int) -> list[Plan]:
+        """The runs with so many seeds, from the one asked for on, all with the first one's recipe and data.
+
+        Each has a folder of its own: the one that it has alone, or with --out one in there.
+        """
+        if count == 1:
+            return [self.plan()]
+        seeds = range(self.seed or 0, (self.seed or 0) + count)
+        first = replace(self, seed=seeds[0], out=self._within(seeds[0])).plan()
+        further = [Plan(first.recipe, seed, first.data, self._folder(first, seed)) for seed in seeds[1:]]
+        return [first, *further]
+
+    def _within(self, seed: int) -> Path | None:
+        return None if self.out is None else self.out / f"seed-{seed}"
+
+    def _folder(self, first: Plan, seed: int) -> Path:
+        return self._within(seed) or _named(first.data, first.recipe, seed)
+
     def _new(self) -> Plan:
         if self.data is None and self.resume:
             missing = (
@@ -53,8 +71,7 @@ class Request:
         data = read(self.data, self.data_dir, download=self.download, size=self.changes.get("size"))
         recipe = suited(_place(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes)
         seed = self.seed or 0
-        named = Path("runs") / f"{data.name}-{recipe.model}-{recipe.method}-{seed}"
-        return Plan(recipe, seed, data, self.out or named)
+        return Plan(recipe, seed, data, self.out or _named(data, recipe, seed))
 
     def _gone_on_with(self, folder: Path) -> Plan:
         known = run_config.stored(folder)
@@ -72,6 +89,10 @@ class Request:
             named["method"] = self.method
         inherited = recipe.settings if self.method in (None, recipe.method) else {}
         return replace(recipe, **named, **self.changes, settings={**inherited, **self.settings})
+
+
+def _named(data: Dataset, recipe: Recipe, seed: int) -> Path:
+    return Path("runs") / f"{data.name}-{recipe.model}-{recipe.method}-{seed}"
 
 
 def _place(data: str) -> str:

@@ -19,10 +19,10 @@ OURS = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboar
 
 def open_(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
     """A new run; with `resume`, the run that is there, if one is."""
-    _check(path, config, resume=resume)
+    check(path, config, resume=resume)
     held = _hold(path)
     try:
-        goes_on = _check(path, config, resume=resume)
+        goes_on = check(path, config, resume=resume)
         sweep(path)
         folder = RunFolder(path, stored(path) if goes_on else config, held)
         if not goes_on:
@@ -33,7 +33,7 @@ def open_(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
     return folder
 
 
-def _check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
+def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
     """Does the folder hold this run, to go on with? Raises where it holds anything else that could be lost."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")

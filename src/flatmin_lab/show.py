@@ -79,11 +79,12 @@ def epochs_in_words(count: int) -> str:
     return f"{count} epoch{'s' if count != 1 else ''}"
 
 
-def headline(recipe: Recipe, seed: int, hardware: str) -> str:
+def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in recipe.settings.items())
+    seeds = f"seed {seed}" if isinstance(seed, int) else f"seeds {seed}"
     return (
         f"{recipe.method}{f' ({settings})' if settings else ''}: {recipe.model} on {recipe.data}, "
-        f"{epochs_in_words(recipe.epochs)}, batches of {recipe.batch_size}, seed {seed}, "
+        f"{epochs_in_words(recipe.epochs)}, batches of {recipe.batch_size}, {seeds}, "
         f"{recipe.precision} on {hardware}{PROTOCOLS[recipe.protocol]}"
     )
 

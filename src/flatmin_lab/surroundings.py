@@ -3,6 +3,9 @@
 A training draws from generators of its own, although torch has one a device: they are put in place while it runs, and
 the caller's come back when it yields. So what a caller draws between two records changes nothing in the training, nor
 the other way round.
+
+On a GPU not only the values are its own, but the state that holds them: a CUDA graph draws from the state that it was
+captured with, and two trainings that shared one would write into each other's from two streams.
 """
 
 import os
@@ -14,6 +17,8 @@ from torch import Tensor
 
 from flatmin.snapshot import random_state, set_random_state
 
+State = Tensor | torch.Generator
+
 
 class Surroundings:
     """Entered, the world is the training's; left, it is the caller's."""
@@ -23,25 +28,45 @@ class Surroundings:
         self.deterministic = deterministic
         if deterministic and device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-        self.own: dict[torch.device, Tensor] = {}
+        self.own: dict[torch.device, State] = {}
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        outer = self._take()
-        self._put(self.own)
+        outer = {device: _state(device) for device in self.devices}
+        for device in self.devices:
+            _put(device, self.own[device] if self.own else _apart(device, outer[device]))
         try:
             with _switched(self.deterministic):
                 yield
         finally:
-            self.own = self._take()
-            self._put(outer)
+            self.own = {device: _state(device) for device in self.devices}
+            for device, state in outer.items():
+                _put(device, state)
 
-    def _take(self) -> dict[torch.device, Tensor]:
-        return {device: random_state(device) for device in self.devices}
 
-    def _put(self, states: dict[torch.device, Tensor]) -> None:
-        for device, state in states.items():
-            set_random_state(device, state)
+def _generator(device: torch.device) -> torch.Generator:
+    torch.cuda.init()
+    default: torch.Generator = torch.cuda.default_generators[
+        torch.cuda.current_device() if device.index is None else device.index
+    ]
+    return default
+
+
+def _state(device: torch.device) -> State:
+    """The state of the device's default generator: on a GPU itself, elsewhere its values."""
+    return _generator(device).graphsafe_get_state() if device.type == "cuda" else random_state(device)
+
+
+def _put(device: torch.device, state: State) -> None:
+    if isinstance(state, Tensor):
+        set_random_state(device, state)
+    else:
+        _generator(device).graphsafe_set_state(state)
+
+
+def _apart(device: torch.device, state: State) -> State:
+    """One with the same values, that nobody else has."""
+    return state if isinstance(state, Tensor) else state.clone_state()
 
 
 def drawn_from(device: torch.device) -> list[torch.device]:

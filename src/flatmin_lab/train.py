@@ -12,15 +12,16 @@ The headline is the last epoch's measurement. The best test epoch, which the pap
 with the test labels: it is kept beside as a comparison and named so.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from flatmin.modes import evaluating
+from flatmin_lab.answering import Answers
 from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.augment import augmentation
 from flatmin_lab.data.batches import Batches
@@ -39,7 +40,7 @@ from flatmin_lab.schedules import rate
 from flatmin_lab.surroundings import Surroundings
 from flatmin_lab.tally import Tally
 
-LOOK = 50  # steps after which the host reads what the device measured, at the latest
+LOOK = 50  # steps after which the host asks for what the device measured, at the latest
 BREATH = 0.25  # seconds between two reports of progress
 SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit")  # what must be the same for the same bits
 
@@ -58,13 +59,46 @@ def train(
     folder: Path | str | None = None,
     resume: bool = False,
     stop: Callable[[], str | None] = lambda: None,
+    capture: bool = True,
     checkpoint_epochs: int = 1,
     checkpoint_minutes: float = 10.0,
 ) -> Iterator[Record]:
     """Train, and yield what happens; in a run folder, which `resume` goes on with if it was begun.
 
-    `stop` is asked between steps: a reason, once given, saves and ends.
+    `stop` is asked between steps: a reason, once given, saves and ends. On a GPU a step is the replay of a CUDA graph;
+    `capture=False` does without, to the same bits where the recipe is deterministic, in fp32 and not compiled.
     """
+    records = moments(
+        recipe,
+        data,
+        seed=seed,
+        device=device,
+        folder=folder,
+        resume=resume,
+        stop=stop,
+        capture=capture,
+        checkpoint_epochs=checkpoint_epochs,
+        checkpoint_minutes=checkpoint_minutes,
+        step_by_step=False,
+    )
+    return cast(Iterator[Record], records)
+
+
+def moments(
+    recipe: Recipe,
+    data: Dataset,
+    *,
+    seed: int,
+    device: torch.device | str,
+    folder: Path | str | None,
+    resume: bool,
+    stop: Callable[[], str | None],
+    capture: bool,
+    checkpoint_epochs: int,
+    checkpoint_minutes: float,
+    step_by_step: bool = True,
+) -> Generator[Record | None, None, None]:
+    """As `train`; step by step it also yields None after each step, so that many can be trained by turns."""
     if checkpoint_epochs < 1 or not checkpoint_minutes >= 0:
         raise ValueError(
             "checkpoints come every 1 or more epochs and every 0 or more minutes, "
@@ -72,7 +106,7 @@ def train(
         )
     surroundings = Surroundings(torch.device(device), deterministic=recipe.deterministic)
     with surroundings.inside():
-        training = _Training(recipe, data, seed, torch.device(device), stop)
+        training = _Training(recipe, data, seed, torch.device(device), stop, capture=capture)
     # what is wrong with a recipe has come out by now, so a folder is begun only by a training that can begin
     config = config_of(recipe, data, seed, device)
     held = None if folder is None else open_(Path(folder), config, resume=resume)
@@ -80,12 +114,14 @@ def train(
         if held is not None and (result := held.result()) is not None:
             yield Finished(result)
             return
-        records = training.run(held, checkpoint_epochs, checkpoint_minutes * 60)
+        run = training.run(held, checkpoint_epochs, checkpoint_minutes * 60)
+        records = run if step_by_step else (record for record in run if record is not None)
         while True:
             with surroundings.inside():
-                record = next(records, None)
-            if record is None:
-                return
+                try:
+                    record = next(records)
+                except StopIteration:
+                    return
             yield record
     finally:
         if held is not None:
@@ -102,6 +138,8 @@ class _Training:
         seed: int,
         device: torch.device,
         stop: Callable[[], str | None],
+        *,
+        capture: bool,
     ) -> None:
         if recipe.data in DATA_SETS and data.name != recipe.data:
             raise ValueError(f"the recipe is for {recipe.data}, got the data set {data.name}")
@@ -109,7 +147,6 @@ class _Training:
         self.folder: RunFolder | None = None
         self.checksum = data.checksum
         self.data, self.which, self.wrong, self.normalise = prepared(recipe, data.to(device), seed)
-        self.learner = Learner(recipe, self.data, self.normalise, seed=seed, device=device)
         self.batches = Batches(
             split=self.data.train,
             batch_size=recipe.batch_size,
@@ -117,6 +154,9 @@ class _Training:
             augment=augmentation(recipe.augment, self.data),
             seed=seed,
         )
+        self.learner = Learner(recipe, self.data, self.batches, seed=seed, device=device, capture=capture)
+        averaged = [] if self.learner.average is None else [self.learner.average.module]
+        self.answers = [Answers(model, capture=capture) for model in (self.learner.model, *averaged)]
         self._check_batches()
         with torch.no_grad(), evaluating(self.learner.model):  # does the model take these pictures?
             self.learner.model(self.normalise(self.data.train.x[:1]))
@@ -142,25 +182,33 @@ class _Training:
     def steps(self) -> int:
         return self.recipe.epochs * len(self.batches)
 
-    def run(self, folder: RunFolder | None, checkpoint_epochs: int, checkpoint_seconds: float) -> Iterator[Record]:
+    def run(
+        self, folder: RunFolder | None, checkpoint_epochs: int, checkpoint_seconds: float
+    ) -> Iterator[Record | None]:
+        """What happens, and None after each step."""
         self.folder = folder
         self.since = self.saved_at = monotonic()
         yield from self._go_on()
+        for answers in self.answers:
+            answers.prepare(self.data.test, self.normalise)
         reported = monotonic()
         while self.epoch < self.recipe.epochs:
-            for x, y in self.batches.epoch(self.epoch, start=self.batch):
+            for index, u in self.batches.parts(self.epoch, start=self.batch):
                 if reason := self.stop():
                     yield from self._stopped(reason)
                     return
-                self._step(x, y)
+                self._step(index, u)
+                if why := self.learner.why_not_captured():
+                    yield Note(f"training goes on without a CUDA graph, and slower: {why}")
                 now = monotonic()
                 if now - reported > BREATH or len(self.tally.pending) >= LOOK:
-                    self._look()
+                    self._look(wait=False)
                 if now - reported > BREATH:
                     yield Progress(epoch=self.epoch + 1, step=self.step, numbers=self.tally.means())
                     reported = now
                 if now - self.saved_at > checkpoint_seconds and self.batch < len(self.batches):
                     yield from self._save()
+                yield None
             line = self._end_of_epoch()
             if line is None:
                 yield from self._stopped(self.stop() or "asked to stop")
@@ -171,7 +219,7 @@ class _Training:
             yield from saved
             if self.folder is not None:
                 yield from self.folder.told()
-        logits = logits_of(self.learner.model, self.data.test, self.normalise, stop=self.stop)
+        logits = logits_of(self.answers[0], self.data.test, self.normalise, stop=self.stop)
         if logits is None:
             yield Stopped(self.stop() or "asked to stop", self.step)
             return
@@ -183,8 +231,8 @@ class _Training:
 
     # ---- a step, an epoch
 
-    def _step(self, x: Tensor, y: Tensor) -> None:
-        self.tally.add(len(y), self.learner.step(x, y, self._lr(self.step)))
+    def _step(self, index: Tensor, u: Tensor) -> None:
+        self.tally.add(len(index), self.learner.step(index, u, self._lr(self.step)))
         self.batch += 1
 
     def _lr(self, step: int) -> float:
@@ -192,8 +240,8 @@ class _Training:
         settings = {"milestones": recipe.milestones, "gamma": recipe.gamma} if recipe.schedule == "multi_step" else {}
         return rate(recipe.schedule, recipe.lr, step, self.steps, warmup=warmup, **settings)
 
-    def _look(self) -> None:
-        broken = self.tally.look()
+    def _look(self, *, wait: bool = True) -> None:
+        broken = self.tally.look(wait=wait)
         if broken is not None:
             step = self.step - broken.ago
             raise RunError(self._broken(f"the loss of step {step} (epoch {self.epoch + 1}) is {broken.loss}", step))
@@ -217,12 +265,12 @@ class _Training:
         """The epoch's line, or None if the measurement was broken off: then nothing has changed, and it comes again."""
         self._look()
         self._check_weights()
-        found = self._measure(self.learner.model, self.which)
-        if found is not None and self.learner.average is not None:
-            averaged = self._measure(self.learner.average.module, f"average_{self.which}")
-            found = None if averaged is None else {**found, **averaged}
-        if found is None:
-            return None
+        found: dict[str, Any] = {}
+        for answers, prefix in zip(self.answers, (self.which, f"average_{self.which}"), strict=False):
+            part = self._measure(answers, prefix)
+            if part is None:
+                return None
+            found |= part
         means = {(f"train_{name}" if name in ("loss", "error") else name): m for name, m in self.tally.means().items()}
         line = {"epoch": self.epoch + 1, "step": self.step, "lr": self._lr(self.step - 1), **means, **found}
         line["seconds"] = round(self._clock(), 3)
@@ -232,15 +280,15 @@ class _Training:
             self.folder.add_metrics(line)
         return line
 
-    def _measure(self, model: nn.Module, prefix: str) -> dict[str, Any] | None:
-        logits = logits_of(model, self.data.test, self.normalise, stop=self.stop)
+    def _measure(self, answers: Answers, prefix: str) -> dict[str, Any] | None:
+        logits = logits_of(answers, self.data.test, self.normalise, stop=self.stop)
         if logits is None:
             return None
         found: dict[str, Any] = {
             f"{prefix}_{name}": value for name, value in measured(logits, self.data.test.y).items()
         }
         if len(self.wrong):
-            learnt = logits_of(model, self.data.train.at(self.wrong), self.normalise)
+            learnt = logits_of(answers, self.data.train.at(self.wrong), self.normalise)
             assert learnt is not None
             repeated = learnt.argmax(dim=1) == self.data.train.y[self.wrong]
             found[f"{prefix.removesuffix(self.which)}memorised"] = repeated.float().mean().item()

@@ -28,10 +28,10 @@ HELP = {
 
 
 class Plan(NamedTuple):
-    """An epoch: which picture comes when, and its random numbers, (N,) and (N, draws), on the data's device."""
+    """An epoch, or a part of one: which picture comes when, and its random numbers, on the data's device."""
 
-    order: Tensor
-    u: Tensor
+    order: Tensor  # (N,)
+    u: Tensor  # (N, draws)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +75,19 @@ class Batches:
             x = self.augment(x, u)
         return self.normalise(x, dtype=self.dtype), self.split.y[index]
 
-    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from the one numbered `start`."""
+    def parts(self, number: int, *, start: int = 0) -> Iterator[Plan]:
+        """The plan of an epoch in pieces of a batch, from the one numbered `start`: what `at` makes each batch of."""
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be one of the {len(self)} batches of an epoch, got {start}")
         plan = self.plan(number)
         for begin in range(start * self.batch_size, len(self.split), self.batch_size):
             part = slice(begin, begin + self.batch_size)
-            yield self.at(plan.order[part], plan.u[part])
+            yield Plan(plan.order[part], plan.u[part])
+
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, from the one numbered `start`."""
+        for part in self.parts(number, start=start):
+            yield self.at(*part)
 
 
 def in_order(

@@ -45,7 +45,9 @@ class Split:
         return f"{'pictures' if self.pictures else 'points'} of {' × '.join(map(str, self.shape))}"
 
     def to(self, device: torch.device | str) -> "Split":
-        return Split(self.x.to(device), self.y.to(device))
+        """On that device; itself where it is there already."""
+        x, y = self.x.to(device), self.y.to(device)
+        return self if x is self.x and y is self.y else Split(x, y)
 
     def at(self, index: Tensor) -> "Split":
         return Split(self.x[index], self.y[index])
@@ -83,7 +85,9 @@ class Dataset:
         return self.train.shape[0]
 
     def to(self, device: torch.device | str) -> "Dataset":
-        return replace(self, train=self.train.to(device), test=self.test.to(device))
+        """On that device; itself where it is there already."""
+        train, test = self.train.to(device), self.test.to(device)
+        return self if train is self.train and test is self.test else replace(self, train=train, test=test)
 
     def held_out(self, seed: SupportsIndex, *, share: float = 0.1) -> "Dataset":
         """The training set in two parts: the last tenth of an order drawn by the seed becomes the test split.

@@ -1,0 +1,76 @@
+"""A model's answers in eval mode, a full batch of them as the replay of a CUDA graph.
+
+A training measures its model after every epoch, always with the same weights in memory: their numbers change, their
+place does not. So the forward pass for a full batch is captured once and lasts for the whole training; the last,
+smaller batch of a split runs as it is, and so does everything on a CPU. The kernels are the same, and so are the bits.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.modes import evaluating
+from flatmin.recording import _no_waiting
+from flatmin_lab.data.dataset import Split
+from flatmin_lab.data.normalise import Normalisation
+
+FULL = 500  # pictures in a full batch
+WARM = 3  # passes before a capture: cuDNN's search, memory
+
+
+class Answers:
+    """A function from inputs to logits: the model in eval mode, without gradients.
+
+    >>> model = nn.Sequential(nn.Dropout(0.5), nn.Flatten())
+    >>> Answers(model)(torch.ones(1, 1, 2)), model.training
+    (tensor([[1., 1.]]), True)
+    """
+
+    def __init__(self, model: nn.Module, *, full: int = FULL, capture: bool = True) -> None:
+        self.model, self.full, self.capture = model, full, capture
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._held: object = None  # what the graph holds fast
+
+    def prepare(self, split: Split, normalise: Normalisation) -> None:
+        """Capture now what would be captured later, so that its memory is taken from the start."""
+        if self.capture and split.x.is_cuda and len(split) >= self.full:
+            self(normalise(split.x[: self.full]))
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.capture or not x.is_cuda or len(x) != self.full:
+            return self._plainly(x)
+        if self._held != (held := self._holds(x)):
+            self._held, self.graph = held, None
+            self._try(x)
+        if self.graph is None:
+            return self._plainly(x)
+        self.x.copy_(x)
+        self.graph.replay()
+        return self.logits.clone()
+
+    def _plainly(self, x: Tensor) -> Tensor:
+        with evaluating(self.model):
+            logits: Tensor = self.model(x)
+        return logits
+
+    def _holds(self, x: Tensor) -> object:
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return x.shape, x.stride(), x.dtype, x.device, [tensor.data_ptr() for tensor in tensors]
+
+    def _try(self, x: Tensor) -> None:
+        """Capture a pass; what cannot be captured is computed as it is."""
+        self.x = x.clone()
+        stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM):
+                    self._plainly(self.x)
+                with _no_waiting():
+                    self._plainly(self.x)
+            torch.cuda.current_stream(x.device).wait_stream(stream)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self.logits = self._plainly(self.x)
+        except RuntimeError:
+            return
+        self.graph = graph

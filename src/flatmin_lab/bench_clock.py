@@ -1,0 +1,165 @@
+"""How long steps take, and how much memory: contenders take turns, a block of steps each.
+
+A machine is noisy over seconds: it warms up, others use it. So every contender has a block in every round, and what is
+reported is the median and the quartiles over the rounds. One model's block is timed by events on the device, several
+models' by the wall clock from idle to idle, because their streams run side by side.
+
+The memory of a step is what the allocator's peak rises by when it is taken. The memory of a graph is not seen there: it
+is set aside once and for all when the graph is captured, so it is added whole. Not counted: what cuBLAS keeps.
+"""
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import quantiles
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+LONGEST = 0.25  # seconds of a block, if that is more than a step
+MIB = 2**20
+NO_POOL = (0, 0)
+STREAMS = 32  # that torch has on a device; it gives them out in turn
+
+Taking = Callable[[int], None]  # that many steps
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def by_wall(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds from idle to idle."""
+    synchronize(device)
+    start = perf_counter()
+    work()
+    synchronize(device)
+    return perf_counter() - start
+
+
+def by_events(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds on the current stream of the device; on the CPU those of the wall."""
+    if device.type != "cuda":
+        return by_wall(work, device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass
+class Runner:
+    """A contender in the race: `models` of them step together, in blocks of `steps`."""
+
+    take: Taking
+    steps: int
+    models: int = 1
+    times: list[float] = field(default_factory=list)  # ms a model's step, one for each block
+    failed: str | None = None
+
+    def run(self, device: torch.device) -> None:
+        clock = by_events if self.models == 1 else by_wall
+        seconds = clock(lambda: self.take(self.steps), device)
+        self.times.append(1e3 * seconds / (self.steps * self.models))
+
+
+def block_length(take: Taking, device: torch.device, *, most: int) -> int:
+    """So many steps that a block is no longer than `LONGEST`, but at least one; a step shows how long it takes."""
+    take(1)
+    one = by_wall(lambda: take(1), device)
+    return max(1, min(most, int(LONGEST / one)))
+
+
+def race(runners: Mapping[str, Runner], device: torch.device, *, rounds: int) -> None:
+    """A block each, round after round; who fails is out, and the others go on."""
+    for _ in range(rounds):
+        for runner in runners.values():
+            if runner.failed is not None:
+                continue
+            try:
+                runner.run(device)
+            except Exception as error:
+                runner.failed = reason(error)
+
+
+def summary(times: list[float]) -> dict[str, float | list[float]]:
+    """The median and the quartiles.
+
+    >>> summary([1.0, 2.0, 3.0, 4.0, 5.0])
+    {'ms': 3.0, 'ms_quartiles': [2.0, 4.0]}
+    """
+    low, middle, high = quantiles(times, n=4, method="inclusive")
+    return {"ms": middle, "ms_quartiles": [low, high]}
+
+
+def reason(error: Exception) -> str:
+    """In one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+# ---- memory
+
+
+class Memory(NamedTuple):
+    """In bytes: what is allocated, and what graphs have set aside beyond that."""
+
+    allocated: int
+    aside: int
+
+
+def memory(device: torch.device) -> Memory:
+    if device.type != "cuda":
+        return Memory(0, 0)
+    torch.cuda.synchronize(device)
+    here = device.index if device.index is not None else torch.cuda.current_device()
+    pools = [
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == here and tuple(segment.get("segment_pool_id", NO_POOL)) != NO_POOL
+    ]
+    return Memory(torch.cuda.memory_allocated(device), sum(pools))
+
+
+def peak_since(before: Memory, take: Taking, device: torch.device, *, steps: int = 3) -> float | None:
+    """MiB that these steps need at their peak, with all that was made since `before`; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    take(steps)
+    after = memory(device)
+    rise = torch.cuda.max_memory_allocated(device) - before.allocated
+    return (rise + after.aside - before.aside) / MIB
+
+
+def use_all_streams(device: torch.device, dtype: torch.dtype) -> None:
+    """CuBLAS keeps some MiB for every stream that it ever worked on, in forward and in backward passes: all of them at
+    once, or the first contender on a stream would seem to need them.
+    """
+    if device.type != "cuda":
+        return
+    for stream in [torch.cuda.current_stream(device), *(torch.cuda.Stream(device) for _ in range(STREAMS))]:
+        with torch.cuda.stream(stream):
+            layer = torch.nn.Linear(64, 64, device=device, dtype=dtype)
+            layer(torch.ones(64, 64, device=device, dtype=dtype)).sum().backward()
+        torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> float:
+    """MiB that a new graph could have."""
+    tidy(device)
+    return torch.cuda.mem_get_info(device)[0] / MIB
+
+
+def tidy(device: torch.device) -> None:
+    """Give back what nobody holds."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

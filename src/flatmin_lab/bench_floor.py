@@ -1,0 +1,103 @@
+"""The least that a step could take on this device: its arithmetic at the peak rate, and its weights at the speed of a
+copy, both measured in the same run.
+
+    arithmetic   multiplications and additions of forward and backward, counted; two passes for AMP
+    bytes        what the optimizer moves, in the sizes of a float32 copy of the parameters
+
+Half precision, gradients and the copies that the passes compute with in 16 bits (flatmin/lists.py):
+
+    ERM   1.5 (θ to its copy) + 4.5 (SGD: reads θ, gradient, momentum, writes θ, momentum)                         = 6
+    AMP   the same + 0.5 (the gradient's norm) + 2 (θ, gradient to θ + Δ) + 0.5 (is the last gradient finite?)     = 9
+
+float32, where a pass computes with θ itself: ERM 5 (SGD); AMP 5 + 1 (norm) + 3 (θ + Δ) + 1 (finite?) = 10.
+
+Not in it: reading and writing activations, which no step can do without, so no step gets there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import conv2d
+from torch.utils.flop_counter import FlopCounterMode
+
+from flatmin_lab import models
+from flatmin_lab.bench_clock import by_events
+from flatmin_lab.bench_work import AUTOCAST, CLASSES, SHAPE
+
+PASSES = {"erm": 1, "amp": 2}
+SIZES = {"half": {"erm": 6.0, "amp": 9.0}, "fp32": {"erm": 5.0, "amp": 10.0}}
+SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices
+TRIES, PATIENCE = 50, 0.5  # seconds
+COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes
+
+
+def flops_of(model: str) -> int:
+    """Of one forward and backward pass, for one picture; a multiplication and an addition are two.
+
+    >>> flops_of("mlp")
+    1777152
+    """
+    with torch.device("meta"):
+        made = models.build(model, num_classes=CLASSES, **models.settings_for(model, SHAPE)).train()
+        x = torch.empty(2, *SHAPE)  # BatchNorm wants two
+    counter = FlopCounterMode(display=False)
+    with counter:
+        made(x).sum().backward()
+    return counter.get_total_flops() // len(x)
+
+
+def rates(device: torch.device, precision: str) -> dict[str, Any]:
+    """Operations a second of a large product, and bytes a second of a large copy (read and written)."""
+    dtype = AUTOCAST[precision] or torch.float32
+    before = torch.get_float32_matmul_precision()
+    tf32 = device.type == "cuda" and precision == "fp32" and torch.backends.cudnn.allow_tf32
+    if tf32:  # what convolutions of float32 compute in
+        torch.set_float32_matmul_precision("high")
+    try:
+        flops_per_s = max(flops / _shortest(work, device) for work, flops in _products(device, dtype))
+    finally:
+        if tf32:
+            torch.set_float32_matmul_precision(before)
+    source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = _shortest(lambda: target.copy_(source), device)
+    return {
+        "flops_per_s": flops_per_s,
+        "flops_in": "tf32" if tf32 else precision,
+        "bytes_per_s": 2 * len(source) / copy,
+    }
+
+
+def floor(method: str, *, flops: int, batch_size: int, size: int, precision: str, speed: dict[str, Any]) -> Any:
+    """In ms, of a method's step; `size` is that of the parameters in bytes of float32."""
+    moved = SIZES["fp32" if precision == "fp32" else "half"][method]
+    arithmetic = 1e3 * PASSES[method] * flops * batch_size / speed["flops_per_s"]
+    traffic = 1e3 * moved * size / speed["bytes_per_s"]
+    return {
+        "arithmetic_ms": arithmetic,
+        "bytes_ms": traffic,
+        "floor_ms": arithmetic + traffic,
+        "parameter_sizes_moved": moved,
+    }
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[Callable[[], object], int]]:
+    """Large products, with their operations: of two matrices; on a CPU also a convolution, which is often faster."""
+    side = SIDE[device.type]
+    a, b = torch.randn(2, side, side, device=device).to(dtype).unbind()
+    found: list[tuple[Callable[[], object], int]] = [(lambda: a @ b, 2 * side**3)]
+    if device.type == "cpu":
+        x = torch.randn(16, 256, 16, 16).to(dtype).contiguous(memory_format=torch.channels_last)
+        weight = torch.randn(256, 256, 3, 3).to(dtype)
+        found.append((lambda: conv2d(x, weight, padding=1), 2 * x.numel() * weight[0].numel()))
+    return found
+
+
+def _shortest(work: Callable[[], object], device: torch.device) -> float:
+    """In seconds: a floor takes the best, of as many as there is time for."""
+    work()
+    times = [by_events(work, device)]
+    while len(times) < TRIES and sum(times) < PATIENCE:
+        times.append(by_events(work, device))
+    return min(times)

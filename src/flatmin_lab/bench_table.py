@@ -1,0 +1,156 @@
+"""All contenders for one model and batch size: built one after the other, then timed in turns.
+
+Memory is measured while they are built, each against what was there before it, so it is a contender's own. What fails
+(no memory left, a step that cannot be captured) becomes a row that says why, and the rest goes on.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from flatmin_lab.bench_clock import (
+    MIB,
+    Runner,
+    block_length,
+    by_wall,
+    free_memory,
+    memory,
+    peak_since,
+    race,
+    reason,
+    summary,
+    tidy,
+)
+from flatmin_lab.bench_rows import Row, called, over_erm, timed
+from flatmin_lab.bench_steps import AtOnce, CannotStepError, Trainee, left_out, trainee
+from flatmin_lab.bench_work import Work
+
+SINGLE = ("eager", "graph", "compiled")
+DATA_FORMS = ("eager", "graph")  # where the data's part is measured: compiled or not, a graph does it the same way
+
+
+class Built(NamedTuple):
+    """A model that has stepped: how long it took to be ready (compilation, capture), and its memory."""
+
+    trainee: Trainee
+    ready: float
+    peak: float | None  # MiB
+
+
+class Contenders:
+    """Rows with what was measured, by name: "amp compiled", "erm 4 at-once"."""
+
+    def __init__(self, work: Work, *, steps: int, rounds: int, say: Callable[[str], None]) -> None:
+        self.work, self.device, self.say = work, work.device, say
+        self.steps, self.rounds = steps, rounds
+        self.rows: dict[str, Row] = {}
+        self.left_out: dict[str, list[str]] = {}  # by reason
+        self.runners: dict[str, Runner] = {}
+        self.replicas: dict[str, list[Built]] = {}
+        self.largest = 0.0
+
+    def add(self, methods: Sequence[str], forms: Sequence[str], at_once: Sequence[int]) -> None:
+        """The single ones first: if memory runs out, it is for the many."""
+        for form in (form for form in SINGLE if form in forms):
+            for method in methods:
+                if method != "sam" or form == "eager":
+                    self._enter(method, form, 1)
+        plain = [method for method in methods if method != "sam"]
+        for form in (form for form in DATA_FORMS if form in forms):
+            if plain and called(plain[0], form) in self.runners:
+                self._guarded(called("data", form), {}, partial(self._without_data, plain[0], form))
+        for count in sorted(at_once if "at-once" in forms else ()):
+            for method in plain:
+                self._enter(method, "at-once", count)
+
+    def _enter(self, method: str, form: str, count: int) -> None:
+        name = called(method, form, count)
+        why = left_out(method, form, device=self.device, precision=self.work.precision)
+        if why is not None:
+            self.left_out.setdefault(why, []).append(name)
+            return
+        self.rows[name] = {"method": method, "form": form, "models": count}
+        self._guarded(name, self.rows[name], partial(self._several if count > 1 else self._single, method, form, count))
+
+    def _guarded(self, name: str, row: Row, build: Callable[[], Row]) -> None:
+        self.say(f"{self.work.model}, batches of {self.work.batches.batch_size}: making {name} ready")
+        try:
+            row.update(build())
+        except Exception as error:
+            row["failed"] = reason(error)
+
+    # ---- building
+
+    def _single(self, method: str, form: str, count: int) -> Row:
+        built = self._build(method, form)
+        if form == "compiled":
+            self.replicas[method] = [built]
+        return self._start(called(method, form), built.trainee, [built])
+
+    def _several(self, method: str, form: str, count: int) -> Row:
+        replicas = self.replicas.setdefault(method, [])
+        while len(replicas) < count:
+            self._check_room(replicas)
+            replicas.append(self._build(method, "compiled"))
+        streams = [torch.cuda.Stream(self.device) for _ in range(count)]
+        taken = replicas[:count]
+        return self._start(called(method, form, count), AtOnce([one.trainee for one in taken], streams), taken)
+
+    def _without_data(self, method: str, form: str) -> Row:
+        built = self._build(method, form, data=False)
+        return self._start(called("data", form), built.trainee, [built])
+
+    def _build(self, method: str, form: str, *, data: bool = True) -> Built:
+        tidy(self.device)
+        before = memory(self.device)
+        made = trainee(self.work, method, form, data=data)
+        ready = by_wall(lambda: made(2), self.device)  # an ordinary step, then the one that is captured
+        made.check(form)
+        peak = peak_since(before, made, self.device)
+        self.largest = max(self.largest, peak or 0.0)
+        return Built(made, ready, peak)
+
+    def _check_room(self, replicas: Sequence[Built]) -> None:
+        """For one more model, and for the eager ones, which take their memory anew in every step."""
+        need = (replicas[0].peak or 0.0 if replicas else 0.0) + self.largest
+        if (free := free_memory(self.device)) < need:
+            raise CannotStepError(f"one more model needs {need:.0f} MiB, and {free:.0f} are free")
+
+    def _start(self, name: str, take: Callable[[int], None], built: Sequence[Built]) -> Row:
+        length = block_length(take, self.device, most=-(-self.steps // self.rounds))
+        self.runners[name] = Runner(take, length, len(built))
+        peaks = [one.peak for one in built if one.peak is not None]
+        return {
+            "ready_s": sum(one.ready for one in built),
+            "peak_mib": sum(peaks) if peaks else None,
+        }
+
+    # ---- timing
+
+    def run(self, parameters: int) -> dict[str, Any]:
+        """Rows, the data's part, and what was left out."""
+        self.say(f"{self.work.model}, batches of {self.work.batches.batch_size}: {len(self.runners)} take turns")
+        race(self.runners, self.device, rounds=self.rounds)
+        for name, row in self.rows.items():
+            if name in self.runners:
+                row.update(timed(self.runners[name]))
+        for row in self.rows.values():
+            row["over_erm_copies"] = over_erm(row, self.rows.values(), 4 * parameters / MIB)
+        return {"rows": list(self.rows.values()), "data": self._data(), "left_out": self.left_out}
+
+    def _data(self) -> list[Row]:
+        """The step with its data less the step without, block by block."""
+        found: list[Row] = []
+        for form in DATA_FORMS:
+            without = self.runners.get(called("data", form))
+            plain = (called("erm", form), called("amp", form))
+            with_data = next((runner for name, runner in self.runners.items() if name in plain), None)
+            if without is None or with_data is None or without.failed or with_data.failed:
+                continue
+            differences = [one - other for one, other in zip(with_data.times, without.times, strict=True)]
+            share = median(differences) / median(with_data.times)
+            found.append({"form": form, **summary(differences), "n": len(differences) * without.steps, "share": share})
+        return found

@@ -1,0 +1,70 @@
+"""What the steps of a benchmark have to do: pictures of CIFAR-10's size, cut into batches, for new models of one kind.
+
+The data set lies on the device. A step is told which pictures it gets and their random numbers, and gathers, crops,
+flips and normalises them itself.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatmin_lab import models
+from flatmin_lab.data.augment import Augmentation
+from flatmin_lab.data.batches import Batches
+from flatmin_lab.data.dataset import Split
+from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.surroundings import drawn_from, seed_generators
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPE, CLASSES, PICTURES = (3, 32, 32), 10, 50_000  # CIFAR-10's
+DISTINCT = 16  # batches that the steps go round
+
+
+def random_pictures(device: torch.device, count: int = PICTURES) -> Split:
+    """A data set of CIFAR-10's size, every number of it random."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randint(0, 256, (count, *SHAPE), generator=generator, device=device, dtype=torch.uint8)
+    return Split(x, torch.randint(0, CLASSES, (count,), generator=generator, device=device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What all contenders for a model and a batch size share."""
+
+    model: str
+    batches: Batches
+    inputs: Sequence[tuple[Tensor, Tensor]]  # which pictures, and their random numbers
+    precision: str
+
+    @staticmethod
+    def of(
+        model: str, split: Split, normalise: Normalisation, *, batch_size: int, augment: Augmentation, precision: str
+    ) -> "Work":
+        batches = Batches(split=split, batch_size=batch_size, normalise=normalise, augment=augment)
+        order, u = batches.plan(0)
+        parts = range(0, len(split) - batch_size + 1, batch_size)[:DISTINCT]
+        inputs = [(order[at : at + batch_size], u[at : at + batch_size]) for at in parts]
+        return Work(model=model, batches=batches, inputs=inputs, precision=precision)
+
+    @property
+    def device(self) -> torch.device:
+        return self.batches.split.x.device
+
+    def batch(self, index: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.batches.at(index, u)
+        return x.to(memory_format=torch.channels_last), y
+
+    def new_model(self) -> nn.Module:
+        """With the same first weights every time."""
+        seed_generators(drawn_from(self.device), 0)
+        made = models.build(self.model, num_classes=CLASSES, **models.settings_for(self.model, SHAPE))
+        return made.to(self.device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload, no-any-return]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """As captured_step has it: no cache of cast weights, which change between the passes of a step."""
+        dtype = AUTOCAST[self.precision]
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)

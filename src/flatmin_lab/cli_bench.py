@@ -1,0 +1,85 @@
+"""The command `flatmin bench`. Parsing; nothing is computed here."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from flatmin_lab import bench_show, models, show
+from flatmin_lab.bench import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure
+from flatmin_lab.bench_steps import FORMS, METHODS
+from flatmin_lab.cli_parts import Debug, Device, option, reported
+from flatmin_lab.data.augment import KINDS, Kind
+from flatmin_lab.files import written_whole
+from flatmin_lab.machine import device_named
+from flatmin_lab.recipes import PRECISIONS
+from flatmin_lab.signals import ended_by_signals
+
+Names = list[str] | None
+
+
+def _usual(values: Any) -> str:
+    return ", ".join(map(str, values))
+
+
+def bench(
+    model: Annotated[Names, option(f"{', '.join(models.MODELS)}; else {_usual(MODELS)}.")] = None,
+    batch_size: Annotated[Names, option(f"Pictures a step; else {_usual(BATCH_SIZES)}.")] = None,
+    methods: Annotated[Names, option(f"{', '.join(METHODS)}; else all.")] = None,
+    forms: Annotated[Names, option(f"{', '.join(FORMS)}; else all.")] = None,
+    at_once: Annotated[Names, option(f"How many models step at once; else {_usual(AT_ONCE)}.")] = None,
+    steps: Annotated[int, typer.Option(help="How many steps of each are timed, at most.")] = STEPS,
+    precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else bf16 on a GPU, fp32 on a CPU.")] = None,
+    augment: Annotated[str, typer.Option(help=f"What a step does to its pictures: {', '.join(KINDS)}.")] = "vanilla",
+    quick: Annotated[bool, option("preactresnet18 with batches of 50 alone.", "--quick")] = False,
+    device: Device = None,
+    json_file: Annotated[Path, typer.Option("--json", help="The file for all numbers.")] = Path("out/bench.json"),
+    debug: Debug = False,
+) -> None:
+    """What a training step costs, plain and as a CUDA graph, with SGD, AMP and SAM. Lists: again, or with commas."""
+    with reported(debug), ended_by_signals():
+        where = device_named(device)
+        wanted = Wanted(
+            models=_words(model) or (MODELS[:1] if quick else MODELS),
+            batch_sizes=_counts("--batch-size", batch_size) or (BATCH_SIZES[:1] if quick else BATCH_SIZES),
+            methods=_words(methods) or METHODS,
+            forms=_words(forms) or FORMS,
+            at_once=_counts("--at-once", at_once) or AT_ONCE,
+            steps=steps,
+            precision=precision or ("bf16" if where.type == "cuda" else "fp32"),
+            augment=cast(Kind, augment),
+        )
+        _make_room(json_file)
+
+        def after(result: dict[str, Any]) -> None:
+            bench_show.table(result, result["tables"][-1])
+            with written_whole(json_file) as file:  # after every table: whatever ends this, what was measured is there
+                file.write((json.dumps(result, indent=2) + "\n").encode())
+
+        with show.busy(show.terminal()) as say:
+            result = measure(wanted, device=where, say=say, after=after)
+        bench_show.footer(result, json_file)
+        if not any("ms" in row for table in result["tables"] for row in table["rows"]):
+            raise typer.Exit(1)
+
+
+def _words(values: Names) -> tuple[str, ...]:
+    return tuple(word.strip() for value in values or [] for word in value.split(",") if word.strip())
+
+
+def _counts(flag: str, values: Names) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, _words(values)))
+    except ValueError as error:
+        raise ValueError(f"{flag} takes whole numbers, as in 50,128, got {', '.join(values or [])}") from error
+
+
+def _make_room(path: Path) -> None:
+    """Before minutes of work: is there a place for the result?"""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name the file with --json, such as {path / 'bench.json'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}); choose another place with --json") from error
