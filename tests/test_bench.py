@@ -13,13 +13,12 @@ import torch
 
 import cost_table
 from command_line import flatmin, words
-from flatmin_lab import bench_clock, bench_floor, bench_show, bench_steps, bench_table
-from flatmin_lab.bench import Wanted, measure
-from flatmin_lab.bench_clock import Runner, race
-from flatmin_lab.bench_floor import floor, flops_of
-from flatmin_lab.bench_rows import ratios
-from flatmin_lab.bench_steps import Trainee, trainee
-from flatmin_lab.bench_work import Work, random_pictures
+from flatmin_lab.bench import Wanted, bench_floor, bench_show, bench_steps, bench_table, measure
+from flatmin_lab.bench.clock import Runner, race
+from flatmin_lab.bench.floor import floor, flops_of
+from flatmin_lab.bench.rows import ratios
+from flatmin_lab.bench.steps import Trainee, trainee
+from flatmin_lab.bench.work import Work, random_pictures
 from flatmin_lab.data import Normalisation, augmentation
 
 ROOT = Path(__file__).parent.parent

@@ -33,7 +33,8 @@ BASES: dict[str, Callable[[Params], Optimizer]] = {
     "uphill": sgd(maximize=True, lr=0.01),
     "nesterov-fused": sgd(nesterov=True, fused=True, lr=0.125),  # a rate that float32 holds
     "adamw": lambda params: AdamW(params, lr=1e-2),
-    "adamw-capturable": lambda params: AdamW(params, lr=2.0**-6, capturable=True),
+    # without decay, where torch computes 1 − lr·λ in double for a number and in float32 for a tensor
+    "adamw-capturable": lambda params: AdamW(params, lr=2.0**-6, weight_decay=0.0, capturable=True),
     "adamw-fused": lambda params: AdamW(params, lr=2.0**-6, fused=True, capturable=True),
 }
 

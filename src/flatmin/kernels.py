@@ -2,7 +2,7 @@
 
 A list reaches a kernel as a table of addresses, because its tensors lie anywhere. `table` holds, as 64-bit integers,
 
-    3 rows of T addresses · T sizes · T places in the vector of factors · C chunks' tensors · C chunks' first numbers
+    L rows of T addresses · T sizes · T places in another list · C chunks' tensors · C chunks' first numbers
 
 and program c handles chunk c: `BLOCK` numbers of one tensor. They are launched with OPTIONS, under which a sum of a
 product is rounded twice unless it says `fma`: so a kernel gives the bits of the torch operations that it stands for.
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
+ROOTS = 1024
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # 16 numbers a thread
 
 
@@ -191,3 +192,33 @@ def _sgd(
             gradient = buffer
     there = tl.fma((-tl.load(rates)).to(tl.float32) + zeros, gradient, theta)
     _store(at, tl.where(stay, theta, there), exist, whole)
+
+
+@triton.jit(do_not_specialize=["tensors", "chunks"])
+def squares(table, tensors, chunks, sums, dtype: tl.constexpr, block: tl.constexpr):
+    """The sum of squares of each chunk, to the tensor's place and the chunk's number in it. One list."""
+    chunk = tl.program_id(0)
+    tensor = tl.load(table + 3 * tensors + chunk)
+    first = tl.multiple_of(tl.load(table + 3 * tensors + chunks + chunk), 16)
+    size = tl.load(table + tensors + tensor)
+    place = tl.load(table + 2 * tensors + tensor) + first // block
+    numbers = first + tl.arange(0, block)
+    at = _row(table, tensors, tensor, 0, dtype) + numbers
+    if first + block <= size:
+        values = tl.load(at).to(tl.float32)
+        tl.store(sums + place, tl.sum(values * values))
+    else:
+        values = tl.load(at, mask=numbers < size, other=0.0).to(tl.float32)
+        tl.store(sums + place, tl.sum(values * values))
+
+
+@triton.jit
+def roots(ends, sums, lengths, block: tl.constexpr):
+    """√ of the sums between two ends."""
+    tensor = tl.program_id(0)
+    first, last = tl.load(ends + tensor), tl.load(ends + tensor + 1)
+    total = tl.zeros([block], tl.float32)
+    for start in range(first, last, block):
+        numbers = start + tl.arange(0, block)
+        total += tl.load(sums + numbers, mask=numbers < last, other=0.0)
+    tl.store(lengths + tensor, tl.sqrt(tl.sum(total)))

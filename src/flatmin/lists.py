@@ -2,6 +2,7 @@
 
     move     θ + factor · gradient, written aside           reads θ and gradient, writes θ + Δ
     sgd      a step of torch.optim.SGD                      reads θ, gradient and momentum, writes θ and momentum
+    lengths  ‖t‖ of each tensor                             reads them
 
 Gradients and θ + Δ may be in half precision, θ and the momentum are float32. In the sizes of a float32 parameter, AMP
 in bfloat16 so moves 1.5 (θ to the copy that the clean pass computes with) + 0.5 (the gradient's norm) + 2 (`move`)
@@ -24,6 +25,7 @@ from torch.optim import SGD, Optimizer
 from flatmin.tensors import is_dense
 
 ALIGNED = 16  # bytes
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 _captures: list["Tables"] = []  # under way
 
@@ -63,6 +65,30 @@ def move(
         table, chunks = _table(lists, kind, kernels.BLOCK)
         arguments = (table, len(kind), chunks, factors, finite, *types, rounded_once, kernels.BLOCK)
         kernels.move[(chunks,)](*arguments, **kernels.OPTIONS)
+
+
+def measurable(tensors: Sequence[Tensor]) -> bool:
+    """Can `lengths` take them?"""
+    return _has_triton() and all(
+        t.is_cuda and t.dtype in TYPES and is_dense(t) and t.data_ptr() % ALIGNED == 0 for t in tensors
+    )
+
+
+def lengths(tensors: Sequence[Tensor]) -> Tensor:
+    """‖t‖₂ of each tensor, in float32: the squares of a chunk are added up, then the sums of a tensor's chunks."""
+    from flatmin import kernels
+
+    counts = [-(-tensor.numel() // kernels.BLOCK) for tensor in tensors]
+    firsts = [sum(counts[:place]) for place in range(len(counts))]
+    sums = torch.empty(sum(counts), device=tensors[0].device)
+    for kind in _kinds(tensors):
+        table, chunks = _table([[tensors[i] for i in kind]], [firsts[i] for i in kind], kernels.BLOCK)
+        arguments = (table, len(kind), chunks, sums, _triton_type(tensors[kind[0]]), kernels.BLOCK)
+        kernels.squares[(chunks,)](*arguments, **kernels.OPTIONS)
+    found = torch.empty(len(tensors), device=sums.device)
+    ends = _constant(torch.tensor([*firsts, len(sums)]), sums.device)
+    kernels.roots[(len(tensors),)](ends, sums, found, kernels.ROOTS)
+    return found
 
 
 def takes_sgd(base: Optimizer) -> bool:
@@ -148,7 +174,7 @@ def _kinds(*lists: Sequence[Tensor]) -> list[list[int]]:
 def _triton_type(tensor: Tensor) -> Any:
     import triton.language as tl
 
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[tensor.dtype]
+    return getattr(tl, TYPES[tensor.dtype])
 
 
 # ---- tables of addresses
@@ -164,7 +190,7 @@ class Tables:
         from flatmin import kernels
 
         chunks = sum(_chunks(p.numel(), kernels.BLOCK) for p in params)
-        words = 2 * (7 * len(params) + 2 * chunks)  # for `move` and for `sgd`, and the ends of their tables
+        words = 4 * (8 * len(params) + 2 * chunks + 2)  # for `lengths`, twice, `move` and `sgd`, and their tables' ends
         self.room = torch.empty(words, dtype=torch.int64, device=params[0].device)
         self.used = 0
         self.contents: list[tuple[Tensor, Tensor]] = []
@@ -207,9 +233,12 @@ def _table(lists: Sequence[Sequence[Tensor]], places: Sequence[int], block: int)
     firsts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     addresses = torch.tensor([tensor.data_ptr() for tensors in lists for tensor in tensors])
     content = torch.cat([addresses, sizes, torch.tensor(places), owners, firsts * block])
-    if _captures:
-        return _captures[-1].later(content), len(owners)
-    return content.to(lists[0][0].device, non_blocking=True), len(owners)
+    return _constant(content, lists[0][0].device), len(owners)
+
+
+def _constant(content: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on the device; during a capture, from its end on."""
+    return _captures[-1].later(content) if _captures else content.to(device, non_blocking=True)
 
 
 def _chunks(size: int, block: int) -> int:

@@ -103,8 +103,7 @@ class AMP(Wrapper):
             return
         lengths = [self._lengths(step.directions) for step in steps]
         rates, epsilons = [step.rate for step in steps], [step.epsilon for step in steps]
-        bring = bring_inside if self._aside is None else self._aside.compiled(bring_inside)
-        found = bring(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
+        found = self._fast(bring_inside)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
         if n == 0:
             self._measured["grad_norm"] = found.length * unscale
         self._measured |= {"delta_norm": found.delta_norm, "on_ball": found.on_ball}

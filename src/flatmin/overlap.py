@@ -3,8 +3,7 @@
 Going back through a layer, two products are due: the gradient of its input, for which the layer below waits, and that
 of its weight, for which nobody waits until the pass is over. One after the other, small batches leave much of a GPU
 idle in both. So in a compiled backward pass each `convolution_backward` is taken in two: the weight's half is started
-on a second stream, and `joined` waits for them all. The numbers are the same. A weight gradient's length, which the
-ascent will ask for, is taken on the way, while the numbers are still in the cache and nobody waits.
+on a second stream, and `joined` waits for them all. The numbers are the same.
 
 What a weight gradient reads (the layer's input, the gradient of its output) must not be overwritten meanwhile, so both
 are held until the streams have met, and the compiler is told not to reuse memory of its own accord (`OPTIONS`).
@@ -12,7 +11,6 @@ are held until the streams have met, and the compiler is told not to reuse memor
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,26 +18,10 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from flatmin.ball import Norm, norms
-
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
-@dataclass
-class Beside:
-    """What goes on beside a backward pass: on which stream, what it reads, and what it found.
-
-    With a `norm`, the length of each weight gradient is taken as soon as it is there: `lengths` has it, by the address
-    of the gradient.
-    """
-
-    stream: torch.cuda.Stream
-    norm: Norm | None
-    read: list[Tensor] = field(default_factory=list)
-    lengths: dict[int, Tensor] = field(default_factory=dict)
-
-
-_under_way: list[Beside] = []
+_beside: list[tuple[torch.cuda.Stream, list[Tensor]]] = []  # the stream for weight gradients, and what they read
 
 
 @torch.library.custom_op("flatmin::weight_gradient", mutates_args=())
@@ -53,16 +35,13 @@ def weight_gradient(
         found: Tensor = _BACKWARD(gradient, x, weight, None, *numbers)[1]
         return found
 
-    if not _under_way or not gradient.is_cuda:
+    if not _beside or not gradient.is_cuda:
         return product()
-    beside = _under_way[-1]
-    beside.read += [gradient, x, weight]
-    beside.stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside.stream):
-        found = product()
-        if beside.norm is not None:
-            beside.lengths[found.data_ptr()] = norms([found], norm=beside.norm)[0]
-    return found
+    stream, read = _beside[-1]
+    read += [gradient, x, weight]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return product()
 
 
 @weight_gradient.register_fake
@@ -73,19 +52,16 @@ def _(
 
 
 @contextmanager
-def joined(stream: torch.cuda.Stream, norm: Norm | None) -> Iterator[dict[int, Tensor]]:
-    """Weight gradients that are asked for inside are computed on `stream`, and are there when the block is left.
-
-    What it gives are their lengths, by their addresses.
-    """
-    beside = Beside(stream, norm)
-    _under_way.append(beside)
+def joined(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Weight gradients that are asked for inside are computed on `stream`, and are there when the block is left."""
+    read: list[Tensor] = []
+    _beside.append((stream, read))
     try:
-        yield beside.lengths
+        yield
     finally:
-        _under_way.pop()
+        _beside.pop()
         torch.cuda.current_stream().wait_stream(stream)
-        beside.read.clear()  # after the streams have met: memory that is free now can be written on the first one
+        read.clear()  # after the streams have met: memory that is free now can be written on the first one
 
 
 class TakeApart(CustomGraphPass):

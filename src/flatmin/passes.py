@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from flatmin import lists
-from flatmin.ball import Norm
 from flatmin.guard import step_unless
 from flatmin.optim import AMP
-from flatmin.scaling import inverse_scale
+from flatmin.scaling import inverse_scale, step_scaled
 from flatmin.shadow import cast_once, in_place_of
 from flatmin.snapshot import Snapshot, random_state, set_random_state
 from flatmin.tensors import copy_
@@ -90,8 +89,9 @@ class StandIns:
         perturbed = [] if wrapper is None or wrapper._is_idle() else wrapper._perturbed_groups()
         cast: set[Tensor] = set()
         if task.autocast is not None and (wrapper is None or isinstance(wrapper, AMP)):  # RMP's noise is float32
-            with task.precision(), undone(task):
-                cast = cast_once(task.params, task.autocast, lambda: task.loss_fn(task.model, *task.prepared(inputs)))
+            with undone(task), task.precision():
+                made = task.prepared(inputs)
+                cast = cast_once(task.params, task.autocast, lambda: task.loss_fn(task.model, *made))
         self.half = {p: torch.empty_like(p, dtype=task.autocast, requires_grad=False) for p in task.params if p in cast}
         moving = [p for group in perturbed for p in group["params"] if p.requires_grad]
         self.moved = {p: self.half[p] if p in self.half else torch.empty_like(p, requires_grad=False) for p in moving}
@@ -143,12 +143,11 @@ class Passes:
         masks: Masks,
         rates: Tensor | None = None,
         base_too: bool = True,
-        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-        around: Callable[[Norm | None], AbstractContextManager[dict[int, Tensor]]] = lambda norm: nullcontext({}),
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.task, self.forward, self.others, self.masks = task, forward, others, masks
         self.rates, self.base_too, self.around, self.compiled = rates, base_too, around, compiled
-        self.lengths: Mapping[Tensor, Tensor] = {}  # of gradients of the last pass, where it took them
 
     def step(self, inputs: Sequence[Any]) -> None:
         """All passes, and the base's step if it is to be had here (with `rates`: by the kernel for SGD)."""
@@ -157,7 +156,7 @@ class Passes:
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         measured: dict[str, Tensor] = {}
         if wrapper is not None and self.others.moved:
-            wrapper._aside = Aside(self.others.moved, gradients, self.lengths, self.compiled)
+            wrapper._aside = Aside(self.others.moved, gradients, self.compiled)
             self.skip = wrapper._must_skip(list(gradients.values()), self.task.scaler)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
             measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
@@ -188,7 +187,7 @@ class Passes:
         moved = {p: there for p, there in others.moved.items() if p in gradients or not starts_clean}
         copy_((there, buffer) for buffer, there in others.buffers.items())
         for n in range(wrapper.inner_iter):
-            wrapper._aside = Aside(others.moved, gradients, self.lengths, self.compiled)
+            wrapper._aside = Aside(others.moved, gradients, self.compiled)
             wrapper._perturb(n, inverse_scale(task.scaler, wrapper._owners, task.device))
             with self.masks.drawn_again(n) if others.as_if_once else nullcontext():
                 latest, gradients = self._pass(made, {**others.half, **moved, **others.buffers})
@@ -197,18 +196,16 @@ class Passes:
 
     def _pass(self, inputs: Sequence[Any], others: Mapping[Tensor, Tensor]) -> tuple[Any, Gradients]:
         params = self.task.params
-        norm = self.task.wrapper.norm if self.task.wrapper is not None and self.others.moved else None
-        with torch.enable_grad(), in_place_of(others), self.around(norm) as lengths:
+        with torch.enable_grad(), in_place_of(others), self.around():
             with self.task.precision():
                 result = self.forward(*inputs)
             found = torch.autograd.grad(self.task.loss_of(result), params, allow_unused=True)
         gradients = {p: gradient for p, gradient in zip(params, found, strict=True) if gradient is not None}
-        self.lengths = {g: lengths[g.data_ptr()] for g in gradients.values() if g.data_ptr() in lengths}
         return tree_map_only(Tensor, Tensor.detach, result), gradients
 
     @torch.no_grad()
-    def step_base(self) -> None:
-        """The base's own step with the last gradients, unless one of them was not finite."""
+    def step_base(self) -> Tensor | None:
+        """The base's own step with the last gradients, unless one of them was not finite; whether it was skipped."""
         task, wrapper = self.task, self.task.wrapper
         for p, gradient in self.gradients.items():
             p.grad = gradient
@@ -216,13 +213,17 @@ class Passes:
             if wrapper is not None and self.others.moved:
                 step_unless(self.skip, wrapper._owners, list(self.gradients), wrapper._theta, task.scaler)
                 wrapper._theta.forget()
-            elif task.scaler is not None:
-                task.scaler.step(task.base)
-            else:
+                return self.skip
+            if task.scaler is None:
                 task.base.step()
+            elif wrapper is not None:
+                return step_scaled(self.skip, wrapper._owners, [], task.scaler)
+            else:
+                task.scaler.step(task.base)
         finally:
             for p in self.gradients:
                 p.grad = None
+        return None
 
 
 @contextmanager

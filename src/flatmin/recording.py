@@ -8,7 +8,7 @@ before each replay to where the clean pass begins.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class Recording:
         self.inside = self.rates is not None or (task.scaler is None and _captures_itself(task.base))
         count = task.wrapper.inner_iter if task.wrapper is not None and space.others.as_if_once else 0
         self.masks = _Clones(task.device, count)
-        joined, compiled = getattr(forward, "joined", None), getattr(forward, "compiled", lambda function: function)
+        joined, compiled = getattr(forward, "joined", None), getattr(forward, "compiled", None)
         self.passes = Passes(
             task,
             forward,
@@ -61,7 +61,7 @@ class Recording:
             rates=None if self.rates is None else self.rates.there,
             base_too=self.inside,
             compiled=compiled,
-            **({} if joined is None else {"around": partial(joined, space.beside)}),
+            around=nullcontext if joined is None else partial(joined, space.beside),
         )
         with undone(task), self.knobs.in_groups():
             self._warm_up()
@@ -75,7 +75,7 @@ class Recording:
                 gradients = self.passes.passes(self.inputs)[2]
             if not torch.equal(before, torch.get_rng_state()):
                 raise CannotCaptureError("it draws random numbers on the CPU, which a graph would repeat")
-            with _no_waiting():
+            with no_waiting():
                 self.passes.passes(self.inputs)
             if self.rates is not None:
                 skip = torch.zeros((), dtype=torch.bool, device=self.task.device)
@@ -104,19 +104,17 @@ class Recording:
             self.rates.refresh()
         self.masks.rewind()
         self.graph.replay()
-        self._note()
-        if not self.inside:
-            self.passes.step_base()
+        self._note(None if self.inside else self.passes.step_base())
         return tree_map_only(Tensor, Tensor.clone, self.passes.result)
 
-    def _note(self) -> None:
+    def _note(self, skipped: Tensor | None) -> None:
         """What the optimizer tells of its last step, in tensors of its own."""
         wrapper, measured = self.task.wrapper, self.passes.measured
         if wrapper is None:
             return
         if measured is None:
             loss = loss_in(self.passes.result)
-            wrapper.last = Last(loss=None if loss is None else loss.clone())
+            wrapper.last = Last(loss=None if loss is None else loss.clone(), skipped=skipped)
             return
         values = dict(zip(self.passes.names, measured.clone().unbind(), strict=True))
         wrapper.last = Last(skipped=self.passes.skip.clone(), **values)
@@ -201,7 +199,7 @@ def _captures_itself(base: Optimizer) -> bool:
 
 
 @contextmanager
-def _no_waiting() -> Iterator[None]:
+def no_waiting() -> Iterator[None]:
     """Raises where the host would wait for the device: there a capture would break off, and leave a mess."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from flatmin import lists
 from flatmin.ball import Norm, combine, norms
 from flatmin.guard import step_unless
 from flatmin.scaling import Owners, inverse_scale, new_gradients_come, step_scaled
@@ -55,8 +56,7 @@ class Aside:
 
     weights: Mapping[Tensor, Tensor]
     gradients: Mapping[Tensor, Tensor]
-    lengths: Mapping[Tensor, Tensor]  # of those gradients whose norm is known already
-    compiled: Callable[[Callable[..., Any]], Callable[..., Any]]  # what is made of functions of a few numbers
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None  # None: to the bit as without a capture
 
 
 class Wrapper(Shell, ABC):
@@ -287,8 +287,8 @@ class Wrapper(Shell, ABC):
 
     def _must_skip(self, gradients: Sequence[Tensor], scaler: GradScaler | None) -> Tensor:
         """Was some gradient of the step not finite, these of the last pass among them?"""
-        judge = _judged if self._aside is None else self._aside.compiled(_judged)
-        length, skip = judge(self._lengths(gradients), self._sound, norm=self.norm)
+        skip: Tensor
+        length, skip = self._fast(_judged)(self._lengths(gradients), self._sound, norm=self.norm)
         if "grad_norm" not in self._measured:  # RMP, or nothing to perturb had a gradient in the clean pass
             self._measured["grad_norm"] = length * inverse_scale(scaler, self._owners, self._home)
         return skip
@@ -300,12 +300,14 @@ class Wrapper(Shell, ABC):
 
     def _lengths(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of each of these gradients, or other directions."""
-        known = {} if self._aside is None else {t: self._aside.lengths[t] for t in tensors if t in self._aside.lengths}
-        if not known:
-            return norms(tensors, norm=self.norm).to(self._home)
-        rest = [t for t in tensors if t not in known]
-        found = {**known, **dict(zip(rest, norms(rest, norm=self.norm).unbind(), strict=True))}
-        return torch.stack([found[t] for t in tensors])
+        may_be_fast = self._aside is not None and self._aside.compiled is not None and self.norm == "l2"
+        if may_be_fast and lists.measurable(tensors):
+            return lists.lengths(tensors)
+        return norms(tensors, norm=self.norm).to(self._home)
+
+    def _fast(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of a few numbers, compiled where that is welcome."""
+        return function if self._aside is None or self._aside.compiled is None else self._aside.compiled(function)
 
     def _keep_theta(self, params: Iterable[Tensor]) -> None:
         if self._aside is None:

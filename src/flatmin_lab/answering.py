@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatmin.modes import evaluating
-from flatmin.recording import _no_waiting
+from flatmin.recording import no_waiting
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 
@@ -66,7 +66,7 @@ class Answers:
             with torch.cuda.stream(stream):
                 for _ in range(WARM):
                     self._plainly(self.x)
-                with _no_waiting():
+                with no_waiting():
                     self._plainly(self.x)
             torch.cuda.current_stream(x.device).wait_stream(stream)
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

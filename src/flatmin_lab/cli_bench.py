@@ -6,9 +6,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from flatmin_lab import bench_show, models, show
-from flatmin_lab.bench import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure
-from flatmin_lab.bench_steps import FORMS, METHODS
+from flatmin_lab.bench import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure, models, show
+from flatmin_lab.bench.steps import FORMS, METHODS
 from flatmin_lab.cli_parts import Debug, Device, option, reported
 from flatmin_lab.data.augment import KINDS, Kind
 from flatmin_lab.files import written_whole

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import flatmin
-from flatmin_lab.bench_work import AUTOCAST, Work
+from flatmin_lab.bench.work import AUTOCAST, Work
 
 METHODS = ("erm", "amp", "sam")
 FORMS = ("eager", "graph", "compiled", "at-once")

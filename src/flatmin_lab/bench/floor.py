@@ -22,8 +22,8 @@ from torch.nn.functional import conv2d
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatmin_lab import models
-from flatmin_lab.bench_clock import by_events
-from flatmin_lab.bench_work import AUTOCAST, CLASSES, SHAPE
+from flatmin_lab.bench.clock import by_events
+from flatmin_lab.bench.work import AUTOCAST, CLASSES, SHAPE
 
 PASSES = {"erm": 1, "amp": 2}
 SIZES = {"half": {"erm": 6.0, "amp": 9.0}, "fp32": {"erm": 5.0, "amp": 10.0}}

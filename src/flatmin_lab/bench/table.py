@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flatmin_lab.bench_clock import (
+from flatmin_lab.bench.clock import (
     MIB,
     Runner,
     block_length,
@@ -24,9 +24,9 @@ from flatmin_lab.bench_clock import (
     summary,
     tidy,
 )
-from flatmin_lab.bench_rows import Row, called, over_erm, timed
-from flatmin_lab.bench_steps import AtOnce, CannotStepError, Trainee, left_out, trainee
-from flatmin_lab.bench_work import Work
+from flatmin_lab.bench.rows import Row, called, over_erm, timed
+from flatmin_lab.bench.steps import AtOnce, CannotStepError, Trainee, left_out, trainee
+from flatmin_lab.bench.work import Work
 
 SINGLE = ("eager", "graph", "compiled")
 DATA_FORMS = ("eager", "graph")  # where the data's part is measured: compiled or not, a graph does it the same way

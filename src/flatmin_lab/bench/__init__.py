@@ -2,8 +2,8 @@
 
     result = measure(Wanted(models=("preactresnet18",), batch_sizes=(50,)), device=torch.device("cuda"))
 
-For every model and batch size a table: the methods of bench_steps.py in each of its forms, timed in turns
-(bench_table.py), beside the floor (bench_floor.py). cuDNN may search for its fastest algorithms, and computes float32
+For every model and batch size a table: the methods of steps.py in each of its forms, timed in turns
+(table.py), beside the floor (floor.py). cuDNN may search for its fastest algorithms, and computes float32
 as torch's defaults say; the result names all that.
 """
 
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from flatmin_lab import models
-from flatmin_lab.bench_clock import tidy, use_all_streams
-from flatmin_lab.bench_floor import PASSES, floor, flops_of, rates
-from flatmin_lab.bench_rows import ratios
-from flatmin_lab.bench_steps import EPSILON, FORMS, METHODS, RHO, SETTINGS
-from flatmin_lab.bench_table import Contenders
-from flatmin_lab.bench_work import AUTOCAST, CLASSES, PICTURES, Work, random_pictures
+from flatmin_lab.bench.clock import tidy, use_all_streams
+from flatmin_lab.bench.floor import PASSES, floor, flops_of, rates
+from flatmin_lab.bench.rows import ratios
+from flatmin_lab.bench.steps import EPSILON, FORMS, METHODS, RHO, SETTINGS
+from flatmin_lab.bench.table import Contenders
+from flatmin_lab.bench.work import AUTOCAST, CLASSES, PICTURES, Work, random_pictures
 from flatmin_lab.data.augment import KINDS, Kind, augmentation
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
