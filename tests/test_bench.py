@@ -13,9 +13,14 @@ import torch
 
 import cost_table
 from command_line import flatmin, words
-from flatmin_lab.bench import Wanted, bench_floor, bench_show, bench_steps, bench_table, measure
+from flatmin_lab.bench import Wanted, measure
+from flatmin_lab.bench import clock as bench_clock
+from flatmin_lab.bench import floors as bench_floor
+from flatmin_lab.bench import printed as bench_show
+from flatmin_lab.bench import steps as bench_steps
+from flatmin_lab.bench import table as bench_table
 from flatmin_lab.bench.clock import Runner, race
-from flatmin_lab.bench.floor import floor, flops_of
+from flatmin_lab.bench.floors import floor, flops_of
 from flatmin_lab.bench.rows import ratios
 from flatmin_lab.bench.steps import Trainee, trainee
 from flatmin_lab.bench.work import Work, random_pictures

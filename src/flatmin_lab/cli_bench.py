@@ -6,7 +6,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from flatmin_lab.bench import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure, models, show
+from flatmin_lab import models, show
+from flatmin_lab.bench import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure, printed
 from flatmin_lab.bench.steps import FORMS, METHODS
 from flatmin_lab.cli_parts import Debug, Device, option, reported
 from flatmin_lab.data.augment import KINDS, Kind
@@ -52,13 +53,13 @@ def bench(
         _make_room(json_file)
 
         def after(result: dict[str, Any]) -> None:
-            bench_show.table(result, result["tables"][-1])
+            printed.table(result, result["tables"][-1])
             with written_whole(json_file) as file:  # after every table: whatever ends this, what was measured is there
                 file.write((json.dumps(result, indent=2) + "\n").encode())
 
         with show.busy(show.terminal()) as say:
             result = measure(wanted, device=where, say=say, after=after)
-        bench_show.footer(result, json_file)
+        printed.footer(result, json_file)
         if not any("ms" in row for table in result["tables"] for row in table["rows"]):
             raise typer.Exit(1)
 

@@ -3,7 +3,7 @@
     result = measure(Wanted(models=("preactresnet18",), batch_sizes=(50,)), device=torch.device("cuda"))
 
 For every model and batch size a table: the methods of steps.py in each of its forms, timed in turns
-(table.py), beside the floor (floor.py). cuDNN may search for its fastest algorithms, and computes float32
+(table.py), beside the floor (floors.py). cuDNN may search for its fastest algorithms, and computes float32
 as torch's defaults say; the result names all that.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from flatmin_lab import models
 from flatmin_lab.bench.clock import tidy, use_all_streams
-from flatmin_lab.bench.floor import PASSES, floor, flops_of, rates
+from flatmin_lab.bench.floors import PASSES, floor, flops_of, rates
 from flatmin_lab.bench.rows import ratios
 from flatmin_lab.bench.steps import EPSILON, FORMS, METHODS, RHO, SETTINGS
 from flatmin_lab.bench.table import Contenders
