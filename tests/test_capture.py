@@ -233,7 +233,7 @@ def six_steps(model: str, method: Method, base: str, *, captured: bool) -> list[
     seen = list[Tensor]()
     for number in range(6):
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0.75
+            group["lr"] = group["lr"] / 2  # which float32 holds
             group["epsilon"] = 0.1 / (number + 1)
             if "inner_lr" in group:
                 group["inner_lr"] = 1.0 + number
@@ -575,7 +575,7 @@ def test_memory_beyond_the_base_is_one_copy() -> None:
             step(x)
             sizes[name] = torch.cuda.max_memory_allocated() / size
             del step, optimizer, model
-        assert sizes["amp"] - sizes["erm"] < 1.1 if autocast is None else 0.2
+        assert sizes["amp"] - sizes["erm"] < (1.1 if autocast is None else 0.1), autocast
 
 
 @pytest.mark.parametrize("kind", METHODS)

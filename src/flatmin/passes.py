@@ -8,7 +8,7 @@ get buffers of their own, and random numbers from where the clean pass began: Ba
 masks are those of the clean pass. Gradients are asked for (`torch.autograd.grad`), not added up in `.grad`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -79,24 +79,27 @@ class Task:
 
 
 class StandIns:
-    """The tensors that take the place of weights and buffers: for a clean pass, and for a perturbed one.
+    """The tensors that take the place of weights and buffers, made when they are first asked for.
 
-    `half` has θ of the weights that a pass would only cast; `moved` has θ + Δ, of the same memory where it can be.
+    `half` has θ of the weights that a pass would only cast; θ + Δ of such a weight goes to the same memory.
     """
 
     def __init__(self, task: Task, inputs: Sequence[Any]) -> None:
-        wrapper = task.wrapper
-        perturbed = [] if wrapper is None or wrapper._is_idle() else wrapper._perturbed_groups()
         cast: set[Tensor] = set()
-        if task.autocast is not None and (wrapper is None or isinstance(wrapper, AMP)):  # RMP's noise is float32
+        if task.autocast is not None and (
+            task.wrapper is None or isinstance(task.wrapper, AMP)
+        ):  # RMP's noise is float32
             with undone(task), task.precision():
                 made = task.prepared(inputs)
                 cast = cast_once(task.params, task.autocast, lambda: task.loss_fn(task.model, *made))
         self.half = {p: torch.empty_like(p, dtype=task.autocast, requires_grad=False) for p in task.params if p in cast}
-        moving = [p for group in perturbed for p in group["params"] if p.requires_grad]
-        self.moved = {p: self.half[p] if p in self.half else torch.empty_like(p, requires_grad=False) for p in moving}
-        self.as_if_once = wrapper is not None and wrapper.model is not None and wrapper._starts_clean and bool(moving)
-        self.buffers = {b: torch.empty_like(b) for b in task.model.buffers()} if self.as_if_once else {}
+        self._others = dict(self.half)
+
+    def of(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        for tensor in tensors:
+            if tensor not in self._others:
+                self._others[tensor] = torch.empty_like(tensor, requires_grad=False)
+        return {tensor: self._others[tensor] for tensor in tensors}
 
 
 class Masks:
@@ -146,7 +149,12 @@ class Passes:
         compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.task, self.forward, self.others, self.masks = task, forward, others, masks
+        self.task, self.forward, self.masks, self.half = task, forward, masks, others.half
+        wrapper = task.wrapper
+        groups = [] if wrapper is None or wrapper._is_idle() else wrapper._perturbed_groups()
+        self.moved = others.of([p for group in groups for p in group["params"] if p.requires_grad])
+        self.as_if_once = bool(self.moved) and wrapper is not None and wrapper.shares_a_step()
+        self.buffers = others.of(list(task.model.buffers())) if self.as_if_once else {}
         self.rates, self.base_too, self.around, self.compiled = rates, base_too, around, compiled
 
     def step(self, inputs: Sequence[Any]) -> None:
@@ -155,8 +163,8 @@ class Passes:
         wrapper, device = self.task.wrapper, self.task.device
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         measured: dict[str, Tensor] = {}
-        if wrapper is not None and self.others.moved:
-            wrapper._aside = Aside(self.others.moved, gradients, self.compiled)
+        if wrapper is not None and self.moved:
+            wrapper._aside = Aside(self.moved, gradients, self.compiled)
             self.skip = wrapper._must_skip(list(gradients.values()), self.task.scaler)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
             measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
@@ -173,24 +181,24 @@ class Passes:
 
     def passes(self, inputs: Sequence[Any]) -> tuple[Any, Any, Gradients]:
         """The results of the first and of the last pass, and the last gradients."""
-        task, others, wrapper = self.task, self.others, self.task.wrapper
+        task, wrapper = self.task, self.task.wrapper
         made = task.prepared(inputs)
-        copy_((there, p) for p, there in others.half.items())
+        copy_((there, p) for p, there in self.half.items())
         result: Any = None
         gradients: Gradients = {}
-        starts_clean = wrapper is None or wrapper._starts_clean or not others.moved
+        starts_clean = wrapper is None or wrapper._starts_clean or not self.moved
         if starts_clean:
-            result, gradients = self._pass(made, others.half)
-        if wrapper is None or not others.moved:
+            result, gradients = self._pass(made, self.half)
+        if wrapper is None or not self.moved:
             return result, result, gradients
         wrapper._forget_step()
-        moved = {p: there for p, there in others.moved.items() if p in gradients or not starts_clean}
-        copy_((there, buffer) for buffer, there in others.buffers.items())
+        moved = {p: there for p, there in self.moved.items() if p in gradients or not starts_clean}
+        copy_((there, buffer) for buffer, there in self.buffers.items())
         for n in range(wrapper.inner_iter):
-            wrapper._aside = Aside(others.moved, gradients, self.compiled)
+            wrapper._aside = Aside(self.moved, gradients, self.compiled)
             wrapper._perturb(n, inverse_scale(task.scaler, wrapper._owners, task.device))
-            with self.masks.drawn_again(n) if others.as_if_once else nullcontext():
-                latest, gradients = self._pass(made, {**others.half, **moved, **others.buffers})
+            with self.masks.drawn_again(n) if self.as_if_once else nullcontext():
+                latest, gradients = self._pass(made, {**self.half, **moved, **self.buffers})
             result = latest if result is None else result
         return result, latest, gradients
 
@@ -210,7 +218,7 @@ class Passes:
         for p, gradient in self.gradients.items():
             p.grad = gradient
         try:
-            if wrapper is not None and self.others.moved:
+            if wrapper is not None and self.moved:
                 step_unless(self.skip, wrapper._owners, list(self.gradients), wrapper._theta, task.scaler)
                 wrapper._theta.forget()
                 return self.skip

@@ -37,6 +37,8 @@ class Workspace:
         self.stream, self.beside = torch.cuda.Stream(task.device), torch.cuda.Stream(task.device)
         self.pool = torch.cuda.graph_pool_handle()
         self.others = StandIns(task, inputs)
+        if task.wrapper is not None:
+            task.wrapper._theta.release()  # what ordinary steps kept θ in
 
 
 class Recording:
@@ -50,7 +52,7 @@ class Recording:
         if task.scaler is None and lists.takes_sgd(task.base):
             self.rates = _Numbers(lambda: lists.rates_of(task.base), torch.float64, task.device)
         self.inside = self.rates is not None or (task.scaler is None and _captures_itself(task.base))
-        count = task.wrapper.inner_iter if task.wrapper is not None and space.others.as_if_once else 0
+        count = task.wrapper.inner_iter if task.wrapper is not None and task.wrapper.shares_a_step() else 0
         self.masks = _Clones(task.device, count)
         joined, compiled = getattr(forward, "joined", None), getattr(forward, "compiled", None)
         self.passes = Passes(

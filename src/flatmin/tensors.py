@@ -199,6 +199,10 @@ class Copies(Generic[Key]):
         known = {key: tensor for key, tensor in tensors.items() if key in self._held}
         copy_((tensor, self[key]) for key, tensor in known.items() if tensor.shape == self[key].shape)
 
+    def release(self) -> None:
+        """Hold nothing, and keep no memory."""
+        self._held, self._rooms = {}, {}
+
     def forget(self) -> None:
         """Hold nothing; keep the memory of what was held last, let go of what was not used since the last call."""
         self._rooms = self._held or self._rooms
