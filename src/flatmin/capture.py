@@ -13,7 +13,6 @@ On the CPU, and for what cannot be captured, every call is an ordinary step.
 
 import warnings
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -172,7 +171,7 @@ class CapturedStep:
             raise CannotCaptureError("LBFGS calls its closure as often as it likes")
 
     def _forward(self) -> Callable[..., Any]:
-        """A function of the inputs, compiled if asked for; its code is a copy, so that its compilations are its own."""
+        """A function of the inputs, compiled if asked for."""
         model, loss_fn = self.task.model, self.task.loss_fn
 
         def forward(*inputs: Any) -> Any:
@@ -182,8 +181,7 @@ class CapturedStep:
             return forward
         from flatmin import overlap
 
-        own = FunctionType(forward.__code__.replace(), globals(), closure=forward.__closure__)
-        return overlap.Compiled(own)
+        return overlap.Compiled(forward)
 
     def _key(self, inputs: Sequence[Any]) -> Any:
         """All that a graph holds fast, but for addresses: if those have changed, no graph is worth anything."""

@@ -11,7 +11,7 @@ are held until the streams have met, and the compiler is told not to reuse memor
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -107,10 +107,23 @@ class Compiled:
     """A compiled function, to be called and differentiated inside `joined`."""
 
     joined = staticmethod(joined)
-    compiled = staticmethod(partial(torch.compile, dynamic=False))
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = torch.compile(function, dynamic=False, options=OPTIONS)
+        self.function = torch.compile(_own(function), dynamic=False, options=OPTIONS)
+        self.others: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function(*inputs)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Another function, compiled along with it."""
+        if function not in self.others:
+            self.others[function] = torch.compile(_own(function), dynamic=False)
+        return self.others[function]
+
+
+def _own(function: Any) -> FunctionType:
+    """A function with code of its own: the compiler counts compilations by code, and gives up after eight."""
+    own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own

@@ -158,8 +158,20 @@ class Passes:
         self.rates, self.base_too, self.around, self.compiled = rates, base_too, around, compiled
 
     def step(self, inputs: Sequence[Any]) -> None:
-        """All passes, and the base's step if it is to be had here (with `rates`: by the kernel for SGD)."""
-        self.result, latest, gradients = self.passes(inputs)
+        """The whole step; without the base's part, if that is not to be had here."""
+        gradients = self.run(inputs)
+        self.gradients = {}
+        if self.rates is not None:
+            lists.sgd(self.task.base, gradients, self.rates, self.skip)
+            return
+        self.gradients = {p: gradient.to(p.dtype) for p, gradient in gradients.items()}
+        if self.base_too:
+            self.step_base()
+            self.gradients = {}
+
+    def run(self, inputs: Sequence[Any]) -> Gradients:
+        """All but the base's step, which changes nothing but buffers and random states; the last gradients."""
+        self.result, latest, gradients = self._passes(inputs)
         wrapper, device = self.task.wrapper, self.task.device
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         measured: dict[str, Tensor] = {}
@@ -170,16 +182,9 @@ class Passes:
             measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
         self.names = list(measured)
         self.measured = torch.stack([value.float() for value in measured.values()]) if measured else None
-        self.gradients = {}
-        if self.rates is not None:
-            lists.sgd(self.task.base, gradients, self.rates, self.skip)
-            return
-        self.gradients = {p: gradient.to(p.dtype) for p, gradient in gradients.items()}
-        if self.base_too:
-            self.step_base()
-            self.gradients = {}
+        return gradients
 
-    def passes(self, inputs: Sequence[Any]) -> tuple[Any, Any, Gradients]:
+    def _passes(self, inputs: Sequence[Any]) -> tuple[Any, Any, Gradients]:
         """The results of the first and of the last pass, and the last gradients."""
         task, wrapper = self.task, self.task.wrapper
         made = task.prepared(inputs)

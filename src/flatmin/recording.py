@@ -74,11 +74,11 @@ class Recording:
         with torch.cuda.stream(self.space.stream):
             before = torch.get_rng_state()
             for _ in range(WARM):
-                gradients = self.passes.passes(self.inputs)[2]
+                gradients = self.passes.run(self.inputs)
             if not torch.equal(before, torch.get_rng_state()):
                 raise CannotCaptureError("it draws random numbers on the CPU, which a graph would repeat")
             with no_waiting():
-                self.passes.passes(self.inputs)
+                self.passes.run(self.inputs)
             if self.rates is not None:
                 skip = torch.zeros((), dtype=torch.bool, device=self.task.device)
                 lists.rehearse_sgd(self.task.base, gradients, self.rates.there, skip)
@@ -89,11 +89,11 @@ class Recording:
         own = getattr(self.task.optimizer, "generator", None)
         for generator in (*self.masks.clones, *([] if own is None else [own])):
             self.graph.register_generator_state(generator)
+        space = self.space
         with (
+            _sound_generator(self.masks.origin, self.task.device),
             lists.bound(self.task.params) as self.tables,
-            torch.cuda.graph(
-                self.graph, pool=self.space.pool, stream=self.space.stream, capture_error_mode="thread_local"
-            ),
+            torch.cuda.graph(self.graph, pool=space.pool, stream=space.stream, capture_error_mode="thread_local"),
         ):
             self.passes.step(self.inputs)
 
@@ -144,6 +144,20 @@ class _Clones(Masks):
             yield
         finally:
             self.origin.graphsafe_set_state(own)
+
+
+@contextmanager
+def _sound_generator(default: torch.Generator, device: torch.device) -> Iterator[None]:
+    """A capture that breaks off leaves torch's generator waiting for its end; it gets a state of its own again."""
+    before = default.get_state()
+    try:
+        yield
+    except Exception as error:
+        fresh = torch.Generator(device)
+        fresh.set_state(before)
+        default.graphsafe_set_state(fresh)
+        said = str(error).strip().partition("\n")[0]
+        raise CannotCaptureError(f"a graph cannot hold what it does ({said})") from error
 
 
 class _Numbers:

@@ -7,13 +7,15 @@ one moment and puts them back: buffers by copying in place (no attribute of a mo
 torch.compile guards on changes), generators by setting their state.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flatmin.tensors import Copies
+
+Place = tuple[int, str]  # of a buffer: its module, and its name there
 
 
 class Snapshot:
@@ -30,15 +32,22 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._buffers: Copies[str] = Copies()
+        self._buffers: Copies[Place] = Copies()
         self._random: dict[torch.device, Tensor] = {}
 
     def take_buffers(self) -> None:
         self._buffers.forget()
-        self._buffers.take({name: buffer for name, buffer in self.model.named_buffers() if not is_lazy(buffer)})
+        self._buffers.take({place: buffer for place, buffer in self._found() if not is_lazy(buffer)})
 
     def put_back_buffers(self) -> None:
-        self._buffers.put_back(dict(self.model.named_buffers()))
+        self._buffers.put_back(dict(self._found()))
+
+    def _found(self) -> Iterator[tuple[Place, Tensor]]:
+        """The model's buffers by place; `named_buffers` would put a name together for each, which takes longer."""
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (id(module), name), buffer
 
     def take_random(self, devices: Iterable[torch.device]) -> None:
         self._random = {device: random_state(device) for device in {torch.device("cpu"), *devices}}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 Key = TypeVar("Key", bound=Hashable)
 
+ORDINARY = (Tensor, torch.nn.Parameter, torch.nn.Buffer)  # what a thousand calls a step are about
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,9 +30,9 @@ def plain(tensor: Tensor) -> Tensor:
     """
     if tensor.is_sparse:
         tensor = tensor._values()
-    to_local = getattr(tensor, "to_local", None)  # a DTensor; by name: a build of torch may lack torch.distributed
-    if to_local is not None:
-        tensor = to_local()
+    if type(tensor) not in ORDINARY:
+        to_local = getattr(tensor, "to_local", None)  # a DTensor; by name: a build of torch may lack torch.distributed
+        tensor = tensor if to_local is None else to_local()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
