@@ -94,9 +94,14 @@ def _switched(deterministic: bool) -> Iterator[None]:
     if switch:
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not (deterministic or before)
+    limit = torch.backends.cudnn.benchmark_limit
+    if limit is not None:  # where there is cuDNN: it looks at all algorithms, not at the first ten
+        torch.backends.cudnn.benchmark_limit = 0
     try:
         yield
     finally:
         if switch:
             torch.use_deterministic_algorithms(before, warn_only=warn)
         torch.backends.cudnn.benchmark = benchmark
+        if limit is not None:
+            torch.backends.cudnn.benchmark_limit = limit
