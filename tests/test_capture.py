@@ -17,7 +17,9 @@ from torch.optim.lr_scheduler import StepLR
 import flatmin
 from cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
 from flatmin.capture import CapturedStep, captured_step
-from flatmin.passes import Masks, Passes, StandIns, Task
+from flatmin.passes import Masks, Passes, StandIns
+from flatmin.recording import _check_result
+from flatmin.task import CannotCaptureError, Task, undone
 
 on_cuda = pytest.mark.cuda
 
@@ -146,25 +148,25 @@ def test_wrong_arguments_are_named() -> None:
 # ---- what a graph records, run without one
 
 
+def task_of(case: Setup, optimizer: Optimizer, **settings: Any) -> Task:
+    given: dict[str, Any] = {"autocast": None, "scaler": None, **settings}
+    return Task(model=case.model, loss_fn=loss_fn, optimizer=optimizer, batch=lambda *inputs: inputs, **given)
+
+
 def aside(case: Setup, optimizer: Optimizer, **settings: Any) -> Callable[[], Any]:
     """A step whose weights stay where they are."""
-    task = Task(
-        model=case.model,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        batch=lambda *inputs: inputs,
-        **{"autocast": None, "scaler": None, **settings},
-    )
+    task = task_of(case, optimizer, **settings)
     passes = Passes(
         task,
         partial(loss_fn, case.model),
-        StandIns(task, (case.x, case.y)),
+        StandIns(),
+        (case.x, case.y),
         masks=Masks(task.device),
     )
 
     def step() -> Any:
         passes.masks.rewind()
-        passes.step((case.x, case.y))
+        passes.step()
         if isinstance(optimizer, flatmin.AMP | flatmin.RMP):
             optimizer._aside = None
         return passes.result
@@ -219,6 +221,104 @@ def test_a_weight_that_nobody_moves_is_never_touched() -> None:
         expected.step(twin.closure(expected))
     assert same(case.weights(), twin.weights())
     assert [p.data_ptr() for p in case.model.parameters()] == pointers
+
+
+class Sum(nn.Module):
+    """Two weights whose gradients are one tensor, and a third whose gradient is one number for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(3, 6)), nn.Parameter(torch.ones(3, 6))
+        self.third = nn.Parameter(torch.ones(4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = nn.functional.linear(x, self.one + self.other) + self.third.sum()
+        return out
+
+
+def test_gradients_that_share_memory_are_taken_apart(method: Method) -> None:
+    batch = setup()
+    plain, other = (Setup(Sum(), batch.x, batch.y) for _ in range(2))
+    expected = method(sgd()(plain.model.parameters()), model=plain.model)
+    optimizer = method(sgd()(other.model.parameters()), model=other.model)
+    step = aside(other, optimizer)
+    for _ in range(2):
+        torch.manual_seed(1)
+        expected.step(plain.closure(expected))
+        torch.manual_seed(1)
+        step()
+    assert same(other.weights(), plain.weights())
+
+
+class Replacing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        self.mean = 0.9 * self.mean + out.detach().mean()
+        return out
+
+
+def test_a_look_leaves_nothing_behind() -> None:
+    batch = setup()
+    case = Setup(Replacing(), batch.x, batch.y)
+    generator = torch.Generator().manual_seed(3)
+    optimizer = flatmin.RMP(sgd()(case.model.parameters()), epsilon=0.1, generator=generator)
+    buffer, drawn, now = case.model.mean, generator.get_state(), torch.get_rng_state()
+    step = aside(case, optimizer)
+
+    def look() -> None:
+        with undone(task_of(case, optimizer)):
+            step()
+            torch.rand(3)
+
+    with pytest.raises(CannotCaptureError, match="in the place of a buffer"):
+        look()
+    assert case.model.mean is buffer
+    assert buffer == 0
+    assert torch.equal(generator.get_state(), drawn)
+    assert torch.equal(torch.get_rng_state(), now)
+
+
+def test_what_a_graph_would_not_notice_is_refused() -> None:
+    case = setup()
+    step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1))
+    step._check()
+    handle = case.model[0].weight.register_post_accumulate_grad_hook(lambda p: None)  # type: ignore[index]
+    with pytest.raises(CannotCaptureError, match="a hook after its gradient"):
+        step._check()
+    handle.remove()
+    case.model[0].weight.data = case.model[2].weight.data[:, :6].repeat(3, 1)[:8]  # type: ignore[index]
+    case.model[2].bias.data = case.model[0].weight.data.view(-1)[:3]  # type: ignore[index]
+    with pytest.raises(CannotCaptureError, match="two weights share memory"):
+        step._check()
+    with pytest.raises(CannotCaptureError, match="an object of type set"):
+        step._key(({1, 2},))
+    with pytest.raises(CannotCaptureError, match="loss_fn returns an object of type Setup"):
+        _check_result((case.x, case))
+
+
+def test_schedules_do_not_change_what_a_graph_holds_fast() -> None:
+    case = setup()
+    optimizer = flatmin.AMP(SGD(case.model.named_parameters(), lr=0.1, momentum=0.9), epsilon=0.1)
+    step = captured_step(case.model, loss_fn, optimizer)
+    step._suits = True
+    group, known = optimizer.param_groups[0], step._key((case.x, 3))
+    for key, value in {"lr": 0.2, "momentum": 0.8, "weight_decay": 0.0, "epsilon": 0.3, "inner_lr": 2}.items():
+        group[key] = value
+        assert step._key((case.x, 3)) == known
+    for key, value in {"epsilon": 0.0, "momentum": 0.0, "nesterov": True, "weight_decay": 0.1}.items():
+        before, group[key] = group[key], value
+        assert step._key((case.x, 3)) != known
+        group[key] = before
+    for inputs in ((case.x, 4), (case.x, True), (case.x[:3], 3), (case.x.double(), 3), ({"x": case.x}, 3)):
+        assert step._key(inputs) != known
+    case.model[0].weight.requires_grad_(False)  # type: ignore[index]
+    assert step._key((case.x, 3)) != known
 
 
 # ---- on a GPU
@@ -505,11 +605,8 @@ def test_half_precision_weights_stand_in_for_casts(deterministic: None) -> None:
         optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, model=case.model)
         step, losses = steps_of(case, optimizer, 5, capture=captured, autocast=torch.bfloat16)
         if captured:
-            assert step._space is not None
-            assert {p.dim() for p in step._space.others.half} >= {
-                2,
-                4,
-            }  # the convolution and the linear layer, not BatchNorm
+            (recording,) = step._recordings.values()
+            assert {p.dim() for p in recording.passes.half} >= {2, 4}  # convolution and linear layer, not BatchNorm
             assert all(p.dtype == torch.float32 for p in case.model.parameters())
         results.append([*losses, *case.weights(), *case.buffers(), *tensors_in(optimizer)])
     assert same(*results)

@@ -13,19 +13,23 @@ On the CPU, and for what cannot be captured, every call is an ordinary step.
 
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from flatmin.passes import Task
-from flatmin.recording import MOVED, CannotCaptureError, Recording, Workspace
+from flatmin import lists
+from flatmin.recording import MOVED, PLAIN, Recording, StateMissingError, Workspace, captures_itself
 from flatmin.shell import what
+from flatmin.task import CannotCaptureError, Task
 
 SHAPES = 8  # recordings that are kept
+IN_VAIN = 12  # captures one after the other, none of them replayed again, after which it gives up
 
 
 def captured_step(
@@ -94,22 +98,35 @@ class CapturedStep:
 
     def reset(self) -> None:
         """Forget what was captured; the next call is an ordinary step."""
+        self._forget()
+        self._with_state: list[Tensor] | None = None
+
+    def _forget(self) -> None:
         self._recordings: dict[Any, Recording] = {}
         self._space: Workspace | None = None
         self._addresses: list[int] | None = None
-        self._with_state: list[Tensor] | None = None
+        self._modules: list[nn.Module] = []
+        self._suits = False  # are the weights such as our kernel for SGD takes?
+        self._in_vain = 0
 
     def __call__(self, *inputs: Any) -> Any:
         self.captured = False
         if self.reason is not None or self._is_new():
             return self._ordinary(inputs)
-        key = self._key(inputs)
-        if key not in self._recordings and not self._try(key, inputs):
+        try:
+            recording = self._recording(inputs)
+        except StateMissingError:
+            return self._ordinary(inputs)
+        except Exception as error:
+            self._forget()
+            if isinstance(error, torch.OutOfMemoryError):  # no fault of the step's: with room again, it can be captured
+                raise
+            self.reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            message = f"this step cannot be captured in a CUDA graph, and runs eagerly: {self.reason}"
+            warnings.warn(message, stacklevel=2)
             return self._ordinary(inputs)
         self.captured = True
-        if self.task.wrapper is not None:
-            self.task.wrapper._check_groups()
-        return self._recordings[key].replay(inputs)
+        return self._replayed(recording, inputs)
 
     # ---- without a graph
 
@@ -124,13 +141,13 @@ class CapturedStep:
             task.loss_of(result).backward()
             return result
 
-        if scaler is None:
-            result = optimizer.step(closure)
-        elif task.wrapper is not None:
+        if task.wrapper is not None:
             result = task.wrapper.step(closure, scaler=scaler)
-        else:
+        elif isinstance(optimizer, LBFGS):
+            result = optimizer.step(closure)
+        else:  # so that hooks before the step see its gradients, as they do after a graph
             result = closure()
-            scaler.step(optimizer)
+            optimizer.step() if scaler is None else scaler.step(optimizer)
         self._with_state = [p for p in task.params if task.base.state.get(p)]
         return tree_map_only(Tensor, Tensor.detach, result)
 
@@ -141,32 +158,64 @@ class CapturedStep:
 
     # ---- with one
 
-    def _try(self, key: Any, inputs: Sequence[Any]) -> bool:
-        """Capture a step for these inputs; if that is impossible, say so once and for all."""
-        try:
+    def _recording(self, inputs: Sequence[Any]) -> Recording:
+        """The one for these inputs and settings, captured now if there is none."""
+        task = self.task
+        if task.wrapper is not None:
+            task.wrapper._check_groups()
+        if self._addresses is None:
             self._check()
+            lists.lay_out_momentum(task.base)
+            self._modules = list(task.model.modules())
+        addresses = self._found_addresses()
+        if addresses != self._addresses:  # then no graph is worth anything
+            self._forget()
+            self._modules = list(task.model.modules())
+            self._suits = lists.suit([p for group in task.base.param_groups for p in group["params"]])
+            self._addresses = self._found_addresses()
+        key = self._key(inputs)
+        recording = self._recordings.pop(key, None)
+        if recording is None:
+            self._in_vain += 1
+            if self._in_vain > IN_VAIN:
+                raise CannotCaptureError(f"shapes or settings were new in each of {IN_VAIN} calls")
             if self._space is None:
-                self._space = Workspace(self.task, inputs)
-            if len(self._recordings) >= SHAPES:
+                self._space = Workspace(task)
+            while len(self._recordings) >= SHAPES:
                 del self._recordings[next(iter(self._recordings))]
-            self._recordings[key] = Recording(self.task, self._forward(), self._space, inputs)
-        except Exception as error:
-            self.reset()
-            self._with_state = []
-            self.reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            message = f"this step cannot be captured in a CUDA graph, and runs eagerly: {self.reason}"
-            warnings.warn(message, stacklevel=3)
-            return False
-        return True
+            recording = Recording(task, self._forward(), self._space, inputs)
+        else:
+            self._in_vain = 0
+        self._recordings[key] = recording  # last: the first one is the one not used for longest
+        return recording
+
+    def _replayed(self, recording: Recording, inputs: Sequence[Any]) -> Any:
+        """The step, and around it the hooks of the wrapper; those of a base are called in its own step."""
+        optimizer = self.task.optimizer
+        around = optimizer if self.task.wrapper is not None else None
+        if around is not None:
+            for before in around._optimizer_step_pre_hooks.values():
+                before(around, (), {})
+        result = recording.replay(inputs)
+        if around is not None:
+            for after in around._optimizer_step_post_hooks.values():
+                after(around, (), {})
+        return result
 
     def _check(self) -> None:
         task = self.task
-        device, params = task.device, task.params
-        tensors: list[Tensor] = [*params, *task.model.parameters(), *task.model.buffers()]
-        if any(tensor.device != device for tensor in tensors):
+        tensors: list[Tensor] = [*task.params, *task.model.parameters(), *task.model.buffers()]
+        if any(tensor.device != task.device for tensor in tensors):
             raise CannotCaptureError("weights and buffers are not all on one device")
-        if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+        if any(type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) for tensor in tensors):
             raise CannotCaptureError("some weights or buffers are of a class of their own (sharded, quantised)")
+        if any(isinstance(module, DistributedDataParallel) for module in task.model.modules()):
+            raise CannotCaptureError("gradients of DistributedDataParallel meet in hooks that a graph does not call")
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in task.params):
+            raise CannotCaptureError("a weight has a hook after its gradient is added up, which a graph does not call")
+        addresses = [p.data_ptr() for p in {*task.params, *task.model.parameters()} if p.numel()]
+        if len(set(addresses)) < len(addresses):
+            raise CannotCaptureError("two weights share memory; give the modules one nn.Parameter instead")
         if isinstance(task.base, LBFGS):
             raise CannotCaptureError("LBFGS calls its closure as often as it likes")
 
@@ -183,48 +232,55 @@ class CapturedStep:
 
         return overlap.Compiled(forward)
 
-    def _key(self, inputs: Sequence[Any]) -> Any:
-        """All that a graph holds fast, but for addresses: if those have changed, no graph is worth anything."""
+    def _found_addresses(self) -> list[int]:
+        """Where all that a graph reads and writes lies."""
         task = self.task
-        tensors = [*task.params, *task.model.buffers(), *_state_tensors(task.base)]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if addresses != self._addresses:
-            with_state = self._with_state
-            self.reset()
-            self._addresses, self._with_state = addresses, with_state
+        tensors = [p for group in task.optimizer.param_groups for p in group["params"]]
+        for module in self._modules:
+            tensors += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if self._takes_sgd() or captures_itself(task):
+            tensors += [v for state in task.base.state.values() for v in state.values() if isinstance(v, Tensor)]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    def _takes_sgd(self) -> bool:
+        return self._suits and self.task.scaler is None and lists.is_plain_sgd(self.task.base)
+
+    def _key(self, inputs: Sequence[Any]) -> Any:
+        """All else that a graph holds fast."""
+        optimizer, base = self.task.optimizer, self.task.base
         leaves, shape = tree_flatten(tuple(inputs))
+        moved = (*MOVED, "momentum", "weight_decay", "dampening") if self._takes_sgd() else MOVED
         settings = [
-            (key, _fixed(key, value))
-            for group in task.optimizer.param_groups
+            (key, _fixed(value, moves=key in moved))
+            for group in optimizer.param_groups
             for key, value in group.items()
-            if key != "params"
+            if key not in ("params", "param_names")
         ]
-        modes = tuple(module.training for module in task.model.modules())
-        return (shape, tuple(map(_kind, leaves)), tuple(settings), modes, _settings(task.optimizer))
+        flags = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
+        modes = [module.training for module in self._modules]
+        own = [getattr(optimizer, name, None) for name in ("inner_iter", "ball", "norm")]
+        return shape, tuple(map(_kind, leaves)), tuple(settings), (*flags, *modes, *own, lists.has_hooks(base))
 
 
 def _as_they_are(*inputs: Any) -> Sequence[Any]:
     return inputs
 
 
-def _state_tensors(base: Optimizer) -> list[Tensor]:
-    return [value for state in base.state.values() for value in state.values() if isinstance(value, Tensor)]
-
-
 def _kind(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+    """Of an input, what a graph holds fast."""
+    if isinstance(leaf, Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    if not isinstance(leaf, PLAIN):
+        raise CannotCaptureError(
+            f"an input is an object of type {type(leaf).__name__}; give tensors and numbers, in tuples, lists and dicts"
+        )
+    return type(leaf), leaf
 
 
-def _fixed(key: str, value: Any) -> Any:
-    """Of a group's value, what a graph holds fast."""
+def _fixed(value: Any, *, moves: bool) -> Any:
+    """Of a group's value, what a graph holds fast: for one that moves, whether it is 0."""
     if isinstance(value, Tensor):
-        return value.data_ptr()
-    if key in MOVED:
-        return key == "epsilon" and value == 0
-    return value
-
-
-def _settings(optimizer: Optimizer) -> Any:
-    return tuple(getattr(optimizer, name, None) for name in ("inner_iter", "ball", "norm"))
+        return value.data_ptr() if value.is_cuda else moves or repr(value)
+    if moves and isinstance(value, Real):
+        return value == 0
+    return repr(value)

@@ -12,7 +12,7 @@ The kernels take tables of addresses. In a capture the device cannot be written 
 are filled when it is over: `bound` does that.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from flatmin.tensors import is_dense
 
@@ -96,14 +97,41 @@ def takes_sgd(base: Optimizer) -> bool:
 
     With `fused=True` torch has a kernel of its own, which rounds differently.
     """
-    hooks = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
+    return is_plain_sgd(base) and suit([p for group in base.param_groups for p in group["params"]])
+
+
+def is_plain_sgd(base: Optimizer) -> bool:
     groups = base.param_groups
     return (
         type(base) is SGD
-        and not hooks
+        and not has_hooks(base)
+        and not any(isinstance(value, Tensor) and value.is_cuda for group in groups for value in group.values())
         and not any(group["differentiable"] or group["fused"] for group in groups)
-        and suit([p for group in groups for p in group["params"]])
     )
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Does Python want to be called around its step?"""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def has_state(base: Optimizer, params: Iterable[Tensor]) -> bool:
+    """Has each of these weights the momentum that `sgd` needs?"""
+    moving = {p for group in base.param_groups if group["momentum"] for p in group["params"]}
+    return all(_buffer(base, p) is not None for p in params if p in moving)
+
+
+def lay_out_momentum(base: Optimizer) -> None:
+    """Momentum in memory as the weights are, in place of one that is not: a checkpoint may bring another layout."""
+    for p, state in base.state.items():
+        buffer = state.get("momentum_buffer")
+        if (
+            isinstance(buffer, Tensor)
+            and buffer.is_cuda
+            and (_like(buffer, p) is not buffer or buffer.dtype != p.dtype)
+        ):
+            state["momentum_buffer"] = torch.empty_like(p, requires_grad=False).copy_(buffer)
 
 
 def sgd(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Tensor, skip: Tensor) -> None:
@@ -186,11 +214,12 @@ class Tables:
     Memory that is asked for during a capture may be written by what was captured earlier, at every replay.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], passes: int) -> None:
         from flatmin import kernels
 
         chunks = sum(_chunks(p.numel(), kernels.BLOCK) for p in params)
-        words = 4 * (8 * len(params) + 2 * chunks + 2)  # for `lengths`, twice, `move` and `sgd`, and their tables' ends
+        # `lengths` for each pass, `move` and `sgd`; with the ends of their tables
+        words = (passes + 2) * (8 * len(params) + 2 * chunks + 2)
         self.room = torch.empty(words, dtype=torch.int64, device=params[0].device)
         self.used = 0
         self.contents: list[tuple[Tensor, Tensor]] = []
@@ -211,12 +240,12 @@ class Tables:
 
 
 @contextmanager
-def bound(params: Sequence[Tensor]) -> Iterator[Tables | None]:
-    """Around a capture: its tables, which must live as long as the graph; filled at the end."""
+def bound(params: Sequence[Tensor], passes: int) -> Iterator[Tables | None]:
+    """Around the capture of that many passes: its tables, which must live as long as the graph; filled at the end."""
     if not _has_triton():
         yield None
         return
-    tables = Tables(params)
+    tables = Tables(params, passes)
     _captures.append(tables)
     try:
         yield tables

@@ -94,6 +94,9 @@ class AMP(Wrapper):
         super()._forget_step()
         self._delta.forget()
 
+    def rooms(self) -> list[Tensor]:
+        return [*super().rooms(), *self._delta.rooms()]
+
     @torch.no_grad()
     def _perturb(self, n: int, unscale: float | Tensor) -> None:
         """Δ ← Π(Δ + ζ∇J), and the weights to θ + Δ."""

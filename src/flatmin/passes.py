@@ -10,13 +10,10 @@ masks are those of the clean pass. Gradients are asked for (`torch.autograd.grad
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from flatmin import lists
@@ -24,82 +21,37 @@ from flatmin.guard import step_unless
 from flatmin.optim import AMP
 from flatmin.scaling import inverse_scale, step_scaled
 from flatmin.shadow import cast_once, in_place_of
-from flatmin.snapshot import Snapshot, random_state, set_random_state
-from flatmin.tensors import copy_
-from flatmin.wrapper import Aside, Wrapper, loss_in
+from flatmin.snapshot import random_state, set_random_state
+from flatmin.task import Task, undone
+from flatmin.tensors import copy_, is_dense
+from flatmin.wrapper import Aside, loss_in
 
 Gradients = dict[Tensor, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What a step computes: loss_fn(model, *batch(*inputs)), and what its optimizer makes of it."""
-
-    model: nn.Module
-    loss_fn: Callable[..., Any]
-    optimizer: Optimizer
-    batch: Callable[..., Sequence[Any]]
-    autocast: torch.dtype | None
-    scaler: GradScaler | None
-
-    @property
-    def wrapper(self) -> Wrapper | None:
-        return self.optimizer if isinstance(self.optimizer, Wrapper) else None
-
-    @property
-    def base(self) -> Optimizer:
-        return self.optimizer.base if isinstance(self.optimizer, Wrapper) else self.optimizer
-
-    @property
-    def params(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-    @property
-    def device(self) -> torch.device:
-        return next((p.device for p in self.params), torch.device("cpu"))
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """Without autocast's cache of cast weights: they change between the passes of a step."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
-
-    def prepared(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        with self.precision():
-            return self.batch(*inputs)
-
-    def loss_of(self, result: object) -> Tensor:
-        loss = loss_in(result)
-        if loss is None:
-            raise TypeError(
-                'loss_fn must return the loss as a tensor, a dict with "loss", or a tuple whose first tensor it is, '
-                f"got {type(result).__name__}"
-            )
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
-
 class StandIns:
-    """The tensors that take the place of weights and buffers, made when they are first asked for.
+    """Memory for the tensors that take the place of weights and buffers; all recordings of a task share it."""
 
-    `half` has θ of the weights that a pass would only cast; θ + Δ of such a weight goes to the same memory.
-    """
+    def __init__(self) -> None:
+        self._memory: dict[tuple[Tensor, torch.dtype], Tensor] = {}
 
-    def __init__(self, task: Task, inputs: Sequence[Any]) -> None:
-        cast: set[Tensor] = set()
-        if task.autocast is not None and (
-            task.wrapper is None or isinstance(task.wrapper, AMP)
-        ):  # RMP's noise is float32
-            with undone(task), task.precision():
-                made = task.prepared(inputs)
-                cast = cast_once(task.params, task.autocast, lambda: task.loss_fn(task.model, *made))
-        self.half = {p: torch.empty_like(p, dtype=task.autocast, requires_grad=False) for p in task.params if p in cast}
-        self._others = dict(self.half)
-
-    def of(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    def of(self, tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> dict[Tensor, Tensor]:
+        found = {}
         for tensor in tensors:
-            if tensor not in self._others:
-                self._others[tensor] = torch.empty_like(tensor, requires_grad=False)
-        return {tensor: self._others[tensor] for tensor in tensors}
+            key = (tensor, dtype or tensor.dtype)
+            if key not in self._memory:
+                self._memory[key] = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+            found[tensor] = self._memory[key]
+        return found
+
+
+def only_cast(task: Task, inputs: Sequence[Any]) -> set[Tensor]:
+    """The weights that a pass does nothing with but cast them. Not for RMP, whose noise is float32."""
+    if task.autocast is None or not (task.wrapper is None or isinstance(task.wrapper, AMP)):
+        return set()
+    with undone(task), task.precision():
+        made = task.prepared(inputs)
+        return cast_once(task.params, task.autocast, lambda: task.loss_fn(task.model, *made))
 
 
 class Masks:
@@ -142,6 +94,7 @@ class Passes:
         task: Task,
         forward: Callable[..., Any],
         others: StandIns,
+        inputs: Sequence[Any],
         *,
         masks: Masks,
         rates: Tensor | None = None,
@@ -149,17 +102,25 @@ class Passes:
         compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.task, self.forward, self.masks, self.half = task, forward, masks, others.half
+        self.task, self.forward, self.inputs, self.masks = task, forward, inputs, masks
+        self.half = others.of(only_cast(task, inputs), dtype=task.autocast)
         wrapper = task.wrapper
-        groups = [] if wrapper is None or wrapper._is_idle() else wrapper._perturbed_groups()
-        self.moved = others.of([p for group in groups for p in group["params"] if p.requires_grad])
-        self.as_if_once = bool(self.moved) and wrapper is not None and wrapper.shares_a_step()
-        self.buffers = others.of(list(task.model.buffers())) if self.as_if_once else {}
+        self.perturbs = wrapper is not None and not wrapper._is_idle()
+        groups = wrapper._perturbed_groups() if wrapper is not None and self.perturbs else []
+        moving = [p for group in groups for p in group["params"] if p.requires_grad]
+        # θ + Δ of a weight that is only cast goes to the same memory
+        self.moved = {
+            **others.of(p for p in moving if p not in self.half),
+            **{p: self.half[p] for p in moving if p in self.half},
+        }
+        self.as_if_once = self.perturbs and wrapper is not None and wrapper.shares_a_step()
+        within = wrapper.model if wrapper is not None and self.as_if_once else None
+        self.buffers = {} if within is None else others.of(within.buffers())
         self.rates, self.base_too, self.around, self.compiled = rates, base_too, around, compiled
 
-    def step(self, inputs: Sequence[Any]) -> None:
+    def step(self) -> None:
         """The whole step; without the base's part, if that is not to be had here."""
-        gradients = self.run(inputs)
+        gradients = self.run()
         self.gradients = {}
         if self.rates is not None:
             lists.sgd(self.task.base, gradients, self.rates, self.skip)
@@ -169,36 +130,37 @@ class Passes:
             self.step_base()
             self.gradients = {}
 
-    def run(self, inputs: Sequence[Any]) -> Gradients:
+    def run(self) -> Gradients:
         """All but the base's step, which changes nothing but buffers and random states; the last gradients."""
-        self.result, latest, gradients = self._passes(inputs)
+        self.result, latest, gradients = self._passes()
         wrapper, device = self.task.wrapper, self.task.device
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         measured: dict[str, Tensor] = {}
-        if wrapper is not None and self.moved:
+        if wrapper is not None and self.perturbs:
             wrapper._aside = Aside(self.moved, gradients, self.compiled)
             self.skip = wrapper._must_skip(list(gradients.values()), self.task.scaler)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
             measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
         self.names = list(measured)
-        self.measured = torch.stack([value.float() for value in measured.values()]) if measured else None
+        dtype = torch.float64 if any(value.dtype == torch.float64 for value in measured.values()) else torch.float32
+        self.measured = torch.stack([v.to(dtype).reshape(()) for v in measured.values()]) if measured else None
         return gradients
 
-    def _passes(self, inputs: Sequence[Any]) -> tuple[Any, Any, Gradients]:
+    def _passes(self) -> tuple[Any, Any, Gradients]:
         """The results of the first and of the last pass, and the last gradients."""
         task, wrapper = self.task, self.task.wrapper
-        made = task.prepared(inputs)
-        copy_((there, p) for p, there in self.half.items())
+        made = task.prepared(self.inputs)
+        _copy_beside(self.half)
         result: Any = None
         gradients: Gradients = {}
-        starts_clean = wrapper is None or wrapper._starts_clean or not self.moved
+        starts_clean = wrapper is None or wrapper._starts_clean or not self.perturbs
         if starts_clean:
             result, gradients = self._pass(made, self.half)
-        if wrapper is None or not self.moved:
+        if wrapper is None or not self.perturbs:
             return result, result, gradients
         wrapper._forget_step()
         moved = {p: there for p, there in self.moved.items() if p in gradients or not starts_clean}
-        copy_((there, buffer) for buffer, there in self.buffers.items())
+        _copy_beside(self.buffers)
         for n in range(wrapper.inner_iter):
             wrapper._aside = Aside(self.moved, gradients, self.compiled)
             wrapper._perturb(n, inverse_scale(task.scaler, wrapper._owners, task.device))
@@ -213,7 +175,7 @@ class Passes:
             with self.task.precision():
                 result = self.forward(*inputs)
             found = torch.autograd.grad(self.task.loss_of(result), params, allow_unused=True)
-        gradients = {p: gradient for p, gradient in zip(params, found, strict=True) if gradient is not None}
+        gradients = _apart({p: gradient for p, gradient in zip(params, found, strict=True) if gradient is not None})
         return tree_map_only(Tensor, Tensor.detach, result), gradients
 
     @torch.no_grad()
@@ -223,7 +185,7 @@ class Passes:
         for p, gradient in self.gradients.items():
             p.grad = gradient
         try:
-            if wrapper is not None and self.moved:
+            if wrapper is not None and self.perturbs:
                 step_unless(self.skip, wrapper._owners, list(self.gradients), wrapper._theta, task.scaler)
                 wrapper._theta.forget()
                 return self.skip
@@ -239,19 +201,18 @@ class Passes:
         return None
 
 
-@contextmanager
-def undone(task: Task) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers and the random states come back, and no gradients are left."""
-    before = Snapshot(task.model)
-    before.take_random([task.device])
-    before.take_buffers()
-    try:
-        yield
-    finally:
-        before.put_back_buffers()
-        before.put_back_random()
-        for p in task.params:
-            p.grad = None
-        if task.wrapper is not None:
-            task.wrapper._aside = None
-            task.wrapper._forget_step()
+@torch.no_grad()
+def _copy_beside(others: Mapping[Tensor, Tensor]) -> None:
+    copy_((there, here) for here, there in others.items())
+
+
+def _apart(gradients: Gradients) -> Gradients:
+    """Each in dense memory of its own: autograd may hand out one tensor for two weights, or one number for many."""
+    seen: set[int] = set()
+    for p, gradient in gradients.items():
+        if not gradient.is_sparse:
+            memory = gradient.untyped_storage().data_ptr()
+            if memory in seen or not is_dense(gradient):
+                gradients[p] = torch.empty_like(p, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+            seen.add(memory)
+    return gradients

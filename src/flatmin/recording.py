@@ -8,8 +8,9 @@ before each replay to where the clean pass begins.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,25 +19,27 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatmin import lists
-from flatmin.passes import Masks, Passes, StandIns, Task, undone
+from flatmin.passes import Masks, Passes, StandIns
 from flatmin.shell import Group
+from flatmin.task import CannotCaptureError, Task, undone
 from flatmin.wrapper import Last, loss_in
 
+PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 MOVED = ("lr", "epsilon", "inner_lr")  # the values of a group that may change without a new capture
 WARM = 3  # runs before a capture: compilation, cuDNN's search, memory
 
 
-class CannotCaptureError(RuntimeError):
-    """What a step does that a CUDA graph cannot."""
+class StateMissingError(RuntimeError):
+    """The optimizer has no state yet for a weight that got a gradient: an ordinary step will make it."""
 
 
 class Workspace:
     """What all recordings of a task share: streams, memory, and the tensors that stand in for the weights."""
 
-    def __init__(self, task: Task, inputs: Sequence[Any]) -> None:
+    def __init__(self, task: Task) -> None:
         self.stream, self.beside = torch.cuda.Stream(task.device), torch.cuda.Stream(task.device)
         self.pool = torch.cuda.graph_pool_handle()
-        self.others = StandIns(task, inputs)
+        self.others = StandIns()
         if task.wrapper is not None:
             task.wrapper._theta.release()  # what ordinary steps kept θ in
 
@@ -46,12 +49,12 @@ class Recording:
 
     def __init__(self, task: Task, forward: Callable[..., Any], space: Workspace, inputs: Sequence[Any]) -> None:
         self.task, self.space = task, space
-        self.inputs = tree_map_only(Tensor, lambda x: torch.empty_like(x).copy_(x), tuple(inputs))
-        self.knobs = _Knobs(task.optimizer.param_groups, task.device)
+        self.inputs = tree_map_only(Tensor, partial(_kept, device=task.device), tuple(inputs))
+        self.knobs = _Knobs(task.optimizer, task.device)
         self.rates: _Numbers | None = None
         if task.scaler is None and lists.takes_sgd(task.base):
             self.rates = _Numbers(lambda: lists.rates_of(task.base), torch.float64, task.device)
-        self.inside = self.rates is not None or (task.scaler is None and _captures_itself(task.base))
+        self.inside = self.rates is not None or captures_itself(task)
         count = task.wrapper.inner_iter if task.wrapper is not None and task.wrapper.shares_a_step() else 0
         self.masks = _Clones(task.device, count)
         joined, compiled = getattr(forward, "joined", None), getattr(forward, "compiled", None)
@@ -59,6 +62,7 @@ class Recording:
             task,
             forward,
             space.others,
+            self.inputs,
             masks=self.masks,
             rates=None if self.rates is None else self.rates.there,
             base_too=self.inside,
@@ -66,37 +70,49 @@ class Recording:
             around=nullcontext if joined is None else partial(joined, space.beside),
         )
         with undone(task), self.knobs.in_groups():
-            self._warm_up()
+            try:
+                self._warm_up()
+            finally:  # before anything is put back
+                torch.cuda.synchronize(task.device)
             self._capture()
+        # memory that the graph writes to, and that the optimizer might let go of
+        self.held = [] if task.wrapper is None else task.wrapper.rooms()
 
     def _warm_up(self) -> None:
-        self.space.stream.wait_stream(torch.cuda.current_stream())
+        self.space.stream.wait_stream(torch.cuda.current_stream(self.task.device))
         with torch.cuda.stream(self.space.stream):
             before = torch.get_rng_state()
             for _ in range(WARM):
-                gradients = self.passes.run(self.inputs)
+                gradients = self.passes.run()
+            _check_result(self.passes.result)
             if not torch.equal(before, torch.get_rng_state()):
                 raise CannotCaptureError("it draws random numbers on the CPU, which a graph would repeat")
             with no_waiting():
-                self.passes.run(self.inputs)
+                self.passes.run()
             if self.rates is not None:
+                if not lists.has_state(self.task.base, gradients):
+                    raise StateMissingError
                 skip = torch.zeros((), dtype=torch.bool, device=self.task.device)
                 lists.rehearse_sgd(self.task.base, gradients, self.rates.there, skip)
-        torch.cuda.synchronize(self.task.device)
 
     def _capture(self) -> None:
+        task, space = self.task, self.space
         self.graph = torch.cuda.CUDAGraph()
-        own = getattr(self.task.optimizer, "generator", None)
-        for generator in (*self.masks.clones, *([] if own is None else [own])):
+        own = [] if (generator := task.generator()) is None else [generator]
+        for generator in (*self.masks.clones, *own):
             self.graph.register_generator_state(generator)
-        space = self.space
-        with (
-            _sound_generator(self.masks.origin, self.task.device),
-            lists.bound(self.task.params) as self.tables,
-            torch.cuda.graph(self.graph, pool=space.pool, stream=space.stream, capture_error_mode="thread_local"),
-        ):
-            self.passes.step(self.inputs)
+        passes = 1 if task.wrapper is None else task.wrapper.inner_iter + 1
+        with ExitStack() as around:
+            for generator in (self.masks.origin, *own):
+                around.enter_context(sound_generator(generator, task.device))
+            self.tables = around.enter_context(lists.bound(task.params, passes))
+            graph = torch.cuda.graph(
+                self.graph, pool=space.pool, stream=space.stream, capture_error_mode="thread_local"
+            )
+            around.enter_context(graph)
+            self.passes.step()
 
+    @torch.no_grad()
     def replay(self, inputs: Sequence[Any]) -> Any:
         for here, given in zip(tree_leaves(self.inputs), tree_leaves(tuple(inputs)), strict=True):
             if isinstance(here, Tensor):
@@ -147,15 +163,18 @@ class _Clones(Masks):
 
 
 @contextmanager
-def _sound_generator(default: torch.Generator, device: torch.device) -> Iterator[None]:
-    """A capture that breaks off leaves torch's generator waiting for its end; it gets a state of its own again."""
-    before = default.get_state()
+def sound_generator(default: torch.Generator, device: torch.device) -> Iterator[None]:
+    """A capture that breaks off leaves torch's generator waiting for its end, and perhaps another stream in place."""
+    before, stream = default.get_state(), torch.cuda.current_stream(device)
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        torch.cuda.set_stream(stream)
         fresh = torch.Generator(device)
         fresh.set_state(before)
         default.graphsafe_set_state(fresh)
+        if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError | CannotCaptureError):
+            raise
         said = str(error).strip().partition("\n")[0]
         raise CannotCaptureError(f"a graph cannot hold what it does ({said})") from error
 
@@ -181,34 +200,60 @@ class _Knobs:
     A radius of 0 stays as it is, because it means another step; so does what is a tensor already.
     """
 
-    def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        groups = optimizer.param_groups
         params = [p for group in groups for p in group["params"]]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-        self.places = [(group, key) for group in groups for key in MOVED if _is_number(key, group.get(key))]
-        self.values = _Numbers(lambda: [float(group[key]) for group, key in self.places], dtype, device)
+        self.optimizer = optimizer  # not its groups: loading a checkpoint makes new ones
+        self.places = [(i, key) for i, group in enumerate(groups) for key in MOVED if _is_number(key, group.get(key))]
+        self.values = _Numbers(lambda: [float(self._groups[i][key]) for i, key in self.places], dtype, device)
+
+    @property
+    def _groups(self) -> list[Group]:
+        return self.optimizer.param_groups
 
     def refresh(self) -> None:
         self.values.refresh()
 
     @contextmanager
     def in_groups(self) -> Iterator[None]:
-        own = [group[key] for group, key in self.places]
-        for (group, key), scalar in zip(self.places, self.values.there, strict=True):
-            group[key] = scalar
+        own = [self._groups[i][key] for i, key in self.places]
+        for (i, key), scalar in zip(self.places, self.values.there, strict=True):
+            self._groups[i][key] = scalar
         try:
             yield
         finally:
-            for (group, key), value in zip(self.places, own, strict=True):
-                group[key] = value
+            for (i, key), value in zip(self.places, own, strict=True):
+                self._groups[i][key] = value
 
 
-def _is_number(key: str, value: object) -> bool:
-    return isinstance(value, int | float) and not (key == "epsilon" and value == 0)
+def _is_number(key: str, value: Any) -> bool:
+    """Is it read on the host? A tensor of the CPU is: a graph would keep the number that it saw."""
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu"
+    return isinstance(value, Real) and not (key == "epsilon" and value == 0)
 
 
-def _captures_itself(base: Optimizer) -> bool:
-    """Can torch capture its step, with lr as a tensor? Hooks are Python, which a graph does not run again."""
-    if base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
+def _kept(given: Tensor, *, device: torch.device) -> Tensor:
+    """Memory of the graph's own for an input. One number of the CPU goes to the device, where it counts the same."""
+    if given.device != device and given.dim():
+        raise CannotCaptureError(f"an input is on {given.device}, and the weights on {device}; move it there before")
+    there = torch.empty_like(given.detach(), device=device).copy_(given.detach())
+    return there.requires_grad_(given.requires_grad)
+
+
+def _check_result(result: Any) -> None:
+    for leaf in tree_leaves(result):
+        if not isinstance(leaf, PLAIN):
+            raise CannotCaptureError(
+                f"loss_fn returns an object of type {type(leaf).__name__}; tensors come back in dicts, tuples and lists"
+            )
+
+
+def captures_itself(task: Task) -> bool:
+    """Can torch capture the base's step, with lr as a tensor? Hooks are Python, which a graph does not run again."""
+    base = task.base
+    if task.scaler is not None or lists.has_hooks(base):
         return False
     in_torch = type(base).__module__.startswith("torch.optim.")
     return in_torch and all(group.get("capturable", group.get("fused")) for group in base.param_groups)

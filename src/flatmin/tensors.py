@@ -200,6 +200,9 @@ class Copies(Generic[Key]):
         known = {key: tensor for key, tensor in tensors.items() if key in self._held}
         copy_((tensor, self[key]) for key, tensor in known.items() if tensor.shape == self[key].shape)
 
+    def rooms(self) -> Iterable[Tensor]:
+        return {**self._rooms, **self._held}.values()
+
     def release(self) -> None:
         """Hold nothing, and keep no memory."""
         self._held, self._rooms = {}, {}

@@ -1,0 +1,106 @@
+"""What a training step computes: loss_fn(model, *batch(*inputs)), and what its optimizer makes of it.
+
+A `Task` holds the parts. `undone` is a block in which they can be run for a look, and nothing is left of it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from flatmin.snapshot import Snapshot
+from flatmin.wrapper import Wrapper, loss_in
+
+
+class CannotCaptureError(RuntimeError):
+    """What a step does that a CUDA graph cannot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The parts of a step."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: Optimizer
+    batch: Callable[..., Sequence[Any]]
+    autocast: torch.dtype | None
+    scaler: GradScaler | None
+
+    @property
+    def wrapper(self) -> Wrapper | None:
+        return self.optimizer if isinstance(self.optimizer, Wrapper) else None
+
+    @property
+    def base(self) -> Optimizer:
+        return self.optimizer.base if isinstance(self.optimizer, Wrapper) else self.optimizer
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.params), torch.device("cpu"))
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Without autocast's cache of cast weights: they change between the passes of a step."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
+
+    def prepared(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        with self.precision():
+            return self.batch(*inputs)
+
+    def loss_of(self, result: object) -> Tensor:
+        loss = loss_in(result)
+        if loss is None:
+            raise TypeError(
+                'loss_fn must return the loss as a tensor, a dict with "loss", or a tuple whose first tensor it is, '
+                f"got {type(result).__name__}"
+            )
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def generator(self) -> torch.Generator | None:
+        """One that the optimizer draws from, beside the device's default one."""
+        return getattr(self.optimizer, "generator", None)
+
+
+@contextmanager
+def undone(task: Task) -> Iterator[None]:
+    """Whatever runs inside, buffers and random states come back, and no gradients are left.
+
+    A buffer must be the same tensor afterwards: a graph knows nothing of one that took its place.
+    """
+    modules = [module for module in (task.model, task.loss_fn) if isinstance(module, nn.Module)]
+    places = [(module._buffers, name) for root in modules for module in root.modules() for name in module._buffers]
+    buffers = [here[name] for here, name in places]
+    before = [Snapshot(module) for module in modules]
+    for snapshot in before:
+        snapshot.take_random([task.device])
+        snapshot.take_buffers()
+    own = task.generator()
+    drawn = None if own is None else own.get_state()
+    try:
+        yield
+        if any(here.get(name) is not buffer for (here, name), buffer in zip(places, buffers, strict=True)):
+            raise CannotCaptureError("it puts a new tensor in the place of a buffer; write into the old one instead")
+    finally:
+        for (here, name), buffer in zip(places, buffers, strict=True):
+            here[name] = buffer
+        for snapshot in before:
+            snapshot.put_back_buffers()
+            snapshot.put_back_random()
+        if own is not None and drawn is not None:
+            own.set_state(drawn)
+        for p in task.params:
+            p.grad = None
+        if task.wrapper is not None:
+            task.wrapper._aside = None
+            task.wrapper._forget_step()
