@@ -1,11 +1,12 @@
 """Triton kernels that go through whole lists of tensors in one launch.
 
-A list reaches a kernel as a table of addresses, because its tensors lie anywhere. `table` holds, as 64-bit integers,
+A list reaches a kernel as a table of addresses, because its tensors lie anywhere. Program c handles chunk c: `BLOCK`
+numbers of one tensor, or what there is of them. `table` holds, as 64-bit integers, a row after the other,
 
-    L rows of T addresses · T sizes · T places in another list · C chunks' tensors · C chunks' first numbers
+    L rows of the chunks' addresses, one for each list · how many numbers a chunk has · its place in another list
 
-and program c handles chunk c: `BLOCK` numbers of one tensor. They are launched with OPTIONS, under which a sum of a
-product is rounded twice unless it says `fma`: so a kernel gives the bits of the torch operations that it stands for.
+so a program finds its numbers at one look. The kernels are launched with OPTIONS, under which a sum of a product is
+rounded twice unless it says `fma`: so a kernel gives the bits of the torch operations that it stands for.
 """
 
 import triton
@@ -17,10 +18,10 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # 16 numbers a thread
 
 
 @triton.jit
-def _row(table, tensors, tensor, row: tl.constexpr, dtype: tl.constexpr):
-    """The address of a tensor in one of the lists; all begin at a multiple of 16 bytes, so loads can be wide."""
-    address = tl.load(table + row * tensors + tensor).to(tl.pointer_type(dtype))
-    return tl.multiple_of(address, 16)
+def _at(table, chunks, row: tl.constexpr, dtype: tl.constexpr, block: tl.constexpr):
+    """The addresses of a chunk's numbers in one of the lists; it begins at a multiple of 16 bytes, for wide loads."""
+    address = tl.load(table + row * chunks + tl.program_id(0)).to(tl.pointer_type(dtype))
+    return tl.multiple_of(address, 16) + tl.arange(0, block)
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def _load(address, exist, whole: tl.constexpr):
     """A chunk, or what there is of it: a mask would keep the loads of whole chunks narrow."""
     if whole:
         return tl.load(address).to(tl.float32)
-    return tl.load(address, mask=exist).to(tl.float32)
+    return tl.load(address, mask=exist, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -39,10 +40,9 @@ def _store(address, values, exist, whole: tl.constexpr):
         tl.store(address, values, mask=exist)
 
 
-@triton.jit(do_not_specialize=["tensors", "chunks"])
+@triton.jit(do_not_specialize=["chunks"])
 def move(
     table,
-    tensors,
     chunks,
     factors,
     finite,
@@ -52,27 +52,17 @@ def move(
     block: tl.constexpr,
 ):
     """Moved = θ + factor · gradient, or θ where `finite` does not hold. Lists: θ, gradients, moved."""
-    chunk = tl.program_id(0)
-    tensor = tl.load(table + 5 * tensors + chunk)
-    first = tl.multiple_of(tl.load(table + 5 * tensors + chunks + chunk), 16)
-    size = tl.load(table + 3 * tensors + tensor)
-    factor = tl.load(factors + tl.load(table + 4 * tensors + tensor))
-    if first + block <= size:
-        _move(table, tensors, tensor, first, size, factor, finite, gradient_type, moved_type, rounded_once, block, True)
+    if tl.load(table + 3 * chunks + tl.program_id(0)) == block:
+        _move(table, chunks, factors, finite, gradient_type, moved_type, rounded_once, block, True)
     else:
-        _move(
-            table, tensors, tensor, first, size, factor, finite, gradient_type, moved_type, rounded_once, block, False
-        )
+        _move(table, chunks, factors, finite, gradient_type, moved_type, rounded_once, block, False)
 
 
 @triton.jit
 def _move(
     table,
-    tensors,
-    tensor,
-    first,
-    size,
-    factor,
+    chunks,
+    factors,
     finite,
     gradient_type: tl.constexpr,
     moved_type: tl.constexpr,
@@ -80,22 +70,21 @@ def _move(
     block: tl.constexpr,
     whole: tl.constexpr,
 ):
-    numbers = first + tl.arange(0, block)
-    exist = numbers < size
-    theta = _load(_row(table, tensors, tensor, 0, tl.float32) + numbers, exist, whole)
-    gradient = _load(_row(table, tensors, tensor, 1, gradient_type) + numbers, exist, whole)
+    exist = tl.arange(0, block) < tl.load(table + 3 * chunks + tl.program_id(0))
+    factor = tl.load(factors + tl.load(table + 4 * chunks + tl.program_id(0)))
+    theta = _load(_at(table, chunks, 0, tl.float32, block), exist, whole)
+    gradient = _load(_at(table, chunks, 1, gradient_type, block), exist, whole)
     if rounded_once:
         there = tl.fma(factor + tl.zeros_like(theta), gradient, theta)
     else:
         there = theta + factor * gradient
     there = tl.where(tl.load(finite), there, theta)
-    _store(_row(table, tensors, tensor, 2, moved_type) + numbers, there.to(moved_type), exist, whole)
+    _store(_at(table, chunks, 2, moved_type, block), there.to(moved_type), exist, whole)
 
 
-@triton.jit(do_not_specialize=["tensors", "chunks"])
+@triton.jit(do_not_specialize=["chunks"])
 def sgd(
     table,
-    tensors,
     chunks,
     rates,
     skip,
@@ -111,53 +100,16 @@ def sgd(
     `rates` is (lr, weight decay, momentum, dampening) in float64. Where `skip` holds, θ stays, and the momentum becomes
     what a gradient of zero makes of it.
     """
-    chunk = tl.program_id(0)
-    tensor = tl.load(table + 5 * tensors + chunk)
-    first = tl.multiple_of(tl.load(table + 5 * tensors + chunks + chunk), 16)
-    size = tl.load(table + 3 * tensors + tensor)
-    if first + block <= size:
-        _sgd(
-            table,
-            tensors,
-            tensor,
-            first,
-            size,
-            rates,
-            skip,
-            gradient_type,
-            has_momentum,
-            has_decay,
-            nesterov,
-            maximize,
-            block,
-            True,
-        )
+    if tl.load(table + 3 * chunks + tl.program_id(0)) == block:
+        _sgd(table, chunks, rates, skip, gradient_type, has_momentum, has_decay, nesterov, maximize, block, True)
     else:
-        _sgd(
-            table,
-            tensors,
-            tensor,
-            first,
-            size,
-            rates,
-            skip,
-            gradient_type,
-            has_momentum,
-            has_decay,
-            nesterov,
-            maximize,
-            block,
-            False,
-        )
+        _sgd(table, chunks, rates, skip, gradient_type, has_momentum, has_decay, nesterov, maximize, block, False)
 
 
 @triton.jit
 def _sgd(
     table,
-    tensors,
-    tensor,
-    first,
-    size,
+    chunks,
     rates,
     skip,
     gradient_type: tl.constexpr,
@@ -168,13 +120,12 @@ def _sgd(
     block: tl.constexpr,
     whole: tl.constexpr,
 ):
-    numbers = first + tl.arange(0, block)
-    exist = numbers < size
-    at = _row(table, tensors, tensor, 0, tl.float32) + numbers
+    exist = tl.arange(0, block) < tl.load(table + 3 * chunks + tl.program_id(0))
+    at = _at(table, chunks, 0, tl.float32, block)
     theta = _load(at, exist, whole)
     zeros = tl.zeros_like(theta)
     stay = tl.load(skip)
-    gradient = _load(_row(table, tensors, tensor, 1, gradient_type) + numbers, exist, whole)
+    gradient = _load(_at(table, chunks, 1, gradient_type, block), exist, whole)
     gradient = tl.where(stay, 0.0, gradient)
     if maximize:
         gradient = -gradient
@@ -183,7 +134,7 @@ def _sgd(
     if has_momentum:
         momentum = tl.load(rates + 2).to(tl.float32) + zeros
         kept = (1.0 - tl.load(rates + 3)).to(tl.float32) + zeros
-        buffer_at = _row(table, tensors, tensor, 2, tl.float32) + numbers
+        buffer_at = _at(table, chunks, 2, tl.float32, block)
         buffer = tl.fma(kept, gradient, momentum * _load(buffer_at, exist, whole))
         _store(buffer_at, buffer, exist, whole)
         if nesterov:
@@ -194,22 +145,19 @@ def _sgd(
     _store(at, tl.where(stay, theta, there), exist, whole)
 
 
-@triton.jit(do_not_specialize=["tensors", "chunks"])
-def squares(table, tensors, chunks, sums, dtype: tl.constexpr, block: tl.constexpr):
-    """The sum of squares of each chunk, to the tensor's place and the chunk's number in it. One list."""
-    chunk = tl.program_id(0)
-    tensor = tl.load(table + 3 * tensors + chunk)
-    first = tl.multiple_of(tl.load(table + 3 * tensors + chunks + chunk), 16)
-    size = tl.load(table + tensors + tensor)
-    place = tl.load(table + 2 * tensors + tensor) + first // block
-    numbers = first + tl.arange(0, block)
-    at = _row(table, tensors, tensor, 0, dtype) + numbers
-    if first + block <= size:
-        values = tl.load(at).to(tl.float32)
-        tl.store(sums + place, tl.sum(values * values))
+@triton.jit(do_not_specialize=["chunks"])
+def squares(table, chunks, sums, dtype: tl.constexpr, block: tl.constexpr):
+    """The sum of squares of each chunk, to its place. One list."""
+    count = tl.load(table + chunks + tl.program_id(0))
+    place = sums + tl.load(table + 2 * chunks + tl.program_id(0))
+    at = _at(table, chunks, 0, dtype, block)
+    exist = tl.arange(0, block) < count
+    if count == block:
+        values = _load(at, exist, True)
+        tl.store(place, tl.sum(values * values))
     else:
-        values = tl.load(at, mask=numbers < size, other=0.0).to(tl.float32)
-        tl.store(sums + place, tl.sum(values * values))
+        values = _load(at, exist, False)
+        tl.store(place, tl.sum(values * values))
 
 
 @triton.jit

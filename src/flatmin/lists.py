@@ -64,7 +64,7 @@ def move(
         lists = [[tensors[i] for i in kind] for tensors in (theta, beside, moved)]
         types = _triton_type(lists[1][0]), _triton_type(lists[2][0])
         table, chunks = _table(lists, kind, kernels.BLOCK)
-        arguments = (table, len(kind), chunks, factors, finite, *types, rounded_once, kernels.BLOCK)
+        arguments = (table, chunks, factors, finite, *types, rounded_once, kernels.BLOCK)
         kernels.move[(chunks,)](*arguments, **kernels.OPTIONS)
 
 
@@ -79,12 +79,13 @@ def lengths(tensors: Sequence[Tensor]) -> Tensor:
     """‖t‖₂ of each tensor, in float32: the squares of a chunk are added up, then the sums of a tensor's chunks."""
     from flatmin import kernels
 
-    counts = [-(-tensor.numel() // kernels.BLOCK) for tensor in tensors]
+    counts = [_chunks(tensor.numel(), kernels.BLOCK) for tensor in tensors]
     firsts = [sum(counts[:place]) for place in range(len(counts))]
     sums = torch.empty(sum(counts), device=tensors[0].device)
     for kind in _kinds(tensors):
-        table, chunks = _table([[tensors[i] for i in kind]], [firsts[i] for i in kind], kernels.BLOCK)
-        arguments = (table, len(kind), chunks, sums, _triton_type(tensors[kind[0]]), kernels.BLOCK)
+        places = [firsts[i] for i in kind]
+        table, chunks = _table([[tensors[i] for i in kind]], places, kernels.BLOCK, one_each=True)
+        arguments = (table, chunks, sums, _triton_type(tensors[kind[0]]), kernels.BLOCK)
         kernels.squares[(chunks,)](*arguments, **kernels.OPTIONS)
     found = torch.empty(len(tensors), device=sums.device)
     ends = _constant(torch.tensor([*firsts, len(sums)]), sums.device)
@@ -164,7 +165,6 @@ def _sgd(group: dict[str, Any], lists: Sequence[Sequence[Tensor]], rates: Tensor
     table, chunks = _table(lists, range(len(lists[0])), kernels.BLOCK)
     kernels.sgd[(chunks,)](
         table,
-        len(lists[0]),
         chunks,
         rates,
         skip,
@@ -218,8 +218,8 @@ class Tables:
         from flatmin import kernels
 
         chunks = sum(_chunks(p.numel(), kernels.BLOCK) for p in params)
-        # `lengths` for each pass, `move` and `sgd`; with the ends of their tables
-        words = (passes + 2) * (8 * len(params) + 2 * chunks + 2)
+        # `lengths` for each pass, `move` and `sgd`: five words for a chunk at most, and the ends of their tables
+        words = (passes + 2) * (5 * chunks + 4 * len(params) + 2)
         self.room = torch.empty(words, dtype=torch.int64, device=params[0].device)
         self.used = 0
         self.contents: list[tuple[Tensor, Tensor]] = []
@@ -254,15 +254,24 @@ def bound(params: Sequence[Tensor], passes: int) -> Iterator[Tables | None]:
     tables.fill()
 
 
-def _table(lists: Sequence[Sequence[Tensor]], places: Sequence[int], block: int) -> tuple[Tensor, int]:
-    """The table of these lists, as kernels.py describes it, on their device; and the number of chunks."""
+def _table(
+    lists: Sequence[Sequence[Tensor]], places: Sequence[int], block: int, *, one_each: bool = False
+) -> tuple[Tensor, int]:
+    """The table of these lists, as kernels.py describes it, on their device; and the number of chunks.
+
+    A chunk's place is its tensor's, or with `one_each` the one after that of the chunk before.
+    """
     sizes = torch.tensor([tensor.numel() for tensor in lists[0]])
     counts = (sizes + block - 1) // block
     owners = torch.arange(len(sizes)).repeat_interleave(counts)
-    firsts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
-    addresses = torch.tensor([tensor.data_ptr() for tensors in lists for tensor in tensors])
-    content = torch.cat([addresses, sizes, torch.tensor(places), owners, firsts * block])
-    return _constant(content, lists[0][0].device), len(owners)
+    numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    rows = []
+    for tensors in lists:
+        begins = torch.tensor([tensor.data_ptr() for tensor in tensors])
+        rows.append(begins[owners] + numbers * block * tensors[0].element_size())
+    rows.append((sizes[owners] - numbers * block).clamp(max=block))
+    rows.append(torch.tensor(places)[owners] + (numbers if one_each else 0))
+    return _constant(torch.cat(rows), lists[0][0].device), len(owners)
 
 
 def _constant(content: Tensor, device: torch.device) -> Tensor:

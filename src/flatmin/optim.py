@@ -108,7 +108,7 @@ class AMP(Wrapper):
         rates, epsilons = [step.rate for step in steps], [step.epsilon for step in steps]
         found = self._fast(bring_inside)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
         if n == 0:
-            self._measured["grad_norm"] = found.length * unscale
+            self._measured["grad_norm"] = _times(found.length, unscale)
         self._measured |= {"delta_norm": found.delta_norm, "on_ball": found.on_ball}
         finite = found.finite
         self._sound = finite if self._sound is None else finite & self._sound
@@ -132,7 +132,7 @@ class AMP(Wrapper):
 
     def _ascent(self, group: Group, n: int, unscale: float | Tensor) -> "_Ascent":
         """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
-        rate = group["inner_lr"] * unscale
+        rate = _times(group["inner_lr"], unscale)
         if n == 0:
             gradients = {p: self._gradient_of(p) for p in group["params"]}
             params = [p for p, gradient in gradients.items() if gradient is not None]
@@ -315,6 +315,11 @@ def _laid_out(gradient: Tensor | None, param: Tensor) -> Tensor:
     if placements is not None and gradient.placements != placements:  # type: ignore[attr-defined]
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
     return gradient
+
+
+def _times(number: Any, unscale: float | Tensor) -> Any:
+    """A launch less where there is nothing to unscale."""
+    return number * unscale if isinstance(unscale, Tensor) else number
 
 
 def _on(device: torch.device, number: float | Tensor) -> float | Tensor:

@@ -79,13 +79,12 @@ class Masks:
 class Passes:
     """A step of a task, pass by pass; what it leaves for the world outside are its attributes.
 
-    `result` is what the loss function returned in the clean pass, `measured` what the optimizer noted, `names` of it,
-    `skip` whether a gradient was not finite, `gradients` those of the last pass, where the base has still to step.
+    `result` is what the loss function returned in the clean pass, `measured` what the optimizer notes of a step that
+    perturbs, `skip` whether a gradient was not finite, `gradients` the last ones, if the base has still to step.
     """
 
     result: Any
-    measured: Tensor | None
-    names: list[str]
+    measured: dict[str, Tensor]
     skip: Tensor
     gradients: Gradients
 
@@ -135,15 +134,12 @@ class Passes:
         self.result, latest, gradients = self._passes()
         wrapper, device = self.task.wrapper, self.task.device
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
-        measured: dict[str, Tensor] = {}
+        self.measured = {}
         if wrapper is not None and self.perturbs:
             wrapper._aside = Aside(self.moved, gradients, self.compiled)
             self.skip = wrapper._must_skip(list(gradients.values()), self.task.scaler)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
-            measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
-        self.names = list(measured)
-        dtype = torch.float64 if any(value.dtype == torch.float64 for value in measured.values()) else torch.float32
-        self.measured = torch.stack([v.to(dtype).reshape(()) for v in measured.values()]) if measured else None
+            self.measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
         return gradients
 
     def _passes(self) -> tuple[Any, Any, Gradients]:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from flatmin import lists
+from flatmin.packed import Packed
 from flatmin.passes import Masks, Passes, StandIns
 from flatmin.shell import Group
 from flatmin.task import CannotCaptureError, Task, undone
@@ -111,6 +112,11 @@ class Recording:
             )
             around.enter_context(graph)
             self.passes.step()
+            self.leaves, self.shape = tree_flatten(self.passes.result)
+            handed = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+            if self.passes.perturbs:
+                handed += [*self.passes.measured.values(), self.passes.skip]
+            self.packed = Packed(handed)
 
     @torch.no_grad()
     def replay(self, inputs: Sequence[Any]) -> Any:
@@ -122,20 +128,18 @@ class Recording:
             self.rates.refresh()
         self.masks.rewind()
         self.graph.replay()
-        self._note(None if self.inside else self.passes.step_base())
-        return tree_map_only(Tensor, Tensor.clone, self.passes.result)
+        skipped = None if self.inside else self.passes.step_base()
+        fresh = self.packed.fresh()
+        leaves = [fresh.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        result = tree_unflatten(leaves, self.shape)
+        if self.task.wrapper is not None:
+            self.task.wrapper.last = self._last(result, fresh, skipped)
+        return result
 
-    def _note(self, skipped: Tensor | None) -> None:
-        """What the optimizer tells of its last step, in tensors of its own."""
-        wrapper, measured = self.task.wrapper, self.passes.measured
-        if wrapper is None:
-            return
-        if measured is None:
-            loss = loss_in(self.passes.result)
-            wrapper.last = Last(loss=None if loss is None else loss.clone(), skipped=skipped)
-            return
-        values = dict(zip(self.passes.names, measured.clone().unbind(), strict=True))
-        wrapper.last = Last(skipped=self.passes.skip.clone(), **values)
+    def _last(self, result: Any, fresh: Sequence[Tensor], skipped: Tensor | None) -> Last:
+        if not self.passes.perturbs:
+            return Last(loss=loss_in(result), skipped=skipped)
+        return Last(skipped=fresh[-1], **dict(zip(self.passes.measured, fresh[:-1], strict=True)))
 
 
 class _Clones(Masks):
