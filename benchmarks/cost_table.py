@@ -27,7 +27,7 @@ def rendered(result: Found) -> str:
     """Both tables, and what they were measured with."""
     tables: Sequence[Found] = [table for table in result["tables"] if any("ms" in row for row in table["rows"])]
     if not tables:
-        raise ValueError("nothing was timed in this file; run flatmin bench again")
+        raise ValueError("nothing was timed")
     main = next((t for t in tables if (t["model"], t["batch_size"]) == (MODEL, BATCH)), tables[0])
     parts = [_forms(main), _sam(main), _everywhere(tables), _measured(result)]
     return "\n\n".join(part for part in parts if part)
@@ -117,6 +117,17 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # ---- the README
 
 
+def read(path: Path) -> str:
+    """The tables of a file that `flatmin bench` wrote."""
+    try:
+        return rendered(json.loads(path.read_text()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # not there, no JSON, another's
+        what = f"no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{path} is not a file of flatmin bench ({what}); write one with flatmin bench --json"
+        ) from error
+
+
 def put_into(text: str, tables: str) -> str:
     """The text with the tables between its markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
@@ -131,13 +142,11 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
-    for path in (given.json, given.readme):
-        if not path.is_file():
-            parser.error(f"there is no file {path}; `flatmin bench --json {JSON.name}` writes the figures")
     try:
+        tables = read(given.json)
         before = given.readme.read_text()
-        after = put_into(before, rendered(json.loads(given.json.read_text())))
-    except (ValueError, KeyError) as error:
+        after = put_into(before, tables)
+    except (ValueError, OSError) as error:
         parser.error(f"{error}")
     if given.check:
         if before != after:

@@ -1,9 +1,11 @@
 """What `flatmin bench` measures: every contender has a row, what fails says why, and the README has the figures."""
 
 import copy
+import errno
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 import cost_table
 from command_line import flatmin, words
+from flatmin_lab import cli_bench
 from flatmin_lab.bench import Wanted, measure
 from flatmin_lab.bench import clock as bench_clock
 from flatmin_lab.bench import floors as bench_floor
@@ -103,7 +106,7 @@ def test_every_form_has_its_rows_and_models_at_once_are_built_once(monkeypatch: 
 @pytest.mark.usefixtures("as_if_captured")
 def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(work: Work, method: str, form: str, *, data: bool = True) -> Trainee:
-        if method == "amp" and form == "graph":
+        if (method == "amp" or not data) and form == "graph":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.\nMore of it.")
         made = trainee(work, method, form, data=data)
         if method == "erm" and form == "compiled":
@@ -120,6 +123,9 @@ def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert "are free" in rows["amp", "at-once"]["failed"]
     assert all("ms" in rows["amp", form] for form in ("eager", "compiled"))
     assert "amp / erm, graph" not in table["ratios"]
+    assert [part.get("failed") for part in table["data"]] == [None, "out of memory"]
+    assert all(row["n"] <= 5 for row in table["rows"] if "n" in row)
+    assert "CUDA graph failed: out of memory" in "".join(bench_show._lines(table))
 
 
 def test_a_step_that_was_not_captured_is_no_row_of_a_captured_form() -> None:
@@ -247,6 +253,52 @@ WRONG = {
 }
 
 
+def test_a_reader_that_goes_away_costs_nothing_and_a_full_disk_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(wanted: Wanted, *, after: Callable[[dict[str, Any]], None], **_: object) -> dict[str, Any]:
+        after(made_up())
+        after(made_up())
+        return made_up()
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    file = tmp_path / "bench.json"
+    monkeypatch.setattr(cli_bench, "measure", measured)
+    monkeypatch.setattr(bench_show, "table", closed)
+    assert flatmin("bench", "--device", "cpu", "--json", file).exit_code == 1
+    assert json.loads(file.read_text()) == made_up()
+    tables: list[object] = []
+    monkeypatch.setattr(bench_show, "table", lambda *table: tables.append(table))
+    with monkeypatch.context() as full:
+
+        def fails(path: Path) -> None:
+            raise OSError(errno.ENOSPC, "no space left")
+
+        full.setattr(cli_bench, "written_whole", fails)
+        result = flatmin("bench", "--device", "cpu", "--json", file)
+    assert (result.exit_code, len(tables)) == (1, 2)
+    assert words(result.stderr).count("could not be written (no space left); make room") == 2
+    assert "the tables above are what was measured" in words(result.stderr)
+
+
+def test_a_place_that_cannot_be_written_to_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "permission denied")
+
+    monkeypatch.setattr(cli_bench, "measure", None)
+    monkeypatch.setattr(Path, "touch", refused)
+    result = flatmin("bench", "--device", "cpu", "--json", tmp_path / "bench.json")
+    assert result.exit_code == 2
+    assert "cannot be written (permission denied); choose another place with --json" in words(result.stderr)
+    monkeypatch.undo()
+    empty = flatmin("bench", "--methods", " ,", "--device", "cpu", "--json", tmp_path / "bench.json")
+    assert empty.exit_code == 2
+    assert "--methods takes at least one word or number, got ' ,'" in words(empty.stderr)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("flag", "value"), WRONG.items())
 def test_the_command_names_a_wrong_argument(tmp_path: Path, flag: str, value: str) -> None:
     result = flatmin("bench", flag, value, "--device", "cpu", "--json", tmp_path / "bench.json")
@@ -344,6 +396,14 @@ def test_the_page_is_written_once_and_then_up_to_date(tmp_path: Path) -> None:
     assert text.endswith(f"measured; memory in float32 copies of the parameters.\n{cost_table.END}\nafter\n")
     page.write_text("no markers")
     assert program() == 2
+
+
+@pytest.mark.parametrize("content", [None, b"\xff", b"{", b"[]", b"{}", b"3", b'{"tables": [{}]}', b'{"tables": 3}'])
+def test_a_foreign_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "other.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"other.json is not a file of flatmin bench \(.+\); write one with flatmin"):
+        cost_table.read(tmp_path / "other.json")
 
 
 def test_the_readme_has_the_figures_of_the_committed_file() -> None:

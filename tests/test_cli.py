@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from PIL import Image
 
 from command_line import flatmin, words
 from flatmin_lab import checkpoint
+from flatmin_lab.cli_seeds import Trainings
 from flatmin_lab.methods import METHODS
+from flatmin_lab.records import Failed, Finished, Progress, Record, RunError, Started, Stopped
+from flatmin_lab.request import Request
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
 
@@ -132,6 +137,61 @@ def test_many_seeds_go_on_with_nothing_but_their_folder(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "seed 1 going on after step 5 of 5" in words(result.stderr)
     assert (tmp_path / "runs" / "seed-2" / "result.json").exists()
+    alone = flatmin("train", "--out", tmp_path / "runs", "--resume")
+    assert alone.exit_code == 2
+    assert "it holds seed-0, seed-1, seed-2; add --seeds 3" in words(alone.stderr)
+    shutil.rmtree(tmp_path / "runs" / "seed-0")
+    request = partial(Request, data=None, method=None, data_dir=Path("data"), download=False, changes={}, settings={})
+    plans = request(seed=None, out=tmp_path / "runs", resume=True).plans(2)
+    assert [(plan.seed, plan.folder.name) for plan in plans] == [(0, "seed-0"), (1, "seed-1")]
+    assert plans[0].recipe.batch_size == 300
+    with pytest.raises(ValueError, match="is a run itself; choose another folder, or leave --seeds out"):
+        request(seed=None, out=tmp_path / "runs" / "seed-1", resume=True).plans(2)
+
+
+def made_up(*ends: Record) -> Callable[..., Iterator[tuple[int, Record]]]:
+    """In place of `together`: trainings that end so."""
+
+    def records(*_: object, **__: object) -> Iterator[tuple[int, Record]]:
+        yield from enumerate(ends)
+        if any(isinstance(end, Failed) for end in ends):
+            raise RunError("failed") from OSError("failed")
+
+    return records
+
+
+def test_what_finished_is_shown_although_others_failed_or_were_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = Finished({"test_error": 0.25, "test_nll": 0.5, "test_ece": 0.125})
+    asked = [*FAST, "--seed", 5, "--seeds", 3, "--out", tmp_path / "runs"]
+    monkeypatch.setattr("flatmin_lab.cli_seeds.together", made_up(finished, Failed("the disk is full", 7), finished))
+    result = flatmin(*asked)
+    assert result.exit_code == 1
+    assert "mean of 2 of 3 25.00 %" in words(result.stdout)
+    assert "seed 6 failed after step 7: the disk is full" in words(result.stderr)
+    assert "flatmin: 1 of 3 trainings failed (seed 6): the disk is full" in words(result.stderr)
+    ends = (finished, Stopped("SIGTERM", 133), Failed("the disk is full"), Stopped("SIGTERM", 0))
+    monkeypatch.setattr("flatmin_lab.cli_seeds.together", made_up(*ends))
+    stopped = flatmin(*asked, "--seeds", 4)
+    assert stopped.exit_code == 143
+    assert "mean of 1 of 4" in words(stopped.stdout)
+    said = words(stopped.stderr)
+    assert "seed 5 finished, seed 6 saved after step 133, seed 7 failed, seed 8 not begun; go on with the same" in said
+    assert said.index("go on with") < said.index("1 of 4 trainings failed (seed 7): the disk is full")
+
+
+def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
+    trainings = Trainings([0, 1, 2])
+    trainings.hear(0, Finished({}))  # before, so it was not started now
+    assert (trainings.running, trainings.completed()) == (set(), 0)
+    trainings.hear(1, Started(step=40, steps=100, epochs=2, parameters=1))
+    trainings.hear(2, Started(step=0, steps=100, epochs=2, parameters=1))
+    trainings.hear(2, Progress(epoch=1, step=7, numbers={}))
+    assert (trainings.running, trainings.completed()) == ({1, 2}, 147)
+    trainings.hear(1, Failed("no more", 40))
+    trainings.hear(2, Stopped("Ctrl-C", 8))
+    assert trainings.running == set()
 
 
 @pytest.mark.parametrize(
@@ -165,6 +225,8 @@ def test_many_seeds_go_on_with_nothing_but_their_folder(tmp_path: Path) -> None:
         (["--seeds", "0"], "--seeds"),
         (["--together", "2"], "--together belongs to --seeds"),
         (["--seeds", "2", "--together", "0"], "--together"),
+        (["--seeds", "2", "--batch-size", "1437"], "BatchNorm needs batches of two"),
+        (["--compile", "--no-capture"], "leave out --compile or --no-capture"),
     ],
     ids=str,
 )

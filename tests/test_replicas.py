@@ -1,6 +1,9 @@
 """Trained together, by turns, each training is what it is alone: its records, its folder, its bits."""
 
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -10,8 +13,8 @@ import pytest
 import torch
 
 from flatmin_lab import methods, replicas
-from flatmin_lab.records import Epoch, Finished, Note, Progress, Record, RunError, Saved, Started, Stopped
-from flatmin_lab.replicas import GAIN, SPOILT, WARM, WINDOW, Room, together
+from flatmin_lab.records import Epoch, Failed, Finished, Progress, Record, RunError, Saved, Started, Stopped
+from flatmin_lab.replicas import GAIN, SPOILT, WARM, WINDOW, Replica, Room, _by_turns, together
 from flatmin_lab.runs import Job
 from flatmin_lab.surroundings import Surroundings
 from flatmin_lab.train import train
@@ -110,21 +113,157 @@ def test_a_training_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
         heard.extend(together(jobs, tiny_data(), folders=folders(tmp_path, 3), count=2))
     for pair in together(jobs, tiny_data(), count=2):
         heard.append(pair)
-        if isinstance(pair[1], Note):
+        if isinstance(pair[1], Failed):
             assert pair[0] == 1
-            assert "the loss of step" in pair[1].text
+            assert "the loss of step" in pair[1].what
+            assert pair[1].step
             break
     assert (folders(tmp_path, 3)[2] / "result.json").exists()
 
 
-def test_what_makes_no_sense_is_refused_before_anything_begins(tmp_path: Path) -> None:
+# ---- whatever happens to one of them
+
+Steps = Generator[Record | None, None, None]
+
+
+def turns(
+    trainings: list[Callable[[], Steps]], room: Room, stop: Callable[[], str | None] = lambda: None
+) -> Iterator[tuple[int, Record]]:
+    """Made-up trainings by turns."""
+    idle: list[torch.cuda.Stream] = []
+
+    def begin(number: int) -> Replica:
+        return Replica(number, trainings[number](), torch.device("cpu"), idle)
+
+    return _by_turns(deque(range(len(trainings))), begin, room, stop)
+
+
+def good() -> Steps:
+    yield Started(step=0, steps=3, epochs=1, parameters=1)
+    yield from [None] * 3
+    yield Finished({})
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileExistsError("it is in use"), "it is in use"),
+        (ValueError("no such thing"), "no such thing"),
+        (torch.OutOfMemoryError("no memory"), "no memory"),
+        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
+    ],
+)
+def test_any_error_is_that_training_s_own(error: Exception, said: str) -> None:
+    """In the end it is raised; what the training held is free long before."""
+
+    class Memory:
+        pass
+
+    held: list[weakref.ref[Memory]] = []
+
+    def bad() -> Steps:
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        yield Started(step=10, steps=30, epochs=1, parameters=1)
+        yield from [None] * WARM
+        raise error
+
+    heard: list[tuple[int, Record]] = []
+    free: list[bool] = []
+
+    def hears(pair: tuple[int, Record]) -> None:
+        heard.append(pair)
+        if isinstance(pair[1], Failed):
+            free.append(held[0]() is None)
+
+    with pytest.raises(RunError, match=f"1 of 3 trainings failed: {said}") as raised:
+        deque(map(hears, turns([good, bad, good], Room(count=2))))
+    assert free == [True]
+    assert raised.value.__cause__ is error
+    assert (1, Failed(said, 10 + WARM)) in heard
+    assert [number for number, record in heard if isinstance(record, Finished)] == [0, 2]
+
+
+def test_one_that_finds_no_memory_beside_the_others_comes_later() -> None:
+    tries: list[int] = []
+
+    def long() -> Steps:
+        yield from [None] * 9
+        yield from good()
+
+    def large() -> Steps:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise torch.OutOfMemoryError("no memory")
+        yield from good()
+
+    room = Room(count=3)
+    heard = list(turns([good, large, long], room))
+    assert len(tries) == 3
+    assert (room.count, room.settled) == (1, True)
+    assert [number for number, record in heard if isinstance(record, Finished)] == [0, 2, 1]
+    assert not any(isinstance(record, Failed) for _, record in heard)
+    tries.clear()
+    with pytest.raises(RunError, match="no memory"):  # alone, it will not find any later
+        list(turns([large], Room()))
+
+
+def test_all_are_closed_although_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    def stubborn(self: Replica) -> None:
+        closed.append(self.number)
+        self.records.close()
+        raise RuntimeError(f"number {self.number} cannot be closed")
+
+    monkeypatch.setattr(Replica, "close", stubborn)
+    records = turns([good, good, good], Room(count=3))
+    next(records)
+    with pytest.raises(RuntimeError, match="number 0"):
+        records.close()  # type: ignore[attr-defined]  # it is a generator
+    assert closed == [0, 1, 2]
+
+
+def test_a_stream_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            made.append(self)
+
+        def wait_stream(self, other: object) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    made: list[Stream] = []
+    idle: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    for _ in range(3):
+        pair = [Replica(number, good(), torch.device("cuda"), idle) for number in range(2)]
+        for replica in pair:
+            replica.close()
+    assert len(made) == 2
+
+
+def test_what_makes_no_sense_is_refused_before_anything_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         together(JOBS, tiny_data(), count=0)
-    for wrong in (folders(tmp_path)[:2], [tmp_path / "one"] * 4):
-        with pytest.raises(ValueError, match="a folder of its own"):
+    for wrong, message in (
+        (folders(tmp_path)[:2], "got 2 folders for 4 trainings"),
+        ([*folders(tmp_path)[:3], tmp_path / "x" / ".." / "seed-1"], "seed-1 twice"),
+    ):
+        with pytest.raises(ValueError, match=f"a folder of its own, .*{message}"):
             together(JOBS, tiny_data(), folders=wrong)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="would lie in the file"):
+        together(JOBS, tiny_data(), folders=[*folders(tmp_path)[:3], tmp_path / "file" / "run"])
+    with pytest.raises(ValueError, match="--no-capture"):
+        together([*JOBS, Job(tiny_recipe(compile=True), 4)], tiny_data(), capture=False)
     run(JOBS[3].recipe, folders(tmp_path)[3], seed=3)
     with pytest.raises(FileExistsError, match="--resume"):
+        together(JOBS, tiny_data(), folders=folders(tmp_path))
+    monkeypatch.setattr("flatmin_lab.run_opening.os.access", lambda *_: False)
+    with pytest.raises(RunError, match=r"cannot be written to \(no permission in .*; choose another folder"):
         together(JOBS, tiny_data(), folders=folders(tmp_path))
     assert not folders(tmp_path)[0].exists()
 
@@ -189,6 +328,20 @@ class TestRoom:
         machine.rounds(10 * (WARM + WINDOW))
         assert machine.room.count == expected
         assert machine.room.settled
+
+    def test_there_must_be_memory_for_a_beginning_and_not_only_for_what_stays(self) -> None:
+        for peak, expected in ((20, 4), (40, 2), (90, 1)):
+            machine = Machine([100.0, 200.0, 300.0, 400.0, 500.0], 5)
+            machine.room.peak = lambda peak=peak: peak  # type: ignore[misc]
+            machine.rounds(10 * (WARM + WINDOW))
+            assert machine.room.count == expected
+
+    def test_a_need_that_cannot_be_known_ends_it(self) -> None:
+        """Another process gave memory back meanwhile."""
+        machine = Machine([100.0, 200.0], 5)
+        machine.room.at_first = 0
+        machine.rounds(WARM + WINDOW)
+        assert (machine.room.count, machine.room.settled) == (1, True)
 
     def test_what_is_no_step_is_not_measured(self) -> None:
         """The end of an epoch in the middle of a measurement would make the replicas look slow."""

@@ -4,6 +4,8 @@ import gc
 import math
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -19,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import flatmin
 from flatmin.capture import CapturedStep
 from flatmin_lab import checkpoint, methods
+from flatmin_lab.answering import Answers
 from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.learner import ClippedSGD, Learner, build_model
@@ -300,7 +303,9 @@ def test_what_cannot_be_trained_is_refused_before_it_begins() -> None:
     with pytest.raises(ValueError, match="32"):
         run(tiny_recipe(model="vgg16", model_settings={}))
     with pytest.raises(ValueError, match="got 0 and"):
-        run(tiny_recipe(), checkpoint_epochs=0)
+        train(tiny_recipe(), tiny_data(), checkpoint_epochs=0)
+    with pytest.raises(ValueError, match="leave out --compile or --no-capture"):
+        train(tiny_recipe(compile=True), tiny_data(), capture=False)
 
 
 def test_a_single_class_can_be_trained() -> None:
@@ -316,7 +321,8 @@ def test_on_a_cpu_compile_and_capture_change_nothing(tmp_path: Path) -> None:
     recipe = tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1)
     run(recipe, tmp_path / "captured")
     run(recipe, tmp_path / "plain", capture=False)
-    run(replace(recipe, compile=True), tmp_path / "compiled")
+    notes = [r.text for r in run(replace(recipe, compile=True), tmp_path / "compiled") if isinstance(r, Note)]
+    assert notes == ["--compile applies on a GPU only: on cpu nothing is compiled"]
     plain, captured, compiled = (
         {name: value for name, value in lasting(tmp_path / run).items() if isinstance(value, Tensor)}
         for run in ("plain", "captured", "compiled")
@@ -345,6 +351,8 @@ def test_a_step_that_cannot_be_captured_is_a_note_and_no_warning(monkeypatch: py
     monkeypatch.setattr(CapturedStep, "__call__", falls_back)
     notes = [record for record in run(tiny_recipe(epochs=1)) if isinstance(record, Note)]
     assert [note.text for note in notes] == ["training goes on without a CUDA graph, and slower: it prints"]
+    notes = [record for record in run(tiny_recipe(epochs=1, compile=True)) if isinstance(record, Note)]
+    assert notes[-1].text == "training goes on without a CUDA graph and not compiled, and slower: it prints"
 
 
 def test_only_what_is_clipped_has_an_optimizer_of_its_own() -> None:
@@ -379,7 +387,56 @@ def test_a_training_is_freed_when_it_ends() -> None:
         gc.enable()
 
 
+class TestAnswers:
+    """What a capture meets, with everything of CUDA made up."""
+
+    @pytest.fixture(autouse=True)
+    def made_up(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        waited: list[str] = []
+
+        class Stream:
+            def __init__(self, name: object) -> None:
+                self.name = name
+
+            def wait_stream(self, other: object) -> None:
+                waited.append(str(self.name))
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("current"))
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        return waited
+
+    @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("it prints")])
+    def test_a_lack_of_memory_is_told_and_the_stream_waited_for(self, made_up: list[str], error: Exception) -> None:
+        class Failing(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                raise error
+
+        answers = Answers(Failing())
+        with pytest.raises(torch.OutOfMemoryError) if "memory" in str(error) else nullcontext():
+            answers._try(torch.ones(1))
+        assert answers.graph is None
+        assert made_up == ["cpu", "current"]
+
+
 class TestSurroundings:
+    def test_the_training_s_gpu_is_the_current_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        current: list[object] = ["cuda:0"]
+
+        @contextmanager
+        def entered(device: torch.device) -> Iterator[None]:
+            current.append(str(device))
+            yield
+            current.pop()
+
+        monkeypatch.setattr(torch.cuda, "device", entered)
+        for name in ("_state", "_put", "_apart"):
+            monkeypatch.setattr(f"flatmin_lab.surroundings.{name}", lambda *_: torch.zeros(1))
+        with Surroundings(torch.device("cuda", 1), deterministic=False).inside():
+            assert current[-1] == "cuda:1"
+        assert current == ["cuda:0"]
+
     def test_own_random_numbers_and_switches_inside_the_callers_outside(self) -> None:
         torch.manual_seed(1)
         expected = torch.rand(4)

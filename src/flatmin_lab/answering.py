@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatmin.modes import evaluating
-from flatmin.recording import no_waiting
+from flatmin.recording import no_waiting, sound_generator
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 
@@ -58,19 +58,29 @@ class Answers:
         return x.shape, x.stride(), x.dtype, x.device, [tensor.data_ptr() for tensor in tensors]
 
     def _try(self, x: Tensor) -> None:
-        """Capture a pass; what cannot be captured is computed as it is."""
+        """Capture a pass; what cannot be captured is computed as it is. A lack of memory is not hidden."""
         self.x = x.clone()
         stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(x.device))
+        try:
+            self._warm_up(stream)
+            with (
+                sound_generator(torch.cuda.default_generators[x.device.index or 0], x.device),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                self.logits = self._plainly(self.x)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            return
+        self.graph = graph
+
+    def _warm_up(self, stream: torch.cuda.Stream) -> None:
         try:
             with torch.cuda.stream(stream):
                 for _ in range(WARM):
                     self._plainly(self.x)
                 with no_waiting():
                     self._plainly(self.x)
-            torch.cuda.current_stream(x.device).wait_stream(stream)
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self.logits = self._plainly(self.x)
-        except RuntimeError:
-            return
-        self.graph = graph
+        finally:  # also where it broke off: what it had begun reads x and the weights
+            torch.cuda.current_stream(self.x.device).wait_stream(stream)

@@ -1,19 +1,22 @@
 """The command `flatmin bench`. Parsing; nothing is computed here."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from rich.console import Console
 
 from flatmin_lab import models, show
 from flatmin_lab.bench import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure, printed
 from flatmin_lab.bench.steps import FORMS, METHODS
 from flatmin_lab.cli_parts import Debug, Device, option, reported
 from flatmin_lab.data.augment import KINDS, Kind
-from flatmin_lab.files import written_whole
+from flatmin_lab.files import BESIDE, written_whole
 from flatmin_lab.machine import device_named
 from flatmin_lab.recipes import PRECISIONS
+from flatmin_lab.records import RunError
 from flatmin_lab.signals import ended_by_signals
 
 Names = list[str] | None
@@ -41,10 +44,10 @@ def bench(
     with reported(debug), ended_by_signals():
         where = device_named(device)
         wanted = Wanted(
-            models=_words(model) or (MODELS[:1] if quick else MODELS),
+            models=_words("--model", model) or (MODELS[:1] if quick else MODELS),
             batch_sizes=_counts("--batch-size", batch_size) or (BATCH_SIZES[:1] if quick else BATCH_SIZES),
-            methods=_words(methods) or METHODS,
-            forms=_words(forms) or FORMS,
+            methods=_words("--methods", methods) or METHODS,
+            forms=_words("--forms", forms) or FORMS,
             at_once=_counts("--at-once", at_once) or AT_ONCE,
             steps=steps,
             precision=precision or ("bf16" if where.type == "cuda" else "fp32"),
@@ -52,25 +55,33 @@ def bench(
         )
         _make_room(json_file)
 
-        def after(result: dict[str, Any]) -> None:
-            printed.table(result, result["tables"][-1])
-            with written_whole(json_file) as file:  # after every table: whatever ends this, what was measured is there
-                file.write((json.dumps(result, indent=2) + "\n").encode())
+        console = show.terminal()
 
-        with show.busy(show.terminal()) as say:
+        def after(result: dict[str, Any]) -> None:
+            _write(json_file, result, console)  # after every table, and first: whoever reads the tables may go
+            printed.table(result, result["tables"][-1])
+
+        with show.busy(console) as say:
             result = measure(wanted, device=where, say=say, after=after)
+        _write(json_file, result)
         printed.footer(result, json_file)
         if not any("ms" in row for table in result["tables"] for row in table["rows"]):
             raise typer.Exit(1)
 
 
-def _words(values: Names) -> tuple[str, ...]:
-    return tuple(word.strip() for value in values or [] for word in value.split(",") if word.strip())
+def _words(flag: str, values: Names) -> tuple[str, ...]:
+    words = tuple(word.strip() for value in values or [] for word in value.split(",") if word.strip())
+    if values and not words:
+        raise ValueError(
+            f"{flag} takes at least one word or number, got {' '.join(values)!r}; leave it out for the usual"
+        )
+    return words
 
 
 def _counts(flag: str, values: Names) -> tuple[int, ...]:
+    words = _words(flag, values)
     try:
-        return tuple(map(int, _words(values)))
+        return tuple(map(int, words))
     except ValueError as error:
         raise ValueError(f"{flag} takes whole numbers, as in 50,128, got {', '.join(values or [])}") from error
 
@@ -81,5 +92,24 @@ def _make_room(path: Path) -> None:
         raise ValueError(f"{path} is a folder; name the file with --json, such as {path / 'bench.json'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}{BESIDE}")
+        beside.touch()
+        beside.unlink()
     except OSError as error:
         raise ValueError(f"{path} cannot be written ({error.strerror}); choose another place with --json") from error
+
+
+def _write(path: Path, result: dict[str, Any], console: Console | None = None) -> None:
+    """The result so far; where that fails, the console hears of it and measuring goes on; without one it is raised."""
+    try:
+        with written_whole(path) as file:
+            file.write((json.dumps(result, indent=2) + "\n").encode())
+    except OSError as error:
+        text = f"{path} could not be written ({error.strerror or error})"
+        if console is None:
+            raise RunError(
+                f"{text}; the tables above are what was measured. Make room, or choose another place with --json"
+            ) from error
+        show.say(
+            console, f"note: {text}; make room: it is tried again after the next table and in the end", style="yellow"
+        )

@@ -11,73 +11,139 @@ from rich.table import Table
 
 from flatmin_lab import show
 from flatmin_lab.machine import hardware
-from flatmin_lab.records import Epoch, Finished, Note, Progress, Record, Started, Stopped
+from flatmin_lab.records import Epoch, Failed, Finished, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.replicas import together
 from flatmin_lab.request import Plan
 from flatmin_lab.results import split_of
 from flatmin_lab.runs import Job
 from flatmin_lab.signals import CODES, asked_to_stop
 
+End = Finished | Stopped | Failed
+
 
 def train_seeds(plans: Sequence[Plan], console: Console, *, count: int | None, **settings: Any) -> None:
-    """Train all of them, each in its folder; after a signal all have saved, and the exit code is the signal's."""
-    jobs = [Job(plan.recipe, plan.seed) for plan in plans]
-    folders = [plan.folder for plan in plans]
+    """Train all of them, each in its folder; then what finished, what a signal stopped, what failed.
+
+    After a signal all have saved, and the exit code is the signal's; else it is 1 where one failed.
+    """
+    seeds, folders = [plan.seed for plan in plans], [plan.folder for plan in plans]
+    trainings, failure = Trainings(seeds), None
     with asked_to_stop() as stop:
+        jobs = [Job(plan.recipe, plan.seed) for plan in plans]
         records = together(jobs, plans[0].data, folders=folders, count=count, stop=stop, **settings)
-        seeds = [plan.seed for plan in plans]
         headline = show.headline(plans[0].recipe, f"{seeds[0]} to {seeds[-1]}", hardware(settings["device"]))
-        ends = follow(records, console, headline, seeds)
-    stopped = [end for end in ends if isinstance(end, Stopped)]
+        try:
+            follow(records, console, headline, trainings)
+        except RunError as error:  # of those that failed, when the others have ended
+            failure = error
+    reason = trainings.stopped()
+    if reason is not None:
+        show.say(console, f"stopped by {reason}: {trainings.how_far()}; go on with the same command and --resume")
+    if results := trainings.results():
+        outcome(results, len(seeds), folders)
+    if failure is not None:
+        fail(console, trainings, failure, stopped=reason is not None)
+    if reason is not None:
+        raise typer.Exit(CODES[reason])
+
+
+class Trainings:
+    """Where each one is: which run, the steps that are done, and how those ended that have."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self.seeds = seeds
+        self.running: set[int] = set()
+        self.done = [0] * len(seeds)
+        self.steps = self.epochs = 0  # of each
+        self.ends: dict[int, End] = {}
+
+    def hear(self, number: int, record: Record) -> None:
+        match record:
+            case Started():
+                self.running.add(number)
+                self.steps, self.epochs = record.steps, record.epochs
+                self.done[number] = record.step
+            case Progress() | Epoch():
+                self.done[number] = record.step
+            case Finished() | Stopped() | Failed():
+                self.running.discard(number)
+                self.ends[number] = record
+
+    def completed(self) -> int:
+        """Steps, of all together. One that had finished before was not started now, and counts whole."""
+        whole = (isinstance(self.ends.get(number), Finished) for number in range(len(self.seeds)))
+        return sum(self.steps if all_of_it else done for all_of_it, done in zip(whole, self.done, strict=True))
+
+    def results(self) -> dict[int, Mapping[str, Any]]:
+        """By seed, of those that finished."""
+        ends = sorted(self.ends.items())
+        return {self.seeds[number]: end.result for number, end in ends if isinstance(end, Finished)}
+
+    def failed(self) -> dict[int, str]:
+        """By seed, what went wrong."""
+        return {self.seeds[n]: end.what for n, end in sorted(self.ends.items()) if isinstance(end, Failed)}
+
+    def stopped(self) -> str | None:
+        return next((end.reason for end in self.ends.values() if isinstance(end, Stopped)), None)
+
+    def how_far(self) -> str:
+        """In words: seed 0 finished, seed 1 saved after step 133, seed 2 not begun."""
+        return ", ".join(f"seed {self.seeds[n]} {_how(end)}" for n, end in sorted(self.ends.items()))
+
+
+def _how(end: End) -> str:
+    match end:
+        case Finished():
+            return "finished"
+        case Failed():
+            return "failed"
+        case Stopped():
+            return f"saved after step {end.step}" if end.step else "not begun"
+
+
+def fail(console: Console, trainings: Trainings, failure: RunError, *, stopped: bool) -> None:
+    """Name the seeds that failed; where all of them did because the request makes no sense, tell that alone."""
+    failed, cause = trainings.failed(), failure.__cause__
+    if len(failed) == len(trainings.seeds) and isinstance(cause, ValueError | TypeError):
+        raise cause
+    who = f"seed{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
+    text = f"{len(failed)} of {len(trainings.seeds)} trainings failed ({who}): {next(iter(failed.values()))}"
     if not stopped:
-        outcome({seed: end.result for seed, end in zip(seeds, ends, strict=True) if isinstance(end, Finished)}, folders)
-        return
-    steps = ", ".join(str(end.step) if isinstance(end, Stopped) else "the last one" for end in ends)
-    show.say(
-        console,
-        f"stopped by {stopped[0].reason}, saved after steps {steps}; go on with the same command and --resume",
-    )
-    raise typer.Exit(CODES[stopped[0].reason])
+        raise RunError(text) from cause
+    show.say(console, text, style="red")
 
 
-def follow(
-    records: Iterable[tuple[int, Record]], console: Console, headline: str, seeds: Sequence[int]
-) -> list[Finished | Stopped | None]:
-    """Show the trainings until all have ended, a line for each epoch of each; and how each ended."""
-    ends: list[Finished | Stopped | None] = [None] * len(seeds)
-    done, totals, epochs = [0] * len(seeds), [0] * len(seeds), 0
+def follow(records: Iterable[tuple[int, Record]], console: Console, headline: str, trainings: Trainings) -> None:
+    """Show the trainings until all have ended, a line for each epoch of each."""
+    seeds = trainings.seeds
     width = max(len(str(seed)) for seed in seeds)
     show.say(console, headline)
     with show.bars(console) as progress:
         task = progress.add_task("starting", total=None, numbers="")
         for number, record in records:
+            trainings.hear(number, record)
             who = f"seed {seeds[number]:{width}}"
             match record:
-                case Started():
-                    epochs, totals[number] = record.epochs, record.steps
-                    if record.step:
-                        show.say(console, f"{who}  going on after step {record.step} of {record.steps}")
+                case Started() if record.step:
+                    show.say(console, f"{who}  going on after step {record.step} of {record.steps}")
                 case Epoch():
-                    show.say(console, f"{who}  {show.epoch_line(record.numbers, epochs)}")
+                    show.say(console, f"{who}  {show.epoch_line(record.numbers, trainings.epochs)}")
                 case Note():
                     show.say(console, f"note: {who}: {record.text}", style="yellow")
-                case Finished() | Stopped():
-                    ends[number] = record
-            if isinstance(record, Started | Progress | Epoch):
-                done[number] = record.step
-            begun, ended = sum(map(bool, totals)), sum(end is not None for end in ends)
+                case Failed():
+                    when = "" if record.step is None else f" after step {record.step}"
+                    show.say(console, f"{who}  failed{when}: {record.what}", style="red")
             progress.update(
                 task,
-                completed=sum(done),
-                total=len(seeds) * max(totals) or None,
-                description=f"{ended} of {len(seeds)} trainings",
-                numbers=f"{begun - ended} at once",
+                completed=trainings.completed(),
+                total=len(seeds) * trainings.steps or None,
+                description=f"{len(trainings.ends)} of {len(seeds)} trainings",
+                numbers=f"{len(trainings.running)} at once",
             )
-    return ends
 
 
-def outcome(results: Mapping[int, Mapping[str, Any]], folders: Sequence[Path]) -> None:
-    """The last epoch's numbers of every seed, and their means."""
+def outcome(results: Mapping[int, Mapping[str, Any]], count: int, folders: Sequence[Path]) -> None:
+    """The last epoch's numbers of every seed that finished, out of so many, and their means."""
     console = Console(highlight=False, soft_wrap=True)
     which = split_of(next(iter(results.values())))
     table = Table(f"{which}, last epoch", *show.MEASURES.values(), box=None, pad_edge=False)
@@ -86,6 +152,6 @@ def outcome(results: Mapping[int, Mapping[str, Any]], folders: Sequence[Path]) -
         table.add_row(f"seed {seed}", *(show.number(name, result[key]) for name, key in keys.items()))
     found = {name: [result[key] for result in results.values()] for name, key in keys.items()}
     means = (show.number(name, None if None in values else fmean(values)) for name, values in found.items())
-    table.add_row(f"mean of {len(results)}", *means)
+    table.add_row(f"mean of {len(results)}{f' of {count}' if len(results) < count else ''}", *means)
     console.print(table)
     show.say(console, f"all of it in {folders[0]} to {folders[-1]}")

@@ -1,7 +1,7 @@
 """What a training says while it runs: it yields these, and prints nothing.
 
 `Progress` comes now and then inside an epoch, `Epoch` after each one, `Finished` at the end; `Stopped` instead where it
-was asked to stop. Numbers are plain Python numbers.
+was asked to stop, and `Failed` where it is one of many and the others go on. Numbers are plain Python numbers.
 """
 
 from collections.abc import Mapping
@@ -64,8 +64,16 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """One of many trainings could not go on, for that reason and after so many steps, if it came so far."""
+
+    what: str
+    step: int | None = None
+
+
+@dataclass(frozen=True)
 class Finished:
     result: Mapping[str, Any]
 
 
-Record = Started | Progress | Epoch | Saved | Note | Stopped | Finished
+Record = Started | Progress | Epoch | Saved | Note | Stopped | Failed | Finished

@@ -11,6 +11,8 @@ be memory for one more. Both are measured on real steps, which count like all ot
 there processes share the cores better (runs.py).
 """
 
+import traceback
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,10 +23,10 @@ from typing import Any
 import torch
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.records import Note, Progress, Record, RunError, Stopped
+from flatmin_lab.records import Failed, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.run_opening import check
 from flatmin_lab.runs import Job
-from flatmin_lab.train import config_of, moments
+from flatmin_lab.train import check_asked, config_of, moments
 
 WARM = 5  # rounds of steps before a measurement: the first steps of a replica capture its graph
 WINDOW = 50  # rounds that a measurement takes
@@ -48,47 +50,87 @@ def together(
 ) -> Iterator[tuple[int, Record]]:
     """The records of all jobs as they come, each with its job's number; `count` of them at once, or as many as pay.
 
-    A training that fails does not end the others: a note tells of it, and when they are done it is raised. Where `stop`
-    gives a reason, those that were begun save and end; the others are not begun.
+    A training that fails, however it does, does not end the others: `Failed` tells of it, and when they are done it is
+    raised. One that finds no memory beside the others waits until one of them has ended. Where `stop` gives a reason,
+    those that were begun save and end; the others are not begun.
     """
     if count is not None and count < 1:
         raise ValueError(f"the number of trainings at once must be at least 1, got {count}")
-    where, places = torch.device(device), list(folders or [None] * len(jobs))
-    if len(places) != len(jobs) or len({place for place in places if place}) < sum(map(bool, places)):
-        raise ValueError(f"every training needs a folder of its own, got {len(places)} for {len(jobs)}")
+    where, places = torch.device(device), [None] * len(jobs) if folders is None else list(folders)
+    _check_apart(places, len(jobs))
     there = data.to(where)
     for job, place in zip(jobs, places, strict=True):  # now, and not in hours
+        check_asked(
+            job.recipe, capture=capture, checkpoint_epochs=checkpoint_epochs, checkpoint_minutes=checkpoint_minutes
+        )
         if place is not None:
             check(Path(place), config_of(job.recipe, there, job.seed, where), resume=resume)
-    settings: dict[str, Any] = {"device": where, "resume": resume, "stop": stop, "capture": capture}
+    settings: dict[str, Any] = {"device": where, "stop": stop, "capture": capture}
     settings |= {"checkpoint_epochs": checkpoint_epochs, "checkpoint_minutes": checkpoint_minutes}
+    begun: set[int] = set()
+    idle: list[torch.cuda.Stream] = []
 
     def begin(number: int) -> Replica:
-        job = jobs[number]
-        return Replica(number, moments(job.recipe, there, seed=job.seed, folder=places[number], **settings), where)
+        job, again = jobs[number], resume or number in begun  # begun, but without memory: the folder is its own
+        begun.add(number)
+        records = moments(job.recipe, there, seed=job.seed, folder=places[number], resume=again, **settings)
+        return Replica(number, records, where, idle)
 
     return _by_turns(deque(range(len(jobs))), begin, Room.on(where, count), stop)
 
 
-class Replica:
-    """A training with a CUDA stream of its own."""
+def _check_apart(places: Sequence[Path | str | None], count: int) -> None:
+    if len(places) != count:
+        raise ValueError(
+            f"every training needs a folder of its own, got {len(places)} folders for {count} trainings; name {count}"
+        )
+    seen: set[Path] = set()
+    for place in places:
+        if place is not None:
+            if (real := Path(place).resolve()) in seen:
+                raise ValueError(f"every training needs a folder of its own, got {place} twice; name another one")
+            seen.add(real)
 
-    def __init__(self, number: int, records: Generator[Record | None, None, None], device: torch.device) -> None:
-        self.number, self.records = number, records
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.stream is not None:
+
+class Replica:
+    """A training with a CUDA stream of its own: one of the `idle` ones, which it joins again in the end.
+
+    Torch has 32 streams on a device and gives them out in turn, so new ones would soon be those of replicas that run.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        records: Generator[Record | None, None, None],
+        device: torch.device,
+        idle: list[torch.cuda.Stream],
+    ) -> None:
+        self.number, self.records, self.idle = number, records, idle
+        self.step: int | None = None  # how many are done, once it has started
+        self.taken = 0  # of these here
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = idle.pop() if idle else torch.cuda.Stream(device)
             self.stream.wait_stream(torch.cuda.current_stream(device))  # the data may still be on its way
 
     def next(self) -> Record | None:
         """What comes next: a record, or None for a step; StopIteration at the end."""
         with self._on_stream():
-            return next(self.records)
+            record = next(self.records)
+        if isinstance(record, Started):
+            self.step = record.step
+        elif record is None:
+            self.step, self.taken = (self.step or 0) + 1, self.taken + 1
+        return record
 
     def close(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()  # its memory goes to others, so nothing may be writing to it
-        with self._on_stream():
-            self.records.close()
+        try:
+            if self.stream is not None:
+                self.stream.synchronize()  # its memory goes to others, so nothing may be writing to it
+                self.idle.append(self.stream)
+        finally:
+            with self._on_stream():
+                self.records.close()
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
@@ -97,7 +139,9 @@ class Replica:
 class Room:
     """For how many replicas there is room: `count`, which rises while it is not yet `settled`.
 
-    `free` tells how many bytes a new replica may take, `wait` waits until all steps so far are done.
+    `free` tells how many bytes a new replica may take, `peak` how many the first one took at most (its beginning, with
+    an ordinary step, a warm-up and then the graph's own memory, needs more than it keeps), `wait` waits until all steps
+    so far are done.
     """
 
     def __init__(
@@ -106,11 +150,12 @@ class Room:
         count: int = 1,
         settled: bool = True,
         free: Callable[[], int] = lambda: 0,
+        peak: Callable[[], int] = lambda: 0,
         wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.count, self.settled = count, settled
-        self.free, self.wait, self.clock = free, wait, clock
+        self.free, self.peak, self.wait, self.clock = free, peak, wait, clock
         self.at_first = 0 if settled else free()
         self.need: int | None = None  # bytes of a replica
         self.best = 0.0  # steps per second before the last one came
@@ -127,7 +172,13 @@ class Room:
             left, total = torch.cuda.mem_get_info(device)
             return left - int(RESERVE * total)
 
-        return Room(settled=False, free=free, wait=lambda: torch.cuda.synchronize(device))
+        def peak() -> int:
+            return torch.cuda.max_memory_reserved(device) - before
+
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return Room(settled=False, free=free, peak=peak, wait=lambda: torch.cuda.synchronize(device))
 
     def round(self, replicas: int, *, only_steps: bool) -> None:
         """All replicas have had a turn, which was a step, or something else for one of them."""
@@ -147,19 +198,23 @@ class Room:
     def _decide(self, speed: float) -> None:
         free = self.free()
         if self.need is None:
-            self.need = self.at_first - free
-        if speed >= GAIN * self.best and free >= self.need:
+            self.need = max(self.peak(), self.at_first - free)  # the driver's part is not in torch's peak
+        if speed >= GAIN * self.best and 0 < self.need <= free:
             self.best, self.count = speed, self.count + 1
             self.spoilt = self.rounds = 0
         else:
             self.settled = True
+
+    def too_small(self) -> None:
+        """The last one that came found no memory."""
+        self.count, self.settled = max(1, self.count - 1), True
 
 
 def _by_turns(
     waiting: deque[int], begin: Callable[[int], Replica], room: Room, stop: Callable[[], str | None]
 ) -> Iterator[tuple[int, Record]]:
     active: list[Replica] = []
-    failed: list[str] = []
+    failed: list[Exception] = []
     total = len(waiting)
     try:
         while active or waiting:
@@ -169,15 +224,14 @@ def _by_turns(
                 break
             only_steps = True
             for replica in tuple(active):
-                try:
-                    record = replica.next()
-                except (StopIteration, RunError) as end:
-                    active.remove(replica)
-                    replica.close()
-                    record = None
-                    if isinstance(end, RunError):
-                        failed.append(str(end))
-                        record = Note(f"this training failed: {end}")
+                record, error = _turn(replica, active)
+                if error is not None and active and _finds_no_memory(replica, error):
+                    room.too_small()
+                    insort(waiting, replica.number)
+                    record = Note("there is no memory for it beside the others; it waits until one of them has ended")
+                elif error is not None:
+                    failed.append(error)
+                    record = Failed(_said(error), replica.step)
                 only_steps &= record is None or isinstance(record, Progress)
                 if record is not None:
                     yield replica.number, record
@@ -185,8 +239,53 @@ def _by_turns(
                 room.round(len(active), only_steps=only_steps)
         for number in waiting:
             yield number, Stopped(stop() or "asked to stop", 0)
-    finally:
-        for replica in active:
-            replica.close()
+    except BaseException as first:
+        errors = [error for replica in active if (error := _closed(replica)) is not None]
+        if errors and isinstance(first, GeneratorExit):
+            raise errors[0] from None
+        raise
     if failed:
-        raise RunError(failed[0] if total == 1 else f"{len(failed)} of {total} trainings failed: {failed[0]}")
+        what = _said(failed[0])
+        raise RunError(what if total == 1 else f"{len(failed)} of {total} trainings failed: {what}") from failed[0]
+
+
+def _turn(replica: Replica, active: list[Replica]) -> tuple[Record | None, Exception | None]:
+    """What comes next of it, or what it failed with; one that has ended is no longer active."""
+    try:
+        return replica.next(), None
+    except StopIteration:
+        active.remove(replica)
+        return None, _closed(replica)
+    except Exception as error:
+        active.remove(replica)
+        _closed(replica)
+        return None, _without_memory(error)
+
+
+def _closed(replica: Replica) -> Exception | None:
+    """Close it; what that failed with is told, so that the others can be closed too."""
+    try:
+        replica.close()
+    except Exception as error:
+        return _without_memory(error)
+    return None
+
+
+def _finds_no_memory(replica: Replica, error: Exception) -> bool:
+    """While it begins: later it has steps to lose."""
+    return isinstance(error, torch.OutOfMemoryError) and replica.taken < WARM
+
+
+def _without_memory(error: Exception) -> Exception:
+    """Its traceback without what the frames hold: that is a whole training, which others need the memory of."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def _said(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    plain = isinstance(error, RunError | ValueError | OSError | torch.OutOfMemoryError)
+    return text if plain else f"{type(error).__name__}: {text}"

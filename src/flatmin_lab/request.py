@@ -39,26 +39,39 @@ class Request:
     def plan(self) -> Plan:
         if self.out is not None and self.resume and run_config.exists(self.out):
             return self._gone_on_with(self.out)
+        if self.resume and self.out is not None and (seeds := _seeds_in(self.out)):
+            first = f"--seed {seeds[0]} " if seeds[0] else ""
+            raise ValueError(
+                f"--resume goes on with the run in --out, and {self.out} is a folder of runs: it holds "
+                f"{', '.join(f'seed-{seed}' for seed in seeds)}; add {first}--seeds {seeds[-1] - seeds[0] + 1}"
+            )
         new = self._new()
         return self._gone_on_with(new.folder) if self.resume and run_config.exists(new.folder) else new
 
     def plans(self, count: int) -> list[Plan]:
-        """The runs with so many seeds, from the one asked for on, all with the first one's recipe and data.
+        """The runs with so many seeds, from the one asked for on, all with one recipe and data.
 
-        Each has a folder of its own: the one that it has alone, or with --out one in there.
+        Each has a folder of its own: the one that it has alone, or with --out one in there. To go on, the recipe is
+        that of any run that is there.
         """
         if count == 1:
             return [self.plan()]
+        if self.out is not None and run_config.exists(self.out):
+            raise ValueError(
+                f"with --seeds every run is a folder in --out, and {self.out} is a run itself; "
+                "choose another folder, or leave --seeds out"
+            )
         seeds = range(self.seed or 0, (self.seed or 0) + count)
-        first = replace(self, seed=seeds[0], out=self._within(seeds[0])).plan()
-        further = [Plan(first.recipe, seed, first.data, self._folder(first, seed)) for seed in seeds[1:]]
-        return [first, *further]
+        there = [] if self.out is None or not self.resume else _seeds_in(self.out)
+        known = next((seed for seed in (*seeds, *there) if seed in there), seeds[0])
+        one = replace(self, seed=known, out=self._within(known)).plan()
+        return [Plan(one.recipe, seed, one.data, self._folder(one, seed)) for seed in seeds]
 
     def _within(self, seed: int) -> Path | None:
         return None if self.out is None else self.out / f"seed-{seed}"
 
-    def _folder(self, first: Plan, seed: int) -> Path:
-        return self._within(seed) or _named(first.data, first.recipe, seed)
+    def _folder(self, one: Plan, seed: int) -> Path:
+        return self._within(seed) or _named(one.data, one.recipe, seed)
 
     def _new(self) -> Plan:
         if self.data is None and self.resume:
@@ -89,6 +102,12 @@ class Request:
             named["method"] = self.method
         inherited = recipe.settings if self.method in (None, recipe.method) else {}
         return replace(recipe, **named, **self.changes, settings={**inherited, **self.settings})
+
+
+def _seeds_in(folder: Path) -> list[int]:
+    """Those that have a run in there."""
+    names = (path.name.removeprefix("seed-") for path in folder.glob("seed-*") if run_config.exists(path))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _named(data: Dataset, recipe: Recipe, seed: int) -> Path:

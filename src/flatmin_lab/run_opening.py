@@ -4,6 +4,7 @@ The folder is looked at before it is held, so that one that is refused stays as 
 can change it any more.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -35,8 +36,7 @@ def open_(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
 
 def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
     """Does the folder hold this run, to go on with? Raises where it holds anything else that could be lost."""
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
+    _check_place(path)
     if exists(path) and (resume or _has_something_to_lose(path)):
         known = stored(path)
         if resume:
@@ -52,6 +52,17 @@ def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
             f"a run needs a folder of its own, and {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
         )
     return False
+
+
+def _check_place(path: Path) -> None:
+    """Can there be a folder? What is not there yet will be made, in the next folder above that is."""
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
+    above = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not above.is_dir():
+        raise FileExistsError(f"a run is a folder, and {path} would lie in the file {above}; choose another place")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise RunError(f"{path} cannot be written to (no permission in {above}); choose another folder with --out")
 
 
 def _hold(path: Path) -> IO[bytes]:

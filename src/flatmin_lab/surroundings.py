@@ -10,7 +10,7 @@ captured with, and two trainings that shared one would write into each other's f
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ State = Tensor | torch.Generator
 
 
 class Surroundings:
-    """Entered, the world is the training's; left, it is the caller's."""
+    """Entered, the world is the training's, with its GPU as the current one; left, it is the caller's."""
 
     def __init__(self, device: torch.device, *, deterministic: bool) -> None:
-        self.devices = drawn_from(device)
+        self.device, self.devices = device, drawn_from(device)
         self.deterministic = deterministic
         if deterministic and device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
@@ -32,12 +32,17 @@ class Surroundings:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
+        current = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with current, self._own_generators(), _switched(self.deterministic):
+            yield
+
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
         outer = {device: _state(device) for device in self.devices}
         for device in self.devices:
             _put(device, self.own[device] if self.own else _apart(device, outer[device]))
         try:
-            with _switched(self.deterministic):
-                yield
+            yield
         finally:
             self.own = {device: _state(device) for device in self.devices}
             for device, state in outer.items():

@@ -12,7 +12,7 @@ The headline is the last epoch's measurement. The best test epoch, which the pap
 with the test labels: it is kept beside as a comparison and named so.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any, cast
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from flatmin.modes import evaluating
 from flatmin_lab.answering import Answers
-from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.augment import augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.catalogue import DATA_SETS
@@ -30,19 +29,18 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluate import bins_of, logits_of, measured
 from flatmin_lab.learner import Learner
 from flatmin_lab.machine import facts
+from flatmin_lab.middle import Middle
 from flatmin_lab.prepared import prepared
 from flatmin_lab.recipes import Recipe
-from flatmin_lab.records import Epoch, Finished, Note, Progress, Record, RunError, Saved, Started, Stopped
+from flatmin_lab.records import Epoch, Finished, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.results import result_of
 from flatmin_lab.run_folder import RunFolder
 from flatmin_lab.run_opening import open_
 from flatmin_lab.schedules import rate
 from flatmin_lab.surroundings import Surroundings
-from flatmin_lab.tally import Tally
 
 LOOK = 50  # steps after which the host asks for what the device measured, at the latest
 BREATH = 0.25  # seconds between two reports of progress
-SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit")  # what must be the same for the same bits
 
 
 def config_of(recipe: Recipe, data: Dataset, seed: int, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -66,8 +64,9 @@ def train(
     """Train, and yield what happens; in a run folder, which `resume` goes on with if it was begun.
 
     `stop` is asked between steps: a reason, once given, saves and ends. On a GPU a step is the replay of a CUDA graph;
-    `capture=False` does without, to the same bits where the recipe is deterministic, in fp32 and not compiled.
+    `capture=False` does without, to the same bits where the recipe is deterministic and in fp32.
     """
+    check_asked(recipe, capture=capture, checkpoint_epochs=checkpoint_epochs, checkpoint_minutes=checkpoint_minutes)
     records = moments(
         recipe,
         data,
@@ -82,6 +81,20 @@ def train(
         step_by_step=False,
     )
     return cast(Iterator[Record], records)
+
+
+def check_asked(recipe: Recipe, *, capture: bool, checkpoint_epochs: int, checkpoint_minutes: float) -> None:
+    """Does what is asked for make sense?"""
+    if checkpoint_epochs < 1 or not checkpoint_minutes >= 0:
+        raise ValueError(
+            "checkpoints come every 1 or more epochs and every 0 or more minutes, "
+            f"got {checkpoint_epochs} and {checkpoint_minutes}"
+        )
+    if recipe.compile and not capture:
+        raise ValueError(
+            "what is compiled is the step that a CUDA graph captures, got compile without capture; "
+            "leave out --compile or --no-capture"
+        )
 
 
 def moments(
@@ -99,11 +112,6 @@ def moments(
     step_by_step: bool = True,
 ) -> Generator[Record | None, None, None]:
     """As `train`; step by step it also yields None after each step, so that many can be trained by turns."""
-    if checkpoint_epochs < 1 or not checkpoint_minutes >= 0:
-        raise ValueError(
-            "checkpoints come every 1 or more epochs and every 0 or more minutes, "
-            f"got {checkpoint_epochs} and {checkpoint_minutes}"
-        )
     surroundings = Surroundings(torch.device(device), deterministic=recipe.deterministic)
     with surroundings.inside():
         training = _Training(recipe, data, seed, torch.device(device), stop, capture=capture)
@@ -129,7 +137,7 @@ def moments(
 
 
 class _Training:
-    """A training in the middle: after `batch` batches of `epoch` (from 0), with its tally and the lines so far."""
+    """A training: its data, its learner, and where it is."""
 
     def __init__(
         self,
@@ -160,10 +168,7 @@ class _Training:
         self._check_batches()
         with torch.no_grad(), evaluating(self.learner.model):  # does the model take these pictures?
             self.learner.model(self.normalise(self.data.train.x[:1]))
-        self.epoch = self.batch = 0
-        self.tally = Tally()
-        self.lines: list[dict[str, Any]] = []
-        self.seconds = self.since = self.saved_at = 0.0
+        self.middle = Middle(self.learner, device)
 
     def _check_batches(self) -> None:
         size, count = self.recipe.batch_size, len(self.data.train)
@@ -176,7 +181,7 @@ class _Training:
 
     @property
     def step(self) -> int:
-        return self.epoch * len(self.batches) + self.batch
+        return self.middle.step
 
     @property
     def steps(self) -> int:
@@ -187,35 +192,34 @@ class _Training:
     ) -> Iterator[Record | None]:
         """What happens, and None after each step."""
         self.folder = folder
-        self.since = self.saved_at = monotonic()
+        middle = self.middle
         yield from self._go_on()
         for answers in self.answers:
             answers.prepare(self.data.test, self.normalise)
         reported = monotonic()
-        while self.epoch < self.recipe.epochs:
-            for index, u in self.batches.parts(self.epoch, start=self.batch):
+        while middle.epoch < self.recipe.epochs:
+            for index, u in self.batches.parts(middle.epoch, start=middle.batch):
                 if reason := self.stop():
                     yield from self._stopped(reason)
                     return
                 self._step(index, u)
-                if why := self.learner.why_not_captured():
-                    yield Note(f"training goes on without a CUDA graph, and slower: {why}")
+                yield from self._uncaptured()
                 now = monotonic()
-                if now - reported > BREATH or len(self.tally.pending) >= LOOK:
+                if now - reported > BREATH or len(middle.tally.pending) >= LOOK:
                     self._look(wait=False)
                 if now - reported > BREATH:
-                    yield Progress(epoch=self.epoch + 1, step=self.step, numbers=self.tally.means())
+                    yield Progress(epoch=middle.epoch + 1, step=self.step, numbers=middle.tally.means())
                     reported = now
-                if now - self.saved_at > checkpoint_seconds and self.batch < len(self.batches):
+                if now - middle.saved_at > checkpoint_seconds and middle.batch < len(self.batches):
                     yield from self._save()
                 yield None
             line = self._end_of_epoch()
             if line is None:
                 yield from self._stopped(self.stop() or "asked to stop")
                 return
-            is_due = self.epoch % checkpoint_epochs == 0 or self.epoch == self.recipe.epochs
+            is_due = middle.epoch % checkpoint_epochs == 0 or middle.epoch == self.recipe.epochs
             saved = list(self._save()) if is_due else []  # before anyone is told, who might fail
-            yield Epoch(epoch=self.epoch, step=self.step, numbers=line)
+            yield Epoch(epoch=middle.epoch, step=self.step, numbers=line)
             yield from saved
             if self.folder is not None:
                 yield from self.folder.told()
@@ -223,7 +227,7 @@ class _Training:
         if logits is None:
             yield Stopped(self.stop() or "asked to stop", self.step)
             return
-        result = result_of(self.recipe, self.seed, self.checksum, self.lines, facts(self.device))
+        result = result_of(self.recipe, self.seed, self.checksum, middle.lines, facts(self.device))
         result["reliability"] = bins_of(logits, self.data.test.y)
         if self.folder is not None:
             self.folder.finish(result)
@@ -232,8 +236,13 @@ class _Training:
     # ---- a step, an epoch
 
     def _step(self, index: Tensor, u: Tensor) -> None:
-        self.tally.add(len(index), self.learner.step(index, u, self._lr(self.step)))
-        self.batch += 1
+        self.middle.tally.add(len(index), self.learner.step(index, u, self._lr(self.step)))
+        self.middle.batch += 1
+
+    def _uncaptured(self) -> Iterator[Record]:
+        if why := self.learner.why_not_captured():
+            uncompiled = " and not compiled" if self.recipe.compile else ""
+            yield Note(f"training goes on without a CUDA graph{uncompiled}, and slower: {why}")
 
     def _lr(self, step: int) -> float:
         recipe, warmup = self.recipe, round(self.recipe.warmup * len(self.batches))
@@ -241,10 +250,12 @@ class _Training:
         return rate(recipe.schedule, recipe.lr, step, self.steps, warmup=warmup, **settings)
 
     def _look(self, *, wait: bool = True) -> None:
-        broken = self.tally.look(wait=wait)
+        broken = self.middle.tally.look(wait=wait)
         if broken is not None:
             step = self.step - broken.ago
-            raise RunError(self._broken(f"the loss of step {step} (epoch {self.epoch + 1}) is {broken.loss}", step))
+            raise RunError(
+                self._broken(f"the loss of step {step} (epoch {self.middle.epoch + 1}) is {broken.loss}", step)
+            )
 
     def _broken(self, what: str, step: int) -> str:
         if self.folder is not None:
@@ -271,11 +282,12 @@ class _Training:
             if part is None:
                 return None
             found |= part
-        means = {(f"train_{name}" if name in ("loss", "error") else name): m for name, m in self.tally.means().items()}
-        line = {"epoch": self.epoch + 1, "step": self.step, "lr": self._lr(self.step - 1), **means, **found}
-        line["seconds"] = round(self._clock(), 3)
-        self.epoch, self.batch, self.tally = self.epoch + 1, 0, Tally()
-        self.lines.append(line)
+        means = {
+            (f"train_{name}" if name in ("loss", "error") else name): m for name, m in self.middle.tally.means().items()
+        }
+        line = {"epoch": self.middle.epoch + 1, "step": self.step, "lr": self._lr(self.step - 1), **means, **found}
+        line["seconds"] = round(self.middle.seconds(), 3)
+        self.middle.end_epoch(line)
         if self.folder is not None:
             self.folder.add_metrics(line)
         return line
@@ -297,52 +309,21 @@ class _Training:
     # ---- in and out of the folder
 
     def _go_on(self) -> Iterator[Record]:
-        saved = self.folder.newest() if self.folder is not None else None
-        if saved is not None:
-            self._load(saved)
-            yield from self._other_machine(saved.state["facts"])
-        if self.folder is not None:
-            self.folder.begin_metrics(self.lines, step=self.step)
-            yield from self.folder.told()
+        yield from self.middle.go_on(self.folder)
         parameters = sum(p.numel() for p in self.learner.model.parameters())
         yield Started(step=self.step, steps=self.steps, epochs=self.recipe.epochs, parameters=parameters)
-
-    def _load(self, saved: Checkpoint) -> None:
-        self.learner.load(saved)
-        self.epoch, self.batch = saved.state["epoch"], saved.state["batch"]
-        self.tally.load(saved.state["sums"])
-        self.lines = list(saved.state["lines"])
-        self.seconds, self.since = saved.state["seconds"], monotonic()
-
-    def _other_machine(self, before: Mapping[str, Any]) -> Iterator[Record]:
-        now = facts(self.device)
-        apart = [f"{key} {before[key]} then, {now[key]} now" for key in SAME_BITS if before.get(key) != now[key]]
-        if apart:
-            yield Note(f"going on elsewhere ({'; '.join(apart)}): right, but perhaps not to the same bits")
+        if self.recipe.compile and self.device.type != "cuda":
+            yield Note(f"--compile applies on a GPU only: on {self.device.type} nothing is compiled")
 
     def _save(self) -> Iterator[Record]:
-        self.saved_at = monotonic()
-        if self.folder is None:
-            return
-        self._look()
-        self._check_weights()
-        state = {
-            "epoch": self.epoch,
-            "batch": self.batch,
-            "sums": self.tally.sums,
-            "lines": self.lines,
-            "seconds": self._clock(),
-            "facts": facts(self.device),
-            **self.learner.state(),
-        }
-        yield Saved(self.folder.save(self.step, Checkpoint(self.learner.tensors(), state)), self.step)
-        self.saved_at = monotonic()
+        """Nothing that is not finite is saved."""
+        self.middle.saved_at = monotonic()
+        if self.folder is not None:
+            self._look()
+            self._check_weights()
+            yield self.middle.save(self.folder)
 
     def _stopped(self, reason: str) -> Iterator[Record]:
         if self.step:
             yield from self._save()
         yield Stopped(reason, self.step)
-
-    def _clock(self) -> float:
-        """Seconds of training, over all the times that it was gone on with."""
-        return self.seconds + monotonic() - self.since

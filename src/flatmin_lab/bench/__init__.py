@@ -11,7 +11,6 @@ import importlib.metadata
 import platform
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,7 +84,7 @@ def measure(
 ) -> dict[str, Any]:
     """All tables; `say` hears what is under way, `after` gets the result so far after every table."""
     surroundings = Surroundings(device, deterministic=False)  # cuDNN may search, and the caller's settings come back
-    with surroundings.inside(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with surroundings.inside():
         say("the speed of the device")
         speed = rates(device, wanted.precision)
         result = {**facts(device), **_versions(), **_settings(wanted, device), "pictures": pictures, **speed}

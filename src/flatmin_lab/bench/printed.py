@@ -63,7 +63,9 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         for method, floor in found["floor"].items()
     ]
     data = [
-        f"{FORMS[part['form']]} {_ms(part['ms'])} ms, {part['share']:.1%} of the step".replace("%", " %")
+        f"{FORMS[part['form']]} failed: {part['failed']}"
+        if "failed" in part
+        else f"{FORMS[part['form']]} {_ms(part['ms'])} ms, {part['share']:.1%} of the step".replace("%", " %")
         for part in found["data"]
     ]
     ratios = [f"{name} {value:.2f}" for name, value in found["ratios"].items()]

@@ -48,6 +48,7 @@ class Contenders:
         self.steps, self.rounds = steps, rounds
         self.rows: dict[str, Row] = {}
         self.left_out: dict[str, list[str]] = {}  # by reason
+        self.data: dict[str, Row] = {form: {"form": form} for form in DATA_FORMS}
         self.runners: dict[str, Runner] = {}
         self.replicas: dict[str, list[Built]] = {}
         self.largest = 0.0
@@ -61,7 +62,7 @@ class Contenders:
         plain = [method for method in methods if method != "sam"]
         for form in (form for form in DATA_FORMS if form in forms):
             if plain and called(plain[0], form) in self.runners:
-                self._guarded(called("data", form), {}, partial(self._without_data, plain[0], form))
+                self._guarded(called("data", form), self.data[form], partial(self._without_data, plain[0], form))
         for count in sorted(at_once if "at-once" in forms else ()):
             for method in plain:
                 self._enter(method, "at-once", count)
@@ -120,7 +121,7 @@ class Contenders:
             raise CannotStepError(f"one more model needs {need:.0f} MiB, and {free:.0f} are free")
 
     def _start(self, name: str, take: Callable[[int], None], built: Sequence[Built]) -> Row:
-        length = block_length(take, self.device, most=-(-self.steps // self.rounds))
+        length = block_length(take, self.device, most=self.steps // self.rounds)
         self.runners[name] = Runner(take, length, len(built))
         peaks = [one.peak for one in built if one.peak is not None]
         return {
@@ -142,13 +143,16 @@ class Contenders:
         return {"rows": list(self.rows.values()), "data": self._data(), "left_out": self.left_out}
 
     def _data(self) -> list[Row]:
-        """The step with its data less the step without, block by block."""
+        """The step with its data less the step without, block by block; or why there is none."""
         found: list[Row] = []
         for form in DATA_FORMS:
             without = self.runners.get(called("data", form))
             plain = (called("erm", form), called("amp", form))
             with_data = next((runner for name, runner in self.runners.items() if name in plain), None)
-            if without is None or with_data is None or without.failed or with_data.failed:
+            why = self.data[form].get("failed") or (without.failed if without else None)
+            if why:
+                found.append({"form": form, "failed": why})
+            if why or without is None or with_data is None or with_data.failed:
                 continue
             differences = [one - other for one, other in zip(with_data.times, without.times, strict=True)]
             share = median(differences) / median(with_data.times)

@@ -1,0 +1,86 @@
+"""Where a training is, in the middle, and how that goes into its folder and comes out again.
+
+After `batch` batches of `epoch` (from 0) there are its learner, the sums of this epoch and the lines of those before. A
+checkpoint holds all of it, so that the training goes on to the same bits as if it had never been left.
+"""
+
+from collections.abc import Iterator, Mapping
+from time import monotonic
+from typing import Any
+
+import torch
+
+from flatmin_lab.checkpoint import Checkpoint
+from flatmin_lab.learner import Learner
+from flatmin_lab.machine import facts
+from flatmin_lab.records import Note, Record, Saved
+from flatmin_lab.run_folder import RunFolder
+from flatmin_lab.tally import Tally
+
+SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit")  # what must be the same for the same bits
+
+
+class Middle:
+    """At first the beginning."""
+
+    def __init__(self, learner: Learner, device: torch.device) -> None:
+        self.learner, self.device = learner, device
+        self.epoch = self.batch = 0
+        self.tally = Tally()
+        self.lines: list[dict[str, Any]] = []
+        self.before = 0.0  # seconds of training, when it was gone on with
+        self.since = self.saved_at = monotonic()
+
+    @property
+    def step(self) -> int:
+        return self.epoch * len(self.learner.batches) + self.batch
+
+    def seconds(self) -> float:
+        """Of training, over all the times that it was gone on with."""
+        return self.before + monotonic() - self.since
+
+    def end_epoch(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        self.epoch, self.batch, self.tally = self.epoch + 1, 0, Tally()
+
+    # ---- in and out of the folder
+
+    def go_on(self, folder: RunFolder | None) -> Iterator[Record]:
+        """From the folder's newest checkpoint, if there is one."""
+        self.since = self.saved_at = monotonic()
+        if folder is None:
+            return
+        saved = folder.newest()
+        if saved is not None:
+            self._load(saved)
+            yield from self._other_machine(saved.state["facts"])
+        folder.begin_metrics(self.lines, step=self.step)
+        yield from folder.told()
+
+    def _load(self, saved: Checkpoint) -> None:
+        self.learner.load(saved)
+        self.epoch, self.batch = saved.state["epoch"], saved.state["batch"]
+        self.tally.load(saved.state["sums"])
+        self.lines = list(saved.state["lines"])
+        self.before, self.since = saved.state["seconds"], monotonic()
+
+    def _other_machine(self, before: Mapping[str, Any]) -> Iterator[Record]:
+        now = facts(self.device)
+        apart = [f"{key} {before[key]} then, {now[key]} now" for key in SAME_BITS if before.get(key) != now[key]]
+        if apart:
+            yield Note(f"going on elsewhere ({'; '.join(apart)}): right, but perhaps not to the same bits")
+
+    def save(self, folder: RunFolder) -> Saved:
+        """A checkpoint, between two steps."""
+        state = {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "sums": self.tally.sums,
+            "lines": self.lines,
+            "seconds": self.seconds(),
+            "facts": facts(self.device),
+            **self.learner.state(),
+        }
+        path = folder.save(self.step, Checkpoint(self.learner.tensors(), state))
+        self.saved_at = monotonic()
+        return Saved(path, self.step)
