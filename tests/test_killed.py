@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RUNS = {
-    "mixup, averaged": ["--method", "mixup", "--epochs", "6", "--ema", "0.9"],
-    "amp, augmented": ["--method", "amp", "--epochs", "4", "--augment", "vanilla", "--label-noise", "0.2"],
+    "mixup, averaged": ["--method", "mixup", "--epochs", "4", "--ema", "0.9"],
+    "amp, augmented": ["--method", "amp", "--epochs", "2", "--augment", "vanilla", "--label-noise", "0.2"],
 }
 
 

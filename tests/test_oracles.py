@@ -13,8 +13,9 @@ from oracles import ROWS, Row
 def test_the_largest_difference_to_an_oracle_is_below_a_millionth(row: Row) -> None:
     if row.package is not None and find_spec(row.package) is None:
         pytest.skip(f"{row.package} is an oracle, installed with flatmin[dev]")
-    largest, comparisons = row.compare(20, torch.device("cpu"))
-    assert comparisons >= 20
+    cases = 5 if row.oracle == "dense Hessian" else 20  # a dense Hessian takes a second
+    largest, comparisons = row.compare(cases, torch.device("cpu"))
+    assert comparisons >= cases
     assert largest < 1e-6
 
 
