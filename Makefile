@@ -26,6 +26,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/wrapper_overhead.py
 	$(BIN)/python benchmarks/data_path.py
 	$(BIN)/python benchmarks/landscape.py
+	$(BIN)/python benchmarks/perturbed_precision.py
 	$(BIN)/flatmin bench --quick
 
 clean:
