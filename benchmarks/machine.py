@@ -1,25 +1,15 @@
-"""What every benchmark needs: a clock that waits for the device, turns between contenders, a command line."""
+"""What every benchmark needs: turns between contenders, a command line."""
 
 import argparse
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import quantiles
-from time import perf_counter
 from typing import Any
 
 import torch
 
-
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, the device's part included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return perf_counter() - start
+from flatmin_lab.bench.clock import by_wall
 
 
 def in_turns(
@@ -29,7 +19,7 @@ def in_turns(
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(turns + warm):
         for name, work in runs.items():
-            seconds = timed(work, device)
+            seconds = by_wall(work, device)
             if turn >= warm:
                 times[name].append(1e3 * seconds)
     return {name: (parts[0], parts[1], parts[2]) for name, parts in ((n, quantiles(t, n=4)) for n, t in times.items())}

@@ -1,7 +1,6 @@
 """A captured step is the step: the same numbers, whatever the optimizer, schedule, model and batch."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from flatmin.capture import CapturedStep, captured_step
 from flatmin.passes import Masks, Passes, StandIns
 from flatmin.recording import _check_result
 from flatmin.task import CannotCaptureError, Task, undone
+from waiting import never_waiting
 
 on_cuda = pytest.mark.cuda
 
@@ -465,6 +465,22 @@ def test_three_steps_save_load_three_steps_equal_six(method: Method, determinist
 
 
 @on_cuda
+def test_momentum_of_another_layout_is_laid_out_anew(deterministic: None) -> None:
+    """As a checkpoint brings it, which does not keep channels-last; also after a capture."""
+    results = []
+    for captured in (False, True):
+        case = on_gpu()
+        case.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        base = sgd(nesterov=True)(case.model.parameters())
+        step, _ = steps_of(case, flatmin.AMP(base, epsilon=0.1, model=case.model), 3, capture=captured)
+        for state in base.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].clone(memory_format=torch.contiguous_format)
+        losses = [step(case.x, case.y) for _ in range(2)]
+        results.append([*losses, *case.weights()])
+    assert same(*results)
+
+
+@on_cuda
 def test_weights_changed_between_steps_are_seen(deterministic: None) -> None:
     for autocast in (None, torch.bfloat16):
         results = []
@@ -640,14 +656,9 @@ def test_no_step_waits_for_the_device() -> None:
         optimizer = flatmin.AMP(make_base(case.model.parameters()), epsilon=0.1, model=case.model)
         step, _ = steps_of(case, optimizer, 3)
         torch.cuda.synchronize()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                optimizer.param_groups[0]["lr"] = 0.01
-                step(case.x, case.y)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        optimizer.param_groups[0]["lr"] = 0.01
+        with never_waiting():
+            step(case.x, case.y)
         assert step.captured
 
 

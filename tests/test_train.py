@@ -2,7 +2,6 @@
 
 import gc
 import math
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatmin
 from flatmin.capture import CapturedStep
+from flatmin.task import CannotCaptureError
 from flatmin_lab import checkpoint, methods
 from flatmin_lab.answering import Answers
 from flatmin_lab.data import Batches, Normalisation, augmentation
@@ -332,13 +332,8 @@ def test_on_a_cpu_compile_and_capture_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_step_that_cannot_be_captured_is_a_note_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def falls_back(self: CapturedStep, *inputs: Any) -> Any:
-        if self.reason is None:
-            self.reason = "it prints"
-            warnings.warn(
-                f"this step cannot be captured in a CUDA graph, and runs eagerly: {self.reason}", stacklevel=1
-            )
-        return self._ordinary(inputs)
+    def refused(self: CapturedStep, inputs: Any) -> Any:
+        raise CannotCaptureError("it prints")
 
     real = CapturedStep.__init__
 
@@ -348,7 +343,7 @@ def test_a_step_that_cannot_be_captured_is_a_note_and_no_warning(monkeypatch: py
 
     assert not any(isinstance(record, Note) for record in run(tiny_recipe(epochs=1)))
     monkeypatch.setattr(CapturedStep, "__init__", hopeful)
-    monkeypatch.setattr(CapturedStep, "__call__", falls_back)
+    monkeypatch.setattr(CapturedStep, "_recording", refused)
     notes = [record for record in run(tiny_recipe(epochs=1)) if isinstance(record, Note)]
     assert [note.text for note in notes] == ["training goes on without a CUDA graph, and slower: it prints"]
     notes = [record for record in run(tiny_recipe(epochs=1, compile=True)) if isinstance(record, Note)]

@@ -84,11 +84,11 @@ def captured_step(
 
 
 class CapturedStep:
-    """A training step; `captured` tells whether the last one was the replay of a graph, `reason` why not."""
+    """A training step; `captured` tells whether the last one was the replay of a graph, `reason` why none can be."""
 
     def __init__(self, task: Task, *, compile: bool, capture: bool = True) -> None:  # noqa: A002
         self.task, self.compile = task, compile
-        self.captured = False
+        self.captured = self.silent = False  # silent: whoever has it reads the reason
         self.reason: str | None = None
         if not capture:
             self.reason = "it was asked not to be"
@@ -100,6 +100,7 @@ class CapturedStep:
         """Forget what was captured; the next call is an ordinary step."""
         self._forget()
         self._with_state: list[Tensor] | None = None
+        self._in_vain = 0
 
     def _forget(self) -> None:
         self._recordings: dict[Any, Recording] = {}
@@ -107,7 +108,6 @@ class CapturedStep:
         self._addresses: list[int] | None = None
         self._modules: list[nn.Module] = []
         self._suits = False  # are the weights such as our kernel for SGD takes?
-        self._in_vain = 0
 
     def __call__(self, *inputs: Any) -> Any:
         self.captured = False
@@ -122,8 +122,9 @@ class CapturedStep:
             if isinstance(error, torch.OutOfMemoryError):  # no fault of the step's: with room again, it can be captured
                 raise
             self.reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            message = f"this step cannot be captured in a CUDA graph, and runs eagerly: {self.reason}"
-            warnings.warn(message, stacklevel=2)
+            if not self.silent:
+                message = f"this step cannot be captured in a CUDA graph, and runs eagerly: {self.reason}"
+                warnings.warn(message, stacklevel=2)
             return self._ordinary(inputs)
         self.captured = True
         return self._replayed(recording, inputs)
@@ -163,16 +164,8 @@ class CapturedStep:
         task = self.task
         if task.wrapper is not None:
             task.wrapper._check_groups()
-        if self._addresses is None:
-            self._check()
-            lists.lay_out_momentum(task.base)
-            self._modules = list(task.model.modules())
-        addresses = self._found_addresses()
-        if addresses != self._addresses:  # then no graph is worth anything
-            self._forget()
-            self._modules = list(task.model.modules())
-            self._suits = lists.suit([p for group in task.base.param_groups for p in group["params"]])
-            self._addresses = self._found_addresses()
+        if self._found_addresses() != self._addresses:  # then no graph is worth anything
+            self._look()
         key = self._key(inputs)
         recording = self._recordings.pop(key, None)
         if recording is None:
@@ -183,23 +176,31 @@ class CapturedStep:
                 self._space = Workspace(task)
             while len(self._recordings) >= SHAPES:
                 del self._recordings[next(iter(self._recordings))]
-            recording = Recording(task, self._forward(), self._space, inputs)
+            recording = Recording(task, self._forward(), self._space, inputs, by_kernel=self._takes_sgd())
         else:
             self._in_vain = 0
         self._recordings[key] = recording  # last: the first one is the one not used for longest
         return recording
 
+    def _look(self) -> None:
+        """At what the graphs to come will stand on."""
+        self._forget()
+        self._check()
+        lists.lay_out_momentum(self.task.base)
+        self._modules = list(self.task.model.modules())
+        self._suits = lists.suit([p for group in self.task.base.param_groups for p in group["params"]])
+        self._addresses = self._found_addresses()
+
     def _replayed(self, recording: Recording, inputs: Sequence[Any]) -> Any:
         """The step, and around it the hooks of the wrapper; those of a base are called in its own step."""
-        optimizer = self.task.optimizer
-        around = optimizer if self.task.wrapper is not None else None
-        if around is not None:
-            for before in around._optimizer_step_pre_hooks.values():
-                before(around, (), {})
+        wrapper = self.task.wrapper
+        if wrapper is None:
+            return recording.replay(inputs)
+        for before in wrapper._optimizer_step_pre_hooks.values():
+            before(wrapper, (), {})
         result = recording.replay(inputs)
-        if around is not None:
-            for after in around._optimizer_step_post_hooks.values():
-                after(around, (), {})
+        for after in wrapper._optimizer_step_post_hooks.values():
+            after(wrapper, (), {})
         return result
 
     def _check(self) -> None:

@@ -37,9 +37,14 @@ def _has_triton() -> bool:
 
 
 def suit(params: Sequence[Tensor]) -> bool:
-    """Can the kernels take these weights? Dense float32 on a GPU, where Triton is installed."""
+    """Can the kernels take these weights? They are float32."""
+    return measurable(params) and all(p.dtype == torch.float32 for p in params)
+
+
+def measurable(tensors: Sequence[Tensor]) -> bool:
+    """Can a kernel go through them? They are dense and on a GPU, and Triton is installed."""
     return _has_triton() and all(
-        p.is_cuda and p.dtype == torch.float32 and is_dense(p) and p.data_ptr() % ALIGNED == 0 for p in params
+        t.is_cuda and t.dtype in TYPES and is_dense(t) and t.data_ptr() % ALIGNED == 0 for t in tensors
     )
 
 
@@ -68,13 +73,6 @@ def move(
         kernels.move[(chunks,)](*arguments, **kernels.OPTIONS)
 
 
-def measurable(tensors: Sequence[Tensor]) -> bool:
-    """Can `lengths` take them?"""
-    return _has_triton() and all(
-        t.is_cuda and t.dtype in TYPES and is_dense(t) and t.data_ptr() % ALIGNED == 0 for t in tensors
-    )
-
-
 def lengths(tensors: Sequence[Tensor]) -> Tensor:
     """‖t‖₂ of each tensor, in float32: the squares of a chunk are added up, then the sums of a tensor's chunks."""
     from flatmin import kernels
@@ -93,15 +91,11 @@ def lengths(tensors: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def takes_sgd(base: Optimizer) -> bool:
+def is_plain_sgd(base: Optimizer) -> bool:
     """Is its step the one that `sgd` takes? Torch's own SGD, without hooks, which a kernel would not call.
 
     With `fused=True` torch has a kernel of its own, which rounds differently.
     """
-    return is_plain_sgd(base) and suit([p for group in base.param_groups for p in group["params"]])
-
-
-def is_plain_sgd(base: Optimizer) -> bool:
     groups = base.param_groups
     return (
         type(base) is SGD
@@ -149,8 +143,8 @@ def rehearse_sgd(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Ten
     """Compile what `sgd` will launch, without a step: on tensors of one number."""
     for group, rate in zip(base.param_groups, rates, strict=True):
         for dtype in {gradients[p].dtype for p in group["params"] if p in gradients}:
-            theta, buffer = torch.zeros(2, 1, device=rates.device).clone().unbind()
-            _sgd(group, [[theta.clone()], [theta.to(dtype, copy=True)], [buffer.clone()]], rate, skip)
+            theta, gradient, buffer = (torch.zeros(1, device=rates.device) for _ in range(3))
+            _sgd(group, [[theta], [gradient.to(dtype)], [buffer]], rate, skip)
 
 
 def rates_of(base: Optimizer) -> list[list[float]]:

@@ -94,8 +94,8 @@ class AMP(Wrapper):
         super()._forget_step()
         self._delta.forget()
 
-    def rooms(self) -> list[Tensor]:
-        return [*super().rooms(), *self._delta.rooms()]
+    def _rooms(self) -> list[Tensor]:
+        return [*super()._rooms(), *self._delta.rooms()]
 
     @torch.no_grad()
     def _perturb(self, n: int, unscale: float | Tensor) -> None:

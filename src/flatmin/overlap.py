@@ -19,8 +19,6 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
-
-
 _beside: list[tuple[torch.cuda.Stream, list[Tensor]]] = []  # the stream for weight gradients, and what they read
 
 

@@ -112,7 +112,7 @@ class Passes:
             **others.of(p for p in moving if p not in self.half),
             **{p: self.half[p] for p in moving if p in self.half},
         }
-        self.as_if_once = self.perturbs and wrapper is not None and wrapper.shares_a_step()
+        self.as_if_once = self.perturbs and wrapper is not None and wrapper._shares_a_step()
         within = wrapper.model if wrapper is not None and self.as_if_once else None
         self.buffers = {} if within is None else others.of(within.buffers())
         self.rates, self.base_too, self.around, self.compiled = rates, base_too, around, compiled
@@ -136,7 +136,6 @@ class Passes:
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         self.measured = {}
         if wrapper is not None and self.perturbs:
-            wrapper._aside = Aside(self.moved, gradients, self.compiled)
             self.skip = wrapper._must_skip(list(gradients.values()), self.task.scaler)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
             self.measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}

@@ -48,15 +48,17 @@ class Workspace:
 class Recording:
     """A captured step; `replay` is the step."""
 
-    def __init__(self, task: Task, forward: Callable[..., Any], space: Workspace, inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, task: Task, forward: Callable[..., Any], space: Workspace, inputs: Sequence[Any], *, by_kernel: bool
+    ) -> None:
         self.task, self.space = task, space
         self.inputs = tree_map_only(Tensor, partial(_kept, device=task.device), tuple(inputs))
         self.knobs = _Knobs(task.optimizer, task.device)
         self.rates: _Numbers | None = None
-        if task.scaler is None and lists.takes_sgd(task.base):
+        if by_kernel:  # our own, for SGD
             self.rates = _Numbers(lambda: lists.rates_of(task.base), torch.float64, task.device)
         self.inside = self.rates is not None or captures_itself(task)
-        count = task.wrapper.inner_iter if task.wrapper is not None and task.wrapper.shares_a_step() else 0
+        count = task.wrapper.inner_iter if task.wrapper is not None and task.wrapper._shares_a_step() else 0
         self.masks = _Clones(task.device, count)
         joined, compiled = getattr(forward, "joined", None), getattr(forward, "compiled", None)
         self.passes = Passes(
@@ -77,7 +79,7 @@ class Recording:
                 torch.cuda.synchronize(task.device)
             self._capture()
         # memory that the graph writes to, and that the optimizer might let go of
-        self.held = [] if task.wrapper is None else task.wrapper.rooms()
+        self.held = [] if task.wrapper is None else task.wrapper._rooms()
 
     def _warm_up(self) -> None:
         self.space.stream.wait_stream(torch.cuda.current_stream(self.task.device))

@@ -49,10 +49,7 @@ class Task:
         return next((p.device for p in self.params), torch.device("cpu"))
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Without autocast's cache of cast weights: they change between the passes of a step."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
+        return computing_in(self.autocast, self.device)
 
     def prepared(self, inputs: Sequence[Any]) -> Sequence[Any]:
         with self.precision():
@@ -70,6 +67,11 @@ class Task:
     def generator(self) -> torch.Generator | None:
         """One that the optimizer draws from, beside the device's default one."""
         return getattr(self.optimizer, "generator", None)
+
+
+def computing_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast to that type, without its cache of cast weights: they change between the passes of a step."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 @contextmanager

@@ -293,11 +293,11 @@ class Wrapper(Shell, ABC):
             self._measured["grad_norm"] = length * inverse_scale(scaler, self._owners, self._home)
         return skip
 
-    def rooms(self) -> list[Tensor]:
+    def _rooms(self) -> list[Tensor]:
         """The memory that a step may keep θ or Δ in."""
         return list(self._theta.rooms())
 
-    def shares_a_step(self) -> bool:
+    def _shares_a_step(self) -> bool:
         """Are buffers and masks of all passes those of the clean one?"""
         return self.model is not None and self._starts_clean
 

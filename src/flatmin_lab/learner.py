@@ -12,7 +12,6 @@ The first weights and the first random state depend on the seed alone, and are m
 device, begins with the same ones. `tensors` and `state` are what a checkpoint holds, and `load` takes.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -94,15 +93,14 @@ class Learner:
             scaler=self.scaler,
             capture=capture,
         )
+        self.taken.silent = True  # `why_not_captured` tells
         self.told = self.taken.reason is not None  # that there is no graph, and why
 
     def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
         """One step on the batch of these pictures; what it measured, as tensors on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="this step cannot be captured")  # `why_not_captured` tells
-            loss, error = self.taken(index, u)
+        loss, error = self.taken(index, u)
         self.scaler.update()
         if self.average is not None:
             self.average.update_parameters(self.model)

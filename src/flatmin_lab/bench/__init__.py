@@ -22,10 +22,11 @@ from flatmin_lab.bench.floors import PASSES, floor, flops_of, rates
 from flatmin_lab.bench.rows import ratios
 from flatmin_lab.bench.steps import EPSILON, FORMS, METHODS, RHO, SETTINGS
 from flatmin_lab.bench.table import Contenders
-from flatmin_lab.bench.work import AUTOCAST, CLASSES, PICTURES, Work, random_pictures
+from flatmin_lab.bench.work import CLASSES, PICTURES, Work, random_pictures
 from flatmin_lab.data.augment import KINDS, Kind, augmentation
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.learner import AUTOCAST
 from flatmin_lab.machine import facts
 from flatmin_lab.recipes import PRECISIONS
 from flatmin_lab.surroundings import Surroundings
@@ -89,7 +90,7 @@ def measure(
         speed = rates(device, wanted.precision)
         result = {**facts(device), **_versions(), **_settings(wanted, device), "pictures": pictures, **speed}
         result["tables"] = []
-        use_all_streams(device, AUTOCAST[wanted.precision] or torch.float32)
+        use_all_streams(device, AUTOCAST.get(wanted.precision, torch.float32))
         split = random_pictures(device, pictures)
         normalise = Normalisation.of(split)
         for model in wanted.models:

@@ -23,7 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatmin_lab import models
 from flatmin_lab.bench.clock import by_events
-from flatmin_lab.bench.work import AUTOCAST, CLASSES, SHAPE
+from flatmin_lab.bench.work import CLASSES, SHAPE
+from flatmin_lab.learner import AUTOCAST
 
 PASSES = {"erm": 1, "amp": 2}
 SIZES = {"half": {"erm": 6.0, "amp": 9.0}, "fp32": {"erm": 5.0, "amp": 10.0}}
@@ -49,7 +50,7 @@ def flops_of(model: str) -> int:
 
 def rates(device: torch.device, precision: str) -> dict[str, Any]:
     """Operations a second of a large product, and bytes a second of a large copy (read and written)."""
-    dtype = AUTOCAST[precision] or torch.float32
+    dtype = AUTOCAST.get(precision, torch.float32)
     before = torch.get_float32_matmul_precision()
     tf32 = device.type == "cuda" and precision == "fp32" and torch.backends.cudnn.allow_tf32
     if tf32:  # what convolutions of float32 compute in

@@ -23,7 +23,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import flatmin
-from flatmin_lab.bench.work import AUTOCAST, Work
+from flatmin_lab.bench.work import Work
+from flatmin_lab.learner import AUTOCAST
 
 METHODS = ("erm", "amp", "sam")
 FORMS = ("eager", "graph", "compiled", "at-once")
@@ -85,7 +86,7 @@ def trainee(work: Work, method: str, form: str, *, data: bool = True) -> Trainee
         model,
         loss_of,
         optimizer,
-        autocast=AUTOCAST[work.precision],
+        autocast=AUTOCAST.get(work.precision),
         compile=form == "compiled",
         batch=work.batch if data else None,
         scaler=scaler,

@@ -5,21 +5,22 @@ flips and normalises them itself.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flatmin.task import computing_in
 from flatmin_lab import models
 from flatmin_lab.data.augment import Augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.learner import AUTOCAST
 from flatmin_lab.surroundings import drawn_from, seed_generators
 
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPE, CLASSES, PICTURES = (3, 32, 32), 10, 50_000  # CIFAR-10's
 DISTINCT = 16  # batches that the steps go round
 
@@ -65,6 +66,5 @@ class Work:
         return made.to(self.device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload, no-any-return]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """As captured_step has it: no cache of cast weights, which change between the passes of a step."""
-        dtype = AUTOCAST[self.precision]
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+        """As captured_step has it."""
+        return computing_in(AUTOCAST.get(self.precision), self.device)
