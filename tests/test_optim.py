@@ -197,6 +197,20 @@ def test_the_perturbed_weights_are_theta_plus_delta_rounded_once(kind: str, ball
     assert rest.tolist() == weights[0].data.untyped_storage().tolist()  # what lies between the weights is untouched
 
 
+def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:
+    """A 1×1 convolution in channels-last has a gradient whose strides tell the same in other numbers."""
+    results = []
+    for strides in ((3, 1, 3, 3), (3, 1, 1, 1)):
+        weight = nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3, 1, 1).to(memory_format=torch.channels_last))
+        weight.data = weight.data.as_strided((4, 3, 1, 1), (3, 1, 3, 3))
+        optimizer = flatmin.AMP(SGD([weight], lr=0.1), epsilon=0.3)
+        weight.grad = torch.linspace(1, 7, 12).as_strided((4, 3, 1, 1), strides)
+        with optimizer.perturbed():
+            results.append(weight.detach().clone())
+            weight.square().sum().backward()
+    assert torch.equal(*results)
+
+
 class Quadratic:
     """½ Σ (aᵢ·wᵢ − 1)² over weights of several shapes, in float64."""
 

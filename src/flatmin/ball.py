@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from flatmin.tensors import in_memory_order, keep_, plain
+from flatmin.tensors import ORDINARY, in_memory_order, keep_, plain
 
 Norm = Literal["l2", "linf"]
 Ball = Literal["global", "group", "tensor"]
@@ -42,15 +42,19 @@ def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
     """
     if not tensors:
         return torch.zeros(0)
-    whole = [_without_partial_sums(tensor) for tensor in tensors]
+    whole = [tensor if type(tensor) in ORDINARY else _without_partial_sums(tensor) for tensor in tensors]
     parts = [plain(tensor) for tensor in whole]
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     if all(part.is_cuda for part in parts):
         lengths = _at_once(parts, norm, dtype)
     else:
         lengths = tuple(_length(part, norm, dtype) for part in parts)
-    lengths = tuple(_over_ranks(length, tensor, norm) for length, tensor in zip(lengths, whole, strict=True))
-    return torch.stack([length.to(lengths[0].device) for length in lengths])
+    home = lengths[0].device
+    together = [
+        (length if type(tensor) in ORDINARY else _over_ranks(length, tensor, norm)).to(home)
+        for length, tensor in zip(lengths, whole, strict=True)
+    ]
+    return torch.stack(together)
 
 
 def combine(lengths: Tensor, *, norm: Norm = "l2") -> Tensor:

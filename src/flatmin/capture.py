@@ -116,15 +116,17 @@ class CapturedStep:
         try:
             recording = self._recording(inputs)
         except StateMissingError:
-            return self._ordinary(inputs)
+            recording = None
+        except torch.OutOfMemoryError:  # no fault of the step's: with room again, it can be captured
+            self._forget()
+            raise
         except Exception as error:
             self._forget()
-            if isinstance(error, torch.OutOfMemoryError):  # no fault of the step's: with room again, it can be captured
-                raise
-            self.reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            recording, self.reason = None, str(error).strip().partition("\n")[0] or type(error).__name__
             if not self.silent:
                 message = f"this step cannot be captured in a CUDA graph, and runs eagerly: {self.reason}"
                 warnings.warn(message, stacklevel=2)
+        if recording is None:  # out here: an error holds what its pass had computed, on another stream
             return self._ordinary(inputs)
         self.captured = True
         return self._replayed(recording, inputs)

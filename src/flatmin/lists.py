@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatmin.tensors import is_dense
+from flatmin.tensors import is_dense, lies_like
 
 ALIGNED = 16  # bytes
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -178,8 +178,7 @@ def _buffer(base: Optimizer, param: Tensor) -> Any:
 
 def _like(tensor: Tensor, param: Tensor) -> Tensor:
     """The numbers in memory as those of `param` are: the kernels walk through memory."""
-    sides = zip(tensor.stride(), param.stride(), param.shape, strict=True)
-    if all(one == other for one, other, size in sides if size > 1) and tensor.data_ptr() % ALIGNED == 0:
+    if lies_like(tensor, param) and tensor.data_ptr() % ALIGNED == 0:
         return tensor
     return torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
 

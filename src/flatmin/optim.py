@@ -25,7 +25,7 @@ from torch.optim.sgd import sgd
 from flatmin import lists
 from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, shrink
 from flatmin.shell import Group, whole_number
-from flatmin.tensors import Copies, copy_, is_dense, keep_, plain, wide
+from flatmin.tensors import ORDINARY, Copies, copy_, is_dense, keep_, lies_like, plain, wide
 from flatmin.uniform import noise_, scales
 from flatmin.wrapper import Wrapper
 
@@ -304,7 +304,10 @@ class RMP(Wrapper):
 
 
 def _laid_out(gradient: Tensor | None, param: Tensor) -> Tensor:
-    """The gradient, laid out over ranks as its parameter is."""
+    """The gradient, laid out over ranks as its parameter is, and with its strides where they tell the same.
+
+    In a dimension of size 1 any stride will do (a 1×1 convolution in channels-last), but not for torch's fused kernels.
+    """
     assert gradient is not None
     if gradient.is_sparse:
         raise ValueError(
@@ -314,6 +317,8 @@ def _laid_out(gradient: Tensor | None, param: Tensor) -> Tensor:
     placements = getattr(param, "placements", None)
     if placements is not None and gradient.placements != placements:  # type: ignore[attr-defined]
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    if type(gradient) in ORDINARY and gradient.stride() != param.stride() and lies_like(gradient, param):
+        gradient = gradient.as_strided(param.shape, param.stride())
     return gradient
 
 

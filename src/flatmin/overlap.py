@@ -58,7 +58,8 @@ def joined(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
     finally:
         _beside.pop()
-        torch.cuda.current_stream().wait_stream(stream)
+        if read:  # else nothing was started there, and a capture refuses to wait for what it does not hold
+            torch.cuda.current_stream().wait_stream(stream)
         read.clear()  # after the streams have met: memory that is free now can be written on the first one
 
 

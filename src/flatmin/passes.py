@@ -23,7 +23,7 @@ from flatmin.scaling import inverse_scale, step_scaled
 from flatmin.shadow import cast_once, in_place_of
 from flatmin.snapshot import random_state, set_random_state
 from flatmin.task import Task, undone
-from flatmin.tensors import copy_, is_dense
+from flatmin.tensors import copy_, is_dense, lies_like
 from flatmin.wrapper import Aside, loss_in
 
 Gradients = dict[Tensor, Tensor]
@@ -159,6 +159,7 @@ class Passes:
         for n in range(wrapper.inner_iter):
             wrapper._aside = Aside(self.moved, gradients, self.compiled)
             wrapper._perturb(n, inverse_scale(task.scaler, wrapper._owners, task.device))
+            wrapper._aside.gradients = gradients = {}  # the next ones may have their memory
             with self.masks.drawn_again(n) if self.as_if_once else nullcontext():
                 latest, gradients = self._pass(made, {**self.half, **moved, **self.buffers})
             result = latest if result is None else result
@@ -202,12 +203,15 @@ def _copy_beside(others: Mapping[Tensor, Tensor]) -> None:
 
 
 def _apart(gradients: Gradients) -> Gradients:
-    """Each in dense memory of its own: autograd may hand out one tensor for two weights, or one number for many."""
+    """Each in memory of its own, in the order of its weight's, as backward() leaves it in `.grad`.
+
+    Autograd may hand out one tensor for two weights, one number for many, or another order.
+    """
     seen: set[int] = set()
     for p, gradient in gradients.items():
         if not gradient.is_sparse:
             memory = gradient.untyped_storage().data_ptr()
-            if memory in seen or not is_dense(gradient):
+            if memory in seen or not (lies_like(gradient, p) if is_dense(p) else gradient.is_contiguous()):
                 gradients[p] = torch.empty_like(p, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
             seen.add(memory)
     return gradients

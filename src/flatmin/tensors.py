@@ -73,6 +73,19 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or in_memory_order(tensor).is_contiguous()
 
 
+def lies_like(tensor: Tensor, other: Tensor) -> bool:
+    """Are its numbers in memory in the order of those of `other`, which has its shape?
+
+    >>> picture = torch.zeros(2, 3, 4, 4)
+    >>> lies_like(picture.to(memory_format=torch.channels_last), picture)
+    False
+    """
+    strides = tensor.stride(), other.stride()
+    return strides[0] == strides[1] or all(
+        here == there for here, there, size in zip(*strides, other.shape, strict=True) if size > 1
+    )
+
+
 def in_memory_order(tensor: Tensor) -> Tensor:
     """The same memory with its dimensions turned so that the last one has the smallest stride."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
@@ -80,11 +93,13 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 def copy_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Target ← source for each pair, in place: a target keeps its storage. One launch a device and dtype on a GPU."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in pairs:
-        kinds[target.device, target.dtype].append((plain(target), plain(source)))
-    for alike in kinds.values():
-        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
+        targets, sources = kinds[target.device, target.dtype]
+        targets.append(plain(target))
+        sources.append(plain(source))
+    for targets, sources in kinds.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def keep_(tensors: Iterable[Tensor], flag: Tensor) -> None:
