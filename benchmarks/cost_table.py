@@ -61,9 +61,18 @@ def _everywhere(tables: Sequence[Found]) -> str:
     for table in tables:
         erm, amp = (_row(table, method, "compiled", 1) for method in ("erm", "amp"))
         if amp is not None and "ms" in amp:
-            floor = table["floor"]["amp"]["floor_ms"]
-            rows.append([_name(table), str(table["batch_size"]), _ms(amp), _ratio(amp, erm), f"{floor:.2f}"])
-    head = ["AMP, one CUDA graph, compiled", "batch", "ms", "over ERM", "floor, ms"]
+            floor, plain = table["floor"]["amp"]["floor_ms"], _row(table, "erm", "eager", 1)
+            times = [_ms(amp), _ratio(amp, erm), f"{floor:.2f}", _ms(plain), _ratio(amp, plain)]
+            rows.append([_name(table), str(table["batch_size"]), *times])
+    head = [
+        "AMP, one CUDA graph, compiled",
+        "batch",
+        "ms",
+        "over ERM",
+        "floor, ms",
+        "ERM, plain PyTorch, ms",
+        "over it",
+    ]
     return _markdown(head, rows) if rows else ""
 
 
@@ -71,11 +80,15 @@ def _measured(result: Found) -> str:
     rows = [row for table in result["tables"] for row in table["rows"] if "ms" in row]
     counts = sorted({row["n"] for row in rows})
     n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    spread = max((row["ms_quartiles"][1] - row["ms_quartiles"][0]) / row["ms"] for row in rows)
+    spreads = {True: 0.0, False: 0.0}
+    for row in rows:
+        low, high = row["ms_quartiles"]
+        spreads[row["form"] == "eager"] = max(spreads[row["form"] == "eager"], 100 * (high - low) / row["ms"])
     commit = f", commit {result['commit']}" if result["commit"] else ""
     return (
         f"{result['hardware']}, torch {result['torch']}{commit}; {result['precision']}, channels-last, data and "
-        f"augmentation in the step; medians of n = {n} steps in turns, quartiles at most {100 * spread:.1f} % apart. "
+        f"augmentation in the step; medians of n = {n} steps in turns, quartiles at most {spreads[False]:.1f} % apart, "
+        f"those of plain PyTorch {spreads[True]:.0f} %. "
         f"The floor: arithmetic at {result['flops_per_s'] / 1e12:.0f} TFLOP/s and the weights' bytes at "
         f"{result['bytes_per_s'] / 1e12:.2f} TB/s, both measured; memory in float32 copies of the parameters."
     )
@@ -106,7 +119,7 @@ def _ratio(one: Found | None, other: Found | None) -> str:
 
 def _copies(row: Found | None) -> str:
     value = None if row is None else row.get("over_erm_copies")
-    return "" if value is None else f"{value:.2f} copies"
+    return "" if value is None else f"{round(value, 2) + 0.0:.2f} copies"  # + 0.0: no minus before a zero
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

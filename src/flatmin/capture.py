@@ -11,6 +11,7 @@ inputs, a changed setting of a group (other than lr, ε and ζ), moved weights o
 On the CPU, and for what cannot be captured, every call is an ordinary step.
 """
 
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -115,18 +116,20 @@ class CapturedStep:
             return self._ordinary(inputs)
         try:
             recording = self._recording(inputs)
-        except StateMissingError:
+        except StateMissingError as error:
             recording = None
+            _let_go(error)
         except torch.OutOfMemoryError:  # no fault of the step's: with room again, it can be captured
             self._forget()
             raise
         except Exception as error:
             self._forget()
             recording, self.reason = None, str(error).strip().partition("\n")[0] or type(error).__name__
+            _let_go(error)
             if not self.silent:
                 message = f"this step cannot be captured in a CUDA graph, and runs eagerly: {self.reason}"
                 warnings.warn(message, stacklevel=2)
-        if recording is None:  # out here: an error holds what its pass had computed, on another stream
+        if recording is None:
             return self._ordinary(inputs)
         self.captured = True
         return self._replayed(recording, inputs)
@@ -263,6 +266,14 @@ class CapturedStep:
         modes = [module.training for module in self._modules]
         own = [getattr(optimizer, name, None) for name in ("inner_iter", "ball", "norm")]
         return shape, tuple(map(_kind, leaves)), tuple(settings), (*flags, *modes, *own, lists.has_hooks(base))
+
+
+def _let_go(error: BaseException) -> None:
+    """Of the tensors that a pass had on another stream: they keep nodes of autograd alive, which belong there."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 def _as_they_are(*inputs: Any) -> Sequence[Any]:
