@@ -34,25 +34,29 @@ def rendered(result: Found) -> str:
 
 
 def _forms(table: Found) -> str:
-    """A row for every form: ERM, AMP, their ratio, and AMP's memory beyond ERM's."""
-    head = [f"{_name(table)}, batches of {table['batch_size']}", "ERM, ms", "AMP, ms", "ratio", "memory beyond ERM"]
+    """A row for every form: ERM, AMP, their ratio, and the peak of memory."""
+    head = [
+        f"{_name(table)}, batches of {table['batch_size']}",
+        *["ERM, ms", "AMP, ms", "ratio", "ERM, MiB", "AMP, MiB"],
+    ]
     kinds = dict.fromkeys((row["form"], row["models"]) for row in table["rows"] if row["method"] != "sam")
     rows = []
     for form, count in kinds:
         erm, amp = (_row(table, method, form, count) for method in ("erm", "amp"))
-        label = f"{count} models at once" if count > 1 else FORMS[form]
-        rows.append([label, _ms(erm), _ms(amp), _ratio(amp, erm), _copies(amp)])
+        label = f"{count} models at once, each" if count > 1 else FORMS[form]
+        rows.append([label, _ms(erm), _ms(amp), _ratio(amp, erm), _mib(erm), _mib(amp)])
     floors = [table["floor"].get(method) for method in ("erm", "amp")]
-    rows.append(["the floor", *(f"{floor['floor_ms']:.2f}" if floor else "" for floor in floors), "", ""])
+    rows.append(["the floor", *(f"{floor['floor_ms']:.2f}" if floor else "" for floor in floors), "", "", ""])
     return _markdown(head, rows)
 
 
 def _sam(table: Found) -> str:
-    sam, amp = _row(table, "sam", "eager", 1), _row(table, "amp", "compiled", 1)
+    sam, amp, plain = (_row(table, *who, 1) for who in (("sam", "eager"), ("amp", "compiled"), ("amp", "eager")))
     if sam is None or "ms" not in sam:
         return ""
-    beside = f", {_ratio(sam, amp)} times AMP's compiled one" if _ratio(sam, amp) else ""
-    return f"A step of pytorch_optimizer's SAM, plain PyTorch too, takes {_ms(sam)} ms{beside}."
+    beside = f", where AMP's takes {_ms(plain)}" if _ratio(sam, plain) else ""
+    ratio = f"; AMP's compiled one is {_ratio(sam, amp)} times faster" if _ratio(sam, amp) else ""
+    return f"A step of pytorch_optimizer's SAM takes {_ms(sam)} ms in plain PyTorch{beside}{ratio}."
 
 
 def _everywhere(tables: Sequence[Found]) -> str:
@@ -78,20 +82,32 @@ def _everywhere(tables: Sequence[Found]) -> str:
 
 def _measured(result: Found) -> str:
     rows = [row for table in result["tables"] for row in table["rows"] if "ms" in row]
-    counts = sorted({row["n"] for row in rows})
-    n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    spreads = {True: 0.0, False: 0.0}
-    for row in rows:
-        low, high = row["ms_quartiles"]
-        spreads[row["form"] == "eager"] = max(spreads[row["form"] == "eager"], 100 * (high - low) / row["ms"])
+    blocks = sorted({row["blocks"] for row in rows})
+    lengths = sorted({row["n"] // row["blocks"] for row in rows})
     commit = f", commit {result['commit']}" if result["commit"] else ""
     return (
         f"{result['hardware']}, torch {result['torch']}{commit}; {result['precision']}, channels-last, data and "
-        f"augmentation in the step; medians of n = {n} steps in turns, quartiles at most {spreads[False]:.1f} % apart, "
-        f"those of plain PyTorch {spreads[True]:.0f} %. "
-        f"The floor: arithmetic at {result['flops_per_s'] / 1e12:.0f} TFLOP/s and the weights' bytes at "
-        f"{result['bytes_per_s'] / 1e12:.2f} TB/s, both measured; memory in float32 copies of the parameters."
+        f"augmentation in the step; medians over {_range(blocks)} blocks of {_range(lengths)} steps each, in turns, "
+        f"{_spread(rows)}. Plain PyTorch mostly waits for Python here: its times are the CPU's. The floor: "
+        f"arithmetic at {result['flops_per_s'] / 1e12:.3g} TFLOP/s and the weights' bytes at "
+        f"{result['bytes_per_s'] / 1e12:.3g} TB/s, both measured. Memory is the peak of a model's steps."
     )
+
+
+def _spread(rows: Sequence[Found]) -> str:
+    """How far the quartiles are apart at most: of graphs, which vary little, and of plain PyTorch."""
+    apart: dict[bool, list[float]] = {False: [], True: []}
+    for row in rows:
+        low, high = row["ms_quartiles"]
+        apart[row["form"] == "eager"].append(100 * (high - low) / row["ms"])
+    graphs, plain = (f"{max(found):.1f} %" if found else "" for found in apart.values())
+    if not graphs or not plain:
+        return f"quartiles at most {graphs or plain} apart"
+    return f"quartiles at most {graphs} apart, those of plain PyTorch {plain}"
+
+
+def _range(counts: Sequence[int]) -> str:
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 # ---- cells
@@ -117,9 +133,10 @@ def _ratio(one: Found | None, other: Found | None) -> str:
     return f"{one['ms'] / other['ms']:.2f}" if one and other and "ms" in one and "ms" in other else ""
 
 
-def _copies(row: Found | None) -> str:
-    value = None if row is None else row.get("over_erm_copies")
-    return "" if value is None else f"{round(value, 2) + 0.0:.2f} copies"  # + 0.0: no minus before a zero
+def _mib(row: Found | None) -> str:
+    """Of one model."""
+    peak = None if row is None else row.get("peak_mib")
+    return "" if row is None or peak is None else f"{peak / row['models']:.0f}"
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

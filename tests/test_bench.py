@@ -307,6 +307,18 @@ def test_the_command_names_a_wrong_argument(tmp_path: Path, flag: str, value: st
     assert not (tmp_path / "bench.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [(("--forms", "graph"), "CUDA graphs need"), (("--methods", "sam", "--forms", "compiled"), "eager")],
+)
+def test_nothing_to_measure_is_an_error_and_no_file(tmp_path: Path, flags: tuple[str, ...], word: str) -> None:
+    result = flatmin("bench", *flags, "--device", "cpu", "--json", tmp_path / "bench.json")
+    assert result.exit_code == 2
+    assert "nothing can be measured" in words(result.output)
+    assert word in words(result.output)
+    assert not list(tmp_path.iterdir())
+
+
 # ---- the README
 
 
@@ -353,17 +365,17 @@ def made_up() -> dict[str, Any]:
 def test_the_tables_have_a_row_for_each_form_and_one_for_each_model() -> None:
     text = cost_table.rendered(made_up())
     for line in (
-        "| PreActResNet18, batches of 50 | ERM, ms | AMP, ms | ratio | memory beyond ERM |",
-        "| plain PyTorch | 10.00 | 20.00 | 2.00 | 1.00 copies |",
-        "| one CUDA graph, compiled | 2.00 | 3.50 | 1.75 | 0.25 copies |",
-        "| 4 models at once | 1.25 | failed |  |  |",
-        "| the floor | 0.30 | 0.50 |  |  |",
+        "| PreActResNet18, batches of 50 | ERM, ms | AMP, ms | ratio | ERM, MiB | AMP, MiB |",
+        "| plain PyTorch | 10.00 | 20.00 | 2.00 | 100 | 100 |",
+        "| one CUDA graph, compiled | 2.00 | 3.50 | 1.75 | 100 | 100 |",
+        "| 4 models at once, each | 1.25 | failed |  | 25 |  |",
+        "| the floor | 0.30 | 0.50 |  |  |  |",
         "| VGG16 | 128 | 3.50 | 1.75 | 0.50 | 10.00 | 0.35 |",
     ):
         assert line in text.splitlines()
-    assert "takes 25.00 ms, 7.14 times AMP's compiled one" in text
+    assert "takes 25.00 ms in plain PyTorch, where AMP's takes 20.00; AMP's compiled one is 7.14 times faster" in text
     assert "NVIDIA H200, torch 2.11.0, commit abc1234" in text
-    assert "n = 100 steps in turns, quartiles at most 2.0 % apart, those of plain PyTorch 2 %" in text
+    assert "medians over 10 blocks of 10 steps each, in turns, quartiles at most 2.0 % apart, those of plain" in text
 
 
 def test_every_row_of_a_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,7 +405,7 @@ def test_the_page_is_written_once_and_then_up_to_date(tmp_path: Path) -> None:
     assert [program("--check"), program(), program("--check"), program()] == [1, 0, 0, 0]
     text = page.read_text()
     assert text.startswith(f"before\n{cost_table.BEGIN}\n| PreActResNet18")
-    assert text.endswith(f"measured; memory in float32 copies of the parameters.\n{cost_table.END}\nafter\n")
+    assert text.endswith(f"Memory is the peak of a model's steps.\n{cost_table.END}\nafter\n")
     page.write_text("no markers")
     assert program() == 2
 

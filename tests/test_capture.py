@@ -1,7 +1,9 @@
 """A captured step is the step: the same numbers, whatever the optimizer, schedule, model and batch."""
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import flatmin
 from cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
@@ -131,6 +134,90 @@ def test_a_scaler_is_handed_on(wrapped: bool) -> None:
     torch.testing.assert_close(case.weights(), expected)
 
 
+def test_an_error_on_the_way_to_a_graph_keeps_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a cycle of errors and frames, until Python comes round to collect it."""
+    case, alive = setup(), list[weakref.ref[Tensor]]()
+
+    def fail(*_: object) -> None:
+        computed = case.model(case.x)
+        alive.append(weakref.ref(computed))
+        try:
+            raise ValueError("not on this stream")
+        except ValueError as error:
+            kept = error  # a cycle: the error has this frame
+            raise CannotCaptureError("it cannot") from kept
+
+    step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1))
+    step(case.x, case.y)
+    monkeypatch.setattr(CapturedStep, "reason", None)  # as on a GPU
+    monkeypatch.setattr(CapturedStep, "_recording", fail)
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="runs eagerly: it cannot"):
+            step(case.x, case.y)
+        assert [one() for one in alive] == [None]
+    finally:
+        gc.enable()
+    assert step._failure == "it cannot"
+    step.reset()
+    assert step._failure is None
+
+
+def test_what_cannot_be_compiled_is_captured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: CapturedStep, _: object) -> None:
+        raise Unsupported("no such thing\nand much more") if step.compile else CannotCaptureError("it cannot")
+
+    case = setup()
+    step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1))
+    step(case.x, case.y)
+    monkeypatch.setattr(CapturedStep, "reason", None)
+    monkeypatch.setattr(CapturedStep, "_recording", fail)
+    with pytest.warns(UserWarning, match="cannot be compiled, and is captured as it is: no such thing$"):
+        step(case.x, case.y)
+    assert (step.compile, step._failure) == (False, None)
+    with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph, and runs eagerly: it cannot"):
+        step(case.x, case.y)
+
+
+def test_a_base_that_steps_after_the_graph_may_change_its_settings() -> None:
+    """OneCycleLR moves momentum or betas in every step; a graph without the base's step does not hold them."""
+    case = setup()
+    bases = {
+        "adamw": AdamW(case.model.parameters()),
+        "sgd": SGD(case.model.parameters(), lr=0.1, momentum=0.9),
+        "fused": SGD(case.model.parameters(), lr=0.1, momentum=0.9, fused=True),
+    }
+    counts = {}
+    for name, base in bases.items():
+        step = captured_step(case.model, loss_fn, flatmin.AMP(base, epsilon=0.1))
+        scheduler = OneCycleLR(base, max_lr=0.1, total_steps=20)
+        keys = set()
+        for _ in range(10):
+            step(case.x, case.y)
+            keys.add(step._key((case.x, case.y)))
+            scheduler.step()
+        counts[name] = len(keys)
+    assert counts == {"adamw": 1, "sgd": 1, "fused": 10}  # on the CPU no kernel of ours takes SGD's step
+
+
+def test_a_base_whose_settings_keep_moving_is_taken_out_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, made = setup(), list[bool]()
+
+    def recording(*_: object, by_torch: bool, **__: object) -> str:
+        made.append(by_torch)
+        return "a recording"
+
+    base = SGD(case.model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    step = captured_step(case.model, loss_fn, base, compile=False)
+    step(case.x, case.y)
+    monkeypatch.setattr("flatmin.capture.Recording", recording)
+    monkeypatch.setattr("flatmin.capture.Workspace", lambda task: None)
+    for number in range(10):
+        base.param_groups[0]["momentum"] = 0.8 + number / 100
+        step._recording((case.x, case.y))
+    assert made == [True] * 4 + [False]
+
+
 def test_wrong_arguments_are_named() -> None:
     case = setup()
     optimizer = SGD(case.model.parameters(), lr=0.1)
@@ -140,6 +227,8 @@ def test_wrong_arguments_are_named() -> None:
         captured_step(case.model, loss_fn, SGD)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="loss_fn must be a function"):
         captured_step(case.model, "loss", optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"scaler must be a torch\.amp\.GradScaler, got an object of type bool"):
+        captured_step(case.model, loss_fn, optimizer, scaler=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"autocast must be a torch\.dtype"):
         captured_step(case.model, loss_fn, optimizer, autocast=True)  # type: ignore[arg-type]
     step = captured_step(case.model, lambda model, x: 3.0, optimizer)

@@ -3,7 +3,7 @@
     step = captured_step(model, loss_fn, optimizer, autocast=torch.bfloat16)
     loss = step(x, y)                  in place of a loop's forward, backward and optimizer.step
 
-A step of a small network is a thousand kernels of a few microseconds, and Python needs longer to ask for one than the
+A step of a small network is hundreds of kernels of a few microseconds, and Python needs longer to ask for one than the
 GPU to run it. A CUDA graph asks for all of them at once: clean pass, projection, perturbed passes and update.
 
 The first call is an ordinary step, so that the optimizer's state exists. The second one captures; a new shape of the
@@ -31,6 +31,9 @@ from flatmin.task import CannotCaptureError, Task
 
 SHAPES = 8  # recordings that are kept
 IN_VAIN = 12  # captures one after the other, none of them replayed again, after which it gives up
+CHANGES = 3  # of the settings of a base whose step is in the graph, after which it is not
+
+Key = tuple[Any, ...]  # what a recording is for: structure and kinds of the inputs, settings, flags
 
 
 def captured_step(
@@ -73,6 +76,8 @@ def captured_step(
             raise TypeError(f"{name} must be a function, got {what(function)}")
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise TypeError(f"autocast must be a torch.dtype such as torch.bfloat16, or None, got {what(autocast)}")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {what(scaler)}")
     task = Task(
         model=model,
         loss_fn=loss_fn,
@@ -88,23 +93,28 @@ class CapturedStep:
     """A training step; `captured` tells whether the last one was the replay of a graph, `reason` why none can be."""
 
     def __init__(self, task: Task, *, compile: bool, capture: bool = True) -> None:  # noqa: A002
-        self.task, self.compile = task, compile
-        self.captured = self.silent = False  # silent: whoever has it reads the reason
-        self.reason: str | None = None
-        if not capture:
-            self.reason = "it was asked not to be"
-        elif task.device.type != "cuda":
-            self.reason = "the weights are not on a CUDA device"
+        self.task, self._asked = task, (compile, capture)
+        self.captured = False
+        self.say: Callable[[str], None] = _warn  # who hears why a step is not captured, or not compiled
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was captured; the next call is an ordinary step."""
+        """Forget what was captured, and what could not be; the next call is an ordinary step."""
         self._forget()
+        self.compile, capture = self._asked
+        self._failure = None if capture else "it was asked not to be"
         self._with_state: list[Tensor] | None = None
-        self._in_vain = 0
+        self._in_vain = self._changes = 0
+
+    @property
+    def reason(self) -> str | None:
+        """Why the step is not captured; None where it is, or will be."""
+        if self._failure is None and self.task.device.type != "cuda":
+            return "the weights are not on a CUDA device"
+        return self._failure
 
     def _forget(self) -> None:
-        self._recordings: dict[Any, Recording] = {}
+        self._recordings: dict[Key, Recording] = {}
         self._space: Workspace | None = None
         self._addresses: list[int] | None = None
         self._modules: list[nn.Module] = []
@@ -112,27 +122,31 @@ class CapturedStep:
 
     def __call__(self, *inputs: Any) -> Any:
         self.captured = False
-        if self.reason is not None or self._is_new():
+        recording = None if self.reason is not None or self._is_new() else self._recording_if_any(inputs)
+        if recording is None:
             return self._ordinary(inputs)
+        self.captured = True
+        return self._replayed(recording, inputs)
+
+    def _recording_if_any(self, inputs: Sequence[Any]) -> Recording | None:
+        """None: this step is an ordinary one, and perhaps all to come."""
         try:
-            recording = self._recording(inputs)
+            return self._recording(inputs)
         except StateMissingError as error:
-            recording = None
             _let_go(error)
         except torch.OutOfMemoryError:  # no fault of the step's: with room again, it can be captured
             self._forget()
             raise
         except Exception as error:
             self._forget()
-            recording, self.reason = None, str(error).strip().partition("\n")[0] or type(error).__name__
+            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            if self.compile and _is_the_compilers(error):  # the next call will capture what is not compiled
+                self.compile, message = False, f"this step cannot be compiled, and is captured as it is: {why}"
+            else:
+                self._failure, message = why, f"this step cannot be captured in a CUDA graph, and runs eagerly: {why}"
             _let_go(error)
-            if not self.silent:
-                message = f"this step cannot be captured in a CUDA graph, and runs eagerly: {self.reason}"
-                warnings.warn(message, stacklevel=2)
-        if recording is None:
-            return self._ordinary(inputs)
-        self.captured = True
-        return self._replayed(recording, inputs)
+            self.say(message)
+        return None
 
     # ---- without a graph
 
@@ -155,6 +169,8 @@ class CapturedStep:
             result = closure()
             optimizer.step() if scaler is None else scaler.step(optimizer)
         self._with_state = [p for p in task.params if task.base.state.get(p)]
+        for p in task.params:
+            p.grad = None
         return tree_map_only(Tensor, Tensor.detach, result)
 
     def _is_new(self) -> bool:
@@ -172,6 +188,11 @@ class CapturedStep:
         if self._found_addresses() != self._addresses:  # then no graph is worth anything
             self._look()
         key = self._key(inputs)
+        if key not in self._recordings and self._by_torch() and self._only_settings_changed(key):
+            self._changes += 1
+            if self._changes > CHANGES:  # of a schedule that moves more than lr: the base steps after the graph
+                self._look()
+                key = self._key(inputs)
         recording = self._recordings.pop(key, None)
         if recording is None:
             self._in_vain += 1
@@ -181,7 +202,9 @@ class CapturedStep:
                 self._space = Workspace(task)
             while len(self._recordings) >= SHAPES:
                 del self._recordings[next(iter(self._recordings))]
-            recording = Recording(task, self._forward(), self._space, inputs, by_kernel=self._takes_sgd())
+            recording = Recording(
+                task, self._forward(), self._space, inputs, by_kernel=self._takes_sgd(), by_torch=self._by_torch()
+            )
         else:
             self._in_vain = 0
         self._recordings[key] = recording  # last: the first one is the one not used for longest
@@ -244,28 +267,40 @@ class CapturedStep:
         tensors = [p for group in task.optimizer.param_groups for p in group["params"]]
         for module in self._modules:
             tensors += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if self._takes_sgd() or captures_itself(task):
+        if self._takes_sgd() or self._by_torch():
             tensors += [v for state in task.base.state.values() for v in state.values() if isinstance(v, Tensor)]
         return [tensor.data_ptr() for tensor in tensors]
 
     def _takes_sgd(self) -> bool:
         return self._suits and self.task.scaler is None and lists.is_plain_sgd(self.task.base)
 
-    def _key(self, inputs: Sequence[Any]) -> Any:
+    def _by_torch(self) -> bool:
+        """Is the base's own step in the graph?"""
+        return self._changes <= CHANGES and captures_itself(self.task)
+
+    def _only_settings_changed(self, key: Key) -> bool:
+        return any((*other[:2], other[3]) == (*key[:2], key[3]) for other in self._recordings)
+
+    def _key(self, inputs: Sequence[Any]) -> Key:
         """All else that a graph holds fast."""
         optimizer, base = self.task.optimizer, self.task.base
         leaves, shape = tree_flatten(tuple(inputs))
         moved = (*MOVED, "momentum", "weight_decay", "dampening") if self._takes_sgd() else MOVED
+        inside = self._takes_sgd() or self._by_torch()  # else the base's settings are its own business
         settings = [
             (key, _fixed(value, moves=key in moved))
             for group in optimizer.param_groups
             for key, value in group.items()
-            if key not in ("params", "param_names")
+            if (inside and key not in ("params", "param_names")) or key in MOVED
         ]
         flags = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
         modes = [module.training for module in self._modules]
         own = [getattr(optimizer, name, None) for name in ("inner_iter", "ball", "norm")]
         return shape, tuple(map(_kind, leaves)), tuple(settings), (*flags, *modes, *own, lists.has_hooks(base))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)  # where the step is called
 
 
 def _let_go(error: BaseException) -> None:
@@ -274,6 +309,13 @@ def _let_go(error: BaseException) -> None:
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
         seen = seen.__cause__ or seen.__context__
+
+
+def _is_the_compilers(error: Exception) -> bool:
+    """Did torch.compile fail, and not what it compiled?"""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException | ImportError)
 
 
 def _as_they_are(*inputs: Any) -> Sequence[Any]:

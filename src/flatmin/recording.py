@@ -49,15 +49,23 @@ class Recording:
     """A captured step; `replay` is the step."""
 
     def __init__(
-        self, task: Task, forward: Callable[..., Any], space: Workspace, inputs: Sequence[Any], *, by_kernel: bool
+        self,
+        task: Task,
+        forward: Callable[..., Any],
+        space: Workspace,
+        inputs: Sequence[Any],
+        *,
+        by_kernel: bool,
+        by_torch: bool,
     ) -> None:
+        """With the base's step in it if our kernel takes that, or torch can capture it."""
         self.task, self.space = task, space
         self.inputs = tree_map_only(Tensor, partial(_kept, device=task.device), tuple(inputs))
         self.knobs = _Knobs(task.optimizer, task.device)
         self.rates: _Numbers | None = None
         if by_kernel:  # our own, for SGD
             self.rates = _Numbers(lambda: lists.rates_of(task.base), torch.float64, task.device)
-        self.inside = self.rates is not None or captures_itself(task)
+        self.inside = by_kernel or by_torch
         count = task.wrapper.inner_iter if task.wrapper is not None and task.wrapper._shares_a_step() else 0
         self.masks = _Clones(task.device, count)
         joined, compiled = getattr(forward, "joined", None), getattr(forward, "compiled", None)

@@ -46,7 +46,8 @@ class Task:
 
     @property
     def device(self) -> torch.device:
-        return next((p.device for p in self.params), torch.device("cpu"))
+        params = (p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad)
+        return next((p.device for p in params), torch.device("cpu"))
 
     def precision(self) -> AbstractContextManager[Any]:
         return computing_in(self.autocast, self.device)

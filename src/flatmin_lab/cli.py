@@ -197,7 +197,7 @@ def train(
             settings=given,
         )
         if together is not None and seeds == 1:
-            raise ValueError("--together belongs to --seeds; add it, or leave this out")
+            raise ValueError("--together needs --seeds of 2 or more; add them, or leave it out")
         plans = request.plans(seeds)
         plan = plans[0]
         if milestones is not None and plan.recipe.schedule != "multi_step":

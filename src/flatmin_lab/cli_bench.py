@@ -35,7 +35,7 @@ def bench(
     steps: Annotated[int, typer.Option(help="How many steps of each are timed, at most.")] = STEPS,
     precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else bf16 on a GPU, fp32 on a CPU.")] = None,
     augment: Annotated[str, typer.Option(help=f"What a step does to its pictures: {', '.join(KINDS)}.")] = "vanilla",
-    quick: Annotated[bool, option("preactresnet18 with batches of 50 alone.", "--quick")] = False,
+    quick: Annotated[bool, option("preactresnet18 with batches of 50 alone; so it is on a CPU.", "--quick")] = False,
     device: Device = None,
     json_file: Annotated[Path, typer.Option("--json", help="The file for all numbers.")] = Path("out/bench.json"),
     debug: Debug = False,
@@ -43,6 +43,7 @@ def bench(
     """What a training step costs, plain and as a CUDA graph, with SGD, AMP and SAM. Lists: again, or with commas."""
     with reported(debug), ended_by_signals():
         where = device_named(device)
+        quick = quick or where.type != "cuda"  # all of it would take hours there
         wanted = Wanted(
             models=_words("--model", model) or (MODELS[:1] if quick else MODELS),
             batch_sizes=_counts("--batch-size", batch_size) or (BATCH_SIZES[:1] if quick else BATCH_SIZES),

@@ -93,8 +93,8 @@ class Learner:
             scaler=self.scaler,
             capture=capture,
         )
-        self.taken.silent = True  # `why_not_captured` tells
-        self.told = self.taken.reason is not None  # that there is no graph, and why
+        self.notes: list[str] = []  # why steps are not captured, or not compiled, that were to be
+        self.taken.say = self.notes.append
 
     def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
         """One step on the batch of these pictures; what it measured, as tensors on the device."""
@@ -114,13 +114,6 @@ class Learner:
             if (value := getattr(last, name)) is not None:
                 measured[name] = value
         return measured
-
-    def why_not_captured(self) -> str | None:
-        """Why steps run without a CUDA graph that were to have one; said once."""
-        if self.told or self.taken.reason is None:
-            return None
-        self.told = True
-        return self.taken.reason
 
     def is_finite(self) -> bool:
         tensors = [t for t in self.model.state_dict().values() if t.is_floating_point()]

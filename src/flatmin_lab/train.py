@@ -203,7 +203,7 @@ class _Training:
                     yield from self._stopped(reason)
                     return
                 self._step(index, u)
-                yield from self._uncaptured()
+                yield from self._notes()
                 now = monotonic()
                 if now - reported > BREATH or len(middle.tally.pending) >= LOOK:
                     self._look(wait=False)
@@ -239,10 +239,9 @@ class _Training:
         self.middle.tally.add(len(index), self.learner.step(index, u, self._lr(self.step)))
         self.middle.batch += 1
 
-    def _uncaptured(self) -> Iterator[Record]:
-        if why := self.learner.why_not_captured():
-            uncompiled = " and not compiled" if self.recipe.compile else ""
-            yield Note(f"training goes on without a CUDA graph{uncompiled}, and slower: {why}")
+    def _notes(self) -> Iterator[Record]:
+        while self.learner.notes:
+            yield Note(self.learner.notes.pop(0))
 
     def _lr(self, step: int) -> float:
         recipe, warmup = self.recipe, round(self.recipe.warmup * len(self.batches))

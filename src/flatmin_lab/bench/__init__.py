@@ -20,7 +20,7 @@ from flatmin_lab import models
 from flatmin_lab.bench.clock import tidy, use_all_streams
 from flatmin_lab.bench.floors import PASSES, floor, flops_of, rates
 from flatmin_lab.bench.rows import ratios
-from flatmin_lab.bench.steps import EPSILON, FORMS, METHODS, RHO, SETTINGS
+from flatmin_lab.bench.steps import EPSILON, FORMS, METHODS, RHO, SETTINGS, left_out
 from flatmin_lab.bench.table import Contenders
 from flatmin_lab.bench.work import CLASSES, PICTURES, Work, random_pictures
 from flatmin_lab.data.augment import KINDS, Kind, augmentation
@@ -84,6 +84,7 @@ def measure(
     pictures: int = PICTURES,
 ) -> dict[str, Any]:
     """All tables; `say` hears what is under way, `after` gets the result so far after every table."""
+    _check_some(wanted, device)
     surroundings = Surroundings(device, deterministic=False)  # cuDNN may search, and the caller's settings come back
     with surroundings.inside():
         say("the speed of the device")
@@ -100,6 +101,15 @@ def measure(
                 _forget(wanted, device)
                 after(result)
     return result
+
+
+def _check_some(wanted: Wanted, device: torch.device) -> None:
+    """Before any work: is there anything to measure?"""
+    pairs = [(method, form) for method in wanted.methods for form in wanted.forms if method != "sam" or form == "eager"]
+    reasons = {left_out(*pair, device=device, precision=wanted.precision) for pair in pairs} or {"sam is eager alone"}
+    if None not in reasons:
+        asked = f"{', '.join(wanted.methods)} as {', '.join(wanted.forms)}"
+        raise ValueError(f"nothing can be measured of {asked} on {device}: {'; '.join(sorted(map(str, reasons)))}")
 
 
 def _table(
