@@ -2,12 +2,15 @@
 
 import copy
 import gc
+import random
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,8 +23,11 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import flatmin
 from cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
 from flatmin.capture import CapturedStep, captured_step
+from flatmin.host_random import HostRandom
+from flatmin.packed import Packed
 from flatmin.passes import Masks, Passes, StandIns
-from flatmin.recording import _check_result
+from flatmin.recording import REPLACED, _check_result, _Knobs, no_waiting
+from flatmin.shadow import cast_once
 from flatmin.task import CannotCaptureError, Task, undone
 from flatmin_lab.bench.clock import MIB, memory, peak_since, tidy, use_all_streams
 from waiting import never_waiting
@@ -240,8 +246,8 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def task_of(case: Setup, optimizer: Optimizer, **settings: Any) -> Task:
-    given: dict[str, Any] = {"autocast": None, "scaler": None, **settings}
-    return Task(model=case.model, loss_fn=loss_fn, optimizer=optimizer, batch=lambda *inputs: inputs, **given)
+    given: dict[str, Any] = {"autocast": None, "scaler": None, "loss_fn": loss_fn, "batch": lambda *inputs: inputs}
+    return Task(model=case.model, optimizer=optimizer, **{**given, **settings})
 
 
 def aside(case: Setup, optimizer: Optimizer, **settings: Any) -> Callable[[], Any]:
@@ -256,7 +262,6 @@ def aside(case: Setup, optimizer: Optimizer, **settings: Any) -> Callable[[], An
     )
 
     def step() -> Any:
-        passes.masks.rewind()
         passes.step()
         if isinstance(optimizer, flatmin.AMP | flatmin.RMP):
             optimizer._aside = None
@@ -341,6 +346,64 @@ def test_gradients_that_share_memory_are_taken_apart(method: Method) -> None:
     assert same(other.weights(), plain.weights())
 
 
+def noisy(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x + torch.rand_like(x), y
+
+
+@pytest.mark.parametrize("model", ["dropout", "conv-batchnorm"])
+def test_a_batch_that_draws_does_not_change_the_masks(model: str, method: Method) -> None:
+    plain, other = setup(model), setup(model)
+    expected = method(sgd()(plain.model.parameters()), model=plain.model)
+    optimizer = method(sgd()(other.model.parameters()), model=other.model)
+    torch.manual_seed(1)
+    steps_of(plain, expected, 3, batch=noisy)
+    torch.manual_seed(1)
+    step = aside(other, optimizer, batch=noisy)
+    for _ in range(3):
+        step()
+    assert same(other.weights(), plain.weights())
+
+
+def test_gradients_that_someone_left_are_not_stepped(method: Method) -> None:
+    """Of a frozen layer, and of one that this loss does not use."""
+    plain, other = setup("unused"), setup("unused")
+    for case in (plain, other):
+        for number, param in enumerate(case.model.parameters()):
+            param.grad = torch.ones_like(param)
+            param.requires_grad_(number > 0)
+    torch.manual_seed(1)
+    steps_of(plain, method(sgd()(plain.model.parameters()), model=plain.model), 1)
+    torch.manual_seed(1)
+    aside(other, method(sgd()(other.model.parameters()), model=other.model))()
+    assert same(other.weights(), plain.weights())
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward pass needs the weight in float32, as the forward pass got it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.to(torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0) + 0.1 * weight
+
+
+def test_weights_that_more_than_a_cast_happens_to_stay_float32() -> None:
+    plain, hooked, own = (nn.Parameter(torch.randn(3)) for _ in range(3))
+    hooked.register_hook(lambda gradient: gradient / 3)
+    x = torch.randn(4, 3, dtype=torch.bfloat16)
+
+    def work() -> None:
+        loss = (x * plain.to(torch.bfloat16) + x * hooked.to(torch.bfloat16) + Scaled.apply(x, own)).sum()  # type: ignore[no-untyped-call]
+        torch.autograd.grad(loss, [plain, hooked, own])
+
+    assert cast_once([plain, hooked, own], torch.bfloat16, work) == {plain}
+
+
 class Replacing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -359,20 +422,25 @@ def test_a_look_leaves_nothing_behind() -> None:
     case = Setup(Replacing(), batch.x, batch.y)
     generator = torch.Generator().manual_seed(3)
     optimizer = flatmin.RMP(sgd()(case.model.parameters()), epsilon=0.1, generator=generator)
-    buffer, drawn, now = case.model.mean, generator.get_state(), torch.get_rng_state()
+    buffer, drawn, host = case.model.mean, generator.get_state(), HostRandom()
+    centred = nn.BatchNorm1d(6)
     step = aside(case, optimizer)
 
     def look() -> None:
-        with undone(task_of(case, optimizer)):
+        with undone(task_of(case, optimizer, batch=centred)):
             step()
+            centred(case.x)
             torch.rand(3)
+            random.random()
+            np.random.rand()
 
     with pytest.raises(CannotCaptureError, match="in the place of a buffer"):
         look()
     assert case.model.mean is buffer
     assert buffer == 0
     assert torch.equal(generator.get_state(), drawn)
-    assert torch.equal(torch.get_rng_state(), now)
+    assert not host.has_moved()
+    assert centred.num_batches_tracked == 0
 
 
 def test_what_a_graph_would_not_notice_is_refused() -> None:
@@ -390,7 +458,82 @@ def test_what_a_graph_would_not_notice_is_refused() -> None:
     with pytest.raises(CannotCaptureError, match="an object of type set"):
         step._key(({1, 2},))
     with pytest.raises(CannotCaptureError, match="loss_fn returns an object of type Setup"):
-        _check_result((case.x, case))
+        _check_result((case.x, case), case.x.device)
+
+
+def test_the_modes_and_buffers_of_a_loss_that_is_a_module_are_seen() -> None:
+    case = setup()
+
+    class Criterion(nn.CrossEntropyLoss):
+        def forward(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(model(x), y)
+
+    criterion = Criterion(weight=torch.ones(3))
+    step = captured_step(case.model, criterion, SGD(case.model.parameters(), lr=0.1))
+    step._look()
+    key, addresses = step._key((case.x, case.y)), step._found_addresses()
+    criterion.eval()
+    assert step._key((case.x, case.y)) != key
+    criterion.weight = torch.full((3,), 2.0)
+    assert step._found_addresses() != addresses
+
+
+def test_a_generator_that_was_replaced_makes_every_step_look_again() -> None:
+    case = setup()
+    step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1))
+    step._look()
+    assert step._found_addresses() == step._addresses
+    REPLACED[0] += 1
+    assert step._found_addresses() != step._addresses
+
+
+def test_more_shapes_than_it_keeps_are_not_captured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays between the captures do not excuse them, unless they are many."""
+    monkeypatch.setattr("flatmin.capture.Recording", lambda *_, **__: "a recording")
+    monkeypatch.setattr("flatmin.capture.Workspace", lambda task: None)
+    case, chosen = setup(), random.Random(0)
+    for count, gives_up in ((8, False), (12, True)):
+        step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1), compile=False)
+        given_up = False
+        try:
+            for _ in range(1000):
+                step._recording((torch.zeros(chosen.randint(1, count)),))
+        except CannotCaptureError as error:
+            given_up = True
+            assert "more shapes than the 8 it keeps" in str(error)  # noqa: PT017
+        assert given_up == gives_up
+        assert step._captures < 20
+
+
+def test_what_is_kept_of_a_step_keeps_nothing_else() -> None:
+    loss, logits = Packed([torch.tensor(1.0), torch.zeros(100, 100)]).fresh()
+    assert loss.untyped_storage().nbytes() < 100
+    assert logits.shape == (100, 100)
+    case = setup()
+    optimizer = SGD(case.model.parameters(), lr=0.1)
+    knobs, alive = _Knobs(optimizer, case.x.device), weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer, knobs
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_an_autocast_around_the_call_is_that_of_the_passes() -> None:
+    """Without its cache, which would hand the perturbed pass the weights of the clean one."""
+    results = []
+    for around, inside in ((torch.bfloat16, None), (None, torch.bfloat16)):
+        case = setup()
+        optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around is not None):
+            _, losses = steps_of(case, optimizer, 3, autocast=inside)
+        last = optimizer.last
+        assert last.loss is not None
+        assert last.loss_perturbed is not None
+        assert last.loss_perturbed > last.loss
+        results.append([*losses, *case.weights()])
+    assert same(*results)
 
 
 def test_schedules_do_not_change_what_a_graph_holds_fast() -> None:
@@ -668,6 +811,58 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so(kind: type[Deciding], 
     assert same(*results)
     fresh = on_gpu()  # and others can still be captured
     assert steps_of(fresh, sgd()(fresh.model.parameters()), 3)[0].captured
+
+
+@on_cuda
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
+def test_a_batch_that_draws_on_the_host_is_not_captured(draw: Callable[[], float]) -> None:
+    case = on_gpu()
+    step = captured_step(
+        case.model,
+        loss_fn,
+        sgd()(case.model.parameters()),
+        compile=False,
+        batch=lambda x, y: (draw() * x + (1 - draw()) * x.flip(0), y),
+    )
+    step(case.x, case.y)
+    before = HostRandom()
+    with pytest.warns(UserWarning, match="draws random numbers on the CPU"):
+        step(case.x, case.y)
+    drawn = HostRandom()
+    before.put_back()
+    draw(), draw()
+    assert not drawn.has_moved()  # two in the ordinary step, and none of the look are left
+
+
+@on_cuda
+@pytest.mark.parametrize("inner_iter", [1, 2])
+def test_a_captured_batch_that_draws_does_not_change_the_masks(inner_iter: int, deterministic: None) -> None:
+    results = []
+    for captured in (False, True):
+        case = on_gpu("dropout")
+        optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, model=case.model, inner_iter=inner_iter)
+        torch.manual_seed(1)
+        step, losses = steps_of(case, optimizer, 5, capture=captured, batch=noisy)
+        assert step.captured == captured
+        results.append([*losses, *case.weights()])
+    assert same(*results)
+
+
+@on_cuda
+def test_only_this_thread_must_not_wait() -> None:
+    number = torch.ones((), device="cuda")
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=number.item)
+        thread.start()
+        thread.join()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with no_waiting():
+            elsewhere()
+    with pytest.raises(CannotCaptureError, match="reads a number back"), no_waiting():
+        number.item()
 
 
 @on_cuda

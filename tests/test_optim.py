@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 import flatmin
-from cases import MakeBase, run, same, setup
+from cases import MakeBase, Setup, run, same, setup
 from flatmin.ball import BALLS, NORMS, Ball, Norm
 
 
@@ -195,6 +196,41 @@ def test_the_perturbed_weights_are_theta_plus_delta_rounded_once(kind: str, ball
         assert (wrong <= rounding + arithmetic).all()
     assert same([weight.detach() for weight in weights], theta)
     assert rest.tolist() == weights[0].data.untyped_storage().tolist()  # what lies between the weights is untouched
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_an_autocast_around_the_whole_step_sees_the_perturbed_weights(in_blocks: bool) -> None:
+    """Its cache keeps the weights of the clean pass in half precision, if nobody clears it."""
+    results = []
+    for around in (True, False):
+        case = setup("mlp")
+        optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.5)
+
+        def forward(case: Setup = case, around: bool = around) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=not around):
+                return cross_entropy(case.model(case.x).float(), case.y)
+
+        losses: list[Tensor] = []
+
+        def closure(optimizer: Any = optimizer, losses: list[Tensor] = losses, forward: Any = forward) -> Tensor:
+            optimizer.zero_grad()
+            losses.append(forward())
+            losses[-1].backward()
+            return losses[-1]
+
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                if in_blocks:
+                    closure()
+                    with optimizer.perturbed():
+                        losses.append(forward())
+                        losses[-1].backward()
+                    optimizer.step()
+                else:
+                    optimizer.step(closure)
+        assert losses[1] > losses[0]
+        results.append([*(loss.detach() for loss in losses), *case.weights()])
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-3)  # the arithmetic of the step is under autocast too
 
 
 def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:

@@ -25,11 +25,12 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from flatmin import lists
-from flatmin.recording import MOVED, PLAIN, Recording, StateMissingError, Workspace, captures_itself
+from flatmin.recording import MOVED, PLAIN, REPLACED, Recording, StateMissingError, Workspace, captures_itself
 from flatmin.shell import what
 from flatmin.task import CannotCaptureError, Task
 
 SHAPES = 8  # recordings that are kept
+WORTH = 50  # replays that a capture must have to pay
 IN_VAIN = 12  # captures one after the other, none of them replayed again, after which it gives up
 CHANGES = 3  # of the settings of a base whose step is in the graph, after which it is not
 
@@ -104,7 +105,7 @@ class CapturedStep:
         self.compile, capture = self._asked
         self._failure = None if capture else "it was asked not to be"
         self._with_state: list[Tensor] | None = None
-        self._in_vain = self._changes = 0
+        self._in_vain = self._changes = self._captures = self._replays = 0
 
     @property
     def reason(self) -> str | None:
@@ -146,6 +147,9 @@ class CapturedStep:
                 self._failure, message = why, f"this step cannot be captured in a CUDA graph, and runs eagerly: {why}"
             _let_go(error)
             self.say(message)
+        except BaseException:  # Ctrl-C in the middle of a capture
+            self._forget()
+            raise
         return None
 
     # ---- without a graph
@@ -196,8 +200,13 @@ class CapturedStep:
         recording = self._recordings.pop(key, None)
         if recording is None:
             self._in_vain += 1
+            self._captures += 1
             if self._in_vain > IN_VAIN:
                 raise CannotCaptureError(f"shapes or settings were new in each of {IN_VAIN} calls")
+            if self._captures > IN_VAIN + self._replays // WORTH:
+                raise CannotCaptureError(
+                    f"{self._captures - 1} captures for {self._replays} replays: more shapes than the {SHAPES} it keeps"
+                )
             if self._space is None:
                 self._space = Workspace(task)
             while len(self._recordings) >= SHAPES:
@@ -207,6 +216,7 @@ class CapturedStep:
             )
         else:
             self._in_vain = 0
+            self._replays += 1
         self._recordings[key] = recording  # last: the first one is the one not used for longest
         return recording
 
@@ -215,7 +225,7 @@ class CapturedStep:
         self._forget()
         self._check()
         lists.lay_out_momentum(self.task.base)
-        self._modules = list(self.task.model.modules())
+        self._modules = self.task.modules()
         self._suits = lists.suit([p for group in self.task.base.param_groups for p in group["params"]])
         self._addresses = self._found_addresses()
 
@@ -269,7 +279,7 @@ class CapturedStep:
             tensors += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         if self._takes_sgd() or self._by_torch():
             tensors += [v for state in task.base.state.values() for v in state.values() if isinstance(v, Tensor)]
-        return [tensor.data_ptr() for tensor in tensors]
+        return [REPLACED[0], *(tensor.data_ptr() for tensor in tensors)]
 
     def _takes_sgd(self) -> bool:
         return self._suits and self.task.scaler is None and lists.is_plain_sgd(self.task.base)
@@ -296,7 +306,13 @@ class CapturedStep:
         flags = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
         modes = [module.training for module in self._modules]
         own = [getattr(optimizer, name, None) for name in ("inner_iter", "ball", "norm")]
-        return shape, tuple(map(_kind, leaves)), tuple(settings), (*flags, *modes, *own, lists.has_hooks(base))
+        around = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        return (
+            shape,
+            tuple(map(_kind, leaves)),
+            tuple(settings),
+            (*flags, *modes, *own, lists.has_hooks(base), around),
+        )
 
 
 def _warn(message: str) -> None:

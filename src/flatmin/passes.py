@@ -49,9 +49,15 @@ def only_cast(task: Task, inputs: Sequence[Any]) -> set[Tensor]:
     """The weights that a pass does nothing with but cast them. Not for RMP, whose noise is float32."""
     if task.autocast is None or not (task.wrapper is None or isinstance(task.wrapper, AMP)):
         return set()
-    with undone(task), task.precision():
+
+    def forth_and_back() -> None:
+        with task.precision():
+            result = task.loss_fn(task.model, *made)
+        torch.autograd.grad(task.loss_of(result), task.params, allow_unused=True)
+
+    with undone(task), torch.enable_grad():
         made = task.prepared(inputs)
-        return cast_once(task.params, task.autocast, lambda: task.loss_fn(task.model, *made))
+        return cast_once(task.params, task.autocast, forth_and_back)
 
 
 class Masks:
@@ -59,10 +65,9 @@ class Masks:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.rewind()
 
-    def rewind(self) -> None:
-        """The clean pass begins here."""
+    def clean_pass_begins(self) -> None:
+        """Here, after the batch, which may draw as well."""
         self.start = random_state(self.device)
 
     @contextmanager
@@ -145,6 +150,7 @@ class Passes:
         """The results of the first and of the last pass, and the last gradients."""
         task, wrapper = self.task, self.task.wrapper
         made = task.prepared(self.inputs)
+        self.masks.clean_pass_begins()
         _copy_beside(self.half)
         result: Any = None
         gradients: Gradients = {}
@@ -178,8 +184,9 @@ class Passes:
     def step_base(self) -> Tensor | None:
         """The base's own step with the last gradients, unless one of them was not finite; whether it was skipped."""
         task, wrapper = self.task, self.task.wrapper
-        for p, gradient in self.gradients.items():
-            p.grad = gradient
+        params = [p for group in task.base.param_groups for p in group["params"]]
+        for p in params:  # of all: what someone left in `.grad` is not of this step
+            p.grad = self.gradients.get(p)
         try:
             if wrapper is not None and self.perturbs:
                 step_unless(self.skip, wrapper._owners, list(self.gradients), wrapper._theta, task.scaler)
@@ -192,7 +199,7 @@ class Passes:
             else:
                 task.scaler.step(task.base)
         finally:
-            for p in self.gradients:
+            for p in params:
                 p.grad = None
         return None
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from numbers import Real
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -19,14 +20,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from flatmin import lists
+from flatmin.host_random import HostRandom
 from flatmin.packed import Packed
-from flatmin.passes import Masks, Passes, StandIns
+from flatmin.passes import Gradients, Masks, Passes, StandIns
 from flatmin.shell import Group
 from flatmin.task import CannotCaptureError, Task, undone
 from flatmin.wrapper import Last, loss_in
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 MOVED = ("lr", "epsilon", "inner_lr")  # the values of a group that may change without a new capture
+REPLACED = [0]  # how often a broken capture cost a generator's state: graphs that draw from the old one are stale
+WAITS = "called a synchronizing"  # how torch's warning begins
 WARM = 3  # runs before a capture: compilation, cuDNN's search, memory
 
 
@@ -92,19 +96,24 @@ class Recording:
     def _warm_up(self) -> None:
         self.space.stream.wait_stream(torch.cuda.current_stream(self.task.device))
         with torch.cuda.stream(self.space.stream):
-            before = torch.get_rng_state()
-            for _ in range(WARM):
-                gradients = self.passes.run()
-            _check_result(self.passes.result)
-            if not torch.equal(before, torch.get_rng_state()):
+            self._run()  # compiles, for which some draw random numbers
+            host = HostRandom()
+            for _ in range(WARM - 1):
+                gradients = self._run()
+            _check_result(self.passes.result, self.task.device)
+            if host.has_moved():
                 raise CannotCaptureError("it draws random numbers on the CPU, which a graph would repeat")
             with no_waiting():
-                self.passes.run()
+                self._run()
             if self.rates is not None:
                 if not lists.has_state(self.task.base, gradients):
                     raise StateMissingError
                 skip = torch.zeros((), dtype=torch.bool, device=self.task.device)
                 lists.rehearse_sgd(self.task.base, gradients, self.rates.there, skip)
+
+    def _run(self) -> Gradients:
+        self.masks.step_begins()
+        return self.passes.run()
 
     def _capture(self) -> None:
         task, space = self.task, self.space
@@ -136,7 +145,7 @@ class Recording:
         self.knobs.refresh()
         if self.rates is not None:
             self.rates.refresh()
-        self.masks.rewind()
+        self.masks.step_begins()
         self.graph.replay()
         skipped = None if self.inside else self.passes.step_base()
         fresh = self.packed.fresh()
@@ -156,15 +165,24 @@ class _Clones(Masks):
     """A graph cannot set a generator back, but it can draw from another one: a clone for each extra pass."""
 
     def __init__(self, device: torch.device, count: int) -> None:
+        super().__init__(device)
         self.origin = torch.cuda.default_generators[device.index or 0]
         self.clones = [self.origin.clone_state() for _ in range(count)]
-        super().__init__(device)
+        self.start_offset = self.ahead = 0  # ahead: what the batch draws before the clean pass begins
 
-    def rewind(self) -> None:
-        if self.clones:
-            start = self.origin.get_state()
-            for clone in self.clones:
-                clone.set_state(start)
+    def step_begins(self) -> None:
+        """Set the clones to where the clean pass will begin."""
+        if not self.clones:
+            return
+        start, self.start_offset = self.origin.get_state(), self.origin.get_offset()
+        for clone in self.clones:
+            clone.set_state(start)
+            if self.ahead:
+                clone.set_offset(self.start_offset + self.ahead)
+
+    def clean_pass_begins(self) -> None:
+        if self.clones and not torch.cuda.is_current_stream_capturing():
+            self.ahead = self.origin.get_offset() - self.start_offset
 
     @contextmanager
     def drawn_again(self, n: int) -> Iterator[None]:
@@ -187,6 +205,7 @@ def sound_generator(default: torch.Generator, device: torch.device) -> Iterator[
         fresh = torch.Generator(device)
         fresh.set_state(before)
         default.graphsafe_set_state(fresh)
+        REPLACED[0] += 1
         if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError | CannotCaptureError):
             raise
         said = str(error).strip().partition("\n")[0]
@@ -219,8 +238,9 @@ class _Knobs:
         params = [p for group in groups for p in group["params"]]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
         self.optimizer = optimizer  # not its groups: loading a checkpoint makes new ones
-        self.places = [(i, key) for i, group in enumerate(groups) for key in MOVED if _is_number(key, group.get(key))]
-        self.values = _Numbers(lambda: [float(self._groups[i][key]) for i, key in self.places], dtype, device)
+        places = [(i, key) for i, group in enumerate(groups) for key in MOVED if _is_number(key, group.get(key))]
+        self.places = places
+        self.values = _Numbers(lambda: [float(optimizer.param_groups[i][key]) for i, key in places], dtype, device)
 
     @property
     def _groups(self) -> list[Group]:
@@ -256,8 +276,10 @@ def _kept(given: Tensor, *, device: torch.device) -> Tensor:
     return there.requires_grad_(given.requires_grad)
 
 
-def _check_result(result: Any) -> None:
+def _check_result(result: Any, device: torch.device) -> None:
     for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.device != device:
+            raise CannotCaptureError(f"loss_fn returns a tensor on {leaf.device}, and the weights are on {device}")
         if not isinstance(leaf, PLAIN):
             raise CannotCaptureError(
                 f"loss_fn returns an object of type {type(leaf).__name__}; tensors come back in dicts, tuples and lists"
@@ -275,16 +297,27 @@ def captures_itself(task: Task) -> bool:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Raises where the host would wait for the device: there a capture would break off, and leave a mess."""
-    before = torch.cuda.get_sync_debug_mode()
+    """Raises at the end if the host waited for the device: there a capture would break off, and leave a mess.
+
+    By warnings, not errors, because the mode is everybody's: another thread, which loads data, may wait.
+    """
+    before, mine, waited = torch.cuda.get_sync_debug_mode(), get_ident(), list[str]()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "synchronization debug mode is a prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("warn")  # which warns that it is a prototype
+        warnings.filterwarnings("always", message=WAITS)
+        others = warnings.showwarning
+
+        def heard(message: Warning | str, *rest: Any, **more: Any) -> None:
+            if get_ident() == mine and WAITS in str(message):
+                waited.append(str(message))
+            elif get_ident() != mine:
+                others(message, *rest, **more)
+
+        warnings.showwarning = heard
         try:
             yield
-        except RuntimeError as error:
-            if "synchronizing" not in str(error):
-                raise
-            raise CannotCaptureError("it reads a number back from the device, to decide or to print") from error
         finally:
             torch.cuda.set_sync_debug_mode(before)
+    if waited:
+        raise CannotCaptureError("it reads a number back from the device, to decide or to print")

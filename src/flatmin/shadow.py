@@ -59,18 +59,19 @@ class _Uses(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@torch.no_grad()
 def cast_once(params: Iterable[Tensor], dtype: torch.dtype, work: Callable[[], object]) -> set[Tensor]:
-    """The float32 parameters with which `work` does one thing only: cast them to `dtype`, once.
+    """The float32 parameters with which `work`, forward and backward, does one thing only: cast them to `dtype`, once.
+
+    Not those whose gradient a hook of the user's gets: it would come in half precision.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> def work():
     ...     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-    ...         return layer(torch.ones(1, 2)) + layer.bias      # so the bias is used twice
+    ...         return layer(torch.ones(1, 2)).sum() + layer.bias.sum()      # so the bias is used twice
     >>> cast_once(layer.parameters(), torch.bfloat16, work) == {layer.weight}
     True
     """
     known = [p for p in params if p.dtype == torch.float32]
     with _Uses(known, dtype) as seen:
         work()
-    return {p for p in known if seen.uses[id(p)] == seen.casts[id(p)] == 1}
+    return {p for p in known if seen.uses[id(p)] == seen.casts[id(p)] == 1 and not p._backward_hooks}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from flatmin.host_random import HostRandom
 from flatmin.snapshot import Snapshot
 from flatmin.wrapper import Wrapper, loss_in
 
@@ -65,14 +66,22 @@ class Task:
             )
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def modules(self) -> list[nn.Module]:
+        """All that a step may run."""
+        roots = [part for part in (self.model, self.loss_fn, self.batch) if isinstance(part, nn.Module)]
+        return list(dict.fromkeys(module for root in roots for module in root.modules()))
+
     def generator(self) -> torch.Generator | None:
         """One that the optimizer draws from, beside the device's default one."""
         return getattr(self.optimizer, "generator", None)
 
 
 def computing_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast to that type, without its cache of cast weights: they change between the passes of a step."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+    """Autocast to that type, or as it is here, without its cache of cast weights: they change between passes."""
+    kind = device.type
+    if dtype is None and not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, dtype=dtype or torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 @contextmanager
@@ -81,13 +90,12 @@ def undone(task: Task) -> Iterator[None]:
 
     A buffer must be the same tensor afterwards: a graph knows nothing of one that took its place.
     """
-    modules = [module for module in (task.model, task.loss_fn) if isinstance(module, nn.Module)]
-    places = [(module._buffers, name) for root in modules for module in root.modules() for name in module._buffers]
+    modules, host = task.modules(), HostRandom()
+    places = [(module._buffers, name) for module in modules for name in module._buffers]
     buffers = [here[name] for here, name in places]
-    before = [Snapshot(module) for module in modules]
-    for snapshot in before:
-        snapshot.take_random([task.device])
-        snapshot.take_buffers()
+    before = Snapshot(nn.ModuleList(modules))
+    before.take_random([task.device])
+    before.take_buffers()
     own = task.generator()
     drawn = None if own is None else own.get_state()
     try:
@@ -97,9 +105,9 @@ def undone(task: Task) -> Iterator[None]:
     finally:
         for (here, name), buffer in zip(places, buffers, strict=True):
             here[name] = buffer
-        for snapshot in before:
-            snapshot.put_back_buffers()
-            snapshot.put_back_random()
+        before.put_back_buffers()
+        before.put_back_random()
+        host.put_back()
         if own is not None and drawn is not None:
             own.set_state(drawn)
         for p in task.params:

@@ -257,6 +257,7 @@ class Wrapper(Shell, ABC):
 
     def _move(self, n: int, scaler: GradScaler | None) -> None:
         self._perturb(n, inverse_scale(scaler, self._owners, self._home))
+        torch.clear_autocast_cache()  # where autocast is around the step, it would go on with the old weights
         new_gradients_come(scaler, self._owners)
 
     def _take(self, snapshot: Snapshot | None) -> None:
@@ -272,6 +273,7 @@ class Wrapper(Shell, ABC):
 
     def _put_back_theta(self) -> None:
         self._theta.put_back({param: param for param in self._theta})
+        torch.clear_autocast_cache()
 
     @torch.no_grad()
     def _step_base(self, scaler: GradScaler | None, **losses: Tensor | None) -> None:

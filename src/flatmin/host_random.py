@@ -1,0 +1,48 @@
+"""The random generators of the host: torch's, Python's, and numpy's where somebody has imported it.
+
+A CUDA graph repeats a number that was drawn on the host for ever, so a step that draws some must not be captured. A
+generator that a user keeps (`numpy.random.default_rng()`) cannot be seen from here.
+"""
+
+import pickle
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+class HostRandom:
+    """Their states as they are now.
+
+    >>> before = HostRandom()
+    >>> _ = random.random()
+    >>> before.has_moved()
+    True
+    >>> before.put_back()
+    >>> before.has_moved()
+    False
+    """
+
+    def __init__(self) -> None:
+        self.torch, self.python = torch.get_rng_state(), random.getstate()
+        self.numpy = None if (numpy := _numpy_random()) is None else numpy.get_state(legacy=False)
+
+    def has_moved(self) -> bool:
+        """Has anyone drawn from one since?"""
+        now = HostRandom()
+        return (
+            not torch.equal(self.torch, now.torch)
+            or self.python != now.python
+            or (self.numpy is not None and pickle.dumps(self.numpy) != pickle.dumps(now.numpy))
+        )
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            _numpy_random().set_state(self.numpy)
+
+
+def _numpy_random() -> Any:
+    return sys.modules.get("numpy.random")
