@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from flatmin import lists
 from flatmin.recording import MOVED, PLAIN, REPLACED, Recording, StateMissingError, Workspace, captures_itself
 from flatmin.shell import what
-from flatmin.task import CannotCaptureError, Task
+from flatmin.task import CannotCaptureError, Task, in_a_line
+from flatmin.tensors import ORDINARY
 
 SHAPES = 8  # recordings that are kept
 WORTH = 50  # replays that a capture must have to pay
@@ -140,7 +141,7 @@ class CapturedStep:
             raise
         except Exception as error:
             self._forget()
-            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            why = in_a_line(error)
             if self.compile and _is_the_compilers(error):  # the next call will capture what is not compiled
                 self.compile, message = False, f"this step cannot be compiled, and is captured as it is: {why}"
             else:
@@ -199,26 +200,29 @@ class CapturedStep:
                 key = self._key(inputs)
         recording = self._recordings.pop(key, None)
         if recording is None:
-            self._in_vain += 1
-            self._captures += 1
-            if self._in_vain > IN_VAIN:
-                raise CannotCaptureError(f"shapes or settings were new in each of {IN_VAIN} calls")
-            if self._captures > IN_VAIN + self._replays // WORTH:
-                raise CannotCaptureError(
-                    f"{self._captures - 1} captures for {self._replays} replays: more shapes than the {SHAPES} it keeps"
-                )
-            if self._space is None:
-                self._space = Workspace(task)
-            while len(self._recordings) >= SHAPES:
-                del self._recordings[next(iter(self._recordings))]
-            recording = Recording(
-                task, self._forward(), self._space, inputs, by_kernel=self._takes_sgd(), by_torch=self._by_torch()
-            )
+            recording = self._captured(inputs)
         else:
             self._in_vain = 0
             self._replays += 1
         self._recordings[key] = recording  # last: the first one is the one not used for longest
         return recording
+
+    def _captured(self, inputs: Sequence[Any]) -> Recording:
+        """A new one, unless there were too many for what they were used."""
+        self._in_vain += 1
+        self._captures += 1
+        if self._in_vain > IN_VAIN:
+            raise CannotCaptureError(f"shapes or settings were new in each of {IN_VAIN} calls")
+        if self._captures > IN_VAIN + self._replays // WORTH:
+            raise CannotCaptureError(
+                f"{self._captures - 1} captures for {self._replays} replays: more shapes than the {SHAPES} it keeps"
+            )
+        if self._space is None:
+            self._space = Workspace(self.task)
+        while len(self._recordings) >= SHAPES:
+            del self._recordings[next(iter(self._recordings))]
+        where = {"by_kernel": self._takes_sgd(), "by_torch": self._by_torch()}
+        return Recording(self.task, self._forward(), self._space, inputs, **where)
 
     def _look(self) -> None:
         """At what the graphs to come will stand on."""
@@ -246,7 +250,7 @@ class CapturedStep:
         tensors: list[Tensor] = [*task.params, *task.model.parameters(), *task.model.buffers()]
         if any(tensor.device != task.device for tensor in tensors):
             raise CannotCaptureError("weights and buffers are not all on one device")
-        if any(type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) for tensor in tensors):
+        if any(type(tensor) not in ORDINARY for tensor in tensors):
             raise CannotCaptureError("some weights or buffers are of a class of their own (sharded, quantised)")
         if any(isinstance(module, DistributedDataParallel) for module in task.model.modules()):
             raise CannotCaptureError("gradients of DistributedDataParallel meet in hooks that a graph does not call")
@@ -277,7 +281,7 @@ class CapturedStep:
         tensors = [p for group in task.optimizer.param_groups for p in group["params"]]
         for module in self._modules:
             tensors += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if self._takes_sgd() or self._by_torch():
+        if self._has_base_inside():
             tensors += [v for state in task.base.state.values() for v in state.values() if isinstance(v, Tensor)]
         return [REPLACED[0], *(tensor.data_ptr() for tensor in tensors)]
 
@@ -285,8 +289,11 @@ class CapturedStep:
         return self._suits and self.task.scaler is None and lists.is_plain_sgd(self.task.base)
 
     def _by_torch(self) -> bool:
-        """Is the base's own step in the graph?"""
         return self._changes <= CHANGES and captures_itself(self.task)
+
+    def _has_base_inside(self) -> bool:
+        """Is the base's update in the graph, by our kernel or by torch's? Else its settings and state are its own."""
+        return self._takes_sgd() or self._by_torch()
 
     def _only_settings_changed(self, key: Key) -> bool:
         return any((*other[:2], other[3]) == (*key[:2], key[3]) for other in self._recordings)
@@ -296,7 +303,7 @@ class CapturedStep:
         optimizer, base = self.task.optimizer, self.task.base
         leaves, shape = tree_flatten(tuple(inputs))
         moved = (*MOVED, "momentum", "weight_decay", "dampening") if self._takes_sgd() else MOVED
-        inside = self._takes_sgd() or self._by_torch()  # else the base's settings are its own business
+        inside = self._has_base_inside()
         settings = [
             (key, _fixed(value, moves=key in moved))
             for group in optimizer.param_groups

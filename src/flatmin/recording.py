@@ -24,7 +24,7 @@ from flatmin.host_random import HostRandom
 from flatmin.packed import Packed
 from flatmin.passes import Gradients, Masks, Passes, StandIns
 from flatmin.shell import Group
-from flatmin.task import CannotCaptureError, Task, undone
+from flatmin.task import CannotCaptureError, Task, in_a_line, undone
 from flatmin.wrapper import Last, loss_in
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -208,8 +208,7 @@ def sound_generator(default: torch.Generator, device: torch.device) -> Iterator[
         REPLACED[0] += 1
         if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError | CannotCaptureError):
             raise
-        said = str(error).strip().partition("\n")[0]
-        raise CannotCaptureError(f"a graph cannot hold what it does ({said})") from error
+        raise CannotCaptureError(f"a graph cannot hold what it does ({in_a_line(error)})") from error
 
 
 class _Numbers:
@@ -309,10 +308,10 @@ def no_waiting() -> Iterator[None]:
         others = warnings.showwarning
 
         def heard(message: Warning | str, *rest: Any, **more: Any) -> None:
-            if get_ident() == mine and WAITS in str(message):
-                waited.append(str(message))
-            elif get_ident() != mine:
+            if get_ident() != mine:
                 others(message, *rest, **more)
+            elif WAITS in str(message):
+                waited.append(str(message))
 
         warnings.showwarning = heard
         try:

@@ -22,6 +22,15 @@ class CannotCaptureError(RuntimeError):
     """What a step does that a CUDA graph cannot."""
 
 
+def in_a_line(error: BaseException) -> str:
+    """What it says, without the pages that torch adds.
+
+    >>> in_a_line(ValueError("no\\nand a trace")), in_a_line(MemoryError())
+    ('no', 'MemoryError')
+    """
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """The parts of a step."""

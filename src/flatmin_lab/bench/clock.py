@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from flatmin.task import in_a_line
+
 LONGEST = 0.25  # seconds of a block, if that is more than a step
 MIB = 2**20
 NO_POOL = (0, 0)
@@ -101,7 +103,7 @@ def reason(error: Exception) -> str:
     """In one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return in_a_line(error)
 
 
 # ---- memory
