@@ -9,8 +9,9 @@ import torch
 
 from flatmin_lab import models
 from flatmin_lab.data import Dataset, load
-from flatmin_lab.recipes import Recipe, differences, suited
+from flatmin_lab.recipe import Recipe, differences
 from flatmin_lab.records import Finished
+from flatmin_lab.suited import suited
 from flatmin_lab.train import train
 from small_runs import tiny_data
 
@@ -95,19 +96,12 @@ def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"epochs": 60},  # with the long training's radius
-        {"epochs": 400},
+        {"epochs": 100},
         {"lr": 0.05},
-        {"validation": True},
         {"augment": "none"},
         {"augment": "cutout", "settings": {"epsilon": 0.3, "inner_lr": 0.5}},  # only wide ones have it in the paper
         {"model": "convnet"},
-        {"model": "vgg16"},  # which has another radius
         {"model_settings": {"stem": 7}},
-        {"settings": {"epsilon": 0.4, "inner_lr": 1.0}},
-        {"settings": {"epsilon": 0.5, "inner_lr": 1.0, "ball": "tensor"}},
-        {"method": "rmp", "settings": {"epsilon": 3.0}},
-        {"method": "label_smoothing", "settings": {"smoothing": 0.9}},
         {"label_noise": 0.1},
         {"data": "digits"},
         {"ema": 0.9},
@@ -116,6 +110,26 @@ def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
 )
 def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes: dict[str, Any]) -> None:
     assert replace(suited("cifar10", photographs, method="amp"), **changes).protocol == "own"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epochs": 60}, "short, but epsilon 0.5"),  # with the long training's radius
+        ({"epochs": 400}, "paper, but 400 epochs"),
+        ({"validation": True}, "paper, but validation"),
+        ({"model": "vgg16"}, "paper, but epsilon 0.5, inner_lr 1.0"),  # which has another radius
+        ({"settings": {"epsilon": 0.4, "inner_lr": 1.0}}, "paper, but epsilon 0.4"),
+        ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "ball": "tensor"}}, "paper, but ball tensor"),
+        ({"method": "rmp", "settings": {"epsilon": 3.0}}, "paper, but epsilon 3.0"),
+        ({"method": "label_smoothing", "settings": {"smoothing": 0.9}}, "paper, but smoothing 0.9"),
+    ],
+    ids=str,
+)
+def test_what_differs_in_the_method_the_split_or_the_length_is_said(
+    photographs: Dataset, changes: dict[str, Any], said: str
+) -> None:
+    assert replace(suited("cifar10", photographs, method="amp"), **changes).protocol == said
 
 
 @pytest.mark.parametrize(

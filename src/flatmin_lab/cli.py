@@ -13,7 +13,7 @@ import torch
 import typer
 
 import flatmin
-from flatmin_lab import cli_bench, cli_judge, methods, models, show
+from flatmin_lab import cli_bench, cli_judge, cli_reproduce, methods, models, show
 from flatmin_lab import doctor as examination
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported
 from flatmin_lab.cli_seeds import train_seeds
@@ -21,7 +21,7 @@ from flatmin_lab.data import DATA_SETS
 from flatmin_lab.data.augment import KINDS
 from flatmin_lab.extras import need
 from flatmin_lab.machine import device_named, hardware
-from flatmin_lab.recipes import PRECISIONS
+from flatmin_lab.recipe import PRECISIONS
 from flatmin_lab.records import Finished
 from flatmin_lab.request import Request
 from flatmin_lab.schedules import SCHEDULES
@@ -246,7 +246,14 @@ def doctor(
             raise typer.Exit(1)
 
 
-for command in (cli_judge.evaluate, cli_judge.landscape, cli_judge.report, cli_judge.theory, cli_bench.bench):
+for command in (
+    cli_judge.evaluate,
+    cli_judge.landscape,
+    cli_reproduce.reproduce,
+    cli_judge.report,
+    cli_judge.theory,
+    cli_bench.bench,
+):
     app.command()(command)
 
 

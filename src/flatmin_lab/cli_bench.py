@@ -15,7 +15,7 @@ from flatmin_lab.cli_parts import Debug, Device, option, reported
 from flatmin_lab.data.augment import KINDS, Kind
 from flatmin_lab.files import BESIDE, written_whole
 from flatmin_lab.machine import device_named
-from flatmin_lab.recipes import PRECISIONS
+from flatmin_lab.recipe import PRECISIONS
 from flatmin_lab.records import RunError
 from flatmin_lab.signals import ended_by_signals
 

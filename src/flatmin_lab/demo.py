@@ -19,12 +19,13 @@ from flatmin_lab.data.digits import load
 from flatmin_lab.files import written_whole
 from flatmin_lab.machine import facts
 from flatmin_lab.methods import METHODS
-from flatmin_lab.recipes import suited
+from flatmin_lab.recipe import Job
 from flatmin_lab.records import Epoch, Finished
 from flatmin_lab.report.demo_page import demo_page, row
 from flatmin_lab.report.page import spread
-from flatmin_lab.runs import Job, cores, side_by_side
 from flatmin_lab.show import bars, say
+from flatmin_lab.suited import suited
+from flatmin_lab.workers import cores, side_by_side
 
 ORDER = ("erm", "amp", *(name for name in METHODS if name not in ("erm", "amp")))  # the two that matter come first
 COLUMNS = {

@@ -32,7 +32,7 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.methods import Method
-from flatmin_lab.recipes import Recipe
+from flatmin_lab.recipe import Recipe
 from flatmin_lab.surroundings import drawn_from, seed_generators
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,5 +1,6 @@
 """What a number was measured with: the hardware, the threads, the versions, the commit."""
 
+import os
 import platform
 import subprocess
 from functools import cache
@@ -50,7 +51,12 @@ def hardware(device: torch.device) -> str:
 
 @cache
 def commit() -> str | None:
-    """The commit of this source, marked where it was changed since; None where it is not a checkout."""
+    """The commit of this source, marked where it was changed since; None where it is not a checkout.
+
+    Where the source travels without its history, FLATMIN_COMMIT says which it is.
+    """
+    if said := os.environ.get("FLATMIN_COMMIT"):
+        return said
     here = Path(__file__)
 
     def git(*words: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.noise import with_wrong_labels
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.recipes import Recipe
+from flatmin_lab.recipe import Recipe
 
 
 class Prepared(NamedTuple):

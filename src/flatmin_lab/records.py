@@ -14,6 +14,10 @@ class RunError(RuntimeError):
     """A training that could not go on, although what was asked for made sense."""
 
 
+class BusyError(RunError):
+    """Another process is training in that folder."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Started:
     """Where a training begins: at step 0, or where a checkpoint left it."""
@@ -69,6 +73,7 @@ class Failed:
 
     what: str
     step: int | None = None
+    busy: bool = False  # another process has its folder: nothing is wrong with it
 
 
 @dataclass(frozen=True)

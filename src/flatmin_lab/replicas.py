@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.records import Failed, Note, Progress, Record, RunError, Started, Stopped
+from flatmin_lab.recipe import Job
+from flatmin_lab.records import BusyError, Failed, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.run_opening import check
-from flatmin_lab.runs import Job
 from flatmin_lab.train import check_asked, config_of, moments
 
 WARM = 5  # rounds of steps before a measurement: the first steps of a replica capture its graph
@@ -231,7 +231,7 @@ def _by_turns(
                     record = Note("there is no memory for it beside the others; it waits until one of them has ended")
                 elif error is not None:
                     failed.append(error)
-                    record = Failed(_said(error), replica.step)
+                    record = Failed(_said(error), replica.step, busy=isinstance(error, BusyError))
                 only_steps &= record is None or isinstance(record, Progress)
                 if record is not None:
                     yield replica.number, record

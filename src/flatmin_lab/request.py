@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from flatmin_lab import run_config
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.progress import download_bar
-from flatmin_lab.recipes import Recipe, suited
+from flatmin_lab.recipe import Recipe
+from flatmin_lab.suited import suited
 
 
 class Plan(NamedTuple):

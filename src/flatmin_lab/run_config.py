@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flatmin_lab import checkpoint
 from flatmin_lab.checkpoint import Checkpoint, DamagedError
-from flatmin_lab.recipes import Recipe, differences
+from flatmin_lab.recipe import Recipe, differences
 
 IDENTITY = ("recipe", "seed", "data_sha256")
 

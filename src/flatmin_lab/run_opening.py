@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from flatmin_lab import checkpoint
 from flatmin_lab.files import BESIDE, lock, settle, sweep
-from flatmin_lab.records import RunError
+from flatmin_lab.records import BusyError, RunError
 from flatmin_lab.run_config import check_same, exists, stored
 from flatmin_lab.run_folder import RunFolder
 
@@ -76,7 +76,7 @@ def _hold(path: Path) -> IO[bytes]:
         lock(held, f"another process is training in {path}; wait for it to end, or choose another folder with --out")
     except BlockingIOError as error:
         held.close()
-        raise RunError(str(error)) from error
+        raise BusyError(str(error)) from error
     return held
 
 

@@ -15,14 +15,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from flatmin_lab.recipes import Recipe
+from flatmin_lab.recipe import Recipe
 from flatmin_lab.records import Epoch, Finished, Note, Record, Started, Stopped
 from flatmin_lab.records import Progress as Done
 from flatmin_lab.results import split_of
 
 LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
-PROTOCOLS = {"paper": "; the paper's protocol", "short": "; the paper's protocol, shortened", "own": ""}
+PROTOCOLS = {"paper": "; the paper's protocol", "short": "; the paper's protocol, shortened"}
 FURTHER = {"adaptive_ece": "ECE, bins of equal number", "brier": "Brier score"}
 FLAT = {
     "loss": "training loss",
@@ -85,7 +85,7 @@ def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
     return (
         f"{recipe.method}{f' ({settings})' if settings else ''}: {recipe.model} on {recipe.data}, "
         f"{epochs_in_words(recipe.epochs)}, batches of {recipe.batch_size}, {seeds}, "
-        f"{recipe.precision} on {hardware}{PROTOCOLS[recipe.protocol]}"
+        f"{recipe.precision} on {hardware}{PROTOCOLS.get(recipe.protocol, '')}"
     )
 
 

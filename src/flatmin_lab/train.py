@@ -31,7 +31,7 @@ from flatmin_lab.learner import Learner
 from flatmin_lab.machine import facts
 from flatmin_lab.middle import Middle
 from flatmin_lab.prepared import prepared
-from flatmin_lab.recipes import Recipe
+from flatmin_lab.recipe import Recipe
 from flatmin_lab.records import Epoch, Finished, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.results import result_of
 from flatmin_lab.run_folder import RunFolder

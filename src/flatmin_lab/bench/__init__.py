@@ -28,7 +28,7 @@ from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.learner import AUTOCAST
 from flatmin_lab.machine import facts
-from flatmin_lab.recipes import PRECISIONS
+from flatmin_lab.recipe import PRECISIONS
 from flatmin_lab.surroundings import Surroundings
 
 LEAST, ROUNDS = 5, 10  # blocks of steps: at least and at most

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from flatmin_lab.data.autoaugment import AutoAugment
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.made import SUFFIX
 
 Kind = Literal["none", "vanilla", "cutout", "autoaugment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -154,8 +155,8 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
     """
     if kind not in KINDS:
         raise ValueError(f"unknown augmentation {kind!r}; choose from {', '.join(KINDS)}")
-    known = isinstance(data, str) or tuple(data.train.shape) == SHAPES.get(data.name)
-    name = (data if isinstance(data, str) else data.name) if known else ""
+    name = (data if isinstance(data, str) else data.name).removesuffix(SUFFIX)
+    name = name if isinstance(data, str) or tuple(data.train.shape) == SHAPES.get(name) else ""
     if isinstance(data, str) and data not in CROPS:
         raise ValueError(
             f"the augmentation of {data!r} is not known; choose from {', '.join(CROPS)}, "

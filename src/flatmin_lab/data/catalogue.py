@@ -2,6 +2,7 @@
 
 load("cifar10", "data")      looks in data/ and data/cifar10/, for the unpacked folder and for the archive
 load("digits")               embedded; needs no file
+load("cifar10-made")         in the shape of CIFAR-10, made on the spot
 load("pets.npz"), load("pictures/pets")
 """
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from flatmin_lab.data import cifar, digits, folder, npz, spiral, svhn
+from flatmin_lab.data import cifar, digits, folder, made, npz, spiral, svhn
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.download import REMOTE, Progress, fetch
 
@@ -34,7 +35,8 @@ def _svhn(name: str, root: Path) -> Dataset | None:
 
 OFFICIAL: dict[str, Callable[[str, Path], Dataset | None]] = {"cifar10": _cifar, "cifar100": _cifar, "svhn": _svhn}
 EMBEDDED: dict[str, Callable[[], Dataset]] = {"digits": digits.load, "spiral": spiral.load}
-DATA_SETS = (*OFFICIAL, *EMBEDDED)
+MADE = tuple(f"{name}{made.SUFFIX}" for name in OFFICIAL)
+DATA_SETS = (*OFFICIAL, *EMBEDDED)  # those that are real; the spiral is the paper's own
 
 
 def load(
@@ -60,6 +62,8 @@ def load(
 def _load(name: str, root: Path, *, download: bool, progress: Progress | None, size: tuple[int, int] | None) -> Dataset:
     if name in EMBEDDED:
         return EMBEDDED[name]()
+    if name in MADE:
+        return made.load(name)
     if name in OFFICIAL:
         found = OFFICIAL[name](name, root)
         if found is None and download:

@@ -58,25 +58,28 @@ class PreActResNet(nn.Module):
         dropout: float = 0.0,
         shortcut: Shortcut = "activated",
         bias: bool = True,
+        width: int = 64,
     ) -> None:
         super().__init__()
         check(num_classes, in_channels, dropout)
+        if width < 1:
+            raise ValueError(f"a PreActResNet's width must be at least 1, got {width}")
         if shortcut not in SHORTCUTS:
             raise ValueError(f"unknown shortcut {shortcut!r}; choose from {', '.join(SHORTCUTS)}")
-        self.stem = conv3x3(in_channels, 64)
+        self.stem = conv3x3(in_channels, width)
         groups: list[nn.Module] = []
-        channels = 64
+        channels = width
         for number, count in enumerate(blocks):
-            width = 64 << number
+            inner = width << number
             group: list[nn.Module] = []
             for place in range(count):
                 stride = 2 if number and not place else 1
                 taken = shortcut if number or place else "activated"
                 block = Block(
-                    channels, width, stride, bottleneck=bottleneck, dropout=dropout, shortcut=taken, bias=bias
+                    channels, inner, stride, bottleneck=bottleneck, dropout=dropout, shortcut=taken, bias=bias
                 )
                 group.append(block)
-                channels = 4 * width if bottleneck else width
+                channels = 4 * inner if bottleneck else inner
             groups.append(nn.Sequential(*group))
         self.groups = nn.Sequential(*groups)
         self.head = head(channels, num_classes, dropout)

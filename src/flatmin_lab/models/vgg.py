@@ -8,17 +8,24 @@ from torch import Tensor, nn
 
 from flatmin_lab.models.layers import check, conv3x3, initialise, relu
 
-# convolutions in each of the five groups of 64, 128, 256, 512 and 512 channels
+# convolutions in each of the five groups, which have 1, 2, 4, 8 and 8 times the width: 64 to 512 channels
 DEPTHS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-WIDTHS = (64, 128, 256, 512, 512)
-SIDE = 2 ** len(WIDTHS)
+TIMES = (1, 2, 4, 8, 8)
+SIDE = 2 ** len(TIMES)
 
 
 class VGG(nn.Module):
     """33,646,666 parameters at depth 16 for 10 classes."""
 
     def __init__(
-        self, depth: int = 16, *, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.0, hidden: int = 4096
+        self,
+        depth: int = 16,
+        *,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        dropout: float = 0.0,
+        hidden: int = 4096,
+        width: int = 64,
     ) -> None:
         super().__init__()
         check(num_classes, in_channels, dropout)
@@ -26,12 +33,14 @@ class VGG(nn.Module):
             raise ValueError(f"VGG has a depth of {', '.join(map(str, DEPTHS))}, got {depth}")
         if hidden < 1:
             raise ValueError(f"VGG's hidden layers must have at least 1 neuron, got {hidden}")
+        if width < 1:
+            raise ValueError(f"VGG's width must be at least 1, got {width}")
         layers: list[nn.Module] = []
         channels = in_channels
-        for width, count in zip(WIDTHS, DEPTHS[depth], strict=True):
+        for times, count in zip(TIMES, DEPTHS[depth], strict=True):
             for _ in range(count):
-                layers += [conv3x3(channels, width, bias=True), nn.BatchNorm2d(width), *relu(dropout)]
-                channels = width
+                layers += [conv3x3(channels, times * width, bias=True), nn.BatchNorm2d(times * width), *relu(dropout)]
+                channels = times * width
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(
@@ -48,7 +57,7 @@ class VGG(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if min(x.shape[2:]) < SIDE:
             raise ValueError(
-                f"VGG halves pictures {len(WIDTHS)} times and needs at least {SIDE} by {SIDE} pixels, "
+                f"VGG halves pictures {len(TIMES)} times and needs at least {SIDE} by {SIDE} pixels, "
                 f"got {x.shape[2]} by {x.shape[3]}; use another model for small pictures"
             )
         logits: Tensor = self.classifier(self.features(x))

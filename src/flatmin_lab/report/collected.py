@@ -1,7 +1,8 @@
 """Finished runs, read from their folders: what the report is a view of. What cannot be read is named, and left out.
 
-A run is a folder with config.json and result.json; metrics.jsonl, evaluation.json and landscape.json add to it. A
-result may also be a single JSON file. Anyone may have written these files: each is checked before it is believed.
+A run is a folder with config.json and result.json; metrics.jsonl, evaluation.json and landscape.json add to it. Or it
+is one JSON file with all of that in it, as `flatmin reproduce` writes it. Anyone may have written these files: each is
+checked before it is believed.
 """
 
 import json
@@ -61,7 +62,7 @@ def collect(paths: Iterable[Path]) -> Collected:
             places.setdefault(place.resolve(), place)
     for place in places.values():
         try:
-            found.runs.append(_folder(place, found.broken) if place.is_dir() else _file(place))
+            found.runs.append(_folder(place, found.broken) if place.is_dir() else read_result(place, found.broken))
         except (ValueError, OSError) as error:
             found.broken.append(Broken(place, str(error)))
     if not found.runs and not found.broken:
@@ -105,8 +106,23 @@ def _json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from error
 
 
-def _file(path: Path) -> Run:
-    return Run(path, trusted.result(_read(path)))
+def read_result(path: Path, broken: list[Broken] | None = None) -> Run:
+    """A result that is one file: what was measured afterwards, and the curves, are in it."""
+    content = _read(path)
+    result = trusted.result(content)
+    parts: dict[str, Any] = {"curves": [], "evaluation": {}, "landscape": None}
+    for part, check in (
+        ("curves", trusted.curves),
+        ("evaluation", trusted.evaluation),
+        ("landscape", trusted.landscape),
+    ):
+        inside = content if part == "evaluation" else content.get(part)
+        if inside is not None:
+            try:
+                parts[part] = check(inside, result)
+            except ValueError as error:
+                (broken if broken is not None else []).append(Broken(path, f"its {part} is not used: {error}"))
+    return Run(path, result, parts["curves"], parts["evaluation"], parts["landscape"])
 
 
 def _folder(path: Path, broken: list[Broken]) -> Run:
@@ -123,7 +139,9 @@ def _folder(path: Path, broken: list[Broken]) -> Run:
     for name, check in ((judgements.EVALUATION, trusted.evaluation), (judgements.LANDSCAPE, trusted.landscape)):
         if (path / name).exists():
             try:
-                kept[name] = check(_read(path / name), result["epochs"])
+                found = _read(path / name)
+                trusted.check_end(found, result["epochs"])
+                kept[name] = check(found, result)
             except (ValueError, OSError) as error:
                 broken.append(Broken(path / name, f"not used: {error}"))
     return Run(path, result, lines, kept.get(judgements.EVALUATION, {}), kept.get(judgements.LANDSCAPE))

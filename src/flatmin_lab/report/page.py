@@ -10,6 +10,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+FEW = 3  # trainings, below which there is no deviation and no test
+
 
 def render(template: str, **values: Any) -> str:
     """Everything that is put in is escaped, but for `Markup`: names in run folders are anybody's."""
@@ -26,15 +28,16 @@ def _environment() -> Environment:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Mean ± deviation.
+    """Mean ± deviation; fewer than three values singly, for two have no spread worth a number.
 
-    >>> spread([1.0, 2.0, 3.0])
-    '2.0 ± 1.0'
+    >>> spread([1.0, 2.0, 3.0]), spread([1.0, 2.5])
+    ('2.0 ± 1.0', '1.0, 2.5')
     """
     if not values:
         return "not finite"
-    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{deviation}"
+    if len(values) < FEW:
+        return ", ".join(f"{value:.{digits}f}" for value in values)
+    return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -63,21 +63,22 @@ def _is_bins(bins: Any) -> bool:
     )
 
 
-def evaluation(found: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """evaluation.json: its attack and its flatness."""
-    _of_the_end(found, epochs)
+def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """Its attacks and its flatness."""
     parts: dict[str, Any] = {}
-    attack, flat = found.get("attack"), found.get("flatness")
-    if attack is not None:
-        _object(attack, "attack")
-        for name in ("fgsm_error", "pgd_error"):
-            _check(attack, name, is_share, "a share from 0 to 1")
-        for name in ("radius", "step_size"):
-            _check(attack, name, is_number, "a number")
-        for name in ("steps", "pictures"):
-            _check(attack, name, is_count, "a whole number above 0")
-        _check(attack, "norm", lambda value: value in NORMS, "a norm")
-        parts["attack"] = attack
+    for kind in ("attack", "attack_normalised"):
+        attack = found.get(kind)
+        if attack is not None:
+            _object(attack, kind)
+            for name in ("fgsm_error", "pgd_error"):
+                _check(attack, name, is_share, "a share from 0 to 1")
+            for name in ("radius", "step_size"):
+                _check(attack, name, is_number, "a number")
+            for name in ("steps", "pictures"):
+                _check(attack, name, is_count, "a whole number above 0")
+            _check(attack, "norm", lambda value: value in NORMS, "a norm")
+            parts[kind] = attack
+    flat = found.get("flatness")
     if flat is not None:
         _object(flat, "flatness")
         _check(flat, "epsilon", is_number, "a number")
@@ -91,9 +92,20 @@ def evaluation(found: dict[str, Any], epochs: int) -> dict[str, Any]:
     return parts
 
 
-def landscape(found: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """landscape.json: an axis, and for each split a line and perhaps a plane, as long and as wide as it."""
-    _of_the_end(found, epochs)
+def curves(found: Any, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A number an epoch for each name, as the lines that a run's folder has."""
+    _object(found, "curves")
+    split, epochs = split_of(result), result["epochs"]
+    for name, values in found.items():
+        if not isinstance(values, list) or len(values) != epochs or not all(v is None or is_number(v) for v in values):
+            raise ValueError(f"{name} must be {epochs} numbers, one an epoch")
+    names = {name: f"{split}_{name}" if name in ("error", "nll", "ece") else name for name in found}
+    return [{names[name]: values[epoch] for name, values in found.items()} for epoch in range(epochs)]
+
+
+def landscape(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
+    """An axis, and for each split a line and perhaps a plane, as long and as wide as it."""
+    _object(found, "landscape")
     axis = found.get("axis")
     if not isinstance(axis, list) or len(axis) < 3 or not all(map(is_number, axis)) or axis != sorted(set(axis)):
         raise ValueError("its axis is not three rising numbers or more")
@@ -117,7 +129,8 @@ def landscape(found: dict[str, Any], epochs: int) -> dict[str, Any]:
                 raise ValueError(f"the plane of {name} must have {len(axis)} rows")
             for row in plane:
                 _row(row, len(axis))
-    return found
+    checked: dict[str, Any] = found
+    return checked
 
 
 def _row(row: object, points: int) -> None:
@@ -125,7 +138,8 @@ def _row(row: object, points: int) -> None:
         raise ValueError(f"a row of the landscape must have {points} numbers")
 
 
-def _of_the_end(found: Mapping[str, Any], epochs: int) -> None:
+def check_end(found: Mapping[str, Any], epochs: int) -> None:
+    """Whether it was measured of the last weights."""
     if found.get("epoch") != epochs:
         raise ValueError(f"it was measured after epoch {found.get('epoch')!r}, and the training ended after {epochs}")
 

@@ -1,0 +1,139 @@
+"""Which runs are there: a result file for each that finished, a folder for each that was begun.
+
+    results/short/cifar10-preactresnet18-amp-0.json           what came of it: small, kept, the evidence
+    results/short/cifar10-preactresnet18-amp-1.failed.json    what it failed with
+    results/planned.json                                      what was to be run, written down before it ran
+    runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and of no use once all is measured
+
+A result file is result.json with what was measured afterwards, and the curves of the training.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+from flatmin_lab import checkpoint, run_config
+from flatmin_lab.files import written_whole
+from flatmin_lab.json_numbers import numbers
+from flatmin_lab.methods import resolved
+from flatmin_lab.recipe import SPEED, Job
+from flatmin_lab.run_config import read_json
+
+State = Literal["done", "unmeasured", "without weights", "failed", "begun", "missing"]
+PLANNED, FAILED = "planned.json", ".failed.json"
+CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, as far as known
+
+
+@dataclass(frozen=True)
+class Ledger:
+    results: Path
+    runs: Path
+
+    def file(self, job: Job) -> Path:
+        return self.results / f"{job.recipe.name}-{job.seed}.json"
+
+    def failure(self, job: Job) -> Path:
+        return self.results / f"{job.recipe.name}-{job.seed}{FAILED}"
+
+    def folder(self, job: Job) -> Path:
+        return self.runs / f"{job.recipe.name}-{job.seed}"
+
+    def result(self, job: Job) -> dict[str, Any] | None:
+        """Of a finished run; an error where the file is another recipe's."""
+        if not self.file(job).exists():
+            return None
+        found = read_json(self.file(job))
+        if apart := _apart(found, job):
+            raise ValueError(
+                f"{self.file(job)} is of another training: {'; '.join(apart)}. Move it away, or give other --results"
+            )
+        return found
+
+    def state(self, job: Job, parts: Iterable[str] = ()) -> State:
+        """How far a run is, where these parts are wanted of it."""
+        found = self.result(job)
+        if found is not None:
+            if all(part in found for part in parts):
+                return "done"
+            return "unmeasured" if checkpoint.listed(self.folder(job)) else "without weights"
+        if self.failure(job).exists():
+            return "failed"
+        return "begun" if run_config.exists(self.folder(job)) else "missing"
+
+    def write(self, job: Job, result: Mapping[str, Any]) -> Path:
+        """A run's result; what it failed with before is forgotten."""
+        _write(self.file(job), result)
+        self.failure(job).unlink(missing_ok=True)
+        return self.file(job)
+
+    def write_failure(self, job: Job, what: str, step: int | None, facts: Mapping[str, Any]) -> None:
+        said = {"name": job.recipe.name, "protocol": job.recipe.protocol, **_known(job)}
+        _write(self.failure(job), {**said, "error": what, "step": step, **facts})
+
+    # ---- what was planned
+
+    def planned(self) -> list[dict[str, Any]]:
+        """In the order of their planning: name, seed and day."""
+        path = self.results / PLANNED
+        return list(read_json(path).get("runs", [])) if path.exists() else []
+
+    def plan(self, jobs: Sequence[Job], today: date) -> int:
+        """Write down what is to be run, before it is; how many of these are new."""
+        known = self.planned()
+        there = {(run["name"], run["seed"]) for run in known}
+        new = [
+            {"name": job.recipe.name, "seed": job.seed, "planned": today.isoformat()}
+            for job in jobs
+            if (job.recipe.name, job.seed) not in there
+        ]
+        if new:
+            lines = ",\n".join(f"  {json.dumps(run)}" for run in [*known, *new])
+            _written(self.results / PLANNED, f'{{"runs": [\n{lines}\n]}}\n')
+        return len(new)
+
+
+def curves_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, list[float | None]]:
+    """An epoch a number, to six digits."""
+    keys = {name: name if name in lines[-1] else f"{split}_{name}" for name in CURVES}
+    return {name: numbers([line.get(key) for line in lines]) for name, key in keys.items() if key in lines[-1]}
+
+
+def tidy(folder: Path) -> None:
+    """Of a finished run the last weights are enough."""
+    for old in checkpoint.listed(folder)[1:]:
+        with suppress(OSError):
+            old.unlink()
+
+
+def _known(job: Job) -> dict[str, Any]:
+    """What names a training in a table."""
+    recipe = job.recipe
+    names = {"data": recipe.data, "model": recipe.model, "method": recipe.method, "seed": job.seed}
+    return {**names, "settings": resolved(recipe.method, recipe.settings), "augment": recipe.augment}
+
+
+def _apart(found: Mapping[str, Any], job: Job) -> list[str]:
+    """In what a result differs from what is asked for; how fast it was computed is nothing of that kind."""
+    asked = {**job.recipe.as_json(), **_known(job)}
+    ignored = {"name", *(key for key in SPEED if key != "precision")}
+    return [
+        f"{key} is {found.get(key)!r} there and {value!r} here"
+        for key, value in asked.items()
+        if key not in ignored and json.dumps(found.get(key)) != json.dumps(value)
+    ]
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """A key a line: small, and a change is one line."""
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items())
+    _written(path, f"{{\n{lines}\n}}\n")
+
+
+def _written(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as file:
+        file.write(text.encode())

@@ -1,0 +1,55 @@
+"""The recipe that suits a data set: the paper's protocol, in small for small sets.
+
+recipe = suited("cifar10", data, method="amp")
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from flatmin_lab import models
+from flatmin_lab.data.augment import Kind
+from flatmin_lab.data.catalogue import DATA_SETS
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.recipe import BATCH, Recipe, perturbation
+
+SMALL: dict[str, dict[str, Any]] = {
+    "digits": {"model": "convnet", "model_settings": {"width": 16}, "augment": "none", "epochs": 24},
+    "spiral": {"model": "mlp", "augment": "none", "epochs": 300, "schedule": "cosine"},
+}
+
+
+def suited(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> Recipe:
+    """The recipe for a data set: the paper's protocol, in small for small sets; `changes` are fields of it.
+
+    A model given by name brings its own settings; AMP's radius follows model, augmentation and length where it is not
+    among the method's `settings`.
+    """
+    values: dict[str, Any] = dict(SMALL.get(name) or {"model": _model_for(data), "augment": _augment_for(data)})
+    if name not in DATA_SETS:
+        values["batch_size"] = _batch_for(len(data.train), validation=changes.get("validation", False))
+    if "model" in changes:
+        values = {key: value for key, value in values.items() if key != "model_settings"}
+    values = {**values, **changes}
+    shaped = models.settings_for(values["model"], data.train.shape)
+    values["model_settings"] = {**shaped, **values.get("model_settings", {})}
+    recipe = Recipe(data=name, method=method, **values)
+    if method != "amp":
+        return recipe
+    return replace(recipe, settings={**perturbation(recipe), **recipe.settings})
+
+
+def _model_for(data: Dataset) -> str:
+    if not data.train.pictures:
+        return "mlp"
+    return "preactresnet18" if min(data.train.shape[1:]) >= 32 else "convnet"
+
+
+def _batch_for(count: int, *, validation: bool) -> int:
+    """The paper's, or less where there are fewer pictures, or where one would be left alone in the last batch."""
+    count -= round(count * 0.1) if validation else 0
+    sizes = (size for size in range(min(BATCH, count), 1, -1) if count % size != 1)
+    return next(sizes, max(count, 1))
+
+
+def _augment_for(data: Dataset) -> Kind:
+    return "vanilla" if data.train.pictures else "none"

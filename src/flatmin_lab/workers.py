@@ -1,0 +1,178 @@
+"""Many trainings side by side, each in a process of its own with one thread: a small network keeps one core busy.
+
+With one thread a training gives the same bits whatever else runs, so results do not depend on the number of workers. A
+worker has a pipe of its own to its parent, and no lock with anyone: one that dies (killed, out of memory) takes its own
+task with it and nothing else.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from flatmin_lab.data.catalogue import load
+from flatmin_lab.recipe import Job
+from flatmin_lab.records import Progress, Record, RunError
+from flatmin_lab.train import train
+
+Task = TypeVar("Task")
+Stop = Callable[[], str | None]
+Work = Callable[[Task, Stop], Iterator[tuple[int, Record]]]
+PARENT = "the parent"  # who stopped it, as a worker sees it
+
+
+class Died(NamedTuple):
+    """How a worker ended that did not finish its task."""
+
+    why: str
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def side_by_side(
+    jobs: Sequence[Job], *, workers: int | None = None, root: Path | str = "data"
+) -> Iterator[tuple[int, Record]]:
+    """The records of all jobs as they come, each with its job's number; those inside an epoch are left out."""
+    tasks = [(number, job, str(root)) for number, job in enumerate(jobs)]
+    for _, said in in_processes(_train, tasks, workers=workers):
+        if isinstance(said, Died):
+            raise RunError(f"one of the trainings failed: {said.why}")
+        yield said
+
+
+def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Record]]:
+    number, job, root = task
+    for record in train(job.recipe, load(job.recipe.data, root), seed=job.seed, stop=stop):
+        if not isinstance(record, Progress):
+            yield number, record
+
+
+def in_processes(
+    work: Work[Task], tasks: Sequence[Task], *, workers: int | None = None, stop: Stop = lambda: None
+) -> Iterator[tuple[Task, tuple[int, Record] | Died]]:
+    """What `work(task, stop)` yields for each task, in so many processes; `Died` where it raised, or its process died.
+
+    `work` is a function of a module. Where `stop` gives a reason, those that work are asked to stop; no other task is
+    begun.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads half alive
+    ending = context.RawValue("b", 0)  # read without a lock
+    waiting = deque(tasks)
+    crew: dict[Connection, _Worker[Task]] = {}
+    try:
+        while crew or (waiting and not stop()):
+            while waiting and not stop() and len(crew) < min(workers or cores(), len(tasks)):
+                worker = _Worker(context, work, ending)
+                crew[worker.pipe] = worker
+                worker.give(waiting.popleft())
+            ending.value = bool(stop())
+            for pipe in wait(list(crew), timeout=0.1):
+                worker = crew[pipe]  # type: ignore[index]
+                said = worker.hear()
+                if said is not None:
+                    yield worker.task, said
+                if said is None or isinstance(said, Died):
+                    if worker.is_alive() and waiting and not stop():
+                        worker.give(waiting.popleft())
+                    else:
+                        crew.pop(worker.pipe).dismiss()
+    finally:  # whatever happened, nobody goes on working for nothing
+        ending.value = 1
+        for worker in crew.values():
+            worker.dismiss()
+
+
+class _Worker(Generic[Task]):
+    """A process, seen from its parent."""
+
+    task: Task
+
+    def __init__(self, context: SpawnContext, work: Work[Task], ending: Any) -> None:
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(there, work, ending))
+        with _deaf_to_ctrl_c():  # which it inherits, so that it is deaf while it still imports
+            self.process.start()
+        there.close()  # so that the end of the process is the end of the pipe
+
+    def give(self, task: Task) -> None:
+        self.task = task
+        with suppress(BrokenPipeError):  # it has died: hear() will say so
+            self.pipe.send(task)
+
+    def hear(self) -> tuple[int, Record] | Died | None:
+        """What came of its task; None at its end."""
+        try:
+            return self.pipe.recv()  # type: ignore[no-any-return]
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            return Died(f"its process ended with {_exit(self.process.exitcode)}")
+
+    def is_alive(self) -> bool:
+        return self.process.exitcode is None and not self.pipe.closed
+
+    def dismiss(self) -> None:
+        with suppress(OSError):
+            self.pipe.send(_Enough())
+        while self.process.exitcode is None:  # it may be saying something, and wait for a reader
+            with suppress(EOFError, OSError):
+                while self.pipe.poll(0.05):
+                    self.pipe.recv()
+            self.process.join(0.05)
+        self.pipe.close()
+
+
+class _Enough:
+    """There are no more tasks."""
+
+
+def _exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    return f"exit code {code}"
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _serve(pipe: Connection, work: Work[Any], ending: Any) -> None:
+    """A worker's life: one thread, Ctrl-C is the parent's business, and without a parent there is no work."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    while not isinstance(task := pipe.recv(), _Enough):
+        try:
+            for said in work(task, lambda: PARENT if ending.value else None):
+                pipe.send(said)
+        except Exception as error:
+            plain = isinstance(error, RunError | ValueError | OSError)
+            pipe.send(Died(f"{'' if plain else type(error).__name__ + ': '}{error or type(error).__name__}"))
+        else:
+            pipe.send(None)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
