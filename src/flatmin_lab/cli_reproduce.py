@@ -13,6 +13,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flatmin_lab import afterwards, estimate, show
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, reported
@@ -82,13 +83,9 @@ def reproduce(
             "data": _words(data, {_plain(recipe.data) for one in chosen for recipe in one.recipes}, "--data"),
             "models": _words(models, {recipe.model for one in chosen for recipe in one.recipes}, "--models"),
         }
-        parts = tuple(
-            dict.fromkeys(
-                [*(part for one in chosen for part in one.parts), *_words(measure, set(afterwards.PARTS), "--measure")]
-                if measure
-                else [part for one in chosen for part in one.parts]
-            )
-        )
+        own = [part for one in chosen for part in one.parts]
+        asked = _words(measure, set(afterwards.PARTS), "--measure") if measure else set()
+        parts = tuple(part for part in afterwards.PARTS if part in asked or part in own)
         jobs = _jobs(chosen, _seeds(seeds), wanted)
         if plan:
             new = ledger.plan(jobs, datetime.now(timezone.utc).date())
@@ -108,7 +105,7 @@ def reproduce(
         how = How(ledger, parts, root, together, checkpoint_epochs)
         failed, reason = _run(todo, how, devices, workers, console)
         for one in chosen:
-            _show(one, ledger)
+            _show(one, ledger, {(_plain(job.recipe.data), job.recipe.model) for job in jobs})
         if reason is not None:
             show.say(console, f"stopped by {reason}; the same command goes on")
             raise typer.Exit(CODES[reason])
@@ -210,7 +207,7 @@ def _list(exhibits: Sequence[Exhibit], ledger: Ledger) -> None:
             str(states["failed"] or ""),
             str(missing or ""),
         )
-    Console(highlight=False, soft_wrap=True).print(table)
+    _wide().print(table)
 
 
 def _say_what_is_there(
@@ -255,7 +252,7 @@ def _dry_run(
     for job in todo:
         time = took.get(job_key(job))
         table.add_row(job.recipe.name, str(job.seed), states[job_key(job)], "" if time is None else _time(time))
-    Console(highlight=False, soft_wrap=True).print(table)
+    _wide().print(table)
     beside = min(workers or cores(), max(len(todo), 1)) if devices[0] == "cpu" else len(devices)
     total = max([sum(seconds) / beside, *seconds])
     where_words = f"{beside} process{'es' if beside > 1 else ''}" if devices[0] == "cpu" else f"{beside} GPU(s)"
@@ -325,31 +322,42 @@ def _said(record: Record, job: Job) -> Iterator[tuple[str, str]]:
             yield f"note: {record.text}", "yellow"
 
 
-def _show(exhibit: Exhibit, ledger: Ledger) -> None:
-    """The table, ours beside the paper's."""
+def _show(exhibit: Exhibit, ledger: Ledger, wanted: set[tuple[str, str]]) -> None:
+    """The table, ours beside the paper's: the rows of these data sets and networks."""
     exhibits: Any = need("flatmin_lab.report.exhibits", "flatmin reproduce")
-    spread = need("flatmin_lab.report.page", "flatmin reproduce").spread
-    found = exhibits.filled(exhibit, ledger)
-    console = Console(highlight=False, soft_wrap=True)
-    show.say(console, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}")
-    table = Table("", "method", "n", box=None, pad_edge=False)
-    for column in found.columns:
-        for label in (column.label, "paper", ""):
+    page: Any = need("flatmin_lab.report.page", "flatmin reproduce")
+    found = exhibits.filled(exhibit, exhibits.read_all(ledger))
+    agreeing = ["agree"] if exhibit.protocol == "paper" else []
+    table = Table(box=None, pad_edge=False)
+    for label in ("method", "n"):
+        table.add_column(label, no_wrap=True)
+    for column, in_paper in zip(found.columns, found.in_paper, strict=True):
+        for label in (column.label, *(["paper", *agreeing] if in_paper else [])):
             table.add_column(label.replace("\u00a0", " "), no_wrap=True)
     before = None
     for row in found.rows:
-        data, model, augment = row.place
-        place = f"{data}, {model}{'' if augment == 'vanilla' else f', {augment}'}"
-        cells = []
-        for column, cell in zip(found.columns, row.cells, strict=True):
-            theirs = "" if cell.paper is None else spread_of_paper(cell.paper, column.digits)
-            said = {None: "", True: "agrees", False: "differs"}[cell.agrees]
-            cells += [spread(cell.values, column.digits) if cell.values else "–", theirs, said]
-        table.add_row(place if place != before else "", row.name, str(len(row.runs)), *cells)
-        before = place
+        if row.place[:2] not in wanted:
+            continue
+        if row.place != before:
+            before = row.place
+            table.add_row(Text(f"{', '.join(name for name in row.place if name != 'vanilla')}", style="bold"))
+        table.add_row(f"  {row.name}", str(len(row.runs)), *_cells(found, row, page))
+    console = _wide()
+    show.say(console, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}")
     console.print(table)
 
 
-def spread_of_paper(value: Any, digits: int) -> str:
-    deviation = "" if value.deviation is None else f" ± {value.deviation:.{digits}f}"
-    return f"{value.mean:.{digits}f}{deviation}"
+def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
+    for column, in_paper, cell in zip(found.columns, found.in_paper, row.cells, strict=True):
+        mark = {None: "", True: " ▼", False: " ▲"}[cell.better]
+        yield f"{page.spread(cell.values, column.digits)}{mark}" if cell.values else "–"
+        if in_paper:
+            yield "" if cell.paper is None else page.as_printed(cell.paper.mean, cell.paper.deviation, column.digits)
+        if in_paper and found.exhibit.protocol == "paper":
+            yield {None: "", True: "yes", False: "no"}[cell.agrees]
+
+
+def _wide() -> Console:
+    """As wide as the terminal; where there is none, wide enough for a table."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)

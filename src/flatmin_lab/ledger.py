@@ -47,7 +47,7 @@ class Ledger:
         if not self.file(job).exists():
             return None
         found = read_json(self.file(job))
-        if apart := _apart(found, job):
+        if apart := differs(found, job):
             raise ValueError(
                 f"{self.file(job)} is of another training: {'; '.join(apart)}. Move it away, or give other --results"
             )
@@ -116,7 +116,7 @@ def _known(job: Job) -> dict[str, Any]:
     return {**names, "settings": resolved(recipe.method, recipe.settings), "augment": recipe.augment}
 
 
-def _apart(found: Mapping[str, Any], job: Job) -> list[str]:
+def differs(found: Mapping[str, Any], job: Job) -> list[str]:
     """In what a result differs from what is asked for; how fast it was computed is nothing of that kind."""
     asked = {**job.recipe.as_json(), **_known(job)}
     ignored = {"name", *(key for key in SPEED if key != "precision")}

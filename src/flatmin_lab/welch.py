@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 Key = TypeVar("Key")
 LEVEL = 0.05
+FEW = 3  # trainings, below which there is no deviation and no test
 
 
 class Welch(NamedTuple):
@@ -53,6 +54,16 @@ def holm(ps: Mapping[Key, float]) -> dict[Key, float]:
         most = max(most, min(1.0, (len(ps) - rank) * p))
         adjusted[key] = most
     return adjusted
+
+
+def against(base: Sequence[float], others: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    """The p-value of each against the base, after Holm; without those that are too few, or have no spread.
+
+    >>> against([1.0, 1.1, 1.2], {"far": [5.0, 5.1, 5.2], "two": [5.0, 5.1]}).keys()
+    dict_keys(['far'])
+    """
+    tests = {key: welch(values, base) for key, values in others.items() if min(len(values), len(base)) >= FEW}
+    return holm({key: test.p for key, test in tests.items() if test is not None})
 
 
 def _two_sided(t: float, freedom: float) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flatmin_lab import judgements, run_config
+from flatmin_lab.ledger import FAILED, PLANNED
 from flatmin_lab.report import trusted
 from flatmin_lab.results import split_of
 
@@ -46,9 +47,20 @@ class Broken:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A training that could not go on, as it was written down."""
+
+    name: str
+    seed: int
+    error: str
+
+
+@dataclass(frozen=True)
 class Collected:
     runs: list[Run] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
+    planned: list[tuple[str, int]] = field(default_factory=list)  # names and seeds, written down before they ran
+    failures: list[Failure] = field(default_factory=list)
 
 
 def collect(paths: Iterable[Path]) -> Collected:
@@ -65,10 +77,26 @@ def collect(paths: Iterable[Path]) -> Collected:
             found.runs.append(_folder(place, found.broken) if place.is_dir() else read_result(place, found.broken))
         except (ValueError, OSError) as error:
             found.broken.append(Broken(place, str(error)))
+    for path in paths:
+        _add_ledger(path, found)
     if not found.runs and not found.broken:
         shown = ", ".join(map(str, paths))
         raise FileNotFoundError(f"there is no run in {shown}; begin one with `flatmin train --data digits`")
     return found
+
+
+def _add_ledger(path: Path, found: Collected) -> None:
+    """What was planned, and what failed, as far as it can be understood."""
+    for file in sorted(path.rglob("*.json")) if path.is_dir() else ():
+        if file.name == PLANNED or file.name.endswith(FAILED):
+            try:
+                content = _read(file)
+                if file.name == PLANNED:
+                    found.planned.extend(trusted.planned(content))
+                else:
+                    found.failures.append(Failure(*trusted.failure(content)))
+            except (ValueError, OSError) as error:
+                found.broken.append(Broken(file, str(error)))
 
 
 def _places(path: Path) -> list[Path]:
@@ -77,11 +105,11 @@ def _places(path: Path) -> list[Path]:
         return [path]
     folders = sorted(config.parent for config in path.rglob("config.json"))
     inside = set(folders)
-    files = [file for file in sorted(path.rglob("*.json")) if not inside & set(file.parents) and _is_result(file)]
+    files = [file for file in sorted(path.rglob("*.json")) if not inside & set(file.parents) and is_result(file)]
     return [*folders, *files]
 
 
-def _is_result(path: Path) -> bool:
+def is_result(path: Path) -> bool:
     with suppress(ValueError, OSError):
         return path.is_file() and trusted.NEEDED.keys() <= _read(path).keys()
     return False

@@ -75,14 +75,14 @@ COLUMNS = (
 FURTHER = (
     Column(
         "fgsm_normalised",
-        "error under FGSM, small radius,\u00a0%",
+        "FGSM, small radius,\u00a0%",
         1,
         _evaluated("attack_normalised", "fgsm_error", 100),
         paper="fgsm_error",
     ),
     Column(
         "pgd_normalised",
-        "error under PGD, small radius,\u00a0%",
+        "PGD, small radius,\u00a0%",
         1,
         _evaluated("attack_normalised", "pgd_error", 100),
         paper="pgd_error",

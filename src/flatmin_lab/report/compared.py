@@ -17,19 +17,15 @@ from flatmin_lab.paper import reported as reported_by_paper
 from flatmin_lab.report import commands
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import COLUMNS
+from flatmin_lab.report.names import SIGNS, TITLES
 from flatmin_lab.report.trusted import is_number
-from flatmin_lab.welch import LEVEL, holm, welch
+from flatmin_lab.welch import LEVEL, against
 
 SETTING = (
     "data", "model", "model_settings", "size", "augment", "label_noise", "validation", "epochs", "batch_size", "lr",
     "momentum", "nesterov", "weight_decay", "schedule", "milestones", "gamma", "warmup", "clip_norm", "precision",
     "data_sha256",
 )  # fmt: skip
-TITLES = {
-    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN", "digits": "digits",
-    "preactresnet18": "PreActResNet18", "vgg16": "VGG16", "wideresnet28_10": "WideResNet-28-10",
-    "pyramidnet164_270": "PyramidNet-164-270", "convnet": "a small convolutional network", "mlp": "an MLP",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,12 @@ class Group:
         data, model = self.setting["data"], self.setting["model"]
         shown = f"{TITLES.get(model, model)} on {TITLES.get(data, data.rstrip('/').rpartition('/')[2])}"
         return shown[0].upper() + shown[1:]
+
+    @property
+    def protocol(self) -> str:
+        """How they were trained, but for what stands in the rows; nothing where each was trained in its own way."""
+        said = {str(run.result.get("protocol") or "own").partition(", but")[0] for row in self.rows for run in row.runs}
+        return "" if said == {"own"} else ", ".join(sorted(said))
 
     @property
     def split(self) -> str:
@@ -113,25 +115,24 @@ def _lacking(run: Run, usual: Mapping[str, commands.Condition]) -> list[str]:
 def _name(method: str, settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
     """The method's, and the knobs in which it differs from others of the same one."""
     apart = [key for key in settings if any(other.get(key) != settings[key] for other in others)]
-    knobs = ", ".join(f"{_knob(key)} {settings[key]:g}" for key in apart if is_number(settings[key]))
+    knobs = ", ".join(f"{_knob(key)} {_setting(settings[key])}" for key in apart)
     return f"{NAMES[method]} ({knobs})" if knobs else NAMES[method]
 
 
+def _setting(value: object) -> str:
+    return f"{value:g}" if is_number(value) else str(value)
+
+
 def _knob(key: str) -> str:
-    return {"epsilon": "ε", "inner_lr": "ζ", "inner_iter": "N"}.get(key, key)
+    return SIGNS.get(key, key)
 
 
 def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str, commands.Condition]) -> list[Row]:
     cells: dict[int, dict[str, Cell]] = {place: {} for place in range(len(rows))}
     for column in COLUMNS:
         values = [[v for run in row.runs if (v := column.value(run)) is not None] for row in rows]
-        tests = {}
-        if column.compared and rows[0].method == "erm":
-            for place in range(1, len(rows)):
-                test = welch(values[place], values[0])
-                if test is not None:
-                    tests[place] = test.p
-        adjusted = holm(tests)
+        compared = column.compared and rows[0].method == "erm"
+        adjusted = against(values[0], dict(list(enumerate(values))[1:])) if compared else {}
         for place, row in enumerate(rows):
             p = adjusted.get(place)
             better = mean(values[place]) < mean(values[0]) if p is not None and p < LEVEL else None

@@ -4,19 +4,23 @@ Rows are the exhibit's recipes, cells the values of all seeds that are there. Wh
 cell also tells whether the two agree (agreement.py).
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import mean
+from typing import get_args
 
 from flatmin_lab.agreement import agrees
 from flatmin_lab.data.made import SUFFIX
 from flatmin_lab.figures.drawn import NAMES
-from flatmin_lab.ledger import Ledger
+from flatmin_lab.ledger import Ledger, differs
 from flatmin_lab.paper import Value, reported
-from flatmin_lab.recipe import Recipe
-from flatmin_lab.recipes import Exhibit
-from flatmin_lab.report.collected import Broken, Run, read_result
+from flatmin_lab.recipe import Job, Recipe
+from flatmin_lab.recipes import EXHIBITS, Exhibit, Protocol
+from flatmin_lab.report.collected import Broken, Run, is_result, read_result
 from flatmin_lab.report.columns import Column, as_in_paper, named
+from flatmin_lab.report.names import SIGNS
+from flatmin_lab.welch import LEVEL, against
 
 COLUMNS = {
     "table1": ("error", "nll"),
@@ -37,6 +41,8 @@ class Cell:
     values: list[float]
     paper: Value | None
     agrees: bool | None  # None where it cannot be said
+    p: float | None = None  # against ERM, after Holm
+    better: bool | None = None  # than ERM; None where that cannot be said
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,12 @@ class Row:
 
     @property
     def data(self) -> str:
+        """The set, or the one that it stands for."""
         return self.recipe.data.removesuffix(SUFFIX)
+
+    @property
+    def has_values(self) -> bool:
+        return any(cell.values for cell in self.cells)
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -58,6 +69,8 @@ class Row:
     def name(self) -> str:
         """The method, and in what it differs from the paper's."""
         apart = self.recipe.protocol.partition(", but ")[2]
+        for name, sign in SIGNS.items():
+            apart = apart.replace(name, sign)
         return f"{NAMES[self.recipe.method]}{f' ({apart})' if apart else ''}"
 
 
@@ -67,30 +80,71 @@ class Filled:
     columns: list[Column]
     rows: list[Row]
 
+    @property
+    def in_paper(self) -> list[bool]:
+        """Of each column, whether the paper has any of it."""
+        return [any(row.cells[place].paper for row in self.rows) for place in range(len(self.columns))]
 
-def filled(exhibit: Exhibit, ledger: Ledger, broken: list[Broken] | None = None) -> Filled:
-    """With all results that are there, whatever their seeds."""
+    @property
+    def title(self) -> str:
+        name, title = self.exhibit.name, self.exhibit.title
+        return f"Table {name[-1]}: {title}" if name.startswith("table") else title[0].upper() + title[1:]
+
+
+def filled(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> Filled:
+    """With all runs of its recipes that are there, by their recipes' names, whatever their seeds."""
     columns = [named(name) for name in COLUMNS.get(exhibit.name, OTHERS)]
     rows = []
-    for recipe in exhibit.recipes:
-        runs = list(_runs(recipe, ledger, broken if broken is not None else []))
-        rows.append(Row(recipe, runs, [_cell(recipe, runs, column) for column in columns]))
-    return Filled(exhibit, columns, rows)
+    for recipe in (*exhibit.recipes, *(recipe for recipe in exhibit.beside if recipe.name in runs)):
+        own = list(runs.get(recipe.name, ()))
+        rows.append(Row(recipe, own, [_cell(recipe, own, column) for column in columns]))
+    places = list(dict.fromkeys(row.place for row in rows))
+    rows.sort(key=lambda row: places.index(row.place))  # those beside come under what they belong to
+    return Filled(exhibit, columns, _with_tests(rows, columns))
 
 
-def _runs(recipe: Recipe, ledger: Ledger, broken: list[Broken]) -> Iterable[Run]:
-    place = ledger.results / recipe.name
-    found = [path for path in place.parent.glob(f"{place.name}-*.json") if _seed(path, place.name) is not None]
-    for path in sorted(found, key=lambda path: _seed(path, place.name) or 0):
-        try:
-            yield read_result(path, broken)
-        except (ValueError, OSError) as error:
-            broken.append(Broken(path, str(error)))
+def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
+    """Each cell against ERM's in the same place, with Holm's rule over the methods of that place and column."""
+    cells = [list(row.cells) for row in rows]
+    for place in dict.fromkeys(row.place for row in rows):
+        numbers = [number for number, row in enumerate(rows) if row.place == place]
+        base = next((n for n in numbers if rows[n].name == NAMES["erm"]), None)
+        for number, column in enumerate(columns):
+            if base is None or not column.compared:
+                continue
+            others = {n: cells[n][number].values for n in numbers if n != base}
+            for n, p in against(cells[base][number].values, others).items():
+                lower = mean(cells[n][number].values) < mean(cells[base][number].values)
+                cells[n][number] = replace(cells[n][number], p=p, better=lower if p < LEVEL else None)
+    return [replace(row, cells=own) for row, own in zip(rows, cells, strict=True)]
 
 
-def _seed(path: Path, name: str) -> int | None:
-    seed = path.name.removeprefix(f"{name}-").removesuffix(".json")
-    return int(seed) if seed.isdecimal() else None
+def by_recipe(runs: Iterable[Run], broken: list[Broken]) -> dict[str, list[Run]]:
+    """Runs of the paper's recipes by name, in the order of seeds; those that are not what they say are left out."""
+    known = _recipes()
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        recipe = known.get(str(run.result.get("recipe")))
+        if recipe is None:
+            continue
+        if apart := differs(run.result, Job(recipe, run.result["seed"])):
+            broken.append(Broken(run.path, f"it is not {recipe.name}: {'; '.join(apart)}"))
+        else:
+            found.setdefault(recipe.name, []).append(run)
+    return {name: sorted(own, key=lambda run: int(run.result["seed"])) for name, own in found.items()}
+
+
+def read_all(ledger: Ledger) -> dict[str, list[Run]]:
+    """Those of a ledger's folder, by name."""
+    broken: list[Broken] = []
+    files = [file for file in sorted(ledger.results.rglob("*.json")) if is_result(file)]
+    return by_recipe((read_result(file, broken) for file in files), broken)
+
+
+@cache
+def _recipes() -> dict[str, Recipe]:
+    exhibits = [make(protocol) for make in EXHIBITS.values() for protocol in get_args(Protocol)]
+    return {recipe.name: recipe for exhibit in exhibits for recipe in (*exhibit.recipes, *exhibit.beside)}
 
 
 def _cell(recipe: Recipe, runs: list[Run], column: Column) -> Cell:

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-FEW = 3  # trainings, below which there is no deviation and no test
+from flatmin_lab.welch import FEW
 
 
 def render(template: str, **values: Any) -> str:
@@ -38,6 +38,11 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     if len(values) < FEW:
         return ", ".join(f"{value:.{digits}f}" for value in values)
     return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
+
+
+def as_printed(mean_: float, deviation: float | None, digits: int) -> str:
+    """A number of the paper's."""
+    return f"{mean_:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation is not None else "")
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -14,6 +14,8 @@ from flatmin_lab.report import landscape_part, words
 from flatmin_lab.report.collected import Collected, Run
 from flatmin_lab.report.columns import COLUMNS, Column
 from flatmin_lab.report.compared import Group, Row, groups_of
+from flatmin_lab.report.evidence import evidence
+from flatmin_lab.report.names import TITLES
 from flatmin_lab.report.page import link, pooled, render
 from flatmin_lab.report.trusted import is_number
 from flatmin_lab.welch import LEVEL
@@ -45,6 +47,8 @@ class Section(NamedTuple):
 
 
 def report_page(found: Collected) -> str:
+    broken = list(found.broken)
+    shown_evidence = evidence(found, broken)
     sections = [_section(group) for group in groups_of(found.runs)]
     made = [
         f"{before}{value}"
@@ -54,7 +58,8 @@ def report_page(found: Collected) -> str:
     return render(
         "report.html.jinja",
         sections=sections,
-        broken=found.broken,
+        evidence=shown_evidence,
+        broken=broken,
         runs=len(found.runs),
         level=LEVEL,
         made=made,
@@ -62,6 +67,7 @@ def report_page(found: Collected) -> str:
         colours=landscape_part.colours(),
         script=landscape_part.script(),
         compared=words.compared,
+        titles=TITLES,
     )
 
 
@@ -189,7 +195,7 @@ def _sweep(group: Group, name: str) -> Shown | None:
         return None
     erm = group.row("erm")
     sources: dict[str, Callable[[Run], float | None]] = {
-        "training": lambda run: run.result.get("train_loss"),
+        "training": lambda run: run.result.get("clean_train_nll", run.result.get("train_loss")),
         group.split: lambda run: run.result.get(f"{group.split}_nll"),
     }
     losses: dict[str, dict[float, list[float]]] = {}

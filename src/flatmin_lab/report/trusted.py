@@ -103,6 +103,30 @@ def curves(found: Any, result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{names[name]: values[epoch] for name, values in found.items()} for epoch in range(epochs)]
 
 
+def planned(found: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """planned.json: names and seeds."""
+    runs = found.get("runs")
+    if not isinstance(runs, list):
+        raise ValueError("it has no list of runs")
+    for run in runs:
+        _object(run, "a planned run")
+        _check(run, "name", lambda value: isinstance(value, str), "a name")
+        _check(run, "seed", _is_seed, "a whole number")
+    return [(run["name"], run["seed"]) for run in runs]
+
+
+def failure(found: Mapping[str, Any]) -> tuple[str, int, str]:
+    """What a training failed with: its name, seed and error."""
+    for name in ("name", "error"):
+        _check(found, name, lambda value: isinstance(value, str), "a text")
+    _check(found, "seed", _is_seed, "a whole number")
+    return found["name"], found["seed"], found["error"]
+
+
+def _is_seed(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def landscape(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
     """An axis, and for each split a line and perhaps a plane, as long and as wide as it."""
     _object(found, "landscape")

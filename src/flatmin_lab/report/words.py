@@ -5,7 +5,7 @@ from statistics import mean
 
 from flatmin_lab.report.compared import Cell, Group, Row
 from flatmin_lab.report.page import spread
-from flatmin_lab.welch import LEVEL
+from flatmin_lab.welch import FEW, LEVEL
 
 SHOWN = {
     "error": ("{split} error", "{:.2f}\u00a0%"),
@@ -83,7 +83,7 @@ def _against(name: str, erm: Row, amp: Row, split: str) -> str:
 
 def _verdict(erm: Cell, amp: Cell) -> str:
     n = f"n\u00a0=\u00a0{len(amp.values)} and\u00a0{len(erm.values)}"
-    if min(len(amp.values), len(erm.values)) < 2:
+    if min(len(amp.values), len(erm.values)) < FEW:
         return f"too few trainings to tell ({n})"
     if amp.p is None:
         return f"no spread among the seeds to judge by ({n})"

@@ -1,0 +1,137 @@
+"""What the paper says in words, held against our numbers, one protocol at a time.
+
+A claim that one method has less of something than another is judged by Welch's test where there are three trainings of
+each, with Holm's rule over all claims that are tested. With fewer there is no test, and it is only said whether every
+value of one lies below every value of the other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from flatmin_lab.figures.drawn import NAMES
+from flatmin_lab.paper import METHODS
+from flatmin_lab.recipes import RADII, RESNET, SETS, Protocol
+from flatmin_lab.report.collected import Run
+from flatmin_lab.report.columns import named
+from flatmin_lab.report.names import TITLES
+from flatmin_lab.report.page import spread
+from flatmin_lab.welch import FEW, LEVEL, holm, welch
+
+Runs = Mapping[str, Sequence[Run]]
+HOLDS, POINTS, OPEN, AGAINST, FAILS, NOTHING = (
+    "holds",
+    "points that way, too few to test",
+    "not told apart",
+    "points the other way, too few to test",
+    "does not hold",
+    "not trained yet",
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`lower` has less of a measure than `higher`; or, where `no_better`, it has not."""
+
+    says: str
+    measure: str
+    lower: str  # names of recipes
+    higher: str
+    no_better: bool = False
+
+
+@dataclass(frozen=True)
+class Judged:
+    says: str
+    verdict: str
+    numbers: str  # both sides, in words
+    p: float | None = None  # after Holm
+
+
+def claims(protocol: Protocol) -> list[Claim]:
+    """The paper's own, by name."""
+
+    def cell(data: str, method: str, model: str = RESNET) -> str:
+        return f"{protocol}/{data}-{model}-{method}"
+
+    found = []
+    for data in SETS:
+        title = TITLES[data]
+        for measure, words in (("error", "a lower error"), ("nll", "a lower NLL"), ("ece", "better calibration")):
+            found.append(Claim(f"AMP has {words} than ERM on {title}", measure, cell(data, "amp"), cell(data, "erm")))
+        for other in METHODS:
+            if other not in ("erm", "amp"):
+                words = f"AMP has a lower error than {NAMES[other]} on {title}"
+                found.append(Claim(words, "error", cell(data, "amp"), cell(data, other)))
+        says = f"RMP is no better than ERM on {title}"
+        found.append(Claim(says, "error", cell(data, "rmp"), cell(data, "erm"), no_better=True))
+        says = f"label smoothing worsens calibration on {title}"
+        found.append(Claim(says, "ece", cell(data, "erm"), cell(data, "label_smoothing")))
+        says = f"AMP is more robust than ERM on {title} (PGD)"
+        found.append(Claim(says, "pgd_normalised", cell(data, "amp"), cell(data, "erm")))
+        says = f"AMP is flatter than ERM on {title} (largest eigenvalue)"
+        found.append(Claim(says, "eigenvalue", cell(data, "amp"), cell(data, "erm")))
+    for other in METHODS:
+        if other != "flooding":
+            says = f"flooding is better calibrated than {NAMES[other]} on CIFAR-10"
+            found.append(Claim(says, "ece", cell("cifar10", "flooding"), cell("cifar10", other)))
+    says = "MixUp has a lower error than AMP with VGG16 on CIFAR-10"
+    found.append(Claim(says, "error", cell("cifar10", "mixup", "vgg16"), cell("cifar10", "amp", "vgg16")))
+    return found
+
+
+def judged(runs: Runs, protocol: Protocol) -> list[Judged]:
+    """All claims of which something has been trained."""
+    known = [claim for claim in claims(protocol) if claim.lower in runs or claim.higher in runs]
+    tested = {}
+    sides = [(_values(runs, claim.lower, claim), _values(runs, claim.higher, claim)) for claim in known]
+    for number, (lower, higher) in enumerate(sides):
+        test = welch(lower, higher) if min(len(lower), len(higher)) >= FEW else None
+        if test is not None:
+            tested[number] = test.p
+    adjusted = holm(tested)
+    return [_judge(claim, *sides[number], adjusted.get(number)) for number, claim in enumerate(known)]
+
+
+def _values(runs: Runs, name: str, claim: Claim) -> list[float]:
+    column = named(claim.measure)
+    return [value for run in runs.get(name, ()) if (value := column.value(run)) is not None]
+
+
+def _judge(claim: Claim, lower: list[float], higher: list[float], p: float | None) -> Judged:
+    digits = named(claim.measure).digits
+    numbers = f"{spread(lower, digits) if lower else '–'} and {spread(higher, digits) if higher else '–'}"
+    numbers += f" (n = {len(lower)} and {len(higher)})"
+    if not lower or not higher:
+        return Judged(claim.says, NOTHING, numbers)
+    if p is None:
+        below, above = max(lower) < min(higher), min(lower) > max(higher)
+        verdict = POINTS if below else AGAINST if above else OPEN
+        if claim.no_better:
+            verdict = AGAINST if below else POINTS
+        return Judged(claim.says, verdict, numbers)
+    significant, below = p < LEVEL, mean(lower) < mean(higher)
+    if claim.no_better:
+        verdict = FAILS if significant and below else HOLDS
+    else:
+        verdict = OPEN if not significant else HOLDS if below else FAILS
+    return Judged(claim.says, verdict, numbers, p)
+
+
+# ---- the radius, which is no comparison of two
+
+
+def best_radius(runs: Runs, protocol: Protocol, data: str) -> Judged | None:
+    """Where the risk is lowest, of the radii that were tried; the paper: near 0.06."""
+    names = {radius: f"{protocol}/{data}-{RESNET}-amp-sweep-{radius}-validation" for radius in RADII}
+    means = {
+        radius: mean(values)
+        for radius, name in names.items()
+        if (values := [v for run in runs.get(name, ()) if (v := named("nll").value(run)) is not None])
+    }
+    if len(means) < len(RADII):
+        return None
+    best = min(means, key=lambda radius: means[radius])
+    numbers = ", ".join(f"{radius:g}: {value:.3f}" for radius, value in means.items())
+    says = f"the risk on held-out pictures of {TITLES[data]} is lowest at ε = 0.06"
+    return Judged(says, POINTS if best == 0.06 else AGAINST, f"NLL {numbers}")

@@ -1,0 +1,89 @@
+"""In what our trainings differ from the paper's, as far as their result files tell. The report states it by itself."""
+
+from collections.abc import Iterable, Sequence
+
+from flatmin_lab.agreement import TRIALS
+from flatmin_lab.report.collected import Run
+from flatmin_lab.report.names import TITLES
+
+# data sets by their checksum, where they are not the official files
+COPIES = {
+    "04a78f0cc1d3475ebdafc7e02ade486b67f1f8860cf7f34edde68bd9c99b90de": (
+        "86 of the training and 23 of the test pictures of CIFAR-10 are copies through JPEG; all others are the "
+        "original, pixel for pixel."
+    ),
+    "be4500f949f0635513acc2c43d6bc66e7fa131c43ca05da92549d70c61f8bd17": (
+        "The pictures of CIFAR-100 are the original, pixel for pixel, but not in its order."
+    ),
+    "e7d31911cb95c169903be3275b7febfc130e1fd54d97b7504fe2f70084cd84bb": (
+        "SVHN was cut again from the pictures of whole numbers, and went through JPEG (quality 90)."
+    ),
+}
+ALWAYS = (
+    "Numbers are of the last epoch. (The published code reports the best test epoch.)",
+    "BatchNorm's running statistics are those of the pass at θ. (The paper does not say; the published code updates "
+    "them in the pass at θ + Δ too.)",
+    "The ball of AMP is one over all parameters, as the paper writes it, unless a row says “tensor”. (The published "
+    "code has one for each tensor.)",
+    "ECE has 15 bins; PGD starts at the picture itself; adversarial training replaces the clean batch. (The paper says "
+    "none of these.)",
+    "The radius of the attacks, 4, is taken in two ways: 4/255 of the normalised inputs (“small radius”), beside which "
+    "the paper's numbers stand, and 4/255 of a pixel's range.",
+    "Beside the paper's NLL of label smoothing stands our smoothed loss: 0.998, 1.038 and 2.099 cannot be the NLLs of "
+    "networks with such errors. Methods are compared by NLL.",
+)
+SHORT = (
+    "Under the protocol “short” trainings have 60 epochs in place of 200, the rate is divided after 30 and 45, and AMP "
+    "has a radius of at most 0.1: baselines at the paper's values, AMP's radius chosen for that length, from trainings "
+    "of 30 to 70 epochs that are not among these."
+)
+SMOKE = "Under the protocol “smoke” pictures are made on the spot and networks narrow: these numbers are no evidence."
+
+
+def deviations(runs: Sequence[Run]) -> list[str]:
+    """Sentences about these runs, those about single runs first."""
+    found = []
+    counts = _trials(runs)
+    if counts and max(counts) < TRIALS:
+        most = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
+        found.append(f"Trials: {most} of each, where the paper has {TRIALS}.")
+    if _has(runs, "short"):
+        found.append(SHORT)
+    precisions = sorted({str(run.result.get("precision")) for run in runs})
+    if precisions != ["fp32"]:
+        found.append(
+            f"Precision: {', '.join(precisions)}. In bf16 the passes are computed in bfloat16 (autocast); weights, "
+            "their perturbation, the update and every measurement are in float32."
+        )
+    checksums = {run.result.get("data_sha256") for run in runs}
+    found += [text for checksum, text in COPIES.items() if checksum in checksums]
+    found += _repeated(runs)
+    if _has(runs, "smoke"):
+        found.append(SMOKE)
+    return [*found, *ALWAYS]
+
+
+def _has(runs: Iterable[Run], protocol: str) -> bool:
+    return any(str(run.result.get("protocol")).startswith(protocol) for run in runs)
+
+
+def _trials(runs: Iterable[Run]) -> list[int]:
+    counts: dict[str, int] = {}
+    for run in runs:
+        counts[str(run.result.get("recipe"))] = counts.get(str(run.result.get("recipe")), 0) + 1
+    return list(counts.values())
+
+
+def _repeated(runs: Sequence[Run]) -> list[str]:
+    """Test pictures that are in the training set too, and what they change."""
+    found = []
+    for data in dict.fromkeys(str(run.result["data"]) for run in runs):
+        own = [run.result for run in runs if run.result["data"] == data and run.result.get("test_repeated")]
+        pairs = [(r["test_error"], r["test_error_without_repeated"]) for r in own if "test_error_without_repeated" in r]
+        if pairs:
+            apart = max(abs(one - other) for one, other in pairs)
+            found.append(
+                f"{own[0]['test_repeated']} test pictures of {TITLES.get(data, data)} are in its training set too, "
+                f"pixel for pixel. Without them the error changes by at most {100 * apart:.3f} percentage points."
+            )
+    return found

@@ -1,0 +1,55 @@
+"""A part of the report: the paper's tables as far as they were trained, what it claims, what we did otherwise."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from flatmin_lab.recipes import EXHIBITS, SETS, Protocol
+from flatmin_lab.report.claims import Judged, best_radius, judged
+from flatmin_lab.report.collected import Broken, Collected, Failure
+from flatmin_lab.report.deviations import deviations
+from flatmin_lab.report.exhibits import Filled, by_recipe, filled
+
+TABLES = ("table1", "table2", "table3", "ece", "sweep", "flatness", "spiral")  # the rest is in the figures below
+
+
+@dataclass(frozen=True)
+class Under:
+    """What there is under one protocol."""
+
+    protocol: str
+    tables: list[Filled]
+    claims: list[Judged]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    under: list[Under]
+    deviations: list[str]
+    planned: int  # trainings, before they ran
+    missing: list[str]  # of these
+    failures: Sequence[Failure]
+
+
+def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
+    """None where nothing of the paper's tables has been trained."""
+    runs = by_recipe(found.runs, broken)
+    if not runs:
+        return None
+    parts = []
+    for protocol in get_args(Protocol):
+        tables = [filled(EXHIBITS[name](protocol), runs) for name in TABLES]
+        shown = [_with_something(table) for table in tables if any(row.has_values for row in table.rows)]
+        if shown:
+            radii = [best for data in SETS if (best := best_radius(runs, protocol, data))]
+            parts.append(Under(protocol, shown, [] if protocol == "smoke" else [*judged(runs, protocol), *radii]))
+    done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
+    missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done]
+    every = [run for own in runs.values() for run in own]
+    return Evidence(parts, deviations(every), len(found.planned), missing, found.failures)
+
+
+def _with_something(table: Filled) -> Filled:
+    """Only the places of a table, data and network, of which something has been trained."""
+    places = {row.place for row in table.rows if row.has_values}
+    return Filled(table.exhibit, table.columns, [row for row in table.rows if row.place in places])
