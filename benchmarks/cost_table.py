@@ -6,16 +6,15 @@ What stands between the two markers in the README is written anew; with --check 
 is 1 where it is out of date.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-JSON, README = ROOT / "benchmarks/results/engine-h200.json", ROOT / "README.md"
-BEGIN, END = "<!-- cost table -->", "<!-- end of cost table -->"
+import readme
+
+JSON = Path(__file__).parent / "results/engine-h200.json"
+PART = "cost table"
 MODEL, BATCH = "preactresnet18", 50  # the paper's
 NAMES = {"preactresnet18": "PreActResNet18", "vgg16": "VGG16", "wideresnet28_10": "WideResNet28-10"}
 FORMS = {"eager": "plain PyTorch", "graph": "one CUDA graph", "compiled": "one CUDA graph, compiled"}
@@ -47,7 +46,7 @@ def _forms(table: Found) -> str:
         rows.append([label, _ms(erm), _ms(amp), _ratio(amp, erm), _mib(erm), _mib(amp)])
     floors = [table["floor"].get(method) for method in ("erm", "amp")]
     rows.append(["the floor", *(f"{floor['floor_ms']:.2f}" if floor else "" for floor in floors), "", "", ""])
-    return _markdown(head, rows)
+    return readme.markdown(head, rows)
 
 
 def _sam(table: Found) -> str:
@@ -77,7 +76,7 @@ def _everywhere(tables: Sequence[Found]) -> str:
         "ERM, plain PyTorch, ms",
         "over it",
     ]
-    return _markdown(head, rows) if rows else ""
+    return readme.markdown(head, rows) if rows else ""
 
 
 def _measured(result: Found) -> str:
@@ -139,14 +138,6 @@ def _mib(row: Found | None) -> str:
     return "" if row is None or peak is None else f"{peak / row['models']:.0f}"
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-# ---- the README
-
-
 def read(path: Path) -> str:
     """The tables of a file that `flatmin bench` wrote."""
     try:
@@ -158,32 +149,5 @@ def read(path: Path) -> str:
         ) from error
 
 
-def put_into(text: str, tables: str) -> str:
-    """The text with the tables between its markers."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the page must have {BEGIN} and after it {END}, once each; add the two lines")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=JSON)
-    parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--check", action="store_true")
-    given = parser.parse_args()
-    try:
-        tables = read(given.json)
-        before = given.readme.read_text()
-        after = put_into(before, tables)
-    except (ValueError, OSError) as error:
-        parser.error(f"{error}")
-    if given.check:
-        if before != after:
-            sys.exit(f"{given.readme} is out of date; run python benchmarks/cost_table.py")
-    elif before != after:
-        given.readme.write_text(after)
-
-
 if __name__ == "__main__":
-    main()
+    readme.command(PART, __doc__, "json", JSON, read)

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flatmin_lab.methods import resolved
+from flatmin_lab.recipe import Recipe
+
 BINS = {"number": [0] * 14 + [100], "confidence": [0.0] * 14 + [0.9], "accuracy": [0.0] * 14 + [0.8]}
 AXIS = [-1.0, 0.0, 1.0]
 
@@ -89,3 +92,26 @@ def write_all(root: Path, *, landscapes: bool) -> Path:
             steep = {"landscape": landscape(2.0 if method == "erm" else 1.0)} if landscapes else {}
             write(root / f"{method}-{seed}", result(method, seed, error), evaluation=evaluation(pgd), **steep)
     return root
+
+
+def of_recipe(recipe: Recipe, seed: int, error: float, **changes: Any) -> dict[str, Any]:
+    """A result file of one of the paper's recipes."""
+    settings = recipe.as_json()
+    name = settings.pop("name")
+    return {
+        **result(recipe.method, seed, error),
+        "recipe": name,
+        "protocol": recipe.protocol,
+        **settings,
+        "settings": resolved(recipe.method, recipe.settings),
+        "data_sha256": "0" * 64,
+        "clean_train_nll": 0.1,
+        **changes,
+    }
+
+
+def write_result(results: Path, recipe: Recipe, seed: int, error: float, **changes: Any) -> Path:
+    place = results / f"{recipe.name}-{seed}.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps(of_recipe(recipe, seed, error, **changes)))
+    return place

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import cost_table
+import readme
 from command_line import flatmin, words
 from flatmin_lab import cli_bench
 from flatmin_lab.bench import Wanted, measure
@@ -30,6 +31,7 @@ from flatmin_lab.bench.work import Work, random_pictures
 from flatmin_lab.data import Normalisation, augmentation
 
 ROOT = Path(__file__).parent.parent
+BEGIN, END = readme.markers(cost_table.PART)
 CPU = torch.device("cpu")
 
 
@@ -388,7 +390,7 @@ def test_every_row_of_a_result_can_be_shown(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_page_is_written_once_and_then_up_to_date(tmp_path: Path) -> None:
     page, figures = tmp_path / "page.md", tmp_path / "figures.json"
-    page.write_text(f"before\n{cost_table.BEGIN}\nold\n{cost_table.END}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     figures.write_text(json.dumps(made_up()))
 
     def program(*more: str) -> int:
@@ -404,8 +406,8 @@ def test_the_page_is_written_once_and_then_up_to_date(tmp_path: Path) -> None:
 
     assert [program("--check"), program(), program("--check"), program()] == [1, 0, 0, 0]
     text = page.read_text()
-    assert text.startswith(f"before\n{cost_table.BEGIN}\n| PreActResNet18")
-    assert text.endswith(f"Memory is the peak of a model's steps.\n{cost_table.END}\nafter\n")
+    assert text.startswith(f"before\n{BEGIN}\n| PreActResNet18")
+    assert text.endswith(f"Memory is the peak of a model's steps.\n{END}\nafter\n")
     page.write_text("no markers")
     assert program() == 2
 
@@ -419,9 +421,11 @@ def test_a_foreign_file_is_named(tmp_path: Path, content: bytes | None) -> None:
 
 
 def test_the_readme_has_the_figures_of_the_committed_file() -> None:
-    text = cost_table.README.read_text()
+    text = readme.README.read_text()
     result = json.loads(cost_table.JSON.read_text())
-    assert cost_table.put_into(text, cost_table.rendered(result)) == text, "run python benchmarks/cost_table.py"
+    assert readme.put_into(text, cost_table.PART, cost_table.rendered(result)) == text, (
+        "run python benchmarks/cost_table.py"
+    )
 
 
 # ---- on a GPU

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flatmin_lab import afterwards, estimate, show
+from flatmin_lab import afterwards, cost, estimate, show
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, reported
 from flatmin_lab.data.made import SUFFIX
 from flatmin_lab.extras import need
@@ -33,6 +33,7 @@ from flatmin_lab.workers import cores
 WHICH, HOW = "Which trainings", "How"
 RUNS, RESULTS = Path("runs"), Path("results")
 TENTHS = 10  # of a training, after each of which a line is shown
+COST_STEPS = 100  # a block, on a GPU
 
 
 def reproduce(
@@ -86,7 +87,8 @@ def reproduce(
         own = [part for one in chosen for part in one.parts]
         asked = _words(measure, set(afterwards.PARTS), "--measure") if measure else set()
         parts = tuple(part for part in afterwards.PARTS if part in asked or part in own)
-        jobs = _jobs(chosen, _seeds(seeds), wanted)
+        trained = [one for one in chosen if one.trials]
+        jobs = _jobs(trained, _seeds(seeds), wanted) if trained else []
         if plan:
             new = ledger.plan(jobs, datetime.now(timezone.utc).date())
             typer.echo(f"{new} of {len(jobs)} trainings are new in {results / 'planned.json'}")
@@ -96,7 +98,8 @@ def reproduce(
         console = show.terminal()
         devices = _devices(device)
         root = str(data_dir)
-        _say_what_is_there(console, jobs, states, retry=retry)
+        if jobs:
+            _say_what_is_there(console, jobs, states, retry=retry)
         if dry_run:
             _dry_run(todo, states, devices, workers, data_dir, download, console)
             return
@@ -104,8 +107,11 @@ def reproduce(
             read(name, data_dir, download=download, size=None)  # a missing file now, and not in hours
         how = How(ledger, parts, root, together, checkpoint_epochs)
         failed, reason = _run(todo, how, devices, workers, console)
-        for one in chosen:
+        for one in trained:
             _show(one, ledger, {(_plain(job.recipe.data), job.recipe.model) for job in jobs})
+        for one in chosen:
+            if one not in trained and not reason:
+                _cost(one, ledger, devices[0], data_dir, download, console)
         if reason is not None:
             show.say(console, f"stopped by {reason}; the same command goes on")
             raise typer.Exit(CODES[reason])
@@ -197,7 +203,9 @@ def _list(exhibits: Sequence[Exhibit], ledger: Ledger) -> None:
     table = Table("", "what", "protocol", "trainings", "done", "failed", "missing", box=None, pad_edge=False)
     for exhibit in exhibits:
         states = Counter(ledger.state(job, exhibit.parts) for job in exhibit.jobs())
-        missing = sum(states.values()) - states["done"] - states["failed"]
+        if not exhibit.trials:
+            states["done" if ledger.costs(exhibit.protocol) else "missing"] += 1
+        missing = states.total() - states["done"] - states["failed"]
         table.add_row(
             exhibit.name,
             exhibit.title,
@@ -320,6 +328,26 @@ def _said(record: Record, job: Job) -> Iterator[tuple[str, str]]:
             yield f"failed: {record.what}", "red"
         case Note():
             yield f"note: {record.text}", "yellow"
+
+
+def _cost(exhibit: Exhibit, ledger: Ledger, device: str, data_dir: Path, download: bool, console: Console) -> None:
+    """Measure ERM's and AMP's steps in turns, and write it down."""
+    where = torch.device(device)
+    recipes = {recipe.method: recipe for recipe in exhibit.recipes}
+    data = read(recipes["erm"].data, data_dir, download=download, size=None).to(where)
+    with show.busy(console) as say:
+        say("steps of ERM and AMP in turns")
+        found = cost.cost(recipes, data, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
+    written = ledger.write_cost(exhibit.protocol, found)
+    table = Table("", "ms a step", "quartiles", "hours", "paper, hours (V100)", box=None, pad_edge=False)
+    for method, one in found["methods"].items():
+        low, high = one["ms_quartiles"]
+        hours = f"{one['hours']:.3g}"
+        table.add_row(method, f"{one['ms']:.3g}", f"{low:.3g} to {high:.3g}", hours, f"{cost.HOURS[method]:g}")
+    wide = _wide()
+    show.say(wide, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}, {found['epochs']} epochs")
+    wide.print(table)
+    show.say(wide, f"AMP takes {found['ratio']:.2f} times as long as ERM (the paper: {cost.RATIO}); kept in {written}")
 
 
 def _show(exhibit: Exhibit, ledger: Ledger, wanted: set[tuple[str, str]]) -> None:

@@ -4,7 +4,8 @@ What takes the time of a step is the network, its pictures and the number of pas
 these one is measured. The evaluation after each epoch is one more pass over the test set, without gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -18,6 +19,7 @@ from flatmin_lab.train import moments
 
 WARM, SECONDS, MOST = 3, 1.5, 400  # steps before the clock starts; how long, and how many steps, it runs
 FORWARD = 1 / 3  # the share of a pass through a network that is not backward
+Moments = Generator[Record | None, None, None]
 
 
 def passes(recipe: Recipe) -> int:
@@ -33,32 +35,36 @@ def kind(recipe: Recipe, data: Dataset) -> tuple[Any, ...]:
     return (data.train.shape, *network, passes(recipe), recipe.augment, recipe.precision, recipe.compile)
 
 
-def seconds_a_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
-    """Measured on a training that is thrown away."""
-    short = replace(recipe, epochs=1_000_000)  # it does not end by itself
+@contextmanager
+def begun(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[Moments]:
+    """A training in memory that does not end by itself, and is thrown away."""
     nothing: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
-    records = moments(
-        short, data, seed=0, device=device, checkpoint_epochs=1, checkpoint_minutes=1e9, step_by_step=True, **nothing
-    )
+    saving: dict[str, Any] = {"checkpoint_epochs": 1, "checkpoint_minutes": 1e9}
+    endless = replace(recipe, epochs=1_000_000)
+    records = moments(endless, data, seed=0, device=device, step_by_step=True, **saving, **nothing)
     try:
-        _take(records, WARM, device)
-        begun, steps = perf_counter(), 0
-        while steps < MOST and perf_counter() - begun < SECONDS:
-            steps += _take(records, 1, device)
-        return (perf_counter() - begun) / steps
+        yield records
     finally:
         records.close()
 
 
-def _take(records: Any, steps: int, device: torch.device) -> int:
+def taken(records: Moments, steps: int, device: torch.device) -> int:
     """So many steps, done on the device too."""
     left = steps
     while left:
-        record: Record | None = next(records)
-        left -= record is None
+        left -= next(records) is None
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return steps
+
+
+def seconds_a_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
+    with begun(recipe, data, device=device) as records:
+        taken(records, WARM, device)
+        start, steps = perf_counter(), 0
+        while steps < MOST and perf_counter() - start < SECONDS:
+            steps += taken(records, 1, device)
+        return (perf_counter() - start) / steps
 
 
 def seconds_of(recipe: Recipe, data: Dataset, step: float) -> float:
@@ -71,7 +77,11 @@ def seconds_of(recipe: Recipe, data: Dataset, step: float) -> float:
 
 
 def seconds_of_all(
-    jobs: Sequence[Job], data: dict[str, Dataset], *, device: torch.device, say: Any = lambda _: None
+    jobs: Sequence[Job],
+    data: Mapping[str, Dataset],
+    *,
+    device: torch.device,
+    say: Callable[[str], object] = lambda _: None,
 ) -> list[float]:
     """Of each training by itself."""
     steps: dict[tuple[Any, ...], float] = {}

@@ -2,6 +2,7 @@
 
     results/short/cifar10-preactresnet18-amp-0.json           what came of it: small, kept, the evidence
     results/short/cifar10-preactresnet18-amp-1.failed.json    what it failed with
+    results/short/cost-nvidia-h200.json                       what a step of ERM and of AMP takes there
     results/planned.json                                      what was to be run, written down before it ran
     runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and of no use once all is measured
 
@@ -24,7 +25,7 @@ from flatmin_lab.recipe import SPEED, Job
 from flatmin_lab.run_config import read_json
 
 State = Literal["done", "unmeasured", "without weights", "failed", "begun", "missing"]
-PLANNED, FAILED = "planned.json", ".failed.json"
+PLANNED, FAILED, COST = "planned.json", ".failed.json", "cost-"
 CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, as far as known
 
 
@@ -73,6 +74,17 @@ class Ledger:
     def write_failure(self, job: Job, what: str, step: int | None, facts: Mapping[str, Any]) -> None:
         said = {"name": job.recipe.name, "protocol": job.recipe.protocol, **_known(job)}
         _write(self.failure(job), {**said, "error": what, "step": step, **facts})
+
+    # ---- what AMP costs
+
+    def costs(self, protocol: str) -> list[Path]:
+        return sorted((self.results / protocol).glob(f"{COST}*.json"))
+
+    def write_cost(self, protocol: str, found: Mapping[str, Any]) -> Path:
+        """One file a kind of hardware."""
+        machine = "".join(c if c.isalnum() else "-" for c in str(found["hardware"]).lower())
+        _write(self.results / protocol / f"{COST}{machine}.json", found)
+        return self.results / protocol / f"{COST}{machine}.json"
 
     # ---- what was planned
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flatmin_lab import judgements, run_config
-from flatmin_lab.ledger import FAILED, PLANNED
+from flatmin_lab.ledger import COST, FAILED, PLANNED
 from flatmin_lab.report import trusted
 from flatmin_lab.results import split_of
 
@@ -61,6 +61,7 @@ class Collected:
     broken: list[Broken] = field(default_factory=list)
     planned: list[tuple[str, int]] = field(default_factory=list)  # names and seeds, written down before they ran
     failures: list[Failure] = field(default_factory=list)
+    costs: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 def collect(paths: Iterable[Path]) -> Collected:
@@ -86,13 +87,15 @@ def collect(paths: Iterable[Path]) -> Collected:
 
 
 def _add_ledger(path: Path, found: Collected) -> None:
-    """What was planned, and what failed, as far as it can be understood."""
+    """What was planned, what failed and what a step costs, as far as it can be understood."""
     for file in sorted(path.rglob("*.json")) if path.is_dir() else ():
-        if file.name == PLANNED or file.name.endswith(FAILED):
+        if file.name == PLANNED or file.name.endswith(FAILED) or file.name.startswith(COST):
             try:
                 content = _read(file)
                 if file.name == PLANNED:
                     found.planned.extend(trusted.planned(content))
+                elif file.name.startswith(COST):
+                    found.costs.append(trusted.cost(content))
                 else:
                     found.failures.append(Failure(*trusted.failure(content)))
             except (ValueError, OSError) as error:

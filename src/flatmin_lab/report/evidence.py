@@ -1,8 +1,8 @@
 """A part of the report: the paper's tables as far as they were trained, what it claims, what we did otherwise."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from flatmin_lab.recipes import EXHIBITS, SETS, Protocol
 from flatmin_lab.report.claims import Judged, best_radius, judged
@@ -29,6 +29,7 @@ class Evidence:
     planned: int  # trainings, before they ran
     missing: list[str]  # of these
     failures: Sequence[Failure]
+    costs: Sequence[Mapping[str, Any]]
 
 
 def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
@@ -46,7 +47,7 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done]
     every = [run for own in runs.values() for run in own]
-    return Evidence(parts, deviations(every), len(found.planned), missing, found.failures)
+    return Evidence(parts, deviations(every), len(found.planned), missing, found.failures, found.costs)
 
 
 def _with_something(table: Filled) -> Filled:

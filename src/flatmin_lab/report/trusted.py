@@ -123,6 +123,19 @@ def failure(found: Mapping[str, Any]) -> tuple[str, int, str]:
     return found["name"], found["seed"], found["error"]
 
 
+def cost(found: dict[str, Any]) -> dict[str, Any]:
+    """What a step of ERM and of AMP takes."""
+    _check(found, "hardware", lambda value: isinstance(value, str), "a name")
+    _check(found, "ratio", is_number, "a number")
+    methods = found.get("methods")
+    _object(methods, "methods")
+    for method in ("erm", "amp"):
+        _object(found["methods"].get(method), method)
+        for name in ("ms", "hours"):
+            _check(found["methods"][method], name, is_number, "a number")
+    return found
+
+
 def _is_seed(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

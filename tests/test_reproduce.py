@@ -1,0 +1,120 @@
+"""`flatmin reproduce`: the table is filled, killed in the middle it goes on, and bad requests are told why."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import flatmin, words
+from flatmin_lab.recipes import EXHIBITS, cell
+from report_files import write_result
+
+ROOT = Path(__file__).parent.parent
+SOME = ["--protocol", "smoke", "--data", "cifar10", "--models", "vgg16"]
+
+
+def places(folder: Path) -> list[str]:
+    return ["--results", str(folder / "results"), "--runs", str(folder / "runs"), "--device", "cpu"]
+
+
+def program(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "flatmin_lab", "reproduce", *arguments]
+
+
+def test_killed_in_the_middle_it_finishes_without_repeating_a_finished_run(tmp_path: Path) -> None:
+    command = program("table1", *SOME, "--seeds", "0", *places(tmp_path))
+    environment: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(ROOT / "src")}}
+    results = tmp_path / "results" / "smoke"
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(command, stdout=log, stderr=log, **environment)
+        until = time.monotonic() + 120
+        while len(list(results.glob("*.json"))) < 2 and time.monotonic() < until:
+            assert first.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    there = {path: path.stat().st_mtime_ns for path in results.glob("*.json")}
+    assert 2 <= len(there) < 8
+    second = subprocess.run(command, capture_output=True, text=True, check=False, **environment)
+    assert second.returncode == 0, second.stderr
+    assert len(list(results.glob("*.json"))) == 8
+    assert {path: path.stat().st_mtime_ns for path in there} == there
+    assert f"8 trainings: {len(there)} done" in second.stderr
+    for line in ("ERM", "Dropout", "label smoothing", "flooding", "MixUp", "adversarial", "RMP", "AMP"):
+        (row,) = [row for row in second.stdout.splitlines() if row.strip().startswith(line)]
+        assert row.split()[-1].replace(".", "").isdecimal()  # the paper's number at its end
+    third = flatmin(*command[3:])
+    assert "8 trainings: 8 done" in third.stderr
+    assert "label smoothing" in third.stdout
+
+
+def test_the_list_says_what_is_there(tmp_path: Path) -> None:
+    write_result(tmp_path / "results", cell("short", "cifar10", "preactresnet18", "erm"), 0, 0.05)
+    shown = flatmin("reproduce", "--list", "--protocol", "short", *places(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    lines = {line.split()[0]: line.split() for line in shown.stdout.splitlines()[1:]}
+    assert lines.keys() == EXHIBITS.keys()
+    assert lines["table1"][-3:] == ["144", "1", "143"]
+    assert lines["ece"][-3:] == ["72", "1", "71"]
+    assert lines["table3"][-2:] == ["72", "72"] or lines["table3"][-3:] == ["72", "0", "72"]  # it has no attack
+
+
+def test_a_dry_run_lists_and_estimates_and_trains_nothing(tmp_path: Path) -> None:
+    shown = flatmin("reproduce", "table1", *SOME, "--methods", "erm,amp", "--dry-run", *places(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("missing") == 6
+    assert "smoke/cifar10-vgg16-amp" in shown.stdout
+    assert "6 trainings, some" in words(shown.stderr)
+    assert not (tmp_path / "results").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_is_written_before_anything_runs(tmp_path: Path) -> None:
+    shown = flatmin("reproduce", "table1", *SOME, "--seeds", "0,2", "--plan", *places(tmp_path))
+    assert "16 of 16 trainings are new" in shown.stdout
+    runs = json.loads((tmp_path / "results" / "planned.json").read_text())["runs"]
+    assert {run["seed"] for run in runs} == {0, 2}
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a table or a figure: table1"),
+        (["table9"], "unknown table or figure 'table9'; choose from table1"),
+        (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, short, smoke"),
+        (["table1", "--methods", "sam"], "--methods takes adversarial, amp"),
+        (["table1", "--data", "mnist"], "--data takes cifar10, cifar100, svhn, got mnist"),
+        (["table1", "--measure", "speed"], "--measure takes attack, flatness, landscape, got speed"),
+        (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
+        (["table1", "--seeds", "3-1"], "--seeds must name one at least"),
+        (["table1", "--device", "cpu,cpu"], "--device takes GPUs, each once, or cpu alone"),
+        (["table1", "--seeds", "0", "--data", "svhn"], "svhn was not found"),
+    ],
+    ids=str,
+)
+def test_a_request_that_makes_no_sense_says_why(tmp_path: Path, arguments: list[str], message: str) -> None:
+    shown = flatmin("reproduce", *arguments, "--results", tmp_path, "--runs", tmp_path, "--data-dir", tmp_path)
+    assert shown.exit_code == 2
+    assert message in words(shown.stderr)
+
+
+def test_what_failed_is_told_and_tried_again_when_asked(tmp_path: Path) -> None:
+    recipe = cell("smoke", "cifar10", "vgg16", "erm")
+    failure = tmp_path / "results" / f"{recipe.name}-0.failed.json"
+    failure.parent.mkdir(parents=True)
+    failure.write_text(json.dumps({"name": recipe.name, "seed": 0, "error": "no memory"}))
+    arguments = ["reproduce", "table1", *SOME, "--methods", "erm", "--seeds", "0", *places(tmp_path)]
+    shown = flatmin(*arguments)
+    assert "1 failed before (try them again with --retry)" in shown.stderr
+    assert failure.exists()
+    again = flatmin(*arguments, "--retry", "--workers", "1")
+    assert again.exit_code == 0, again.output
+    assert not failure.exists()
+    assert (tmp_path / "results" / f"{recipe.name}-0.json").exists()

@@ -1,0 +1,60 @@
+"""Work in processes of its own: all of it is done, one that fails or dies takes nothing else with it."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatmin_lab.records import Note, Record
+from flatmin_lab.workers import Died, Stop, in_processes
+
+
+def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Record]]:
+    """What a test asks of a worker."""
+    number, act, place = task
+    yield number, Note("begun")
+    if act == "raise":
+        raise ValueError("no such thing")
+    if act == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if act == "last":
+        Path(place).touch()
+        until = time.monotonic() + 60
+        while not stop() and time.monotonic() < until:
+            time.sleep(0.01)
+        yield number, Note(f"stopped by {stop()}")
+        return
+    yield number, Note("done")
+
+
+def test_all_is_done_and_what_fails_or_dies_says_so() -> None:
+    acts = ["do", "raise", "do", "die", "do", "do"]
+    tasks = [(number, act, "") for number, act in enumerate(acts)]
+    ends: dict[int, Record | Died] = {}
+    for task, said in in_processes(work, tasks, workers=2):
+        ends[task[0]] = said if isinstance(said, Died) else said[1]
+    for number, act in enumerate(acts):
+        end = ends[number]
+        if act == "do":
+            assert end == Note("done")
+        else:
+            assert isinstance(end, Died)
+            assert ("no such thing" if act == "raise" else "SIGKILL") in end.why
+
+
+def test_whoever_works_is_asked_to_stop_and_nothing_else_is_begun(tmp_path: Path) -> None:
+    flag = tmp_path / "working"
+    tasks = [(0, "last", str(flag)), (1, "do", "")]
+    said = list(in_processes(work, tasks, workers=1, stop=lambda: "Ctrl-C" if flag.exists() else None))
+    assert [task[0] for task, _ in said] == [0, 0]
+    assert said[-1][1] == (0, Note("stopped by the parent"))
+
+
+def test_a_caller_that_leaves_leaves_nobody_behind(tmp_path: Path) -> None:
+    flag = tmp_path / "working"
+    records = in_processes(work, [(0, "last", str(flag))], workers=1)
+    next(records)
+    begun = time.monotonic()
+    records.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - begun < 30  # it was asked to stop, and did
