@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --constraint constraints/cpu.txt)
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench report clean
 
 demo: $(READY)
 	$(BIN)/flatmin demo
@@ -28,6 +28,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/landscape.py
 	$(BIN)/python benchmarks/perturbed_precision.py
 	$(BIN)/flatmin bench --quick
+
+report: $(READY)
+	$(BIN)/flatmin report results
+	$(BIN)/python benchmarks/results_table.py
 
 clean:
 	rm -rf .venv build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -83,15 +83,32 @@ def test_a_plan_is_written_before_anything_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: Path) -> None:
+    for methods, seed in (("amp", 1), ("erm,mixup", 0)):
+        arguments = [*SOME, "--methods", methods, "--seeds", seed, "--plan", *places(tmp_path)]
+        assert flatmin("reproduce", "table1", *arguments).exit_code == 0
+    shown = flatmin("reproduce", "--planned", "--limit", 2, "--workers", 2, *places(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    assert "3 trainings: 3 to be trained" in shown.stderr
+    there = sorted(path.name for path in (tmp_path / "results" / "smoke").iterdir())
+    assert there == ["cifar10-vgg16-amp-1.json", "cifar10-vgg16-erm-0.json"]
+    assert "table1: test error and NLL of eight methods; protocol smoke" in shown.stdout
+    rest = flatmin("reproduce", "--planned", "--dry-run", *places(tmp_path))
+    assert "3 trainings: 2 done, 1 to be trained" in rest.stderr
+    assert "smoke/cifar10-vgg16-mixup" in rest.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--planned"], "has no plan; write one down with --plan"),
+        (["table1", "--planned"], "leave out the tables and figures, or it"),
         ([], "name a table or a figure: table1"),
         (["table9"], "unknown table or figure 'table9'; choose from table1"),
         (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, short, smoke"),
         (["table1", "--methods", "sam"], "--methods takes adversarial, amp"),
         (["table1", "--data", "mnist"], "--data takes cifar10, cifar100, svhn, got mnist"),
-        (["table1", "--measure", "speed"], "--measure takes attack, flatness, landscape, got speed"),
+        (["table1", "--measure", "speed"], "--measure takes attack, boundary, flatness, landscape, got speed"),
         (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
         (["table1", "--seeds", "3-1"], "--seeds must name one at least"),
         (["table1", "--device", "cpu,cpu"], "--device takes GPUs, each once, or cpu alone"),

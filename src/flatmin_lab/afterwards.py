@@ -2,7 +2,7 @@
 
 Always: the risk on the training set as it is, without augmentation, in eval mode (`clean_train_…`); for label smoothing
 the smoothed loss, which the paper's NLL of that method seems to be; and, where test pictures stand in the training set
-too, the error without them. On request: attacks, flatness, the landscape.
+too, the error without them. On request: attacks, flatness, the landscape; of points in a plane, the boundary.
 
 The paper attacks with a radius of 4 and does not say of what. `attack` takes it as 4/255 of a pixel's range,
 `attack_normalised` as 4/255 of the normalised inputs; both are measured.
@@ -10,19 +10,35 @@ The paper attacks with a radius of 4 and does not say of what. `attack` takes it
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatmin_lab import examine, landscapes
 from flatmin_lab.data.repeated import repeated
 from flatmin_lab.evaluate import logits_of, measured
-from flatmin_lab.json_numbers import number
+from flatmin_lab.extras import need
+from flatmin_lab.json_numbers import number, numbers
 from flatmin_lab.learner import method_of
 from flatmin_lab.recipe import Recipe
 from flatmin_lab.subject import Subject
 
 Say = Callable[[str], object]
-SMALL = {"pictures": 50, "points": 5}  # of a recipe that is for seeing that everything runs
-POINTS = 25  # a side of the landscape
+
+
+class Effort(NamedTuple):
+    """How much is measured: None is all of the test set, and 1000 training pictures."""
+
+    pictures: int | None = None
+    starts: int = 4  # of the search for the worst loss, beside the one from the centre
+    trace: bool = True  # of the Hessian, which takes half of the time
+    points: int = 25  # a side of the landscape
+    side: int = 61  # of the plane that a boundary runs through
+
+
+EFFORTS = {
+    "paper": Effort(),
+    "short": Effort(starts=1, trace=False),
+    "smoke": Effort(pictures=50, starts=1, trace=False, points=5, side=21),
+}
 
 
 def always(subject: Subject, recipe: Recipe) -> dict[str, Any]:
@@ -45,32 +61,45 @@ def always(subject: Subject, recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-def _attack(subject: Subject, pictures: int | None, say: Say) -> dict[str, Any]:
+def _attack(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     return {
-        "attack": examine.robustness(subject, pictures=pictures, say=say),
-        "attack_normalised": examine.robustness(subject, pictures=pictures, normalised=True, say=say),
+        "attack": examine.robustness(subject, pictures=effort.pictures, say=say),
+        "attack_normalised": examine.robustness(subject, pictures=effort.pictures, normalised=True, say=say),
     }
 
 
-def _flatness(subject: Subject, pictures: int | None, say: Say) -> dict[str, Any]:
-    return {"flatness": examine.flatness_of(subject, pictures=pictures, say=say)}
+def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
+    found = examine.flatness_of(
+        subject, pictures=effort.pictures, restarts=effort.starts, with_trace=effort.trace, say=say
+    )
+    return {"flatness": found}
 
 
-def _landscape(subject: Subject, pictures: int | None, say: Say) -> dict[str, Any]:
-    points = SMALL["points"] if pictures else POINTS
+def _landscape(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     say("the landscape")
-    return {"landscape": landscapes.landscape(subject, points=points, pictures=pictures or landscapes.PICTURES)}
+    pictures = effort.pictures or landscapes.PICTURES
+    return {"landscape": landscapes.landscape(subject, points=effort.points, pictures=pictures)}
 
 
-PARTS: dict[str, Callable[[Subject, int | None, Say], dict[str, Any]]] = {
+def _boundary(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
+    """What it answers on a grid over the plane, for points in it."""
+    if subject.test.pictures or subject.test.shape[0] != 2:
+        raise ValueError(f"a boundary is drawn between points of a plane, got {subject.test.kind}")
+    spiral = need("flatmin_lab.figures.spiral", "a boundary")
+    side, shares = spiral.answers(subject.of_pictures(), points=effort.side)
+    return {"boundary": {"side": numbers(side), "shares": numbers(shares)}}
+
+
+PARTS: dict[str, Callable[[Subject, Effort, Say], dict[str, Any]]] = {
     "attack": _attack,
     "flatness": _flatness,
     "landscape": _landscape,
+    "boundary": _boundary,
 }
 
 
-def further(subject: Subject, part: str, *, small: bool, say: Say = lambda _: None) -> dict[str, Any]:
-    """One of PARTS, and how long it took; `small` is for seeing that it runs."""
+def further(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _: None) -> dict[str, Any]:
+    """One of PARTS, and how long it took."""
     begun = perf_counter()
-    found = PARTS[part](subject, SMALL["pictures"] if small else None, say)
+    found = PARTS[part](subject, effort, say)
     return {**found, f"{part}_seconds": round(perf_counter() - begun, 3)}

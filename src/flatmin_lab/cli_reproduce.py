@@ -1,38 +1,34 @@
 """`flatmin reproduce`: the paper's tables and figures, trained, measured, and shown beside the paper's numbers.
 
-Parsing, and what is shown; the work is in runs.py, the tables in recipes.py, the files in ledger.py.
+Parsing; the work is in runs.py, the tables in recipes.py, the files in ledger.py, what is shown in show_runs.py.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from flatmin_lab import afterwards, cost, estimate, show
+from flatmin_lab import afterwards, cost, estimate, show, show_runs
+from flatmin_lab.chosen import Chosen, choose, exhibits_named, key
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, reported
-from flatmin_lab.data.made import SUFFIX
+from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.extras import need
-from flatmin_lab.ledger import Ledger, State
+from flatmin_lab.ledger import Ledger
 from flatmin_lab.machine import device_named, hardware
 from flatmin_lab.recipe import Job
-from flatmin_lab.recipes import EXHIBITS, Exhibit, Protocol
-from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started, Stopped
+from flatmin_lab.recipes import EXHIBITS, Exhibit
+from flatmin_lab.records import Epoch, Failed, Finished, Stopped
 from flatmin_lab.request import read
-from flatmin_lab.results import split_of
 from flatmin_lab.runs import How, carry_out
 from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.workers import cores
 
 WHICH, HOW = "Which trainings", "How"
 RUNS, RESULTS = Path("runs"), Path("results")
-TENTHS = 10  # of a training, after each of which a line is shown
 COST_STEPS = 100  # a block, on a GPU
 
 
@@ -46,6 +42,7 @@ def reproduce(
     ] = "paper",
     list_: Annotated[bool, option("What there is, what is done, and what is missing.", "--list")] = False,
     dry_run: Annotated[bool, option("What would be run, and how long it would take.", "--dry-run")] = False,
+    planned: Annotated[bool, option("Carry out what was planned and is not done, in its order.", "--planned")] = False,
     plan: Annotated[bool, option("Write down in RESULTS/planned.json what is to be run, and end.", "--plan")] = False,
     seeds: Annotated[str | None, option("As in 0,1 or 0-9; else as many as the protocol has.", panel=WHICH)] = None,
     methods: Annotated[str | None, option("As in erm,amp; else all of the exhibit.", panel=WHICH)] = None,
@@ -54,6 +51,7 @@ def reproduce(
     measure: Annotated[
         str | None, option(f"Also measure {', '.join(afterwards.PARTS)}; as in attack,flatness.", panel=WHICH)
     ] = None,
+    limit: Annotated[int | None, option("At most so many trainings now.", min=1, panel=WHICH)] = None,
     retry: Annotated[bool, option("Try those again that have failed.", "--retry", panel=WHICH)] = False,
     results: Annotated[Path, typer.Option(help="The folder of the result files.", rich_help_panel=HOW)] = RESULTS,
     runs: Annotated[Path, typer.Option(help="The folder of the runs, with checkpoints.", rich_help_panel=HOW)] = RUNS,
@@ -72,112 +70,38 @@ def reproduce(
     """The paper's tables and figures from your own trainings, beside its numbers; killed, the same command goes on."""
     with reported(debug):
         need("flatmin_lab.report.exhibits", "flatmin reproduce")
-        ledger = Ledger(results, runs)
-        chosen = [_exhibit(name, protocol) for name in exhibits or (EXHIBITS if list_ else ())]
-        if not chosen:
-            raise ValueError(f"name a table or a figure: {', '.join(EXHIBITS)}; or see them with --list")
+        ledger, console = Ledger(results, runs), show.terminal()
+        exhibits_ = exhibits_named(exhibits or (EXHIBITS if list_ else ()), protocol)
         if list_:
-            _list(chosen, ledger)
+            show_runs.catalogue(exhibits_, ledger)
             return
-        wanted = {
-            "methods": _words(methods, {recipe.method for one in chosen for recipe in one.recipes}, "--methods"),
-            "data": _words(data, {_plain(recipe.data) for one in chosen for recipe in one.recipes}, "--data"),
-            "models": _words(models, {recipe.model for one in chosen for recipe in one.recipes}, "--models"),
-        }
-        own = [part for one in chosen for part in one.parts]
-        asked = _words(measure, set(afterwards.PARTS), "--measure") if measure else set()
-        parts = tuple(part for part in afterwards.PARTS if part in asked or part in own)
-        trained = [one for one in chosen if one.trials]
-        jobs = _jobs(trained, _seeds(seeds), wanted) if trained else []
+        narrowed = {"seeds": seeds, "methods": methods, "data": data, "models": models, "measure": measure}
+        chosen = choose(exhibits_, ledger, planned=planned, **narrowed)
         if plan:
-            new = ledger.plan(jobs, datetime.now(timezone.utc).date())
-            typer.echo(f"{new} of {len(jobs)} trainings are new in {results / 'planned.json'}")
+            new = ledger.plan(chosen.jobs, datetime.now(timezone.utc).date())
+            typer.echo(f"{new} of {len(chosen.jobs)} trainings are new in {results / 'planned.json'}")
             return
-        states = {job_key(job): ledger.state(job, parts) for job in jobs}
-        todo = [job for job in jobs if states[job_key(job)] in _due(retry)]
-        console = show.terminal()
-        devices = _devices(device)
-        root = str(data_dir)
-        if jobs:
-            _say_what_is_there(console, jobs, states, retry=retry)
+        todo, devices = chosen.due(retry=retry, limit=limit), _devices(device)
+        if chosen.jobs:
+            show_runs.what_is_there(console, chosen, retry=retry)
+        # a missing file now, and not in hours
+        names = dict.fromkeys(job.recipe.data for job in todo)
+        sets = {name: read(name, data_dir, download=download, size=None) for name in names}
         if dry_run:
-            _dry_run(todo, states, devices, workers, data_dir, download, console)
+            _dry_run(todo, chosen, sets, devices, workers, console)
             return
-        for name in dict.fromkeys(job.recipe.data for job in todo):
-            read(name, data_dir, download=download, size=None)  # a missing file now, and not in hours
-        how = How(ledger, parts, root, together, checkpoint_epochs)
+        how = How(ledger, chosen.parts, str(data_dir), together, checkpoint_epochs)
         failed, reason = _run(todo, how, devices, workers, console)
-        for one in trained:
-            _show(one, ledger, {(_plain(job.recipe.data), job.recipe.model) for job in jobs})
-        for one in chosen:
-            if one not in trained and not reason:
-                _cost(one, ledger, devices[0], data_dir, download, console)
+        for one in chosen.trained:
+            show_runs.filled(one, ledger, chosen.places())
         if reason is not None:
             show.say(console, f"stopped by {reason}; the same command goes on")
             raise typer.Exit(CODES[reason])
+        for one in chosen.exhibits:
+            if one not in chosen.trained:
+                _cost(one, ledger, torch.device(devices[0]), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
-
-
-# ---- what was asked for
-
-
-def _exhibit(name: str, protocol: str) -> Exhibit:
-    if name not in EXHIBITS:
-        raise ValueError(f"unknown table or figure {name!r}; choose from {', '.join(EXHIBITS)}")
-    if protocol not in get_args(Protocol):
-        raise ValueError(f"unknown protocol {protocol!r}; choose from {', '.join(get_args(Protocol))}")
-    return EXHIBITS[name](cast(Protocol, protocol))
-
-
-def _words(text: str | None, known: set[str], flag: str) -> set[str]:
-    """Those that were named, or all."""
-    if text is None:
-        return known
-    named = {word.strip() for word in text.split(",")}
-    if unknown := sorted(named - known):
-        raise ValueError(f"{flag} takes {', '.join(sorted(known))}, got {', '.join(unknown)}")
-    return named
-
-
-def _seeds(text: str | None) -> tuple[int, ...] | None:
-    """0,1 or 0-9."""
-    if text is None:
-        return None
-    found: list[int] = []
-    for word in text.split(","):
-        first, dash, last = word.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"--seeds takes whole numbers, as in 0,1 or 0-9, got {text!r}")
-        found += range(int(first), int(last if dash else first) + 1)
-    if not found:
-        raise ValueError(f"--seeds must name one at least, got {text!r}")
-    return tuple(dict.fromkeys(found))
-
-
-def _plain(data: str) -> str:
-    return data.removesuffix(SUFFIX)
-
-
-def job_key(job: Job) -> tuple[str, int]:
-    return job.recipe.name, job.seed
-
-
-def _jobs(exhibits: Sequence[Exhibit], seeds: tuple[int, ...] | None, wanted: dict[str, set[str]]) -> list[Job]:
-    """Of all exhibits, each training once."""
-    found: dict[tuple[str, int], Job] = {}
-    for exhibit in exhibits:
-        for job in exhibit.jobs(seeds):
-            recipe = job.recipe
-            if (
-                recipe.method in wanted["methods"]
-                and _plain(recipe.data) in wanted["data"]
-                and recipe.model in wanted["models"]
-            ):
-                found.setdefault(job_key(job), job)
-    if not found:
-        raise ValueError("no training of these is of that method, data and model; name others, or leave them out")
-    return list(found.values())
 
 
 def _devices(names: str | None) -> list[str]:
@@ -192,91 +116,33 @@ def _devices(names: str | None) -> list[str]:
     return found
 
 
-def _due(retry: bool) -> set[State]:
-    return {"missing", "begun", "unmeasured", *(("failed",) if retry else ())}
-
-
-# ---- what is shown
-
-
-def _list(exhibits: Sequence[Exhibit], ledger: Ledger) -> None:
-    table = Table("", "what", "protocol", "trainings", "done", "failed", "missing", box=None, pad_edge=False)
-    for exhibit in exhibits:
-        states = Counter(ledger.state(job, exhibit.parts) for job in exhibit.jobs())
-        if not exhibit.trials:
-            states["done" if ledger.costs(exhibit.protocol) else "missing"] += 1
-        missing = states.total() - states["done"] - states["failed"]
-        table.add_row(
-            exhibit.name,
-            exhibit.title,
-            exhibit.protocol,
-            str(states.total()),
-            str(states["done"]),
-            str(states["failed"] or ""),
-            str(missing or ""),
-        )
-    _wide().print(table)
-
-
-def _say_what_is_there(
-    console: Console, jobs: Sequence[Job], states: dict[tuple[str, int], State], *, retry: bool
-) -> None:
-    count = Counter(states.values())
-    words = {
-        "done": "done",
-        "unmeasured": "to be measured",
-        "begun": "to be gone on with",
-        "missing": "to be trained",
-        "failed": f"failed before ({'tried again' if retry else 'try them again with --retry'})",
-        "without weights": "done, but without the weights that would be measured",
-    }
-    said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])  # type: ignore[index]
-    show.say(console, f"{len(jobs)} trainings: {said}")
-
-
 def _dry_run(
     todo: Sequence[Job],
-    states: dict[tuple[str, int], State],
+    chosen: Chosen,
+    sets: dict[str, Dataset],
     devices: Sequence[str],
     workers: int | None,
-    data_dir: Path,
-    download: bool,
     console: Console,
 ) -> None:
     """What would run, and an estimate of the time from a few steps of each kind."""
-    training = [job for job in todo if states[job_key(job)] != "unmeasured"]
-    names = dict.fromkeys(job.recipe.data for job in training)
-    sets = {name: read(name, data_dir, download=download, size=None) for name in names}
-    with show.busy(console) as say:
-        where = torch.device(devices[0])
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1 if where.type == "cpu" else threads)
-        try:
+    training = [job for job in todo if chosen.state(job) != "unmeasured"]
+    where, threads = torch.device(devices[0]), torch.get_num_threads()
+    on_cpu = where.type == "cpu"
+    torch.set_num_threads(1 if on_cpu else threads)
+    try:
+        with show.busy(console) as say:
             seconds = estimate.seconds_of_all(training, sets, device=where, say=say)
-        finally:
-            torch.set_num_threads(threads)
-    took = {job_key(job): time for job, time in zip(training, seconds, strict=True)}
-    table = Table("training", "seed", "now", "time", box=None, pad_edge=False)
-    for job in todo:
-        time = took.get(job_key(job))
-        table.add_row(job.recipe.name, str(job.seed), states[job_key(job)], "" if time is None else _time(time))
-    _wide().print(table)
-    beside = min(workers or cores(), max(len(todo), 1)) if devices[0] == "cpu" else len(devices)
+    finally:
+        torch.set_num_threads(threads)
+    show_runs.would_run(todo, chosen, {key(job): took for job, took in zip(training, seconds, strict=True)})
+    beside = min(workers or cores(), max(len(todo), 1)) if on_cpu else len(devices)
     total = max([sum(seconds) / beside, *seconds])
-    where_words = f"{beside} process{'es' if beside > 1 else ''}" if devices[0] == "cpu" else f"{beside} GPU(s)"
+    count = f"{beside} {'process' if on_cpu else 'GPU'}{('es' if on_cpu else 's') if beside > 1 else ''}"
     show.say(
         console,
-        f"{len(todo)} trainings, some {_time(total)} on {hardware(where)} with {where_words}; "
-        "from a few steps each, one training at a time; begun ones have less to do"
-        + ("" if devices[0] == "cpu" else "; several at once on a GPU take less"),
+        f"{len(todo)} trainings, some {show_runs.time(total)} on {hardware(where)} with {count}; from a few steps "
+        f"each, one training at a time{'' if on_cpu else ' on a GPU (several take less)'}; begun ones have less to do",
     )
-
-
-def _time(seconds: float) -> str:
-    for unit, length in (("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.1f} s"
 
 
 def _run(
@@ -294,7 +160,7 @@ def _run(
         for number, record in carry_out(todo, how, devices=devices, workers=workers, stop=stop):
             job = todo[number]
             who = f"{job.recipe.name:{width}} seed {job.seed}"
-            for text, style in _said(record, job):
+            for text, style in show_runs.said(record, job):
                 show.say(console, f"{who}  {text}", style=style)
             match record:
                 case Epoch():
@@ -309,83 +175,13 @@ def _run(
     return failed, reason
 
 
-def _said(record: Record, job: Job) -> Iterator[tuple[str, str]]:
-    """Of a record: what is worth a line, and its colour."""
-    epochs = job.recipe.epochs
-    match record:
-        case Started() if record.step:
-            yield f"going on after step {record.step} of {record.steps}", ""
-        case Epoch() if epochs >= TENTHS and record.epoch % (epochs // TENTHS) == 0 and record.epoch < epochs:
-            yield show.epoch_line(record.numbers, epochs), ""
-        case Finished():
-            which = split_of(record.result)
-            said = ", ".join(
-                f"{label} {show.number(name, record.result[f'{which}_{name}'])}"
-                for name, label in (("error", "error"), ("nll", "NLL"), ("ece", "ECE"))
-            )
-            yield f"{which} {said}; {record.result['seconds']:.0f} s", ""
-        case Failed():
-            yield f"failed: {record.what}", "red"
-        case Note():
-            yield f"note: {record.text}", "yellow"
-
-
-def _cost(exhibit: Exhibit, ledger: Ledger, device: str, data_dir: Path, download: bool, console: Console) -> None:
+def _cost(
+    exhibit: Exhibit, ledger: Ledger, where: torch.device, data_dir: Path, download: bool, console: Console
+) -> None:
     """Measure ERM's and AMP's steps in turns, and write it down."""
-    where = torch.device(device)
     recipes = {recipe.method: recipe for recipe in exhibit.recipes}
-    data = read(recipes["erm"].data, data_dir, download=download, size=None).to(where)
+    pictures = read(recipes["erm"].data, data_dir, download=download, size=None).to(where)
     with show.busy(console) as say:
         say("steps of ERM and AMP in turns")
-        found = cost.cost(recipes, data, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
-    written = ledger.write_cost(exhibit.protocol, found)
-    table = Table("", "ms a step", "quartiles", "hours", "paper, hours (V100)", box=None, pad_edge=False)
-    for method, one in found["methods"].items():
-        low, high = one["ms_quartiles"]
-        hours = f"{one['hours']:.3g}"
-        table.add_row(method, f"{one['ms']:.3g}", f"{low:.3g} to {high:.3g}", hours, f"{cost.HOURS[method]:g}")
-    wide = _wide()
-    show.say(wide, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}, {found['epochs']} epochs")
-    wide.print(table)
-    show.say(wide, f"AMP takes {found['ratio']:.2f} times as long as ERM (the paper: {cost.RATIO}); kept in {written}")
-
-
-def _show(exhibit: Exhibit, ledger: Ledger, wanted: set[tuple[str, str]]) -> None:
-    """The table, ours beside the paper's: the rows of these data sets and networks."""
-    exhibits: Any = need("flatmin_lab.report.exhibits", "flatmin reproduce")
-    page: Any = need("flatmin_lab.report.page", "flatmin reproduce")
-    found = exhibits.filled(exhibit, exhibits.read_all(ledger))
-    agreeing = ["agree"] if exhibit.protocol == "paper" else []
-    table = Table(box=None, pad_edge=False)
-    for label in ("method", "n"):
-        table.add_column(label, no_wrap=True)
-    for column, in_paper in zip(found.columns, found.in_paper, strict=True):
-        for label in (column.label, *(["paper", *agreeing] if in_paper else [])):
-            table.add_column(label.replace("\u00a0", " "), no_wrap=True)
-    before = None
-    for row in found.rows:
-        if row.place[:2] not in wanted:
-            continue
-        if row.place != before:
-            before = row.place
-            table.add_row(Text(f"{', '.join(name for name in row.place if name != 'vanilla')}", style="bold"))
-        table.add_row(f"  {row.name}", str(len(row.runs)), *_cells(found, row, page))
-    console = _wide()
-    show.say(console, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}")
-    console.print(table)
-
-
-def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
-    for column, in_paper, cell in zip(found.columns, found.in_paper, row.cells, strict=True):
-        mark = {None: "", True: " ▼", False: " ▲"}[cell.better]
-        yield f"{page.spread(cell.values, column.digits)}{mark}" if cell.values else "–"
-        if in_paper:
-            yield "" if cell.paper is None else page.as_printed(cell.paper.mean, cell.paper.deviation, column.digits)
-        if in_paper and found.exhibit.protocol == "paper":
-            yield {None: "", True: "yes", False: "no"}[cell.agrees]
-
-
-def _wide() -> Console:
-    """As wide as the terminal; where there is none, wide enough for a table."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=160)
+        found = cost.cost(recipes, pictures, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
+    show_runs.costs(found, str(ledger.write_cost(exhibit.protocol, found)))

@@ -110,23 +110,35 @@ def robustness(
 
 
 def flatness_of(
-    subject: Subject, *, epsilon: float = EPSILON, pictures: int | None = None, say: Say = lambda _: None
+    subject: Subject,
+    *,
+    epsilon: float = EPSILON,
+    pictures: int | None = None,
+    restarts: int = 4,
+    with_trace: bool = True,
+    say: Say = lambda _: None,
 ) -> dict[str, Any]:
-    """Gradient, sharpness, the worst and the mean loss in the ball, and the Hessian, of the training loss."""
+    """Gradient, sharpness, the worst and the mean loss in the ball, and the Hessian, of the training loss.
+
+    `restarts` is how often the worst loss is looked for from a random point. The trace takes half of all the time.
+    """
     count = min(pictures or PICTURES, len(subject.train))
     x, y = subject.inputs(subject.train, count)
     loss = flatness.empirical_risk(x, y, batch_size=250)
     model = subject.model
     say("worst-case loss")
-    worst = flatness.worst_case_loss(model, loss, epsilon=epsilon)
+    worst = flatness.worst_case_loss(model, loss, epsilon=epsilon, restarts=restarts)
     say("mean loss")
     around = flatness.mean_loss(model, loss, epsilon=epsilon)
     say("sharpness")
     rise, slope = flatness.sharpness(model, loss, epsilon=epsilon), flatness.gradient_norm(model, loss)
     say("eigenvalues of the Hessian")
     eigenvalues = flatness.top_eigenvalues(model, loss, k=3)
-    say("trace of the Hessian")
-    trace = flatness.trace(model, loss)
+    traced: dict[str, Any] = {}
+    if with_trace:
+        say("trace of the Hessian")
+        trace = flatness.trace(model, loss)
+        traced = {"trace": number(trace.value), "trace_error": number(trace.error)}
     return {
         "pictures": count,
         "epsilon": epsilon,
@@ -139,6 +151,5 @@ def flatness_of(
         "mean_loss_deviation": number(around.deviation),
         "eigenvalues": [number(value) for value in eigenvalues.values],
         "eigenvalue_errors": [number(error) for error in eigenvalues.errors],
-        "trace": number(trace.value),
-        "trace_error": number(trace.error),
+        **traced,
     }

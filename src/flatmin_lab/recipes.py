@@ -17,7 +17,8 @@ Trainings are in bf16 on pictures as NHWC, compiled, with the settings that the 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_args
 
 from flatmin_lab.data.augment import Kind
 from flatmin_lab.data.made import SUFFIX
@@ -25,7 +26,7 @@ from flatmin_lab.paper import METHODS
 from flatmin_lab.recipe import PROTOCOLS, TABLE_1, TABLE_2, Job, Recipe, perturbation
 
 Protocol = Literal["paper", "short", "smoke"]
-Part = Literal["attack", "flatness", "landscape"]
+Part = Literal["attack", "flatness", "landscape", "boundary"]
 TRIALS: dict[Protocol, int] = {"paper": 10, "short": 3, "smoke": 3}
 SETS = ("svhn", "cifar10", "cifar100")
 RESNET = TABLE_1[0]
@@ -154,7 +155,7 @@ def spiral(protocol: Protocol) -> Exhibit:
     for method in ("erm", "amp"):
         recipe = Recipe(**points, epochs=epochs, method=method, name=f"{protocol}/spiral-mlp-{method}")
         recipes.append(replace(recipe, settings=perturbation(recipe)) if method == "amp" else recipe)
-    return _exhibit("spiral", "decision boundaries on a spiral", protocol, recipes)
+    return _exhibit("spiral", "decision boundaries on a spiral", protocol, recipes, parts=("boundary",))
 
 
 def cost(protocol: Protocol) -> Exhibit:
@@ -210,6 +211,13 @@ EXHIBITS: dict[str, Callable[[Protocol], Exhibit]] = {
     "compute": compute,
     "precision": precision,
 }
+
+
+@cache
+def by_name() -> dict[str, Recipe]:
+    """Every recipe of every exhibit under every protocol."""
+    exhibits = [make(protocol) for make in EXHIBITS.values() for protocol in get_args(Protocol)]
+    return {recipe.name: recipe for exhibit in exhibits for recipe in (*exhibit.recipes, *exhibit.beside)}
 
 
 def _resnets(protocol: Protocol, methods: tuple[str, ...]) -> list[Recipe]:

@@ -141,15 +141,15 @@ def finished(job: Job, how: How, data: Dataset, device: torch.device) -> Record:
     folder = how.ledger.folder(job)
     try:
         run = trained.find(folder)
-        known = how.ledger.result(job) or _whole(job, folder)
+        known = how.ledger.result(job) or _whole(folder, at_once=1 if device.type == "cpu" else how.at_once)
         subject = trained.subject_of(run, data, averaged=False, device=device)
         if "clean_train_nll" not in known:
             known |= afterwards.always(subject, job.recipe)
             how.ledger.write(job, known)  # what takes longer comes later
-        small = job.recipe.name.startswith("smoke/")
+        effort = afterwards.EFFORTS.get(job.recipe.name.partition("/")[0], afterwards.Effort())
         for part in how.parts:
             if part not in known:
-                known |= afterwards.further(subject, part, small=small)
+                known |= afterwards.further(subject, part, effort)
                 how.ledger.write(job, known)
         tidy(folder)
         return Finished(known)
@@ -157,11 +157,11 @@ def finished(job: Job, how: How, data: Dataset, device: torch.device) -> Record:
         return Failed(f"it was trained, and could not be measured: {type(error).__name__}: {error}")
 
 
-def _whole(job: Job, folder: Path) -> dict[str, Any]:
-    """result.json with the name of its recipe, and its curves."""
+def _whole(folder: Path, *, at_once: int | None) -> dict[str, Any]:
+    """result.json, with whom it shared its device, without which its seconds say nothing, and its curves."""
     result = read_json(folder / "result.json")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {**result, "curves": curves_of(lines, split_of(result))}
+    return {**result, "at_once": at_once, "curves": curves_of(lines, split_of(result))}
 
 
 @lru_cache(maxsize=1)

@@ -32,7 +32,15 @@ class Spiral:
         return Spiral(x + 0.03 * torch.randn(n, 2, generator=generator, dtype=torch.float32), arm ^ flipped, flipped)
 
 
-def load(*, train: int = 400, test: int = 10_000, wrong: float = 0.2, seed: int = 0) -> Dataset:
+TRAIN, WRONG = 400, 0.2
+
+
+def training() -> Spiral:
+    """The training points of the data set, and which of their labels are wrong."""
+    return Spiral.draw(TRAIN, wrong=WRONG, generator=seeded("spiral", 0))
+
+
+def load(*, train: int = TRAIN, test: int = 10_000, wrong: float = WRONG, seed: int = 0) -> Dataset:
     """400 points to train on, a fifth of them with a wrong label, and 10,000 right ones to test with."""
     generator = seeded("spiral", seed)
     drawn, clean = Spiral.draw(train, wrong=wrong, generator=generator), Spiral.draw(test, wrong=0, generator=generator)

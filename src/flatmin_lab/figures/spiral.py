@@ -1,6 +1,7 @@
 """Figure 6: the boundary that a network draws between the two arms of the spiral."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import matplotlib as mpl
 import torch
@@ -16,35 +17,52 @@ COLOURS = ["#2a6f97", "#e07a3f"]
 REACH, POINTS = 1.2, 241
 
 
+class Panel(NamedTuple):
+    """What a network answers on a grid, and the points that it was trained on."""
+
+    side: Tensor  # of the grid
+    shares: Tensor  # of the second class, a row for each y
+    data: Spiral
+
+
 def boundaries(models: Mapping[str, tuple[nn.Module, Spiral]]) -> Drawn:
-    """A panel a model, under its title: the share of the second class, its boundary, and the training points.
+    """A panel a model, under its title."""
+    return drawn({title: Panel(*answers(model), data) for title, (model, data) in models.items()})
+
+
+def drawn(panels: Mapping[str, Panel]) -> Drawn:
+    """The share of the second class, its boundary, and the training points.
 
     The two classes differ in shape as well as colour; points with a wrong label are circled.
     """
-    side = torch.linspace(-REACH, REACH, POINTS)
-    shares = {title: _shares(model, side) for title, (model, _) in models.items()}
     with look():
-        figure = Figure(figsize=(4.4 * len(models), 4.9), layout="constrained")
-        panels = figure.subplots(1, len(models), squeeze=False)[0]
-        for axes, (title, (_, data)) in zip(panels, models.items(), strict=True):
-            _draw(axes, side, shares[title], data)
+        figure = Figure(figsize=(4.4 * len(panels), 4.9), layout="constrained")
+        places = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, panel) in zip(places, panels.items(), strict=True):
+            _draw(axes, *panel)
             axes.set_title(title)
-        count = {len(data.y) for _, data in models.values()}
-        wrong = sum(int(data.wrong.sum()) for _, data in models.values()) // len(models)
+        count = {len(panel.data.y) for panel in panels.values()}
+        wrong = sum(int(panel.data.wrong.sum()) for panel in panels.values()) // len(panels)
         figure.supxlabel(
             f"{' or '.join(map(str, count))} training points; circled: {wrong} with a wrong label", fontsize=9
         )
-    points = {title: {"x": numbers(own.x), "y": own.y.tolist()} for title, (_, own) in models.items()}
-    shown = {title: numbers(share) for title, share in shares.items()}
-    numbers_of = {"side": numbers(side), "shares": shown, "points": points}
-    return Drawn(figure, numbers_of, "The boundary between two spiral arms, as each network draws it")
+    points = {title: {"x": numbers(own.data.x), "y": own.data.y.tolist()} for title, own in panels.items()}
+    shown = {title: numbers(panel.shares) for title, panel in panels.items()}
+    side = numbers(next(iter(panels.values())).side)
+    return Drawn(
+        figure,
+        {"side": side, "shares": shown, "points": points},
+        "The boundary between two spiral arms, as each network draws it",
+    )
 
 
 @torch.no_grad()
-def _shares(model: nn.Module, side: Tensor) -> Tensor:
-    grid = torch.cartesian_prod(side, side)
-    share: Tensor = model(grid).softmax(dim=1)[:, 1].view(len(side), len(side)).T
-    return share
+def answers(model: nn.Module, points: int = POINTS) -> tuple[Tensor, Tensor]:
+    """The sides of a grid, and the share of the second class on it."""
+    side = torch.linspace(-REACH, REACH, points)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    share: Tensor = model(torch.cartesian_prod(side, side).to(device)).softmax(dim=1)[:, 1].view(points, points).T
+    return side, share.cpu()
 
 
 def _draw(axes: Axes, side: Tensor, share: Tensor, data: Spiral) -> None:

@@ -28,6 +28,11 @@ HOLDS, POINTS, OPEN, AGAINST, FAILS, NOTHING = (
     "not trained yet",
 )
 
+FLATTER = {
+    "landscape_rise": "the training loss one filter's length away",
+    "eigenvalue": "largest eigenvalue of the training loss",
+}
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -69,8 +74,9 @@ def claims(protocol: Protocol) -> list[Claim]:
         found.append(Claim(says, "ece", cell(data, "erm"), cell(data, "label_smoothing")))
         says = f"AMP is more robust than ERM on {title} (PGD)"
         found.append(Claim(says, "pgd_normalised", cell(data, "amp"), cell(data, "erm")))
-        says = f"AMP is flatter than ERM on {title} (largest eigenvalue)"
-        found.append(Claim(says, "eigenvalue", cell(data, "amp"), cell(data, "erm")))
+        for measure, words in FLATTER.items():
+            says = f"AMP is flatter than ERM on {title} ({words})"
+            found.append(Claim(says, measure, cell(data, "amp"), cell(data, "erm")))
     for other in METHODS:
         if other != "flooding":
             says = f"flooding is better calibrated than {NAMES[other]} on CIFAR-10"

@@ -28,6 +28,7 @@ class Run:
     lines: Sequence[Mapping[str, Any]] = ()  # an epoch each
     evaluation: Mapping[str, Any] = field(default_factory=dict)  # "attack" and "flatness", as far as they are known
     landscape: Mapping[str, Any] | None = None
+    boundary: Mapping[str, Any] | None = None  # of points in a plane
 
     @property
     def method(self) -> str:
@@ -141,11 +142,12 @@ def read_result(path: Path, broken: list[Broken] | None = None) -> Run:
     """A result that is one file: what was measured afterwards, and the curves, are in it."""
     content = _read(path)
     result = trusted.result(content)
-    parts: dict[str, Any] = {"curves": [], "evaluation": {}, "landscape": None}
+    parts: dict[str, Any] = {"curves": [], "evaluation": {}, "landscape": None, "boundary": None}
     for part, check in (
         ("curves", trusted.curves),
         ("evaluation", trusted.evaluation),
         ("landscape", trusted.landscape),
+        ("boundary", trusted.boundary),
     ):
         inside = content if part == "evaluation" else content.get(part)
         if inside is not None:
@@ -153,7 +155,7 @@ def read_result(path: Path, broken: list[Broken] | None = None) -> Run:
                 parts[part] = check(inside, result)
             except ValueError as error:
                 (broken if broken is not None else []).append(Broken(path, f"its {part} is not used: {error}"))
-    return Run(path, result, parts["curves"], parts["evaluation"], parts["landscape"])
+    return Run(path, result, parts["curves"], parts["evaluation"], parts["landscape"], parts["boundary"])
 
 
 def _folder(path: Path, broken: list[Broken]) -> Run:

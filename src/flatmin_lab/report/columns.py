@@ -16,7 +16,8 @@ class Column:
     value: Callable[[Run], float | None]
     command: str = ""  # what fills it
     compared: bool = True
-    paper: str = ""  # its name among the paper's numbers, where it is another
+    paper: str = ""  # its name among the paper's numbers, if it is there
+    optional: bool = False  # shown only where there is some of it
 
     @property
     def part(self) -> str:
@@ -59,36 +60,55 @@ def _eigenvalue(run: Run) -> float | None:
     return float(values[0]) if values and values[0] is not None else None
 
 
+def _landscape_rise(run: Run) -> float | None:
+    """From the weights to where every filter has moved by its own length, along one direction, both ways."""
+    line = (run.landscape or {}).get("splits", {}).get("training", {}).get("line")
+    if not line or None in (line[0], line[-1], line[len(line) // 2]):
+        return None
+    return float(line[0] + line[-1]) / 2 - float(line[len(line) // 2])
+
+
+def _seconds(run: Run) -> float | None:
+    """Of a training that had its device to itself: those of several at once say nothing about the method."""
+    return float(run.result["seconds"]) if run.result.get("at_once", 1) == 1 else None
+
+
 COLUMNS = (
-    Column("error", "error, %", 2, _result("error", 100)),
-    Column("nll", "NLL", 3, _result("nll")),
-    Column("ece", "ECE, %", 2, _result("ece", 100)),
-    Column("fgsm_error", "error under FGSM,\u00a0%", 1, _evaluated("attack", "fgsm_error", 100), "--attack"),
-    Column("pgd_error", "error under PGD,\u00a0%", 1, _evaluated("attack", "pgd_error", 100), "--attack"),
-    Column("worst_case_loss", "worst loss nearby", 3, _evaluated("flatness", "worst_case_loss"), "--flatness"),
-    Column("rise", "its rise", 3, _rise, "--flatness"),
-    Column("eigenvalue", "top eigenvalue", 1, _eigenvalue, "--flatness"),
-    Column("trace", "trace of the Hessian", 0, _evaluated("flatness", "trace"), "--flatness"),
-    Column("seconds", "seconds", 1, lambda run: float(run.result["seconds"]), compared=False),
-)
-# what the tables of the paper need besides: its attacks in the other reading of their radius, and risks
-FURTHER = (
+    Column("error", "error, %", 2, _result("error", 100), paper="error"),
+    Column("nll", "NLL", 3, _result("nll"), paper="nll"),
+    Column("ece", "ECE, %", 2, _result("ece", 100), paper="ece"),
+    # the paper's radius, 4, as 4/255 of the normalised inputs: so read, its numbers come out
     Column(
         "fgsm_normalised",
         "FGSM, small radius,\u00a0%",
         1,
         _evaluated("attack_normalised", "fgsm_error", 100),
+        "--attack",
         paper="fgsm_error",
+        optional=True,
     ),
     Column(
         "pgd_normalised",
         "PGD, small radius,\u00a0%",
         1,
         _evaluated("attack_normalised", "pgd_error", 100),
+        "--attack",
         paper="pgd_error",
+        optional=True,
     ),
+    Column("fgsm_error", "error under FGSM,\u00a0%", 1, _evaluated("attack", "fgsm_error", 100), "--attack"),
+    Column("pgd_error", "error under PGD,\u00a0%", 1, _evaluated("attack", "pgd_error", 100), "--attack"),
+    Column("worst_case_loss", "worst loss nearby", 3, _evaluated("flatness", "worst_case_loss"), "--flatness"),
+    Column("rise", "its rise", 3, _rise, "--flatness"),
+    Column("eigenvalue", "top eigenvalue", 1, _eigenvalue, "--flatness"),
+    Column("trace", "trace of the Hessian", 0, _evaluated("flatness", "trace"), "--flatness"),
+    Column("seconds", "seconds", 1, _seconds, compared=False, optional=True),
+)
+# what the tables of the paper need besides
+FURTHER = (
     Column("clean_train_nll", "risk on the training set", 3, _last("clean_train_nll")),
     Column("train_loss", "training loss", 3, _last("train_loss")),
+    Column("landscape_rise", "rise of the training loss", 3, _landscape_rise),
 )
 
 

@@ -108,7 +108,8 @@ def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
 
 
 def _lacking(run: Run, usual: Mapping[str, commands.Condition]) -> list[str]:
-    parts = dict.fromkeys(column.part for column in COLUMNS if column.command and column.value(run) is None)
+    wanted = (column for column in COLUMNS if column.command and not column.optional)
+    parts = dict.fromkeys(column.part for column in wanted if column.value(run) is None)
     return commands.measuring_all(run, list(parts), usual) if parts else []
 
 
@@ -136,9 +137,9 @@ def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str,
         for place, row in enumerate(rows):
             p = adjusted.get(place)
             better = mean(values[place]) < mean(values[0]) if p is not None and p < LEVEL else None
-            lacking = [run for run in row.runs if column.value(run) is None and column.command]
+            lacking = [run for run in row.runs if column.value(run) is None and column.command and not column.optional]
             missing = [command for run in lacking if (command := commands.measuring(run, [column.part], usual))]
             otherwise = any(commands.OTHERWISE in run.evaluation.get(column.part, {}) for run in lacking)
             theirs = reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "")
-            cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, theirs.get(column.name))
+            cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, theirs.get(column.paper))
     return [Row(row.method, row.name, row.runs, cells[place]) for place, row in enumerate(rows)]

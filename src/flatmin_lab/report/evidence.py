@@ -5,12 +5,21 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from flatmin_lab.recipes import EXHIBITS, SETS, Protocol
-from flatmin_lab.report.claims import Judged, best_radius, judged
+from flatmin_lab.report.claims import NOTHING, Judged, best_radius, judged
 from flatmin_lab.report.collected import Broken, Collected, Failure
 from flatmin_lab.report.deviations import deviations
 from flatmin_lab.report.exhibits import Filled, by_recipe, filled
 
-TABLES = ("table1", "table2", "table3", "ece", "sweep", "flatness", "spiral")  # the rest is in the figures below
+TABLES = (
+    "table1",
+    "table2",
+    "table3",
+    "ece",
+    "sweep",
+    "landscape",
+    "flatness",
+    "spiral",
+)  # the rest is in the figures below
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,7 @@ class Under:
     protocol: str
     tables: list[Filled]
     claims: list[Judged]
+    waiting: int  # claims of which one side has not been trained yet
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,9 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
         shown = [_with_something(table) for table in tables if any(row.has_values for row in table.rows)]
         if shown:
             radii = [best for data in SETS if (best := best_radius(runs, protocol, data))]
-            parts.append(Under(protocol, shown, [] if protocol == "smoke" else [*judged(runs, protocol), *radii]))
+            said = [] if protocol == "smoke" else [*judged(runs, protocol), *radii]
+            told = [claim for claim in said if claim.verdict != NOTHING]
+            parts.append(Under(protocol, shown, told, len(said) - len(told)))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done]
     every = [run for own in runs.values() for run in own]
@@ -51,6 +63,7 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
 
 
 def _with_something(table: Filled) -> Filled:
-    """Only the places of a table, data and network, of which something has been trained."""
+    """Only the places of a table, data and network, of which something has been trained; and no empty rows."""
     places = {row.place for row in table.rows if row.has_values}
-    return Filled(table.exhibit, table.columns, [row for row in table.rows if row.place in places])
+    rows = [row for row in table.rows if row.place in places and (row.has_values or any(c.paper for c in row.cells))]
+    return Filled(table.exhibit, table.columns, rows)

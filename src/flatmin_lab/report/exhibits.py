@@ -6,9 +6,7 @@ cell also tells whether the two agree (agreement.py).
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from statistics import mean
-from typing import get_args
 
 from flatmin_lab.agreement import agrees
 from flatmin_lab.data.made import SUFFIX
@@ -16,7 +14,7 @@ from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.ledger import Ledger, differs
 from flatmin_lab.paper import Value, reported
 from flatmin_lab.recipe import Job, Recipe
-from flatmin_lab.recipes import EXHIBITS, Exhibit, Protocol
+from flatmin_lab.recipes import Exhibit, by_name
 from flatmin_lab.report.collected import Broken, Run, is_result, read_result
 from flatmin_lab.report.columns import Column, as_in_paper, named
 from flatmin_lab.report.names import SIGNS
@@ -28,9 +26,8 @@ COLUMNS = {
     "table3": ("fgsm_normalised", "pgd_normalised", "fgsm_error", "pgd_error"),
     "ece": ("ece",),
     "sweep": ("clean_train_nll", "nll"),
-    "cost": ("seconds",),
     "curves": ("train_loss", "nll"),
-    "landscape": ("error",),
+    "landscape": ("landscape_rise",),
     "flatness": ("worst_case_loss", "rise", "eigenvalue", "trace"),
 }
 OTHERS = ("error", "nll", "ece")
@@ -57,8 +54,13 @@ class Row:
         return self.recipe.data.removesuffix(SUFFIX)
 
     @property
+    def count(self) -> int:
+        """Of trainings that have something of these columns."""
+        return max((len(cell.values) for cell in self.cells), default=0)
+
+    @property
     def has_values(self) -> bool:
-        return any(cell.values for cell in self.cells)
+        return self.count > 0
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -121,7 +123,7 @@ def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
 
 def by_recipe(runs: Iterable[Run], broken: list[Broken]) -> dict[str, list[Run]]:
     """Runs of the paper's recipes by name, in the order of seeds; those that are not what they say are left out."""
-    known = _recipes()
+    known = by_name()
     found: dict[str, list[Run]] = {}
     for run in runs:
         recipe = known.get(str(run.result.get("recipe")))
@@ -141,14 +143,8 @@ def read_all(ledger: Ledger) -> dict[str, list[Run]]:
     return by_recipe((read_result(file, broken) for file in files), broken)
 
 
-@cache
-def _recipes() -> dict[str, Recipe]:
-    exhibits = [make(protocol) for make in EXHIBITS.values() for protocol in get_args(Protocol)]
-    return {recipe.name: recipe for exhibit in exhibits for recipe in (*exhibit.recipes, *exhibit.beside)}
-
-
 def _cell(recipe: Recipe, runs: list[Run], column: Column) -> Cell:
     values = [value for run in runs if (value := as_in_paper(run, column)) is not None]
     cell = reported(recipe.data.removesuffix(SUFFIX), recipe.model, recipe.method, recipe.augment)
-    theirs = cell.get(column.paper or column.name) if ", but" not in recipe.protocol else None
+    theirs = cell.get(column.paper) if ", but" not in recipe.protocol else None
     return Cell(values, theirs, agrees(values, theirs) if recipe.protocol == "paper" else None)

@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
+import torch
 from markupsafe import Markup
 
 import flatmin
 from flatmin_lab import figures
+from flatmin_lab.data import spiral
+from flatmin_lab.figures import spiral as spiral_figure
 from flatmin_lab.figures.drawn import Drawn, sample, svg
 from flatmin_lab.report import landscape_part, words
 from flatmin_lab.report.collected import Collected, Run
@@ -42,6 +45,7 @@ class Section(NamedTuple):
     reliability: list[Shown]
     bars: list[Shown]
     sweep: Shown | None
+    boundaries: Shown | None
     landscapes: landscape_part.Part | None
     commands: list[str]  # that fill what is missing
 
@@ -81,17 +85,22 @@ def _section(group: Group) -> Section:
     return Section(
         group,
         words.summary(group),
-        [column for column in COLUMNS if not column.command],
-        [column for column in COLUMNS if column.command],
+        [column for column in _shown_columns(group) if not column.command],
+        [column for column in _shown_columns(group) if column.command],
         _conditions(group),
         [shown(drawn, f"{name}-{place}") for place, drawn in enumerate(_curves(rows, group.split))],
         [(Markup(sample(row.method)), row.name) for row in rows],
         [shown(drawn, f"{name}-reliability-{row.method}") for row in rows if (drawn := _reliability(row))],
         [shown(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
         _sweep(group, name),
+        _boundaries(rows, group, name),
         landscape_part.part([(row.name, row.method, _with_landscapes(row)) for row in rows]),
         _commands(group, rows),
     )
+
+
+def _shown_columns(group: Group) -> list[Column]:
+    return [c for c in COLUMNS if not c.optional or any(row.cells[c.name].values for row in group.rows)]
 
 
 def _commands(group: Group, rows: Sequence[Row]) -> list[str]:
@@ -127,6 +136,8 @@ def _conditions(group: Group) -> list[str]:
             f"Attacks: white box, {norm}, radius {radius}; PGD: {attack['steps']} steps of {step}, no random start; "
             f"{attack['pictures']:,} {group.split} examples."
         )
+    if any("attack_normalised" in e for e in evaluations):
+        found.append("Small radius: radius and step in units of the normalised inputs, not of a pixel's range.")
     flat = next((e["flatness"] for e in evaluations if "epsilon" in e.get("flatness", {})), None)
     if flat:
         found.append(
@@ -177,7 +188,13 @@ def _reliability(row: Row) -> Drawn | None:
 
 
 def _bars(rows: Sequence[Row]) -> dict[str, Drawn]:
-    titles = {"ece": "ECE", "fgsm_error": "error under FGSM", "pgd_error": "error under PGD"}
+    titles = {
+        "ece": "ECE",
+        "fgsm_normalised": "error under FGSM, small radius",
+        "pgd_normalised": "error under PGD, small radius",
+        "fgsm_error": "error under FGSM",
+        "pgd_error": "error under PGD",
+    }
     drawn = {}
     for name, title in titles.items():
         values = {row.method: row.cells[name].values for row in rows if row.cells[name].values}
@@ -209,6 +226,20 @@ def _sweep(group: Group, name: str) -> Shown | None:
     if not all(losses.values()):
         return None
     return shown(figures.epsilon_sweep(losses, level), f"{name}-epsilon")
+
+
+def _boundaries(rows: Sequence[Row], group: Group, name: str) -> Shown | None:
+    """Of each method its first training whose boundary is known, on the spiral that they were trained on."""
+    if group.setting["data"] != "spiral":
+        return None
+    panels = {}
+    for row in rows:
+        run = next((run for run in row.runs if run.boundary), None)
+        if run is not None and run.boundary is not None:
+            title = f"{row.name}: {100 * run.result[f'{run.split}_error']:.1f} % {run.split} error"
+            side, shares = (torch.tensor(run.boundary[key]) for key in ("side", "shares"))
+            panels[title] = spiral_figure.Panel(side, shares, spiral.training())
+    return shown(spiral_figure.drawn(panels), f"{name}-boundaries") if panels else None
 
 
 def _with_landscapes(row: Row) -> list[Mapping[str, Any]]:

@@ -103,6 +103,21 @@ def curves(found: Any, result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{names[name]: values[epoch] for name, values in found.items()} for epoch in range(epochs)]
 
 
+def boundary(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
+    """A grid, and what was answered on it."""
+    _object(found, "boundary")
+    side, shares = found.get("side"), found.get("shares")
+    if not isinstance(side, list) or len(side) < 3 or not all(map(is_number, side)) or side != sorted(set(side)):
+        raise ValueError("its side is not three rising numbers or more")
+    if not isinstance(shares, list) or len(shares) != len(side):
+        raise ValueError(f"it must have {len(side)} rows")
+    for row in shares:
+        if not isinstance(row, list) or len(row) != len(side) or not all(map(is_share, row)):
+            raise ValueError(f"a row must have {len(side)} shares from 0 to 1")
+    checked: dict[str, Any] = found
+    return checked
+
+
 def planned(found: Mapping[str, Any]) -> list[tuple[str, int]]:
     """planned.json: names and seeds."""
     runs = found.get("runs")

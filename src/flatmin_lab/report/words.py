@@ -38,9 +38,9 @@ def summary(group: Group) -> list[str]:
         for row in group.rows
         if row is not erm and _same(row, erm)
     ]
-    slower = mean(amp.cells["seconds"].values) / max(mean(erm.cells["seconds"].values), 1e-9)
     hardware = {run.result.get("hardware") for row in (erm, amp) for run in row.runs}
-    if len(hardware) == 1 and None not in hardware:
+    if len(hardware) == 1 and None not in hardware and _both(erm, amp, "seconds"):
+        slower = mean(amp.cells["seconds"].values) / max(mean(erm.cells["seconds"].values), 1e-9)
         sentences.append(f"AMP took {slower:.2f} times the time of ERM.")
     return [f"{sentences[0]}{chosen}", *sentences[1:]]
 

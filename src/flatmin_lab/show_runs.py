@@ -1,0 +1,145 @@
+"""What `flatmin reproduce` shows: which trainings there are, what becomes of them, and the paper's tables, filled."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flatmin_lab import cost, show
+from flatmin_lab.chosen import Chosen
+from flatmin_lab.extras import need
+from flatmin_lab.ledger import Ledger, State
+from flatmin_lab.recipe import Job
+from flatmin_lab.recipes import Exhibit
+from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started
+from flatmin_lab.results import split_of
+
+TENTHS = 10  # of a training, after each of which a line is shown
+
+
+def catalogue(exhibits: Sequence[Exhibit], ledger: Ledger) -> None:
+    """What there is, what is done, and what is missing."""
+    table = Table("", "what", "protocol", "trainings", "done", "failed", "missing", box=None, pad_edge=False)
+    for exhibit in exhibits:
+        states = Counter(ledger.state(job, exhibit.parts) for job in exhibit.jobs())
+        if not exhibit.trials:
+            states["done" if ledger.costs(exhibit.protocol) else "missing"] += 1
+        missing = states.total() - states["done"] - states["failed"]
+        table.add_row(
+            exhibit.name,
+            exhibit.title,
+            exhibit.protocol,
+            str(states.total()),
+            str(states["done"]),
+            str(states["failed"] or ""),
+            str(missing or ""),
+        )
+    wide().print(table)
+
+
+def what_is_there(console: Console, chosen: Chosen, *, retry: bool) -> None:
+    count = Counter(chosen.states.values())
+    words: dict[State, str] = {
+        "done": "done",
+        "unmeasured": "to be measured",
+        "begun": "to be gone on with",
+        "missing": "to be trained",
+        "failed": f"failed before ({'tried again' if retry else 'try them again with --retry'})",
+        "without weights": "done, but without the weights that would be measured",
+    }
+    said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])
+    show.say(console, f"{len(chosen.jobs)} trainings: {said}")
+
+
+def time(seconds: float) -> str:
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def said(record: Record, job: Job) -> Iterator[tuple[str, str]]:
+    """Of a record: what is worth a line, and its colour."""
+    epochs = job.recipe.epochs
+    match record:
+        case Started() if record.step:
+            yield f"going on after step {record.step} of {record.steps}", ""
+        case Epoch() if epochs >= TENTHS and record.epoch % (epochs // TENTHS) == 0 and record.epoch < epochs:
+            yield show.epoch_line(record.numbers, epochs), ""
+        case Finished():
+            which = split_of(record.result)
+            said = ", ".join(
+                f"{label} {show.number(name, record.result[f'{which}_{name}'])}"
+                for name, label in (("error", "error"), ("nll", "NLL"), ("ece", "ECE"))
+            )
+            yield f"{which} {said}; {record.result['seconds']:.0f} s", ""
+        case Failed():
+            yield f"failed: {record.what}", "red"
+        case Note():
+            yield f"note: {record.text}", "yellow"
+
+
+def filled(exhibit: Exhibit, ledger: Ledger, wanted: set[tuple[str, str]]) -> None:
+    """The table, ours beside the paper's: the rows of these data sets and networks."""
+    exhibits: Any = need("flatmin_lab.report.exhibits", "flatmin reproduce")
+    page: Any = need("flatmin_lab.report.page", "flatmin reproduce")
+    found = exhibits.filled(exhibit, exhibits.read_all(ledger))
+    agreeing = ["agree"] if exhibit.protocol == "paper" else []
+    table = Table(box=None, pad_edge=False)
+    for label in ("method", "n"):
+        table.add_column(label, no_wrap=True)
+    for column, in_paper in zip(found.columns, found.in_paper, strict=True):
+        for label in (column.label, *(["paper", *agreeing] if in_paper else [])):
+            table.add_column(label.replace("\u00a0", " "), no_wrap=True)
+    before = None
+    for row in found.rows:
+        if row.place[:2] not in wanted:
+            continue
+        if row.place != before:
+            before = row.place
+            table.add_row(Text(f"{', '.join(name for name in row.place if name != 'vanilla')}", style="bold"))
+        table.add_row(f"  {row.name}", str(row.count), *_cells(found, row, page))
+    console = wide()
+    show.say(console, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}")
+    console.print(table)
+
+
+def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
+    for column, in_paper, cell in zip(found.columns, found.in_paper, row.cells, strict=True):
+        mark = {None: "", True: " ▼", False: " ▲"}[cell.better]
+        yield f"{page.spread(cell.values, column.digits)}{mark}" if cell.values else "–"
+        if in_paper:
+            yield "" if cell.paper is None else page.as_printed(cell.paper.mean, cell.paper.deviation, column.digits)
+        if in_paper and found.exhibit.protocol == "paper":
+            yield {None: "", True: "yes", False: "no"}[cell.agrees]
+
+
+def wide() -> Console:
+    """As wide as the terminal; where there is none, wide enough for a table."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
+def would_run(todo: Sequence[Job], chosen: Chosen, seconds: Mapping[tuple[str, int], float]) -> None:
+    """What would be run, and how long each would take by itself."""
+    table = Table("training", "seed", "now", "time", box=None, pad_edge=False)
+    for job in todo:
+        took = seconds.get((job.recipe.name, job.seed))
+        table.add_row(job.recipe.name, str(job.seed), chosen.state(job), "" if took is None else time(took))
+    wide().print(table)
+
+
+def costs(found: Mapping[str, Any], where: str) -> None:
+    """Milliseconds and hours of ERM and AMP, beside the paper's."""
+    table = Table("", "ms a step", "quartiles", "hours", "paper, hours (V100)", box=None, pad_edge=False)
+    for method, one in found["methods"].items():
+        low, high = one["ms_quartiles"]
+        hours = f"{one['hours']:.3g}"
+        table.add_row(method, f"{one['ms']:.3g}", f"{low:.3g} to {high:.3g}", hours, f"{cost.HOURS[method]:g}")
+    console = wide()
+    show.say(console, f"\ncost: {found['model']} on {found['data']}, {found['epochs']} epochs")
+    console.print(table)
+    show.say(console, f"AMP takes {found['ratio']:.2f} times as long as ERM (the paper: {cost.RATIO}); kept in {where}")

@@ -1,0 +1,236 @@
+"""The report on the paper's tables: ours beside the paper's, claims, plans, failures, and what was done otherwise."""
+
+import html
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import browser
+import readme
+import results_table
+from command_line import flatmin
+from flatmin_lab.ledger import Ledger
+from flatmin_lab.recipe import Job
+from flatmin_lab.recipes import EXHIBITS, cell
+from flatmin_lab.report.collected import collect
+from flatmin_lab.report.deviations import COPIES
+from flatmin_lab.report.exhibits import by_recipe
+from flatmin_lab.report.report_page import report_page
+from report_files import evaluation, landscape, write_result
+
+ROOT = Path(__file__).parent.parent
+COST: dict[str, Any] = {
+    "hardware": "a machine",
+    "data": "cifar10",
+    "epochs": 200,
+    "precision": "bf16",
+    "methods": {"erm": {"ms": 1.41, "hours": 0.08}, "amp": {"ms": 2.65, "hours": 0.15}},
+    "ratio": 1.88,
+}
+
+
+def fill(results: Path) -> Path:
+    """Three trainings of ERM and AMP, two of Dropout, one of AMP with the other ball, one that failed."""
+    errors = {"erm": [0.050, 0.0505, 0.0498], "amp": [0.0396, 0.0401, 0.0399], "dropout": [0.048, 0.0491]}
+    curves = {"train_loss": [0.5] * 200, "nll": [0.4] * 200, "error": [0.1] * 200}
+    for method, values in errors.items():
+        recipe = cell("paper", "cifar10", "preactresnet18", method)
+        for seed, error in enumerate(values):
+            more = {"attack": evaluation(0.5)["attack"], "flatness": evaluation()["flatness"]}
+            first = {"landscape": landscape()} if not seed and method != "dropout" else {}
+            checksum = next(iter(COPIES))
+            write_result(results, recipe, seed, error, curves=curves, data_sha256=checksum, **more, **first)
+    (tensor,) = [recipe for recipe in EXHIBITS["ball"]("paper").recipes if recipe.name.endswith("tensor")]
+    write_result(results, tensor, 0, 0.0418)
+    hundred = cell("short", "cifar100", "preactresnet18", "erm")
+    write_result(results, hundred, 0, 0.25, test_repeated=10, test_error_without_repeated=0.2502)
+    planned = [{"name": "paper/cifar10-preactresnet18-erm", "seed": seed} for seed in range(4)]
+    (results / "planned.json").write_text(json.dumps({"runs": planned}))
+    failed = {"name": "paper/cifar10-preactresnet18-erm", "seed": 3, "error": "the loss of step 9 is nan <b>"}
+    (results / "paper" / "cifar10-preactresnet18-erm-3.failed.json").write_text(json.dumps(failed))
+    (results / "paper" / "cost-a-machine.json").write_text(json.dumps(COST))
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill(tmp_path_factory.mktemp("evidence") / "results")
+
+
+@pytest.fixture(scope="module")
+def page(results: Path) -> str:
+    return report_page(collect([results]))
+
+
+def text_of(page: str) -> str:
+    page = re.sub(r"<(style|svg|script).*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).replace("\u00a0", " ").split())
+
+
+def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:
+    text = text_of(page)
+    assert "The paper's tables, protocol “paper”" in text
+    assert "Table 1: test error and NLL of eight methods" in text
+    assert "ERM 3 5.01 ± 0.04 5.02 ± 0.21 agrees" in text
+    assert "AMP 3 3.99 ± 0.03 ▼ 3.97 ± 0.09 agrees" in text
+    assert "Dropout 2 4.80, 4.91 4.86 ± 0.15 agrees" in text  # two are shown singly
+    assert "AMP (ball tensor) 1 4.18" in text
+    assert "protocol “short”" in text
+    assert "25.00 24.31 ± 0.30" in text
+    assert "25.00 24.31 ± 0.30 agrees" not in text  # of another length
+    assert "25.00 24.31 ± 0.30 differs" not in text
+    assert "VGG16" not in text  # nothing of it was trained
+
+
+def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
+    text = text_of(page)
+    assert "AMP has a lower error than ERM on CIFAR-10 holds" in text
+    assert "AMP has a lower error than Dropout on CIFAR-10 points that way, too few to test" in text
+    assert "4 trainings were planned and written down before they ran; 3 of them are done, 1 failed" in text
+    assert "1 are not there yet" in text
+    assert "the loss of step 9 is nan <b>" in text
+    assert "<b>" not in page
+    assert "1.41 2.65 1.88 0.08 0.15" in text
+    assert "the paper, V100, 200 epochs 1.8 2.4 4.2" in text
+
+
+def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp_path: Path) -> None:
+    text = text_of(page)
+    assert "Trials: 1 to 3 of each, where the paper has 10." in text
+    assert "86 of the training and 23 of the test pictures of CIFAR-10 are copies through JPEG" in text
+    assert "SVHN was cut again" not in text
+    assert "Precision: bf16." in text
+    assert "60 epochs in place of 200" in text
+    assert "10 test pictures of CIFAR-100 are in its training set too" in text
+    assert "at most 0.020 percentage points" in text
+    only = tmp_path / "only"
+    write_result(only, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
+    alone = text_of(report_page(collect([only])))
+    assert "60 epochs in place of 200" not in alone
+    assert "copies through JPEG" not in alone
+
+
+def test_runs_of_one_s_own_have_no_such_part(tmp_path: Path) -> None:
+    recipe = cell("paper", "cifar10", "preactresnet18", "erm")
+    write_result(tmp_path, replace(recipe, name="mine"), 0, 0.05)
+    text = text_of(report_page(collect([tmp_path])))
+    assert "The paper's tables" not in text
+    assert "differ from the paper's" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("planned.json", {"runs": [{"name": 3, "seed": 0}]}),
+        ("planned.json", {"runs": "all"}),
+        ("paper/x-0.failed.json", {"name": "x", "seed": "0", "error": "e"}),
+        ("paper/cost-x.json", {**COST, "methods": {"erm": {}}}),
+        ("paper/cost-x.json", {**COST, "ratio": "much"}),
+    ],
+    ids=str,
+)
+def test_a_damaged_file_is_named_and_left_out(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
+    write_result(tmp_path, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
+    (tmp_path / name).write_text(json.dumps(content))
+    found = collect([tmp_path])
+    assert [broken.path.name for broken in found.broken] == [Path(name).name]
+    assert "Table 1" in text_of(report_page(found))
+
+
+@pytest.mark.parametrize(
+    ("part", "content"),
+    [
+        ("curves", {"nll": [0.1]}),
+        ("curves", {"nll": ["x"] * 200}),
+        ("landscape", {"axis": [0]}),
+        ("boundary", {"side": [0, 1, 2], "shares": [[0.5, 0.5]]}),
+        ("boundary", {"side": [0, 1, 2], "shares": [[0.5, 2.0, 0.5]] * 3}),
+        ("attack", {"fgsm_error": 3}),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_result_that_makes_no_sense_is_left_out_alone(
+    tmp_path: Path, part: str, content: dict[str, Any]
+) -> None:
+    recipe = cell("paper", "cifar10", "preactresnet18", "erm")
+    write_result(tmp_path, recipe, 0, 0.05, **{part: content})
+    found = collect([tmp_path])
+    assert len(found.runs) == 1
+    assert len(found.broken) == 1
+    assert "is not used" in found.broken[0].why
+
+
+def test_a_boundary_is_drawn_for_the_spiral(tmp_path: Path) -> None:
+    for recipe in EXHIBITS["spiral"]("short").recipes:
+        side = [-1.2, -0.4, 0.4, 1.2]
+        shares = [[abs(x) / 2 for x in side] for _ in side]
+        write_result(tmp_path, recipe, 0, 0.05, boundary={"side": side, "shares": shares})
+    page = report_page(collect([tmp_path]))
+    assert "Boundaries" in page
+    assert "AMP: 5.0 % test error" in page
+
+
+def test_the_page_fits_a_window_and_a_phone(page: str, tmp_path: Path) -> None:
+    """Two frames of these widths, in a page of the test's own."""
+    inside = html.escape(page)
+    frames = "".join(f'<iframe width="{width}" height="900" srcdoc="{inside}"></iframe>' for width in (1100, 380))
+    holder = tmp_path / "holder.html"
+    holder.write_text(f"<html><head></head><body>{frames}</body></html>", encoding="utf-8")
+    script = """setTimeout(() => {
+      const inside = [...document.querySelectorAll("iframe")].map((frame) => frame.contentDocument.documentElement);
+      const apart = inside.map((root) => root.scrollWidth - root.clientWidth);
+      document.body.innerHTML = "<pre id=said>" + JSON.stringify(apart) + "</pre>";
+    }, 1000);"""
+    said = re.search(r'<pre id="said">(.*?)</pre>', browser.visit(holder, script).dom)
+    assert said is not None
+    assert json.loads(said[1]) == [0, 0]
+
+
+# ---- the results that are kept here
+
+
+KEPT = ROOT / "results"
+
+
+def test_every_kept_result_is_what_it_says_and_was_planned() -> None:
+    found = collect([KEPT])
+    assert found.broken == []
+    broken: list[Any] = []
+    runs = by_recipe(found.runs, broken)
+    assert broken == []
+    assert sum(map(len, runs.values())) == len(found.runs) > 0
+    planned = set(found.planned)
+    for name, own in runs.items():
+        for run in own:
+            assert (name, run.result["seed"]) in planned
+            assert run.path == Ledger(KEPT, KEPT).file(Job(_recipe(name), run.result["seed"]))
+            assert run.result["commit"]
+            assert run.result["hardware"]
+            assert "smoke" not in name
+
+
+def _recipe(name: str) -> Any:
+    protocol: Any = name.partition("/")[0]
+    exhibits = (make(protocol) for make in EXHIBITS.values())
+    return next(recipe for exhibit in exhibits for recipe in exhibit.recipes if recipe.name == name)
+
+
+def test_the_readme_has_the_table_of_these_results() -> None:
+    text = readme.README.read_text()
+    made = readme.put_into(text, results_table.PART, results_table.rendered(KEPT))
+    assert made == text, "run python benchmarks/results_table.py"
+
+
+def test_the_table_needs_results(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no result in"):
+        results_table.rendered(tmp_path)
+
+
+def test_the_report_of_the_kept_results_is_one_command(tmp_path: Path) -> None:
+    shown = flatmin("report", KEPT, "--out", tmp_path / "page.html")
+    assert shown.exit_code == 0, shown.output
+    assert "The paper's tables" in (tmp_path / "page.html").read_text()
