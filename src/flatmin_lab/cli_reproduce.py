@@ -19,7 +19,7 @@ from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, report
 from flatmin_lab.data.made import SUFFIX
 from flatmin_lab.extras import need
 from flatmin_lab.ledger import Ledger, State
-from flatmin_lab.machine import device_named, hardware
+from flatmin_lab.machine import devices_named, hardware
 from flatmin_lab.recipe import Job
 from flatmin_lab.recipes import EXHIBITS, Exhibit, Protocol
 from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started, Stopped
@@ -97,7 +97,7 @@ def reproduce(
         states = {job_key(job): ledger.state(job, parts) for job in jobs}
         todo = [job for job in jobs if states[job_key(job)] in _due(retry)]
         console = show.terminal()
-        devices = _devices(device)
+        devices = devices_named(device)
         root = str(data_dir)
         _say_what_is_there(console, jobs, states, retry=retry)
         if dry_run:
@@ -175,18 +175,6 @@ def _jobs(exhibits: Sequence[Exhibit], seeds: tuple[int, ...] | None, wanted: di
     if not found:
         raise ValueError("no training of these is of that method, data and model; name others, or leave them out")
     return list(found.values())
-
-
-def _devices(names: str | None) -> list[str]:
-    if names is not None:
-        found = [str(device_named(name.strip())) for name in names.split(",")]
-    elif torch.cuda.is_available():
-        found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    else:
-        found = ["cpu"]
-    if len(set(found)) < len(found) or ("cpu" in found and len(found) > 1):
-        raise ValueError(f"--device takes GPUs, each once, or cpu alone, got {names}")
-    return found
 
 
 def _due(retry: bool) -> set[State]:
