@@ -4,7 +4,6 @@ Exit codes: 0, 1 for a run that failed, 2 for a request that makes no sense; aft
 130, 143 and 129.
 """
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +12,11 @@ import torch
 import typer
 
 import flatmin
-from flatmin_lab import cli_bench, cli_judge, cli_reproduce, methods, models, show
+from flatmin_lab import cli_bench, cli_judge, cli_reproduce, cli_tune, methods, models, show
 from flatmin_lab import doctor as examination
-from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported
+from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported, settings_given
 from flatmin_lab.cli_seeds import train_seeds
+from flatmin_lab.cli_tuned import Chosen
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.data.augment import KINDS
 from flatmin_lab.extras import need
@@ -115,6 +115,13 @@ def train(
     settings: Annotated[
         list[str] | None, option("Another setting of the method: smoothing=0.1.", "--set", panel=METHOD)
     ] = None,
+    tuned: Annotated[
+        Path | None,
+        option(
+            "A tuning.json of flatmin tune: its data, method, model, length and chosen values; other flags win.",
+            panel=METHOD,
+        ),
+    ] = None,
     clip_norm: Annotated[
         float | None, option("Clip the norm of the gradient that the step takes.", panel=TRAINING)
     ] = None,
@@ -183,8 +190,12 @@ def train(
         changes: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
         if milestones is not None:
             changes["milestones"] = _numbers(milestones)
-        given = {key: value for key, value in knobs.items() if value is not None} | _settings(settings or [])
+        given = {key: value for key, value in knobs.items() if value is not None} | settings_given(settings)
         where = device_named(device)
+        chosen = None if tuned is None else Chosen.of(tuned, data=data, method=method)
+        if chosen is not None:
+            data, method = data or chosen.tuning.data, chosen.tuning.method
+            changes, given = chosen.changes(changes), chosen.settings(given)
         request = Request(
             data=data,
             method=method,
@@ -203,6 +214,10 @@ def train(
         if milestones is not None and plan.recipe.schedule != "multi_step":
             raise ValueError(f"--milestones belong to the schedule multi_step, got {plan.recipe.schedule}")
         console = show.terminal()
+        if chosen is not None:
+            chosen.check(plan.data)
+            for note in chosen.notes(plan):
+                show.say(console, f"note: {note}", style="yellow")
         how: dict[str, Any] = {
             "device": where,
             "resume": resume,
@@ -250,6 +265,7 @@ for command in (
     cli_judge.evaluate,
     cli_judge.landscape,
     cli_reproduce.reproduce,
+    cli_tune.tune,
     cli_judge.report,
     cli_judge.theory,
     cli_bench.bench,
@@ -264,17 +280,3 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise ValueError(
             f"numbers must be given with commas between, as in 0.5,0.75 or 3,32,32, got {text!r}"
         ) from error
-
-
-def _settings(pairs: list[str]) -> dict[str, Any]:
-    """KEY=VALUE: numbers as numbers, words as words."""
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise ValueError(f"--set takes KEY=VALUE, got {pair!r}")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
-    return found

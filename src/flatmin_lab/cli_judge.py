@@ -147,23 +147,26 @@ def landscape(
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(help="Runs' folders, folders of them, or result files; else runs.", show_default=False),
+        typer.Argument(
+            help="Runs' folders, tunings, folders of them, or result files; else runs and tuning.", show_default=False
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/report.html"),
     debug: Debug = False,
 ) -> None:
-    """One page about finished trainings: tables, tests, calibration, robustness, landscapes, curves, cost."""
+    """One page about finished trainings: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
     with reported(debug):
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin report")
         make = need("flatmin_lab.report.report_page", "flatmin report").report_page
         collect = need("flatmin_lab.report.collected", "flatmin report").collect
-        found = collect(runs or [Path("runs")])
+        here = [folder for folder in (Path("runs"), Path("tuning")) if folder.exists()] or [Path("runs")]
+        found = collect(runs or here)
         page = make(found)
         for broken in found.broken:
             show.say(show.terminal(), f"note: {broken.path}: {broken.why}", style="yellow")
         _write(out, page)
-        if not found.runs:
+        if not found.runs and not found.tunings:
             raise typer.Exit(1)
 
 

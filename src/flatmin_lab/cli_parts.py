@@ -1,5 +1,6 @@
-"""What the commands share: how an option is written, where data and devices are, and how an error is told."""
+"""What the commands share: options, settings, where data and devices are, and how an error is told."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,3 +48,17 @@ def reported(debug: bool) -> Iterator[None]:
             text = f"{type(error).__name__}: {text} (run it again with --debug to see where)"
         show.say(show.terminal(), f"flatmin: {text}", style="red")
         raise typer.Exit(code) from None
+
+
+def settings_given(pairs: list[str] | None) -> dict[str, Any]:
+    """--set KEY=VALUE: numbers as numbers, words as words."""
+    found: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--set takes KEY=VALUE, got {pair!r}")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found

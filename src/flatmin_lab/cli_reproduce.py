@@ -18,7 +18,7 @@ from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, report
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.extras import need
 from flatmin_lab.ledger import Ledger
-from flatmin_lab.machine import device_named, hardware
+from flatmin_lab.machine import devices_named, hardware
 from flatmin_lab.recipe import Job
 from flatmin_lab.recipes import EXHIBITS, Exhibit
 from flatmin_lab.records import Epoch, Failed, Finished, Stopped
@@ -81,7 +81,7 @@ def reproduce(
             new = ledger.plan(chosen.jobs, datetime.now(timezone.utc).date())
             typer.echo(f"{new} of {len(chosen.jobs)} trainings are new in {results / 'planned.json'}")
             return
-        todo, devices = chosen.due(retry=retry, limit=limit), _devices(device)
+        todo, devices = chosen.due(retry=retry, limit=limit), devices_named(device)
         if chosen.jobs:
             show_runs.what_is_there(console, chosen, retry=retry)
         # a missing file now, and not in hours
@@ -102,18 +102,6 @@ def reproduce(
                 _cost(one, ledger, torch.device(devices[0]), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
-
-
-def _devices(names: str | None) -> list[str]:
-    if names is not None:
-        found = [str(device_named(name.strip())) for name in names.split(",")]
-    elif torch.cuda.is_available():
-        found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    else:
-        found = ["cpu"]
-    if len(set(found)) < len(found) or ("cpu" in found and len(found) > 1):
-        raise ValueError(f"--device takes GPUs, each once, or cpu alone, got {names}")
-    return found
 
 
 def _dry_run(

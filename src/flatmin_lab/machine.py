@@ -36,6 +36,19 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
+def devices_named(names: str | None) -> list[str]:
+    """Those in a list with commas; without one all GPUs that are here, or the CPU."""
+    if names is not None:
+        found = [str(device_named(name.strip())) for name in names.split(",")]
+    elif torch.cuda.is_available():
+        found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    else:
+        found = ["cpu"]
+    if len(set(found)) < len(found) or ("cpu" in found and len(found) > 1):
+        raise ValueError(f"--device takes GPUs, each once, or cpu alone, got {names}")
+    return found
+
+
 @cache
 def hardware(device: torch.device) -> str:
     """The GPU's name, or the processor's."""

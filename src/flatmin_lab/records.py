@@ -14,6 +14,14 @@ class RunError(RuntimeError):
     """A training that could not go on, although what was asked for made sense."""
 
 
+class DivergedError(RunError):
+    """A loss or a weight is not finite: training on would not help, another rate or radius might. `what` says which."""
+
+    def __init__(self, text: str, what: str) -> None:
+        super().__init__(text)
+        self.what = what
+
+
 class BusyError(RunError):
     """Another process is training in that folder."""
 

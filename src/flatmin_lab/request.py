@@ -83,7 +83,7 @@ class Request:
         if self.data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
         data = read(self.data, self.data_dir, download=self.download, size=self.changes.get("size"))
-        recipe = suited(_place(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes)
+        recipe = suited(place(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes)
         seed = self.seed or 0
         return Plan(recipe, seed, data, self.out or _named(data, recipe, seed))
 
@@ -115,7 +115,7 @@ def _named(data: Dataset, recipe: Recipe, seed: int) -> Path:
     return Path("runs") / f"{data.name}-{recipe.model}-{recipe.method}-{seed}"
 
 
-def _place(data: str) -> str:
+def place(data: str) -> str:
     """The name of a data set, or a path that holds wherever one is."""
     return data if data in DATA_SETS else str(Path(data).expanduser().absolute())
 

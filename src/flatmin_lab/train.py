@@ -32,7 +32,7 @@ from flatmin_lab.machine import facts
 from flatmin_lab.middle import Middle
 from flatmin_lab.prepared import prepared
 from flatmin_lab.recipe import Recipe
-from flatmin_lab.records import Epoch, Finished, Note, Progress, Record, RunError, Started, Stopped
+from flatmin_lab.records import DivergedError, Epoch, Finished, Note, Progress, Record, Started, Stopped
 from flatmin_lab.results import result_of
 from flatmin_lab.run_folder import RunFolder
 from flatmin_lab.run_opening import open_
@@ -252,24 +252,23 @@ class _Training:
         broken = self.middle.tally.look(wait=wait)
         if broken is not None:
             step = self.step - broken.ago
-            raise RunError(
-                self._broken(f"the loss of step {step} (epoch {self.middle.epoch + 1}) is {broken.loss}", step)
-            )
+            raise self._broken(f"the loss of step {step} (epoch {self.middle.epoch + 1}) is {broken.loss}", step)
 
-    def _broken(self, what: str, step: int) -> str:
+    def _broken(self, what: str, step: int) -> DivergedError:
         if self.folder is not None:
             self.folder.diverged(what, step)
         kept = self.folder.kept() if self.folder is not None else None
         again = f"The checkpoint {kept} is kept." if kept else "There is no checkpoint."
-        return (
+        return DivergedError(
             f"{what}: training stops. {again} "
-            f"Try a smaller --lr (it was {self._lr(step - 1):g}), --clip-norm, or another --precision"
+            f"Try a smaller --lr (it was {self._lr(step - 1):g}), --clip-norm, or another --precision",
+            what,
         )
 
     def _check_weights(self) -> None:
         """An infinite gradient at a finite loss: the loss would tell a step later."""
         if not self.learner.is_finite():
-            raise RunError(self._broken(f"a weight after step {self.step} is infinite or nan", self.step))
+            raise self._broken(f"a weight after step {self.step} is infinite or nan", self.step)
 
     def _end_of_epoch(self) -> dict[str, Any] | None:
         """The epoch's line, or None if the measurement was broken off: then nothing has changed, and it comes again."""

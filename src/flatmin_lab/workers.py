@@ -9,8 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
@@ -60,23 +59,25 @@ def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Record
 
 
 def in_processes(
-    work: Work[Task], tasks: Sequence[Task], *, workers: int | None = None, stop: Stop = lambda: None
+    work: Work[Task], tasks: Iterable[Task], *, workers: int | None = None, stop: Stop = lambda: None
 ) -> Iterator[tuple[Task, tuple[int, Record] | Died]]:
     """What `work(task, stop)` yields for each task, in so many processes; `Died` where it raised, or its process died.
 
-    `work` is a function of a module. Where `stop` gives a reason, those that work are asked to stop; no other task is
-    begun.
+    `work` is a function of a module. A task is taken when a worker is free for it, so it may follow from what was said
+    until then. Where `stop` gives a reason, those that work are asked to stop; no other task is begun.
     """
     context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads half alive
     ending = context.RawValue("b", 0)  # read without a lock
-    waiting = deque(tasks)
+    waiting = iter(tasks)
     crew: dict[Connection, _Worker[Task]] = {}
     try:
-        while crew or (waiting and not stop()):
-            while waiting and not stop() and len(crew) < min(workers or cores(), len(tasks)):
+        while True:
+            while len(crew) < (workers or cores()) and (task := _following(waiting, stop)) is not None:
                 worker = _Worker(context, work, ending)
                 crew[worker.pipe] = worker
-                worker.give(waiting.popleft())
+                worker.give(task)
+            if not crew:
+                return
             ending.value = bool(stop())
             for pipe in wait(list(crew), timeout=0.1):
                 worker = crew[pipe]  # type: ignore[index]
@@ -84,14 +85,18 @@ def in_processes(
                 if said is not None:
                     yield worker.task, said
                 if said is None or isinstance(said, Died):
-                    if worker.is_alive() and waiting and not stop():
-                        worker.give(waiting.popleft())
+                    if worker.is_alive() and (task := _following(waiting, stop)) is not None:
+                        worker.give(task)
                     else:
                         crew.pop(worker.pipe).dismiss()
     finally:  # whatever happened, nobody goes on working for nothing
         ending.value = 1
         for worker in crew.values():
             worker.dismiss()
+
+
+def _following(waiting: Iterator[Task], stop: Stop) -> Task | None:
+    return None if stop() else next(waiting, None)
 
 
 class _Worker(Generic[Task]):

@@ -16,6 +16,7 @@ from flatmin_lab.figures.theory import (
     operational_region,
     risk_and_amp_risk,
 )
+from flatmin_lab.figures.tuning import tuning
 
 __all__ = [
     "Drawn",
@@ -32,4 +33,5 @@ __all__ = [
     "reliability_diagram",
     "risk_and_amp_risk",
     "surfaces",
+    "tuning",
 ]

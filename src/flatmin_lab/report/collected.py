@@ -1,8 +1,8 @@
 """Finished runs, read from their folders: what the report is a view of. What cannot be read is named, and left out.
 
 A run is a folder with config.json and result.json; metrics.jsonl, evaluation.json and landscape.json add to it. Or it
-is one JSON file with all of that in it, as `flatmin reproduce` writes it. Anyone may have written these files: each is
-checked before it is believed.
+is one JSON file with all of that in it, as `flatmin reproduce` writes it. A tuning is a tuning.json; the runs beside it
+are its trials, and no runs of their own. Anyone may have written these files: each is checked before it is believed.
 """
 
 import json
@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab import judgements, run_config
+from flatmin_lab import judgements, run_config, tuning_file
 from flatmin_lab.ledger import COST, FAILED, PLANNED
 from flatmin_lab.report import trusted
 from flatmin_lab.results import split_of
+from flatmin_lab.tuned import Tuning
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Failure:
 @dataclass(frozen=True)
 class Collected:
     runs: list[Run] = field(default_factory=list)
+    tunings: list[tuple[Path, Tuning]] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
     planned: list[tuple[str, int]] = field(default_factory=list)  # names and seeds, written down before they ran
     failures: list[Failure] = field(default_factory=list)
@@ -66,7 +68,7 @@ class Collected:
 
 
 def collect(paths: Iterable[Path]) -> Collected:
-    """Every run at or below these paths, in the order of their names; a run that is named twice counts once."""
+    """Every run and tuning at or below these paths, in the order of their names; one named twice counts once."""
     found = Collected()
     places: dict[Path, Path] = {}
     for path in paths:
@@ -76,12 +78,15 @@ def collect(paths: Iterable[Path]) -> Collected:
             places.setdefault(place.resolve(), place)
     for place in places.values():
         try:
-            found.runs.append(_folder(place, found.broken) if place.is_dir() else read_result(place, found.broken))
+            if place.name == tuning_file.FILE:
+                found.tunings.append((place, tuning_file.read(place)))
+            else:
+                found.runs.append(_folder(place, found.broken) if place.is_dir() else read_result(place, found.broken))
         except (ValueError, OSError) as error:
             found.broken.append(Broken(place, str(error)))
     for path in paths:
         _add_ledger(path, found)
-    if not found.runs and not found.broken:
+    if not found.runs and not found.tunings and not found.broken:
         shown = ", ".join(map(str, paths))
         raise FileNotFoundError(f"there is no run in {shown}; begin one with `flatmin train --data digits`")
     return found
@@ -104,13 +109,21 @@ def _add_ledger(path: Path, found: Collected) -> None:
 
 
 def _places(path: Path) -> list[Path]:
-    """Runs' folders and result files, sorted."""
+    """Runs' folders, result files and tunings, sorted. A trial of a tuning is a run only where it is named itself."""
     if path.is_file() or run_config.exists(path):
         return [path]
     folders = sorted(config.parent for config in path.rglob("config.json"))
     inside = set(folders)
-    files = [file for file in sorted(path.rglob("*.json")) if not inside & set(file.parents) and is_result(file)]
-    return [*folders, *files]
+    files = [file for file in sorted(path.rglob("*.json")) if not inside & set(file.parents) and _is_ours(file)]
+    return [*(folder for folder in folders if not _is_trial(folder)), *files]
+
+
+def _is_trial(folder: Path) -> bool:
+    return folder.name.startswith(tuning_file.TRIAL) and (folder.parent / tuning_file.FILE).is_file()
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name == tuning_file.FILE or is_result(path)
 
 
 def is_result(path: Path) -> bool:

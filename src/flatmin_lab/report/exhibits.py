@@ -5,6 +5,7 @@ cell also tells whether the two agree (agreement.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -137,10 +138,13 @@ def by_recipe(runs: Iterable[Run], broken: list[Broken]) -> dict[str, list[Run]]
 
 
 def read_all(ledger: Ledger) -> dict[str, list[Run]]:
-    """Those of a ledger's folder, by name."""
-    broken: list[Broken] = []
-    files = [file for file in sorted(ledger.results.rglob("*.json")) if is_result(file)]
-    return by_recipe((read_result(file, broken) for file in files), broken)
+    """Those of a ledger's folder that can be read, by name; the report says what is wrong with others."""
+    found = []
+    for file in sorted(ledger.results.rglob("*.json")):
+        if is_result(file):
+            with suppress(ValueError, OSError):
+                found.append(read_result(file))
+    return by_recipe(found, [])
 
 
 def _cell(recipe: Recipe, runs: list[Run], column: Column) -> Cell:

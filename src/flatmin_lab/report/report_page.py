@@ -1,7 +1,8 @@
-"""The report: one page about finished runs, made from their files alone, in a second and without a GPU."""
+"""The report: one page about finished runs and tunings, made from their files alone, in a second and without a GPU."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from flatmin_lab import figures
 from flatmin_lab.data import spiral
 from flatmin_lab.figures import spiral as spiral_figure
 from flatmin_lab.figures.drawn import Drawn, sample, svg
-from flatmin_lab.report import landscape_part, words
+from flatmin_lab.report import landscape_part, tuning_part, words
 from flatmin_lab.report.collected import Collected, Run
 from flatmin_lab.report.columns import COLUMNS, Column
 from flatmin_lab.report.compared import Group, Row, groups_of
@@ -21,6 +22,7 @@ from flatmin_lab.report.evidence import evidence
 from flatmin_lab.report.names import TITLES
 from flatmin_lab.report.page import link, pooled, render
 from flatmin_lab.report.trusted import is_number
+from flatmin_lab.tuned import Tuning
 from flatmin_lab.welch import LEVEL
 
 
@@ -57,13 +59,14 @@ def report_page(found: Collected) -> str:
     made = [
         f"{before}{value}"
         for key, before in (("hardware", ""), ("torch", "torch "), ("commit", "commit "))
-        for value in sorted({str(run.result[key]) for run in found.runs if run.result.get(key)})
+        for value in sorted({str(told[key]) for told in _all_facts(found) if told.get(key)})
     ]
     return render(
         "report.html.jinja",
         sections=sections,
         evidence=shown_evidence,
         broken=broken,
+        tunings=[_tuning(*tuning) for tuning in found.tunings],
         runs=len(found.runs),
         level=LEVEL,
         made=made,
@@ -73,6 +76,16 @@ def report_page(found: Collected) -> str:
         compared=words.compared,
         titles=TITLES,
     )
+
+
+def _all_facts(found: Collected) -> list[Mapping[str, Any]]:
+    """What each number was measured with."""
+    return [*(run.result for run in found.runs), *(tuning.facts for _, tuning in found.tunings)]
+
+
+def _tuning(path: Path, found: Tuning) -> tuple[tuning_part.Part, Shown | None]:
+    part = tuning_part.part(path, found)
+    return part, shown(part.figure, f"{_slug(part.title)}-tuning") if part.figure else None
 
 
 def shown(drawn: Drawn, file: str) -> Shown:

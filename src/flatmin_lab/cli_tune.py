@@ -1,0 +1,239 @@
+"""`flatmin tune`: a method's knobs on the validation split. Parsing, and what is shown; the work is in tune.py."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flatmin_lab import methods as all_methods
+from flatmin_lab import models, show, tuning_file, tuning_words
+from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, reported, settings_given
+from flatmin_lab.data import DATA_SETS
+from flatmin_lab.data.augment import KINDS
+from flatmin_lab.extras import need
+from flatmin_lab.machine import devices_named, hardware
+from flatmin_lab.recipe import PRECISIONS
+from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started, Stopped
+from flatmin_lab.request import place, read
+from flatmin_lab.schedules import SCHEDULES
+from flatmin_lab.search import Measure, Search, in_words, knobs_of
+from flatmin_lab.signals import CODES, asked_to_stop
+from flatmin_lab.study import Draw, named
+from flatmin_lab.suited import suited
+from flatmin_lab.trials import is_pruned
+from flatmin_lab.tune import tune as tuning
+from flatmin_lab.tuned import Tuning
+from flatmin_lab.tuning_file import FILE
+
+TRAINING, HOW = "The training that is tuned for", "How"
+TUNING = Path("tuning")
+
+
+def tune(
+    data: Annotated[str | None, option(f"{', '.join(DATA_SETS)}, an .npz file or a folder of pictures.")] = None,
+    method: Annotated[str, typer.Option(help=f"{', '.join(all_methods.METHODS)}.")] = "amp",
+    trials: Annotated[int, typer.Option(help="Trainings, those of an earlier call included.", min=1)] = 20,
+    measure: Annotated[
+        str, typer.Option(help="error or nll: of the validation split after the last epoch, the lower the better.")
+    ] = "error",
+    knobs: Annotated[
+        str | None, option("What is tuned, as in epsilon or lr,weight_decay; else all that is the method's own.")
+    ] = None,
+    out: Annotated[Path | None, option("The tuning's folder; else tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
+    model: Annotated[
+        str | None, option(f"{', '.join(models.MODELS)}; else what suits the data set.", panel=TRAINING)
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        option("As many as you will train: the best radius grows with them. Else the data set's own.", panel=TRAINING),
+    ] = None,
+    batch_size: Annotated[int | None, option("Pictures a step (the paper: 50).", panel=TRAINING)] = None,
+    lr: Annotated[float | None, option("The top learning rate (the paper: 0.1).", panel=TRAINING)] = None,
+    weight_decay: Annotated[float | None, option("The paper: 1e-4.", panel=TRAINING)] = None,
+    schedule: Annotated[str | None, option(f"{', '.join(SCHEDULES)} (the paper: multi_step).", panel=TRAINING)] = None,
+    augment: Annotated[str | None, option(f"{', '.join(KINDS)} (the paper: vanilla).", panel=TRAINING)] = None,
+    label_noise: Annotated[
+        float | None, option("Share of the training labels replaced by a wrong one.", panel=TRAINING)
+    ] = None,
+    size: Annotated[
+        tuple[int, int] | None, option("Height and width to bring a folder's pictures to.", panel=TRAINING)
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        option("A setting of the method that is fixed, not tuned: inner_iter=2.", "--set", panel=TRAINING),
+    ] = None,
+    precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else fp32.", panel=TRAINING)] = None,
+    channels_last: Annotated[
+        bool | None, option("Pictures as NHWC in memory.", "--channels-last", panel=TRAINING)
+    ] = None,
+    compile_: Annotated[bool | None, option("Use torch.compile, on a GPU.", "--compile", panel=TRAINING)] = None,
+    seed: Annotated[
+        int, typer.Option(help="What is drawn, and the split and first weights of all trials.", rich_help_panel=HOW)
+    ] = 0,
+    no_pruning: Annotated[
+        bool, option("Train every trial to its end, also the bad ones.", "--no-pruning", panel=HOW)
+    ] = False,
+    device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; else all GPUs there are.", panel=HOW)] = None,
+    workers: Annotated[
+        int | None,
+        option("Trials at once, a process each; else one a GPU, and one on a CPU.", min=1, panel=HOW),
+    ] = None,
+    storage: Annotated[
+        str | None, option("Where Optuna keeps the study; else sqlite:///OUT/study.db.", panel=HOW)
+    ] = None,
+    checkpoint_epochs: Annotated[
+        int, typer.Option(help="A checkpoint of a trial every so many epochs.", min=1, rich_help_panel=HOW)
+    ] = 1,
+    data_dir: DataDir = DATA,
+    download: Download = False,
+    debug: Debug = False,
+) -> None:
+    """Choose AMP's ε and ζ, or another method's knobs, without the test set; killed, the same command goes on."""
+    fields = {
+        "model": model,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "schedule": schedule,
+        "augment": augment,
+        "label_noise": label_noise,
+        "size": size,
+        "precision": precision,
+        "channels_last": channels_last,
+        "compile": compile_,
+    }
+    with reported(debug):
+        optuna: Any = need("optuna", "flatmin tune")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it did is said here
+        if data is None:
+            raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
+        asked = {key: value for key, value in fields.items() if value is not None}
+        fixed = settings_given(settings)
+        names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
+        tuned_for = knobs_of(method, names, fixed=[*fixed, *asked])
+        pictures = read(data, data_dir, download=download, size=size)
+        search = Search(
+            recipe=suited(place(data), pictures, method=method, settings=fixed, validation=True, **cast(Any, asked)),
+            knobs=tuned_for,
+            measure=cast(Measure, measure),
+            seed=seed,
+            pruning=not no_pruning,
+            asked=asked,
+        )
+        folder = out or TUNING / named(search.recipe, pictures)
+        devices = devices_named(device)
+        console = show.terminal()
+        show.say(console, headline(search, trials, hardware(torch.device(devices[0]))))
+        with asked_to_stop() as stop:
+            records = tuning(
+                search,
+                pictures,
+                folder=folder,
+                trials=trials,
+                storage=storage,
+                devices=devices,
+                workers=workers,
+                root=data_dir,
+                checkpoint_epochs=checkpoint_epochs,
+                stop=stop,
+            )
+            follow(records, console, search, trials)
+            reason = stop()
+        found = tuning_file.read(folder / FILE)
+        outcome(found, folder, data_dir)
+        if reason is not None and found.ended < trials:
+            show.say(console, f"stopped by {reason}; the same command goes on")
+            raise typer.Exit(CODES[reason])
+        if found.chosen is None:
+            raise typer.Exit(1)
+
+
+# ---- what is shown
+
+
+def headline(search: Search, trials: int, hardware: str) -> str:
+    recipe = search.recipe
+    ranges = (f"{knob.sign} from {knob.words(knob.low)} to {knob.words(knob.high)}" for knob in search.knobs)
+    return (
+        f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {show.epochs_in_words(recipe.epochs)}, "
+        f"{recipe.model} on {recipe.data}, measured on a held-out tenth of the training set, {recipe.precision} on "
+        f"{hardware}"
+    )
+
+
+def follow(records: Iterable[tuple[Draw, Record]], console: Console, search: Search, trials: int) -> None:
+    """Show the trials until all have ended, a line for each."""
+    epochs, width = search.recipe.epochs, len(str(trials - 1))
+    lines: dict[int, Mapping[str, Any]] = {}  # the last epochs
+    done: dict[int, int] = {}
+    with show.bars(console) as progress:
+        task = progress.add_task("tuning", total=None, numbers="")
+        for draw, record in records:
+            number = draw.number
+            if isinstance(record, Epoch):
+                lines[number], done[number] = record.numbers, record.epoch
+            elif isinstance(record, Finished | Failed) or is_pruned(record):
+                done[number] = epochs
+            for text, style in said(record, lines.get(number, {}), epochs):
+                who = f"trial {number:{width}}  {in_words(search.recipe.method, draw.settings)}"
+                show.say(console, f"{who}: {text}", style=style)
+            before = (max(done, default=-1) + 1 - len(done)) * epochs  # those of an earlier call
+            progress.update(
+                task, completed=before + sum(done.values()), total=trials * epochs, numbers=f"trial {number}"
+            )
+
+
+def said(record: Record, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
+    """Of a record: what is worth a line, and its colour."""
+    match record:
+        case Started() if record.step:
+            yield f"going on after step {record.step} of {record.steps}", ""
+        case Finished():
+            yield f"{_measured(record.result)}; {record.result['seconds']:.0f} s", ""
+        case Stopped() if is_pruned(record):
+            yield f"pruned after epoch {last['epoch']} of {epochs}, {_measured(last)}", ""
+        case Failed():
+            yield f"failed: {record.what}", "red"
+        case Note():
+            yield f"note: {record.text}", "yellow"
+
+
+def _measured(found: Mapping[str, Any]) -> str:
+    error, nll = (show.number(name, found[f"validation_{name}"]) for name in ("error", "nll"))
+    return f"validation error {error}, NLL {nll}"
+
+
+def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
+    """The trials, best first; what was chosen; and what trains with it."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table(found))
+    show.say(console, f"\n{tuning_words.chosen(found)}")
+    if found.chosen is not None:
+        place = [] if data_dir == DATA else ["--data-dir", str(data_dir)]
+        show.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")
+        show.say(console, f"or\n  {shlex.join(['flatmin', 'train', '--tuned', str(folder / FILE), *place])}")
+    show.say(console, f"all of it in {folder}; flatmin report {shlex.quote(str(folder))} shows it")
+
+
+def table(found: Tuning) -> Table:
+    signs = (knob.sign for knob in found.knobs)
+    shown = Table("trial", *signs, "validation error", "NLL", "epochs", "seconds", "", box=None, pad_edge=False)
+    for trial in found.ranked():
+        drawn = trial.settings  # killed while it was drawn, a trial may lack some
+        settings = (knob.words(drawn[knob.name]) if knob.name in drawn else "" for knob in found.knobs)
+        shown.add_row(
+            str(trial.number),
+            *settings,
+            tuning_words.number("error", trial.error),
+            tuning_words.number("nll", trial.nll),
+            str(trial.epochs),
+            "" if trial.seconds is None else f"{trial.seconds:.1f}",
+            tuning_words.ended(trial, found),
+        )
+    return shown

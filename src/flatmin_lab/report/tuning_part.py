@@ -1,0 +1,84 @@
+"""What the report says of a tuning: what was chosen, every trial, and the measure over the knobs."""
+
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from flatmin_lab import figures, tuning_words
+from flatmin_lab.figures.drawn import NAMES, Drawn
+from flatmin_lab.figures.tuning import Range
+from flatmin_lab.report.names import TITLES
+from flatmin_lab.search import Knob
+from flatmin_lab.tuned import Trial, Tuning
+
+
+class Part(NamedTuple):
+    path: Path
+    title: str
+    words: str
+    knobs: int  # how many: a panel of the figure each
+    columns: list[str]
+    rows: list[tuple[list[str], bool]]  # the cells of a trial, and whether it is the chosen one
+    figure: Drawn | None  # none where no trial has a value
+    command: str  # that trains with what was chosen
+    note: str
+
+
+def part(path: Path, found: Tuning) -> Part:
+    signs = (knob.sign for knob in found.knobs)
+    columns = ["trial", *signs, "validation error, %", "validation NLL", "epochs", "seconds", ""]
+    return Part(
+        path,
+        title(found),
+        tuning_words.chosen(found),
+        len(found.knobs),
+        columns,
+        [(_cells(trial, found), trial == found.chosen) for trial in found.ranked()],
+        _figure(found),
+        shlex.join(found.command()) if found.chosen else "",
+        f"All trials have the seed {found.seed}: the same split, first weights and order of pictures. The test set was "
+        "not looked at.",
+    )
+
+
+def title(found: Tuning) -> str:
+    data = TITLES.get(found.data, found.data.rstrip("/").rpartition("/")[2])
+    name = NAMES[found.method]
+    length = tuning_words.epochs(found.epochs)
+    return f"{name[0].upper()}{name[1:]}, {TITLES.get(found.model, found.model)} on {data}, {length}"
+
+
+def _cells(trial: Trial, found: Tuning) -> list[str]:
+    return [
+        str(trial.number),
+        *(knob.words(trial.settings[knob.name]) if knob.name in trial.settings else "" for knob in found.knobs),
+        tuning_words.number("error", trial.error).removesuffix(" %"),
+        tuning_words.number("nll", trial.nll),
+        str(trial.epochs),
+        "" if trial.seconds is None else f"{trial.seconds:.1f}",
+        tuning_words.ended(trial, found),
+    ]
+
+
+def _figure(found: Tuning) -> Drawn | None:
+    scale, label = (100, "validation error, %") if found.measure == "error" else (1, "validation NLL")
+    knobs = {_label(knob): knob for knob in found.knobs}
+    if not any(trial.value is not None for trial in found.trials):
+        return None
+    trials = [
+        {
+            "number": trial.number,
+            "settings": {label: trial.settings[knob.name] / knob.unit for label, knob in knobs.items()},
+            "value": None if trial.value is None else scale * trial.value,
+            "state": trial.state,
+            "chosen": trial == found.chosen,
+        }
+        for trial in found.trials
+        if trial.state != "running"
+    ]
+    ranges = {label: Range(knob.low / knob.unit, knob.high / knob.unit, knob.log) for label, knob in knobs.items()}
+    return figures.tuning(found.method, label, ranges, trials)
+
+
+def _label(knob: Knob) -> str:
+    return knob.sign if knob.unit == 1 else f"{knob.sign}, in 255ths of a pixel's range"

@@ -1,0 +1,86 @@
+"""A trial's training, for whoever trains it: in a run folder of its own, from its beginning or from where it was left.
+
+One that is to be pruned finds a file in its folder, and stops before the next step.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from flatmin_lab.data.catalogue import load
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.recipe import Recipe
+from flatmin_lab.records import DivergedError, Epoch, Failed, Finished, Progress, Record, Started, Stopped
+from flatmin_lab.study import Draw
+from flatmin_lab.train import train
+from flatmin_lab.workers import Stop
+
+PRUNED = "pruned"  # why a training stopped, and the file in its folder that says so
+
+
+class Task(NamedTuple):
+    """A trial's training, for whoever trains it."""
+
+    draw: Draw
+    recipe: Recipe
+    seed: int
+    folder: Path
+    device: str
+    root: str  # where the data are
+    checkpoint_epochs: int
+
+
+def is_pruned(record: Record) -> bool:
+    return isinstance(record, Stopped) and record.reason == PRUNED
+
+
+def work(task: Task, stop: Stop) -> Iterator[tuple[int, Record]]:
+    """In a process of its own."""
+    data = _data(task.recipe.data, task.root, task.recipe.size)
+    for record in trained(task, data, stop):
+        if not isinstance(record, Progress):
+            yield task.draw.number, record
+
+
+def trained(task: Task, data: Dataset, stop: Stop) -> Iterator[Record]:
+    """A trial's training, from its beginning or from where it was left; epochs from before are told again."""
+
+    def asked() -> str | None:
+        return stop() or (PRUNED if (task.folder / PRUNED).exists() else None)
+
+    records = train(
+        task.recipe,
+        data,
+        seed=task.seed,
+        device=task.device,
+        folder=task.folder,
+        resume=True,
+        stop=asked,
+        checkpoint_epochs=task.checkpoint_epochs,
+    )
+    failed, step, begun = None, 0, False
+    try:
+        for record in records:
+            if isinstance(record, Started | Finished) and not begun:
+                yield from _before(task.folder)
+                begun = True
+            step = getattr(record, "step", step)
+            yield record
+    except DivergedError as error:
+        failed = Failed(error.what, step)
+    if failed is not None:  # here, where the training's memory is free
+        yield failed
+
+
+def _before(folder: Path) -> Iterator[Epoch]:
+    path = folder / "metrics.jsonl"
+    for text in path.read_text().splitlines() if path.exists() else ():
+        line = json.loads(text)
+        yield Epoch(epoch=line["epoch"], step=line["step"], numbers=line)
+
+
+@lru_cache(maxsize=1)
+def _data(name: str, root: str, size: tuple[int, int] | None) -> Dataset:
+    return load(name, root, size=size)

@@ -1,0 +1,91 @@
+"""tuning.json, beside the run folders of its trials: written after every trial, and checked when it is read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+from flatmin_lab.files import written_whole
+from flatmin_lab.recipe import Recipe
+from flatmin_lab.run_config import read_json
+from flatmin_lab.search import Measure, knobs_of
+from flatmin_lab.tuned import State, Trial, Tuning
+
+FILE = "tuning.json"
+TRIAL = "trial-"  # the run folders' names begin so
+
+
+def write(folder: Path, tuning: Tuning) -> None:
+    with written_whole(folder / FILE) as file:
+        file.write((json.dumps(tuning.as_json(), indent=2, allow_nan=False) + "\n").encode())
+
+
+def read(path: Path) -> Tuning:
+    """Checked, as anyone may have written it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; give the {FILE} that `flatmin tune` wrote")
+    found = read_json(path)
+    try:
+        return _tuning(found)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is not a tuning of this flatmin: {why}") from error
+
+
+def _tuning(found: dict[str, Any]) -> Tuning:
+    recipe = Recipe.from_json(found["recipe"])
+    known = {f.name for f in fields(Tuning)} | {"chosen"}
+    values = {name: found[name] for name in known - {"recipe", "trials", "facts", "chosen"}}
+    for name, holds in (
+        ("method", values["method"] == recipe.method),
+        ("model", values["model"] == recipe.model),
+        ("data", values["data"] == recipe.data),
+        ("epochs", values["epochs"] == recipe.epochs),
+        ("measure", values["measure"] in get_args(Measure)),
+        ("wanted", _is_count(values["wanted"])),
+        ("seed", isinstance(values["seed"], int)),
+        ("pruning", isinstance(values["pruning"], bool)),
+        ("space", all(map(_is_range, values["space"].values()))),
+        ("asked", values["asked"].keys() <= recipe.as_json().keys()),
+        ("data_sha256", isinstance(values["data_sha256"], str)),
+    ):
+        if not holds:
+            raise ValueError(f"its {name} is {values[name]!r}")
+    trials = [_trial(one, values["space"].keys()) for one in found["trials"]]
+    facts = {key: value for key, value in found.items() if key not in known}
+    tuning = Tuning(**values, recipe=recipe, trials=trials, facts=facts)
+    knobs_of(recipe.method, list(tuning.space))  # are they its knobs?
+    return tuning
+
+
+def _is_range(found: Mapping[str, Any]) -> bool:
+    low, high, log = found["low"], found["high"], found["log"]
+    return len(found) == 3 and _is_number(low) and _is_number(high) and low < high and (low > 0 or log is False)
+
+
+def _trial(found: dict[str, Any], knobs: Any) -> Trial:
+    trial = Trial(**found)
+    numbers = [trial.value, trial.error, trial.nll, trial.seconds]
+    drawn = trial.settings.keys() == knobs or (trial.state == "running" and trial.settings.keys() <= knobs)
+    whole = trial.state != "finished" or None not in (trial.value, trial.error)
+    if (
+        trial.state not in get_args(State)
+        or not drawn
+        or not all(map(_is_number, trial.settings.values()))
+        or not all(number is None or _is_number(number) for number in numbers)
+        or not whole
+        or not all(map(_is_count, (trial.number, trial.epochs)))
+        or not isinstance(trial.seed, int)
+        or not isinstance(trial.why, str)
+    ):
+        raise ValueError(f"its trial {found} makes no sense")
+    return trial
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
