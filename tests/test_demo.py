@@ -1,6 +1,5 @@
 """The demo: all eight methods, a table, a page that says what is true, and the numbers behind it."""
 
-import html
 import json
 import re
 from html.parser import HTMLParser
@@ -21,6 +20,7 @@ from flatmin_lab.report.page import pooled
 from flatmin_lab.suited import suited
 from flatmin_lab.train import train
 from flatmin_lab.workers import side_by_side
+from page_text import text_of
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def numbers(page: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((page.parent / "demo.json").read_text())
     return found
-
-
-def text_of(page: str) -> str:
-    """What a reader sees."""
-    page = re.sub(r"<(style|svg).*?</\1>", " ", page, flags=re.DOTALL)
-    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).replace("\u00a0", " ").split())
 
 
 def test_every_method_is_in_the_page_with_its_numbers(page: Path) -> None:

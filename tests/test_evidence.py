@@ -20,6 +20,7 @@ from flatmin_lab.report.collected import collect
 from flatmin_lab.report.deviations import COPIES
 from flatmin_lab.report.exhibits import by_recipe
 from flatmin_lab.report.report_page import report_page
+from page_text import text_of
 from report_files import evaluation, landscape, write_result
 
 ROOT = Path(__file__).parent.parent
@@ -64,11 +65,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(results: Path) -> str:
     return report_page(collect([results]))
-
-
-def text_of(page: str) -> str:
-    page = re.sub(r"<(style|svg|script).*?</\1>", " ", page, flags=re.DOTALL)
-    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).replace("\u00a0", " ").split())
 
 
 def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:

@@ -27,6 +27,7 @@ from flatmin_lab.report.compared import Group, groups_of
 from flatmin_lab.report.report_page import report_page
 from flatmin_lab.results import result_of
 from flatmin_lab.suited import suited
+from page_text import text_of
 from report_files import ERRORS, evaluation, landscape, result, write, write_all
 
 
@@ -44,12 +45,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def page_of(*paths: Path) -> str:
     return report_page(collect(paths))
-
-
-def text_of(page: str) -> str:
-    """What a reader sees."""
-    page = re.sub(r"<(style|svg|script).*?</\1>", " ", page, flags=re.DOTALL)
-    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).replace("\u00a0", " ").split())
 
 
 def only_group(runs: Path) -> Group:

@@ -30,13 +30,14 @@ class Effort(NamedTuple):
     pictures: int | None = None
     starts: int = 4  # of the search for the worst loss, beside the one from the centre
     trace: bool = True  # of the Hessian, which takes half of the time
+    radii: tuple[float, ...] = (0.25, 0.5, 1.0)  # beside 0.1, where the worst loss is looked for once
     points: int = 25  # a side of the landscape
     side: int = 61  # of the plane that a boundary runs through
 
 
 EFFORTS = {
     "paper": Effort(),
-    "short": Effort(starts=1, trace=False),
+    "short": Effort(starts=1, trace=False, radii=(0.5,)),
     "smoke": Effort(pictures=50, starts=1, trace=False, points=5, side=21),
 }
 
@@ -70,7 +71,12 @@ def _attack(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
 
 def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     found = examine.flatness_of(
-        subject, pictures=effort.pictures, restarts=effort.starts, with_trace=effort.trace, say=say
+        subject,
+        pictures=effort.pictures,
+        restarts=effort.starts,
+        with_trace=effort.trace,
+        radii=effort.radii,
+        say=say,
     )
     return {"flatness": found}
 

@@ -5,7 +5,7 @@ moves the pixels of the same pictures. Flatness is that of the training loss, wi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,11 +116,13 @@ def flatness_of(
     pictures: int | None = None,
     restarts: int = 4,
     with_trace: bool = True,
+    radii: Sequence[float] = (),
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
     """Gradient, sharpness, the worst and the mean loss in the ball, and the Hessian, of the training loss.
 
-    `restarts` is how often the worst loss is looked for from a random point. The trace takes half of all the time.
+    `restarts` is how often the worst loss is looked for from a random point; at further `radii` it is looked for from
+    the centre alone. The trace takes half of all the time.
     """
     count = min(pictures or PICTURES, len(subject.train))
     x, y = subject.inputs(subject.train, count)
@@ -128,6 +130,7 @@ def flatness_of(
     model = subject.model
     say("worst-case loss")
     worst = flatness.worst_case_loss(model, loss, epsilon=epsilon, restarts=restarts)
+    farther = {f"{radius:g}": flatness.worst_case_loss(model, loss, epsilon=radius, restarts=0) for radius in radii}
     say("mean loss")
     around = flatness.mean_loss(model, loss, epsilon=epsilon)
     say("sharpness")
@@ -151,5 +154,6 @@ def flatness_of(
         "mean_loss_deviation": number(around.deviation),
         "eigenvalues": [number(value) for value in eigenvalues.values],
         "eigenvalue_errors": [number(error) for error in eigenvalues.errors],
+        **({"worst_by_radius": {radius: number(found.loss) for radius, found in farther.items()}} if farther else {}),
         **traced,
     }

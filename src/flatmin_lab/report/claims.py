@@ -30,6 +30,7 @@ HOLDS, POINTS, OPEN, AGAINST, FAILS, NOTHING = (
 
 FLATTER = {
     "landscape_rise": "the training loss one filter's length away",
+    "worst_at_half": "the worst training loss within the radius 0.5",
     "eigenvalue": "largest eigenvalue of the training loss",
 }
 

@@ -55,6 +55,12 @@ def _rise(run: Run) -> float | None:
     return None if worst is None or loss is None else float(worst) - float(loss)
 
 
+def _worst_at_half(run: Run) -> float | None:
+    """At the paper's radius."""
+    value = run.evaluation.get("flatness", {}).get("worst_by_radius", {}).get("0.5")
+    return None if value is None else float(value)
+
+
 def _eigenvalue(run: Run) -> float | None:
     values = run.evaluation.get("flatness", {}).get("eigenvalues")
     return float(values[0]) if values and values[0] is not None else None
@@ -108,6 +114,7 @@ COLUMNS = (
 FURTHER = (
     Column("clean_train_nll", "risk on the training set", 3, _last("clean_train_nll")),
     Column("train_loss", "training loss", 3, _last("train_loss")),
+    Column("worst_at_half", "worst loss, radius 0.5", 3, _worst_at_half),
     Column("landscape_rise", "rise of the training loss", 3, _landscape_rise),
 )
 

@@ -29,7 +29,7 @@ COLUMNS = {
     "sweep": ("clean_train_nll", "nll"),
     "curves": ("train_loss", "nll"),
     "landscape": ("landscape_rise",),
-    "flatness": ("worst_case_loss", "rise", "eigenvalue", "trace"),
+    "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace"),
 }
 OTHERS = ("error", "nll", "ece")
 

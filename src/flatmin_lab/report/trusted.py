@@ -88,6 +88,9 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
         values = flat.get("eigenvalues")
         if not isinstance(values, list) or not all(value is None or is_number(value) for value in values):
             raise ValueError(f"eigenvalues is {values!r}, not numbers")
+        farther = flat.get("worst_by_radius", {})
+        if not isinstance(farther, dict) or not all(value is None or is_number(value) for value in farther.values()):
+            raise ValueError(f"worst_by_radius is {farther!r}, not numbers")
         parts["flatness"] = flat
     return parts
 
