@@ -103,6 +103,8 @@ def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp
     assert "60 epochs in place of 200" in text
     assert "10 test pictures of CIFAR-100 are in its training set too" in text
     assert "at most 0.020 percentage points" in text
+    assert "error, % without repeated pictures, % NLL" in text
+    assert "ERM 1 25.00 paper 24.31 ± 0.30 25.02" in text
     only = tmp_path / "only"
     write_result(only, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
     alone = text_of(report_page(collect([only])))

@@ -81,6 +81,13 @@ def _seconds(run: Run) -> float | None:
 
 COLUMNS = (
     Column("error", "error, %", 2, _result("error", 100), paper="error"),
+    Column(
+        "error_without_repeated",
+        "without repeated pictures,\u00a0%",
+        2,
+        _result("error_without_repeated", 100),
+        optional=True,
+    ),
     Column("nll", "NLL", 3, _result("nll"), paper="nll"),
     Column("ece", "ECE, %", 2, _result("ece", 100), paper="ece"),
     # the paper's radius, 4, as 4/255 of the normalised inputs: so read, its numbers come out
