@@ -11,11 +11,10 @@ from pathlib import Path
 
 import readme
 from flatmin_lab.ledger import Ledger
-from flatmin_lab.paper import reported
 from flatmin_lab.recipes import EXHIBITS, Protocol
 from flatmin_lab.report.collected import Run
-from flatmin_lab.report.columns import as_in_paper, named
-from flatmin_lab.report.exhibits import Row, filled, read_all
+from flatmin_lab.report.columns import Column, named
+from flatmin_lab.report.exhibits import Row, cell_of, filled, read_all
 from flatmin_lab.report.names import TITLES
 from flatmin_lab.report.page import as_printed, spread
 
@@ -28,34 +27,30 @@ COLUMNS = ("error", "nll", "ece")
 def rendered(results: Path) -> str:
     """A table for every data set and network of table 1 of which something has been trained."""
     runs = read_all(Ledger(results, results))
-    parts = []
+    parts, shown = [], []
     for protocol in PROTOCOLS:
         rows = [row for row in filled(EXHIBITS["table1"](protocol), runs).rows if row.runs]
+        shown += [run for row in rows for run in row.runs]
         places = dict.fromkeys(row.place for row in rows)
         parts += [_table(protocol, [row for row in rows if row.place == place]) for place in places]
     if not parts:
         raise ValueError(f"there is no result in {results}; make some with flatmin reproduce")
-    every = [run for own in runs.values() for run in own if not str(run.result["recipe"]).startswith("smoke/")]
-    return "\n\n".join([*parts, _measured(every)])
+    return "\n\n".join([*parts, _measured(shown)])
 
 
 def _table(protocol: Protocol, rows: Sequence[Row]) -> str:
     first = rows[0].recipe
     title = f"{TITLES[first.data]}, {TITLES[first.model]}, {first.epochs} epochs (protocol `{protocol}`)"
-    head = [title, "n"]
-    for name in COLUMNS:
-        head += [named(name).label, "paper"]
-    return readme.markdown(head, [[row.name, str(len(row.runs)), *_cells(row)] for row in rows])
+    columns = [named(name) for name in COLUMNS]
+    head = [title, "n", *(label for column in columns for label in (column.label, "paper"))]
+    return readme.markdown(head, [[row.name, str(len(row.runs)), *_cells(row, columns)] for row in rows])
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
     found = []
-    theirs = reported(row.data, row.recipe.model, row.recipe.method) if ", but" not in row.recipe.protocol else {}
-    for name in COLUMNS:
-        column = named(name)
-        values = [value for run in row.runs if (value := as_in_paper(run, column)) is not None]
-        paper = theirs.get(name)
-        found += [spread(values, column.digits), as_printed(*paper, column.digits) if paper else ""]
+    for column in columns:
+        cell = cell_of(row.recipe, row.runs, column)
+        found += [spread(cell.values, column.digits), as_printed(*cell.paper, column.digits) if cell.paper else ""]
     return found
 
 
@@ -63,12 +58,13 @@ def _measured(runs: Sequence[Run]) -> str:
     def all_of(key: str) -> str:
         return ", ".join(sorted({str(run.result[key]) for run in runs if run.result.get(key)}))
 
+    smoothed = " The NLL of label smoothing is the smoothed loss, as the paper's seems to be."
+    has = any(run.method == "label_smoothing" for run in runs)
     return (
         f"Test numbers of the last epoch: mean ± deviation over n seeds, fewer than three singly; the paper's are of "
         f"10 trainings with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {all_of('precision')}, commit "
-        f"{all_of('commit')}. The NLL of label smoothing is the smoothed loss, as the paper's seems to be. `flatmin "
-        "report results` makes the whole page: tests, agreement with the paper, attacks, flatness, curves, what we did "
-        "otherwise."
+        f"{all_of('commit')}.{smoothed if has else ''} `flatmin report results` makes the whole page: tests, agreement "
+        "with the paper, attacks, flatness, curves, what we did otherwise."
     )
 
 

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from command_line import flatmin, words
+from flatmin_lab.data import load
 from flatmin_lab.recipes import EXHIBITS, cell
+from flatmin_lab.run_opening import open_
+from flatmin_lab.train import config_of
 from report_files import write_result
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +105,11 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
     ("arguments", "message"),
     [
         (["--planned"], "has no plan; write one down with --plan"),
-        (["table1", "--planned"], "leave out the tables and figures, or it"),
+        (["table1", "--planned"], "leave out tables, figures and --protocol, or it"),
+        (["--planned", "--protocol", "short"], "leave out tables, figures and --protocol, or it"),
+        (["cost", "--methods", "erm"], "this trains nothing: leave out --seeds, --methods"),
+        (["table1", "--measure", "boundary", "--protocol", "smoke"], "--measure boundary is for points of a plane"),
+        (["table1", "--runs", str(ROOT / "README.md" / "runs")], "choose other places with --results and --runs"),
         ([], "name a table or a figure: table1"),
         (["table9"], "unknown table or figure 'table9'; choose from table1"),
         (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, short, smoke"),
@@ -117,7 +124,7 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
     ids=str,
 )
 def test_a_request_that_makes_no_sense_says_why(tmp_path: Path, arguments: list[str], message: str) -> None:
-    shown = flatmin("reproduce", *arguments, "--results", tmp_path, "--runs", tmp_path, "--data-dir", tmp_path)
+    shown = flatmin("reproduce", "--results", tmp_path, "--runs", tmp_path, "--data-dir", tmp_path, *arguments)
     assert shown.exit_code == 2
     assert message in words(shown.stderr)
 
@@ -135,3 +142,42 @@ def test_what_failed_is_told_and_tried_again_when_asked(tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     assert not failure.exists()
     assert (tmp_path / "results" / f"{recipe.name}-0.json").exists()
+
+
+def test_a_plan_keeps_what_is_to_be_measured(tmp_path: Path) -> None:
+    arguments = ["spiral", "--protocol", "smoke", "--methods", "erm", "--seeds", "0", "--plan", *places(tmp_path)]
+    assert flatmin("reproduce", *arguments).exit_code == 0
+    shown = flatmin("reproduce", "--planned", "--workers", "1", *places(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    stored = json.loads((tmp_path / "results" / "smoke" / "spiral-mlp-erm-0.json").read_text())
+    assert len(stored["boundary"]["shares"]) == 21
+
+
+def test_what_another_process_trains_is_left_to_it(tmp_path: Path) -> None:
+    recipe = cell("smoke", "cifar10", "vgg16", "erm")
+    held = open_(tmp_path / "runs" / f"{recipe.name}-0", config_of(recipe, load(recipe.data), 0), resume=False)
+    try:
+        arguments = ["table1", *SOME, "--methods", "erm", "--seeds", "0", "--workers", "1", *places(tmp_path)]
+        shown = flatmin("reproduce", *arguments)
+    finally:
+        held.close()
+    assert shown.exit_code == 0, shown.output
+    assert "not now: another process is training" in words(shown.stderr)
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_a_signal_to_all_processes_loses_nothing(tmp_path: Path) -> None:
+    """As a scheduler sends it: the workers get it too, and no training is called failed."""
+    command = program("table1", *SOME, "--seeds", "0", *places(tmp_path))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    results = tmp_path / "results" / "smoke"
+    with (tmp_path / "log").open("w") as log:
+        started = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        until = time.monotonic() + 120
+        while not list(results.glob("*.json")) and time.monotonic() < until:
+            time.sleep(0.05)
+        os.killpg(started.pid, signal.SIGTERM)
+        assert started.wait(60) == 143, (tmp_path / "log").read_text()
+    assert not list(results.glob("*.failed.json"))
+    assert "stopped by SIGTERM; the same command goes on" in (tmp_path / "log").read_text()

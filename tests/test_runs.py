@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from flatmin_lab import checkpoint
+from flatmin_lab import afterwards, checkpoint
+from flatmin_lab import runs as runs_module
 from flatmin_lab.data import load
 from flatmin_lab.ledger import Ledger, curves_of
 from flatmin_lab.recipe import Job
 from flatmin_lab.recipes import cell
-from flatmin_lab.records import Failed, Finished, Record, Stopped
+from flatmin_lab.records import Failed, Finished, Record, Started, Stopped
 from flatmin_lab.run_opening import open_
-from flatmin_lab.runs import How, Task, _tasks, carry_out, work
+from flatmin_lab.runs import How, Run, Task, _tasks, carry_out, work
 from flatmin_lab.train import config_of, train
+from flatmin_lab.workers import Died
 
 QUICK = replace(cell("smoke", "cifar10", "vgg16", "label_smoothing"), epochs=1)
 DIVERGING = replace(QUICK, name="smoke/diverging", lr=1e30)
@@ -29,13 +31,18 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / "results", tmp_path / "runs")
 
 
-def here(jobs: Sequence[Job], how: How) -> dict[int, Record]:
+def here(jobs: Sequence[Job], ledger: Ledger, *parts: str) -> dict[int, Record]:
     """What came of each, in this process."""
-    return dict(work(Task(dict(enumerate(jobs)), "cpu", how), lambda: None))
+    runs = {number: Run(job, parts) for number, job in enumerate(jobs)}
+    return dict(work(Task(runs, "cpu", How(ledger)), lambda: None))
+
+
+def in_workers(jobs: Sequence[Job], ledger: Ledger, *, workers: int, **more: Any) -> dict[int, Record]:
+    return dict(carry_out([Run(job) for job in jobs], How(ledger), devices=["cpu"], workers=workers, **more))
 
 
 def test_a_run_is_the_training_and_more(ledger: Ledger) -> None:
-    ends = here([Job(QUICK, 3)], How(ledger, ("attack",)))
+    ends = here([Job(QUICK, 3)], ledger, "attack")
     assert isinstance(ends[0], Finished)
     stored = json.loads(ledger.file(Job(QUICK, 3)).read_text())
     alone = list(train(QUICK, load(QUICK.data), seed=3))[-1]
@@ -55,11 +62,11 @@ def test_a_run_is_the_training_and_more(ledger: Ledger) -> None:
 def test_what_is_there_is_not_trained_again_and_what_lacks_is_measured(ledger: Ledger) -> None:
     job = Job(QUICK, 0)
     assert ledger.state(job) == "missing"
-    here([job], How(ledger))
+    here([job], ledger)
     assert ledger.state(job) == "done"
     assert ledger.state(job, ("attack",)) == "unmeasured"
     before = json.loads(ledger.file(job).read_text())
-    here([job], How(ledger, ("attack",)))
+    here([job], ledger, "attack")
     after = json.loads(ledger.file(job).read_text())
     assert ledger.state(job, ("attack",)) == "done"
     assert {key: value for key, value in after.items() if not key.startswith("attack")} == before
@@ -70,7 +77,7 @@ def test_what_is_there_is_not_trained_again_and_what_lacks_is_measured(ledger: L
 
 def test_one_that_fails_is_written_down_and_the_others_go_on(ledger: Ledger) -> None:
     jobs = [Job(DIVERGING, 0), Job(QUICK, 0)]
-    ends = dict(carry_out(jobs, How(ledger), devices=["cpu"], workers=2))
+    ends = in_workers(jobs, ledger, workers=2)
     assert isinstance(ends[0], Failed)
     assert isinstance(ends[1], Finished)
     assert [ledger.state(job) for job in jobs] == ["failed", "done"]
@@ -86,9 +93,11 @@ def test_a_folder_of_another_recipe_fails_alone(ledger: Ledger) -> None:
     folder = ledger.folder(one)
     different = replace(QUICK, lr=0.2)
     open_(folder, config_of(different, load(QUICK.data), 0), resume=False).close()
-    ends = here([one, other], How(ledger))
+    ends = here([one, other], ledger)
     assert isinstance(ends[0], Failed)
     assert "lr is 0.2 there" in ends[0].what
+    assert "give other --runs" in ends[0].what
+    assert not ledger.failure(one).exists()  # nothing is wrong with it
     assert isinstance(ends[1], Finished)
 
 
@@ -96,7 +105,7 @@ def test_a_folder_that_another_process_trains_in_is_left_alone(ledger: Ledger) -
     job = Job(QUICK, 0)
     held = open_(ledger.folder(job), config_of(QUICK, load(QUICK.data), 0), resume=False)
     try:
-        ends = here([job], How(ledger))
+        ends = here([job], ledger)
     finally:
         held.close()
     assert isinstance(ends[0], Failed)
@@ -105,15 +114,93 @@ def test_a_folder_that_another_process_trains_in_is_left_alone(ledger: Ledger) -
     assert ledger.state(job) == "begun"
 
 
+def test_damaged_last_weights_are_not_measured_and_trained_again(ledger: Ledger) -> None:
+    """The weights of an epoch before must not be taken for the last ones, nor be lost."""
+    recipe = replace(QUICK, epochs=2, method="erm")
+    job = Job(recipe, 0)
+    for _ in train(recipe, load(recipe.data), folder=ledger.folder(job)):
+        pass
+    newest, before = checkpoint.listed(ledger.folder(job))
+    newest.write_bytes(newest.read_bytes()[:-10] + b"0123456789")
+    expected = json.loads((ledger.folder(job) / "result.json").read_text())
+    (end,) = here([job], ledger).values()
+    assert isinstance(end, Failed)
+    assert end.later
+    assert before.exists()
+    assert not ledger.file(job).exists()
+    assert isinstance(here([job], ledger)[0], Finished)
+    stored = json.loads(ledger.file(job).read_text())
+    assert stored["test_nll"] == expected["test_nll"]
+    assert stored["clean_train_nll"] < 10
+
+
+def test_the_weights_of_another_training_are_not_measured_for_a_result(ledger: Ledger) -> None:
+    """A result that came from elsewhere, and a folder of the same name that was trained here."""
+    job = Job(QUICK, 0)
+    here([job], ledger)
+    stored = json.loads(ledger.file(job).read_text())
+    assert ledger.state(job, ("attack",)) == "unmeasured"
+    ledger.write(job, {**stored, "hardware": "another machine", "seconds": 1.5})
+    assert ledger.state(job, ("attack",)) == "without weights"
+
+
+def test_what_two_processes_measure_of_one_training_is_all_kept(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(QUICK, 0)
+    here([job], ledger)
+    real = afterwards.further
+
+    def meanwhile(subject: Any, part: str, effort: Any) -> dict[str, Any]:
+        ledger.write(job, {**(ledger.result(job) or {}), "flatness": {"by": "another process"}})
+        return real(subject, part, effort)
+
+    monkeypatch.setattr(afterwards, "further", meanwhile)
+    here([job], ledger, "attack")
+    assert {"attack", "flatness"} <= json.loads(ledger.file(job).read_text()).keys()
+
+
+def test_the_share_of_a_process_that_dies_goes_to_another(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was training has failed; what it had not begun is done."""
+    lives = [0]
+
+    def processes(work: Any, tasks: Any, **more: Any) -> Any:
+        """A worker that finishes its first training and dies in its second, once."""
+        lives[0] += 1
+        for task in tasks:
+            for place, number in enumerate(task.runs):
+                yield task, (number, Started(step=0, steps=1, epochs=1, parameters=1))
+                if place == 1 and lives[0] == 1:
+                    yield task, Died("signal 9")
+                    break
+                yield task, (number, Finished({}))
+
+    monkeypatch.setattr(runs_module, "in_processes", processes)
+    monkeypatch.setattr(runs_module, "facts", lambda device: {})
+    jobs = [Run(Job(QUICK, seed)) for seed in range(8)]
+    ends = dict(carry_out(jobs, How(ledger), devices=["cuda:0", "cuda:1"]))
+    assert sorted(number for number, end in ends.items() if isinstance(end, Failed)) == [2, 3]
+    assert sum(isinstance(end, Finished) for end in ends.values()) == 6
+    assert len(list(ledger.results.rglob("*.failed.json"))) == 2
+
+
+def test_processes_that_cannot_begin_are_not_begun_for_ever(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_module, "in_processes", lambda work, tasks, **_: ((task, Died("no")) for task in tasks))
+    ends = dict(carry_out([Run(Job(QUICK, 0))], How(ledger), devices=["cuda:0", "cuda:1"]))
+    assert isinstance(ends[0], Failed)
+    assert ends[0].later
+    assert not list(ledger.results.rglob("*.json"))
+
+
 def test_asked_to_stop_what_was_not_begun_is_told(ledger: Ledger) -> None:
     jobs = [Job(QUICK, seed) for seed in (0, 1)]
-    ends = dict(carry_out(jobs, How(ledger), devices=["cpu"], workers=1, stop=lambda: "SIGTERM"))
+    ends = in_workers(jobs, ledger, workers=1, stop=lambda: "SIGTERM")
     assert ends == {0: Stopped("SIGTERM", 0), 1: Stopped("SIGTERM", 0)}
 
 
 def test_a_result_of_another_training_is_not_taken_for_it(ledger: Ledger) -> None:
     job = Job(QUICK, 0)
-    here([job], How(ledger))
+    here([job], ledger)
     stored = json.loads(ledger.file(job).read_text())
     ledger.write(job, {**stored, "compile": True, "deterministic": True})  # how fast, and not what
     assert ledger.state(job) == "done"
@@ -124,20 +211,29 @@ def test_a_result_of_another_training_is_not_taken_for_it(ledger: Ledger) -> Non
 
 def test_what_is_planned_is_written_once_and_in_order(ledger: Ledger) -> None:
     jobs = [Job(QUICK, seed) for seed in (0, 1)]
-    assert ledger.plan(jobs[:1], date(2026, 1, 2)) == 1
-    assert ledger.plan(jobs, date(2026, 1, 3)) == 1
-    assert ledger.plan(jobs, date(2026, 1, 4)) == 0
+    runs = [(job, ("attack",)) for job in jobs]
+    assert ledger.plan(runs[:1], date(2026, 1, 2)) == 1
+    assert ledger.plan(runs, date(2026, 1, 3)) == 1
+    assert ledger.plan(runs, date(2026, 1, 4)) == 0
     assert [(run["seed"], run["planned"]) for run in ledger.planned()] == [(0, "2026-01-02"), (1, "2026-01-03")]
+    assert ledger.planned()[0]["parts"] == ["attack"]
+
+
+def test_what_has_been_begun_cannot_be_planned_any_more(ledger: Ledger) -> None:
+    here([Job(QUICK, 0)], ledger)
+    with pytest.raises(ValueError, match="1 of these have been begun: smoke/cifar10-vgg16-label_smoothing with seed 0"):
+        ledger.plan([(Job(QUICK, seed), ()) for seed in (0, 1)], date(2026, 1, 2))
+    assert ledger.planned() == []
 
 
 def test_several_gpus_share_each_data_set() -> None:
     other = replace(QUICK, data="svhn-made")
-    jobs = [Job(recipe, seed) for seed in range(3) for recipe in (QUICK, other)]
-    tasks = _tasks(jobs, How(Ledger(Path("r"), Path("w"))), ["cuda:0", "cuda:1"])
+    runs = dict(enumerate(Run(Job(recipe, seed)) for seed in range(3) for recipe in (QUICK, other)))
+    tasks = _tasks(runs, How(Ledger(Path("r"), Path("w"))), ["cuda:0", "cuda:1"])
     assert [task.device for task in tasks] == ["cuda:0", "cuda:1"]
-    assert sorted(number for task in tasks for number in task.jobs) == list(range(6))
+    assert sorted(number for task in tasks for number in task.runs) == list(range(6))
     for task in tasks:
-        names = [job.recipe.data for job in task.jobs.values()]
+        names = [run.job.recipe.data for run in task.runs.values()]
         assert names == sorted(names)  # one set after the other
         assert len(set(names)) == 2
 
@@ -153,7 +249,8 @@ def test_curves_are_named_without_the_split_and_cut_to_six_digits() -> None:
 @pytest.mark.cuda
 def test_on_a_gpu_they_run_together_and_are_measured_there(ledger: Ledger) -> None:
     jobs = [Job(replace(QUICK, name=f"smoke/{method}", method=method), 0) for method in ("erm", "amp", "dropout")]
-    ends = dict(carry_out(jobs, How(ledger, ("attack", "flatness", "landscape"), at_once=2), devices=["cuda:0"]))
+    runs = [Run(job, ("attack", "flatness", "landscape")) for job in jobs]
+    ends = dict(carry_out(runs, How(ledger, at_once=2), devices=["cuda:0"]))
     assert all(isinstance(end, Finished) for end in ends.values())
     for job in jobs:
         stored = json.loads(ledger.file(job).read_text())

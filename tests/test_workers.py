@@ -5,9 +5,10 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 from flatmin_lab.records import Note, Record
-from flatmin_lab.workers import Died, Stop, in_processes
+from flatmin_lab.workers import Died, Stop, _Worker, in_processes
 
 
 def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Record]]:
@@ -18,6 +19,10 @@ def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Record]]
         raise ValueError("no such thing")
     if act == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if act == "signal":  # as it comes to all processes of a group
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(0.05)
     if act == "last":
         Path(place).touch()
         until = time.monotonic() + 60
@@ -29,14 +34,14 @@ def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Record]]
 
 
 def test_all_is_done_and_what_fails_or_dies_says_so() -> None:
-    acts = ["do", "raise", "do", "die", "do", "do"]
+    acts = ["do", "raise", "signal", "die", "do", "do"]
     tasks = [(number, act, "") for number, act in enumerate(acts)]
     ends: dict[int, Record | Died] = {}
     for task, said in in_processes(work, tasks, workers=2):
         ends[task[0]] = said if isinstance(said, Died) else said[1]
     for number, act in enumerate(acts):
         end = ends[number]
-        if act == "do":
+        if act in ("do", "signal"):
             assert end == Note("done")
         else:
             assert isinstance(end, Died)
@@ -58,3 +63,16 @@ def test_a_caller_that_leaves_leaves_nobody_behind(tmp_path: Path) -> None:
     begun = time.monotonic()
     records.close()  # type: ignore[attr-defined]
     assert time.monotonic() - begun < 30  # it was asked to stop, and did
+
+
+def test_a_death_in_the_middle_of_a_message_is_a_death() -> None:
+    class Broken:
+        closed = False
+
+        def recv(self) -> None:
+            raise OSError("got end of file during message")
+
+    worker = object.__new__(_Worker)
+    worker.pipe = Broken()  # type: ignore[assignment]
+    worker.process = SimpleNamespace(join=lambda: None, exitcode=-9)  # type: ignore[assignment]
+    assert worker.hear() == Died("its process ended with signal 9 (SIGKILL)")

@@ -4,8 +4,8 @@ Always: the risk on the training set as it is, without augmentation, in eval mod
 the smoothed loss, which the paper's NLL of that method seems to be; and, where test pictures stand in the training set
 too, the error without them. On request: attacks, flatness, the landscape; of points in a plane, the boundary.
 
-The paper attacks with a radius of 4 and does not say of what. `attack` takes it as 4/255 of a pixel's range,
-`attack_normalised` as 4/255 of the normalised inputs; both are measured.
+The paper attacks with a radius of 4 per pixel, and does not say whether before or after the normalisation. `attack`
+takes it as 4/255 of a pixel's range, `attack_normalised` as 4/255 of the normalised inputs; both are measured.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,8 @@
 
     |ours − theirs| ≤ 2 · s · √(1/n + 1/10)
 
-with the paper's deviation s over its ten trials, and n of ours. Of two that train alike 95 in 100 pairs agree.
+with the paper's deviation s over its ten trials, and n of ours. Of two that train alike 92 in 100 pairs agree: s is an
+estimate from ten.
 """
 
 import math

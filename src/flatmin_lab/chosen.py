@@ -9,17 +9,17 @@ from flatmin_lab.data.made import SUFFIX
 from flatmin_lab.ledger import Ledger, State
 from flatmin_lab.recipe import Job, Recipe
 from flatmin_lab.recipes import EXHIBITS, Exhibit, Protocol, by_name
+from flatmin_lab.runs import Run
 
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Exhibits and their trainings; `parts` is what is to be measured of them."""
+    """Exhibits, and their trainings with what is to be measured of each."""
 
     exhibits: Sequence[Exhibit]
-    jobs: Sequence[Job]
-    parts: tuple[str, ...]
+    runs: Sequence[Run]
     states: dict[tuple[str, int], State] = field(default_factory=dict)
 
     @property
@@ -27,18 +27,22 @@ class Chosen:
         """The exhibits that trainings belong to; others are measured in some steps."""
         return [exhibit for exhibit in self.exhibits if exhibit.trials]
 
+    @property
+    def measured(self) -> list[Exhibit]:
+        return [exhibit for exhibit in self.exhibits if not exhibit.trials]
+
     def state(self, job: Job) -> State:
         return self.states[key(job)]
 
-    def due(self, *, retry: bool, limit: int | None) -> list[Job]:
+    def due(self, *, retry: bool, limit: int | None) -> list[Run]:
         """Those that are not done, in their order; of what failed before only with `retry`."""
         wanted: set[State] = {"missing", "begun", "unmeasured"}
         wanted |= {"failed"} if retry else set()
-        return [job for job in self.jobs if self.state(job) in wanted][:limit]
+        return [run for run in self.runs if self.state(run.job) in wanted][:limit]
 
     def places(self) -> set[tuple[str, str]]:
         """Data sets and networks."""
-        return {(plain(job.recipe), job.recipe.model) for job in self.jobs}
+        return {(plain(run.job.recipe), run.job.recipe.model) for run in self.runs}
 
 
 def exhibits_named(names: Iterable[str], protocol: str) -> list[Exhibit]:
@@ -57,6 +61,7 @@ def choose(
     ledger: Ledger,
     *,
     planned: bool,
+    protocol: str | None,
     seeds: str | None,
     methods: str | None,
     data: str | None,
@@ -64,33 +69,42 @@ def choose(
     measure: str | None,
 ) -> Chosen:
     """Each training once, with what is known of it."""
-    if planned and exhibits:
-        raise ValueError("--planned carries out what is in planned.json; leave out the tables and figures, or it")
+    if planned and (exhibits or protocol):
+        raise ValueError(
+            "--planned carries out what is in planned.json; leave out tables, figures and --protocol, or it"
+        )
     if not planned and not exhibits:
         raise ValueError(
             f"name a table or a figure: {', '.join(EXHIBITS)}; see them with --list, or carry out a plan with --planned"
         )
-    asked = _words(measure, set(afterwards.PARTS), "--measure") if measure else set()
-    own = {part for exhibit in exhibits for part in exhibit.parts}
-    parts = tuple(part for part in afterwards.PARTS if part in asked | own)
-    all_of_them = _planned(ledger) if planned else _of(exhibits, _seeds(seeds))
-    recipes = [job.recipe for job in all_of_them]
+    known = _planned(ledger) if planned else _of(exhibits, _seeds(seeds))
+    if not known and any((seeds, methods, data, models, measure)):
+        raise ValueError("this trains nothing: leave out --seeds, --methods, --data, --models and --measure")
+    recipes = [run.job.recipe for run in known]
     wanted = (
         _words(methods, {recipe.method for recipe in recipes}, "--methods"),
         _words(data, {plain(recipe) for recipe in recipes}, "--data"),
         _words(models, {recipe.model for recipe in recipes}, "--models"),
+        set(map(str, _seeds(seeds) or {run.job.seed for run in known})),
     )
-    seeds_wanted = set(_seeds(seeds) or ()) or {job.seed for job in all_of_them}
-    jobs = {
-        key(job): job
-        for job in all_of_them
-        if all(name in own for name, own in zip(_names(job.recipe), wanted, strict=True)) and job.seed in seeds_wanted
-    }
-    if all_of_them and not jobs:
+    runs = [run for run in known if all(name in own for name, own in zip(_names(run.job), wanted, strict=True))]
+    if known and not runs:
         raise ValueError("no training of these has that method, data, network and seed; name others, or leave them out")
-    shown = exhibits or [EXHIBITS["table1"](protocol) for protocol in PROTOCOLS if _has(jobs.values(), protocol)]
-    states = {name: ledger.state(job, parts) for name, job in jobs.items()}
-    return Chosen(exhibits=shown, jobs=list(jobs.values()), parts=parts, states=states)
+    runs = _measured(runs, _words(measure, set(afterwards.PARTS), "--measure") if measure else set())
+    shown = exhibits or [EXHIBITS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
+    states = {key(run.job): ledger.state(run.job, run.parts) for run in runs}
+    return Chosen(exhibits=shown, runs=runs, states=states)
+
+
+def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:
+    """Each training once, with all that is asked of it."""
+    parts: dict[tuple[str, int], set[str]] = {}
+    for run in runs:
+        parts.setdefault(key(run.job), set(asked)).update(run.parts)
+    if any("boundary" in parts[key(run.job)] and run.job.recipe.data != "spiral" for run in runs):
+        raise ValueError("--measure boundary is for points of a plane: name the exhibit spiral alone, or leave it out")
+    jobs = {key(run.job): run.job for run in runs}
+    return [Run(job, tuple(p for p in afterwards.PARTS if p in parts[name])) for name, job in jobs.items()]
 
 
 def key(job: Job) -> tuple[str, int]:
@@ -102,28 +116,28 @@ def plain(recipe: Recipe) -> str:
     return recipe.data.removesuffix(SUFFIX)
 
 
-def _names(recipe: Recipe) -> tuple[str, str, str]:
-    return recipe.method, plain(recipe), recipe.model
+def _names(job: Job) -> tuple[str, str, str, str]:
+    return job.recipe.method, plain(job.recipe), job.recipe.model, str(job.seed)
 
 
-def _of(exhibits: Sequence[Exhibit], seeds: tuple[int, ...] | None) -> list[Job]:
-    return [job for exhibit in exhibits for job in exhibit.jobs(seeds)]
+def _of(exhibits: Sequence[Exhibit], seeds: tuple[int, ...] | None) -> list[Run]:
+    return [Run(job, exhibit.parts) for exhibit in exhibits for job in exhibit.jobs(seeds)]
 
 
-def _planned(ledger: Ledger) -> list[Job]:
+def _planned(ledger: Ledger) -> list[Run]:
     """In the order of their planning."""
     found = []
     for run in ledger.planned():
         if run["name"] not in by_name():
             raise ValueError(f"planned.json names {run['name']!r}, and there is no such recipe; correct it there")
-        found.append(Job(by_name()[run["name"]], run["seed"]))
+        found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))
     if not found:
         raise ValueError(f"{ledger.results} has no plan; write one down with --plan")
     return found
 
 
-def _has(jobs: Iterable[Job], protocol: Protocol) -> bool:
-    return any(job.recipe.name.startswith(f"{protocol}/") for job in jobs)
+def _has(runs: Iterable[Run], protocol: Protocol) -> bool:
+    return any(run.job.recipe.name.startswith(f"{protocol}/") for run in runs)
 
 
 def _words(text: str | None, known: set[str], flag: str) -> set[str]:

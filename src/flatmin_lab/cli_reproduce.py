@@ -3,6 +3,7 @@
 Parsing; the work is in runs.py, the tables in recipes.py, the files in ledger.py, what is shown in show_runs.py.
 """
 
+import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,11 +20,10 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.extras import need
 from flatmin_lab.ledger import Ledger
 from flatmin_lab.machine import devices_named, hardware
-from flatmin_lab.recipe import Job
 from flatmin_lab.recipes import EXHIBITS, Exhibit
 from flatmin_lab.records import Epoch, Failed, Finished, Stopped
 from flatmin_lab.request import read
-from flatmin_lab.runs import How, carry_out
+from flatmin_lab.runs import How, Run, carry_out
 from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.workers import cores
 
@@ -37,9 +37,9 @@ def reproduce(
         list[str] | None, typer.Argument(help=f"Tables and figures: {', '.join(EXHIBITS)}.", show_default=False)
     ] = None,
     protocol: Annotated[
-        str,
-        typer.Option(help="paper (200 epochs, 10 trials), short (60 epochs, 3) or smoke (seconds on a CPU)."),
-    ] = "paper",
+        str | None,
+        option("paper (200 epochs, 10 trials), short (60 epochs, 3) or smoke (seconds on a CPU); else paper."),
+    ] = None,
     list_: Annotated[bool, option("What there is, what is done, and what is missing.", "--list")] = False,
     dry_run: Annotated[bool, option("What would be run, and how long it would take.", "--dry-run")] = False,
     planned: Annotated[bool, option("Carry out what was planned and is not done, in its order.", "--planned")] = False,
@@ -71,41 +71,51 @@ def reproduce(
     with reported(debug):
         need("flatmin_lab.report.exhibits", "flatmin reproduce")
         ledger, console = Ledger(results, runs), show.terminal()
-        exhibits_ = exhibits_named(exhibits or (EXHIBITS if list_ else ()), protocol)
+        exhibits_ = exhibits_named(exhibits or (EXHIBITS if list_ else ()), protocol or "paper")
         if list_:
             show_runs.catalogue(exhibits_, ledger)
             return
         narrowed = {"seeds": seeds, "methods": methods, "data": data, "models": models, "measure": measure}
-        chosen = choose(exhibits_, ledger, planned=planned, **narrowed)
+        chosen = choose(exhibits_, ledger, planned=planned, protocol=protocol, **narrowed)
         if plan:
-            new = ledger.plan(chosen.jobs, datetime.now(timezone.utc).date())
-            typer.echo(f"{new} of {len(chosen.jobs)} trainings are new in {results / 'planned.json'}")
+            new = ledger.plan(chosen.runs, datetime.now(timezone.utc).date())
+            typer.echo(f"{new} of {len(chosen.runs)} trainings are new in {results / 'planned.json'}")
             return
         todo, devices = chosen.due(retry=retry, limit=limit), devices_named(device)
-        if chosen.jobs:
-            show_runs.what_is_there(console, chosen, retry=retry)
+        show_runs.what_is_there(console, chosen, retry=retry)
         # a missing file now, and not in hours
-        names = dict.fromkeys(job.recipe.data for job in todo)
+        for place in (results, runs):
+            _check_place(place)
+        names = dict.fromkeys(run.job.recipe.data for run in todo)
         sets = {name: read(name, data_dir, download=download, size=None) for name in names}
         if dry_run:
             _dry_run(todo, chosen, sets, devices, workers, console)
             return
-        how = How(ledger, chosen.parts, str(data_dir), together, checkpoint_epochs)
+        count = (workers or cores()) if devices == ["cpu"] else together
+        how = How(ledger, str(data_dir), count, checkpoint_epochs)
         failed, reason = _run(todo, how, devices, workers, console)
         for one in chosen.trained:
             show_runs.filled(one, ledger, chosen.places())
         if reason is not None:
             show.say(console, f"stopped by {reason}; the same command goes on")
             raise typer.Exit(CODES[reason])
-        for one in chosen.exhibits:
-            if one not in chosen.trained:
-                _cost(one, ledger, torch.device(devices[0]), data_dir, download, console)
+        for one in chosen.measured:
+            _cost(one, ledger, torch.device(devices[0]), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
 
 
+def _check_place(place: Path) -> None:
+    """Can something be written there? What is not there yet will be made, in the next folder above that is."""
+    above = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{place} cannot be written to (look at {above}); choose other places with --results and --runs"
+        )
+
+
 def _dry_run(
-    todo: Sequence[Job],
+    todo: Sequence[Run],
     chosen: Chosen,
     sets: dict[str, Dataset],
     devices: Sequence[str],
@@ -113,7 +123,11 @@ def _dry_run(
     console: Console,
 ) -> None:
     """What would run, and an estimate of the time from a few steps of each kind."""
-    training = [job for job in todo if chosen.state(job) != "unmeasured"]
+    for one in chosen.measured:
+        typer.echo(f"{one.name}: some steps of {' and '.join(r.method for r in one.recipes)}, and no training")
+    if not chosen.runs:
+        return
+    training = [run.job for run in todo if chosen.state(run.job) != "unmeasured"]
     where, threads = torch.device(devices[0]), torch.get_num_threads()
     on_cpu = where.type == "cpu"
     torch.set_num_threads(1 if on_cpu else threads)
@@ -134,19 +148,19 @@ def _dry_run(
 
 
 def _run(
-    todo: Sequence[Job], how: How, devices: Sequence[str], workers: int | None, console: Console
+    todo: Sequence[Run], how: How, devices: Sequence[str], workers: int | None, console: Console
 ) -> tuple[int, str | None]:
     """Carry out; how many failed, and what stopped it."""
     failed, reason = 0, None
     if not todo:
         return failed, reason
-    width = max(len(job.recipe.name) for job in todo) + 1
+    width = max(len(run.job.recipe.name) for run in todo) + 1
     with asked_to_stop() as stop, show.bars(console) as progress:
-        task = progress.add_task("trainings", total=sum(job.recipe.epochs for job in todo), numbers="")
+        task = progress.add_task("trainings", total=sum(run.job.recipe.epochs for run in todo), numbers="")
         done = [0] * len(todo)
         ended = 0
         for number, record in carry_out(todo, how, devices=devices, workers=workers, stop=stop):
-            job = todo[number]
+            job = todo[number].job
             who = f"{job.recipe.name:{width}} seed {job.seed}"
             for text, style in show_runs.said(record, job):
                 show.say(console, f"{who}  {text}", style=style)
@@ -155,7 +169,7 @@ def _run(
                     done[number] = record.epoch
                 case Finished() | Failed():
                     done[number], ended = job.recipe.epochs, ended + 1
-                    failed += isinstance(record, Failed)
+                    failed += isinstance(record, Failed) and not record.busy
                 case Stopped():
                     reason = record.reason
             progress.update(task, completed=sum(done), numbers=f"{ended} of {len(todo)} trainings")

@@ -26,6 +26,7 @@ from flatmin_lab.run_config import read_json
 
 State = Literal["done", "unmeasured", "without weights", "failed", "begun", "missing"]
 PLANNED, FAILED, COST = "planned.json", ".failed.json", "cost-"
+SAME = ("_error", "_nll", "seconds", "seed", "data_sha256", "commit", "hardware")  # by which a training is known again
 CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, as far as known
 
 
@@ -60,10 +61,18 @@ class Ledger:
         if found is not None:
             if all(part in found for part in parts):
                 return "done"
-            return "unmeasured" if checkpoint.listed(self.folder(job)) else "without weights"
+            return "unmeasured" if self.is_of(job, found) else "without weights"
         if self.failure(job).exists():
             return "failed"
         return "begun" if run_config.exists(self.folder(job)) else "missing"
+
+    def is_of(self, job: Job, result: Mapping[str, Any]) -> bool:
+        """Whether the run's folder holds the weights that a result is of, and not those of another training."""
+        folder = self.folder(job)
+        if not checkpoint.listed(folder) or not (folder / "result.json").exists():
+            return False
+        own = read_json(folder / "result.json")
+        return all(own.get(key) == result.get(key) for key in own if key.endswith(SAME))
 
     def write(self, job: Job, result: Mapping[str, Any]) -> Path:
         """A run's result; what it failed with before is forgotten."""
@@ -93,14 +102,28 @@ class Ledger:
         path = self.results / PLANNED
         return list(read_json(path).get("runs", [])) if path.exists() else []
 
-    def plan(self, jobs: Sequence[Job], today: date) -> int:
-        """Write down what is to be run, before it is; how many of these are new."""
+    def plan(self, runs: Sequence[tuple[Job, tuple[str, ...]]], today: date) -> int:
+        """Write down what is to be run and measured, before it is; how many of these are new.
+
+        What was begun before it was planned cannot be planned any more.
+        """
         known = self.planned()
         there = {(run["name"], run["seed"]) for run in known}
+        fresh = [(job, parts) for job, parts in runs if (job.recipe.name, job.seed) not in there]
+        if late := [job for job, _ in fresh if self.state(job) != "missing"]:
+            names = ", ".join(f"{job.recipe.name} with seed {job.seed}" for job in late[:3])
+            raise ValueError(
+                f"a plan is written before its trainings run, and {len(late)} of these have been begun: {names}; "
+                "plan the others, with --seeds or --methods"
+            )
         new = [
-            {"name": job.recipe.name, "seed": job.seed, "planned": today.isoformat()}
-            for job in jobs
-            if (job.recipe.name, job.seed) not in there
+            {
+                "name": job.recipe.name,
+                "seed": job.seed,
+                "planned": today.isoformat(),
+                **({"parts": list(parts)} if parts else {}),
+            }
+            for job, parts in fresh
         ]
         if new:
             lines = ",\n".join(f"  {json.dumps(run)}" for run in [*known, *new])
@@ -114,9 +137,10 @@ def curves_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, list[
     return {name: numbers([line.get(key) for line in lines]) for name, key in keys.items() if key in lines[-1]}
 
 
-def tidy(folder: Path) -> None:
-    """Of a finished run the last weights are enough."""
-    for old in checkpoint.listed(folder)[1:]:
+def tidy(folder: Path, kept: Path | None = None) -> None:
+    """Of a finished run the last weights are enough: those that were measured, or the newest."""
+    places = checkpoint.listed(folder)
+    for old in [place for place in places if place != (kept or places[0])]:
         with suppress(OSError):
             old.unlink()
 
@@ -135,8 +159,12 @@ def differs(found: Mapping[str, Any], job: Job) -> list[str]:
     return [
         f"{key} is {found.get(key)!r} there and {value!r} here"
         for key, value in asked.items()
-        if key not in ignored and json.dumps(found.get(key)) != json.dumps(value)
+        if key not in ignored and _sorted(found.get(key)) != _sorted(value)
     ]
+
+
+def _sorted(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

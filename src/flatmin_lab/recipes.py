@@ -56,7 +56,7 @@ class Exhibit:
     beside: tuple[Recipe, ...] = ()  # rows that are shown where they have been trained, for another exhibit
 
     def jobs(self, seeds: tuple[int, ...] | None = None) -> list[Job]:
-        """Seed by seed, so that what is broken off has whole tables of fewer trials."""
+        """Seed by seed, so that what is broken off on a CPU has whole tables; a GPU takes data set by data set."""
         chosen = (seeds or range(self.trials)) if self.trials else ()
         return [Job(recipe, seed) for seed in chosen for recipe in self.recipes]
 

@@ -22,8 +22,11 @@ class DivergedError(RunError):
         self.what = what
 
 
+BUSY = "another process"
+
+
 class BusyError(RunError):
-    """Another process is training in that folder."""
+    """Another process is at work in that folder: its message begins so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,12 @@ class Failed:
 
     what: str
     step: int | None = None
-    busy: bool = False  # another process has its folder: nothing is wrong with it
+    later: bool = False  # nothing is wrong with the training: another process has it, the disk is full, the GPU broke
+
+    @property
+    def busy(self) -> bool:
+        """Another process has it."""
+        return self.later and self.what.startswith(BUSY)
 
 
 @dataclass(frozen=True)

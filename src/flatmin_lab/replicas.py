@@ -11,6 +11,7 @@ be memory for one more. Both are measured on real steps, which count like all ot
 there processes share the cores better (runs.py).
 """
 
+import errno
 import traceback
 from bisect import insort
 from collections import deque
@@ -231,7 +232,7 @@ def _by_turns(
                     record = Note("there is no memory for it beside the others; it waits until one of them has ended")
                 elif error is not None:
                     failed.append(error)
-                    record = Failed(_said(error), replica.step, busy=isinstance(error, BusyError))
+                    record = Failed(_said(error), replica.step, later=_is_passing(error))
                 only_steps &= record is None or isinstance(record, Progress)
                 if record is not None:
                     yield replica.number, record
@@ -283,6 +284,12 @@ def _without_memory(error: Exception) -> Exception:
         traceback.clear_frames(link.__traceback__)
         link = link.__cause__ or link.__context__
     return error
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether it says something about the moment, and nothing about the training."""
+    full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, BusyError) or full or "CUDA error" in str(error)
 
 
 def _said(error: Exception) -> str:

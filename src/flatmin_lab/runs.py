@@ -1,10 +1,10 @@
 """Recipe + seed → one result file: trained, measured, written down. Finished ones are skipped, others gone on with.
 
-    for number, record in carry_out(jobs, ledger, devices=["cuda:0"], parts=("attack",)): ...
+    for number, record in carry_out([Run(job, ("attack",))], How(ledger), devices=["cuda:0"]): ...
 
 On a GPU several trainings run at once (replicas.py), with several GPUs a process each; on a CPU a process a training,
 with one thread. Each training is measured when it has finished, from its last checkpoint. One that fails says so
-(`Failed`), and the others go on.
+(`Failed`, which is written down unless it is `later`: nothing of the training's own), and the others go on.
 """
 
 import json
@@ -34,90 +34,117 @@ class How(NamedTuple):
     """What every task needs to know, beside its trainings."""
 
     ledger: Ledger
-    parts: tuple[str, ...] = ()
     root: str = "data"
-    at_once: int | None = None  # on a GPU; None: as many as pay
+    at_once: int | None = None  # on a device; None: on a GPU as many as pay
     checkpoint_epochs: int = 10
     checkpoint_minutes: float = 10.0
+
+
+class Run(NamedTuple):
+    """A training, and what is to be measured of it."""
+
+    job: Job
+    parts: tuple[str, ...] = ()
 
 
 class Task(NamedTuple):
     """Trainings on one device, by their numbers."""
 
-    jobs: dict[int, Job]
+    runs: dict[int, Run]
     device: str
     how: How
 
 
 def carry_out(
-    jobs: Sequence[Job], how: How, *, devices: Sequence[str], workers: int | None = None, stop: Stop = lambda: None
+    runs: Sequence[Run], how: How, *, devices: Sequence[str], workers: int | None = None, stop: Stop = lambda: None
 ) -> Iterator[tuple[int, Record]]:
-    """The records of all jobs as they come, each with its job's number; what fails is written down.
+    """The records of all runs as they come, each with its number; what fails is written down.
 
-    Where `stop` gives a reason, those that were begun save and end, and the others are not begun.
+    Where `stop` gives a reason, those that were begun save and end, and the others are not begun. Where a process dies,
+    what it was training has failed, and the rest of its share goes to a new one.
     """
-    tasks = _tasks(jobs, how, devices)
+    begun: set[int] = set()
     ended: set[int] = set()
 
     def heard(number: int, record: Record) -> tuple[int, Record]:
-        if isinstance(record, Failed) and not record.busy:
-            where = torch.device(devices[0])
-            how.ledger.write_failure(jobs[number], record.what, record.step, facts(where))
+        if isinstance(record, Failed) and not record.later:
+            how.ledger.write_failure(runs[number].job, record.what, record.step, facts(torch.device(devices[0])))
+        begun.add(number)
         if isinstance(record, Finished | Failed | Stopped):
             ended.add(number)
         return number, record
 
-    if len(devices) == 1 and devices[0] != "cpu":
-        for task in tasks:
-            if not stop():
-                for said in work(task, stop):
-                    yield heard(*said)
-    else:
-        at_once = workers if devices[0] == "cpu" else len(devices)
-        for task, told in in_processes(work, tasks, workers=at_once, stop=stop):
-            if isinstance(told, Died):
-                for number in task.jobs.keys() - ended:
-                    yield heard(number, Failed(told.why))
-            else:
-                yield heard(*told)
-    for number in range(len(jobs)):
+    while not stop() and len(ended) < len(runs):
+        before = len(ended)
+        left = {number: run for number, run in enumerate(runs) if number not in ended}
+        for number, record in _once(left, how, devices, workers, stop):
+            if not isinstance(record, Died):
+                yield heard(number, record)
+            elif number not in ended and number in begun:
+                yield heard(number, Stopped(stop() or "", 0) if stop() else Failed(record.why))
+        if len(ended) == before:  # a process that dies before it has begun anything would do so again
+            for number in left.keys() - ended:
+                yield heard(number, Failed("its process ended before it had begun", later=True))
+    for number in range(len(runs)):
         if number not in ended:
             yield number, Stopped(stop() or "asked to stop", 0)
 
 
-def _tasks(jobs: Sequence[Job], how: How, devices: Sequence[str]) -> list[Task]:
+def _once(
+    runs: dict[int, Run], how: How, devices: Sequence[str], workers: int | None, stop: Stop
+) -> Iterator[tuple[int, Record | Died]]:
+    """All of them, as far as their processes live; of a dead one's share, each with how it died."""
+    tasks = _tasks(runs, how, devices)
+    if len(devices) == 1 and devices[0] != "cpu":
+        for task in tasks:
+            yield from work(task, stop)
+        return
+    for task, told in in_processes(work, tasks, workers=workers if devices[0] == "cpu" else len(devices), stop=stop):
+        if isinstance(told, Died):
+            yield from ((number, told) for number in task.runs)
+        else:
+            yield told
+
+
+def _tasks(runs: dict[int, Run], how: How, devices: Sequence[str]) -> list[Task]:
     """On a CPU one a training; on GPUs one a GPU, the trainings of each data set dealt out in turn."""
     if devices[0] == "cpu":
-        return [Task({number: job}, "cpu", how) for number, job in enumerate(jobs)]
-    shares: list[dict[int, Job]] = [{} for _ in devices]
-    for name in dict.fromkeys(job.recipe.data for job in jobs):
-        own = [(number, job) for number, job in enumerate(jobs) if job.recipe.data == name]
+        return [Task({number: run}, "cpu", how) for number, run in runs.items()]
+    shares: list[dict[int, Run]] = [{} for _ in devices]
+    for own in _by_data(runs):
         for place, share in enumerate(shares):
-            share.update(own[place :: len(shares)])
+            share.update(list(own.items())[place :: len(shares)])
     return [Task(share, device, how) for share, device in zip(shares, devices, strict=True) if share]
+
+
+def _by_data(runs: dict[int, Run]) -> Iterator[dict[int, Run]]:
+    for name in dict.fromkeys(run.job.recipe.data for run in runs.values()):
+        yield {number: run for number, run in runs.items() if run.job.recipe.data == name}
 
 
 def work(task: Task, stop: Stop) -> Iterator[tuple[int, Record]]:
     """All that a task says: of its trainings and, after each, of its measurement. One data set after the other."""
-    for name in dict.fromkeys(job.recipe.data for job in task.jobs.values()):
-        own = {number: job for number, job in task.jobs.items() if job.recipe.data == name}
-        yield from _on_one_set(task._replace(jobs=own), _data(name, task.how.root), stop)
+    for own in _by_data(task.runs):
+        name = next(iter(own.values())).job.recipe.data
+        yield from _on_one_set(task._replace(runs=own), _data(name, task.how.root), stop)
 
 
 def _on_one_set(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int, Record]]:
     how, device = task.how, torch.device(task.device)
     data = pictures.to(device)
     numbers, folders = [], []
-    for number, job in task.jobs.items():
+    for number, (job, _) in task.runs.items():
+        folder = how.ledger.folder(job)
         try:
-            check(how.ledger.folder(job), config_of(job.recipe, data, job.seed, device), resume=True)
+            check(folder, config_of(job.recipe, data, job.seed, device), resume=True)
         except (ValueError, OSError, RunError) as error:
-            yield number, Failed(str(error))
+            what = str(error).partition("Leave these flags out")[0]
+            yield number, Failed(f"{what.strip()} Move {folder} away, or give other --runs", later=True)
         else:
             numbers.append(number)
-            folders.append(how.ledger.folder(job))
+            folders.append(folder)
     records = together(
-        [task.jobs[number] for number in numbers],
+        [task.runs[number].job for number in numbers],
         data,
         device=device,
         folders=folders,
@@ -131,30 +158,41 @@ def _on_one_set(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int
         for place, record in records:
             number = numbers[place]
             ended = isinstance(record, Finished)
-            yield number, finished(task.jobs[number], how, data, device) if ended else record
+            yield number, finished(task.runs[number], how, data, device, stop) if ended else record
     except RunError:  # of those that failed, each of which has said so
         pass
 
 
-def finished(job: Job, how: How, data: Dataset, device: torch.device) -> Record:
+def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop) -> Record:
     """Measure what was trained, and write it down; what is in the result file already is not measured again."""
-    folder = how.ledger.folder(job)
+    job, ledger = run.job, how.ledger
+    folder = ledger.folder(job)
     try:
-        run = trained.find(folder)
-        known = how.ledger.result(job) or _whole(folder, at_once=1 if device.type == "cpu" else how.at_once)
-        subject = trained.subject_of(run, data, averaged=False, device=device)
+        weights = trained.find(folder)
+        if weights.place()["epoch"] != job.recipe.epochs:
+            (folder / "result.json").replace(folder / "result.json.damaged")
+            return Failed("its last weights are damaged; the same command trains it on from those before", later=True)
+        known = ledger.result(job) or _whole(folder, at_once=how.at_once)
+        subject = trained.subject_of(weights, data, averaged=False, device=device)
         if "clean_train_nll" not in known:
-            known |= afterwards.always(subject, job.recipe)
-            how.ledger.write(job, known)  # what takes longer comes later
+            known = _added(ledger, job, known, afterwards.always(subject, job.recipe))
         effort = afterwards.EFFORTS.get(job.recipe.name.partition("/")[0], afterwards.Effort())
-        for part in how.parts:
+        for part in run.parts:
+            if stop():
+                return Stopped(stop() or "", 0)
             if part not in known:
-                known |= afterwards.further(subject, part, effort)
-                how.ledger.write(job, known)
-        tidy(folder)
+                known = _added(ledger, job, known, afterwards.further(subject, part, effort))
+        tidy(folder, weights.path)
         return Finished(known)
     except Exception as error:
-        return Failed(f"it was trained, and could not be measured: {type(error).__name__}: {error}")
+        return Failed(f"it was trained, and could not be measured: {type(error).__name__}: {error}", later=True)
+
+
+def _added(ledger: Ledger, job: Job, known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Write it down at once, beside what another process may have added meanwhile."""
+    whole = {**known, **(ledger.result(job) or {}), **found}
+    ledger.write(job, whole)
+    return whole
 
 
 def _whole(folder: Path, *, at_once: int | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from flatmin_lab.recipe import Job
 from flatmin_lab.recipes import Exhibit
 from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started
 from flatmin_lab.results import split_of
+from flatmin_lab.runs import Run
 
 TENTHS = 10  # of a training, after each of which a line is shown
 
@@ -48,10 +49,11 @@ def what_is_there(console: Console, chosen: Chosen, *, retry: bool) -> None:
         "begun": "to be gone on with",
         "missing": "to be trained",
         "failed": f"failed before ({'tried again' if retry else 'try them again with --retry'})",
-        "without weights": "done, but without the weights that would be measured",
+        "without weights": "done, but their weights are not in --runs (to measure them, give the place that has them)",
     }
     said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])
-    show.say(console, f"{len(chosen.jobs)} trainings: {said}")
+    if chosen.runs:
+        show.say(console, f"{len(chosen.runs)} trainings: {said}")
 
 
 def time(seconds: float) -> str:
@@ -77,7 +79,7 @@ def said(record: Record, job: Job) -> Iterator[tuple[str, str]]:
             )
             yield f"{which} {said}; {record.result['seconds']:.0f} s", ""
         case Failed():
-            yield f"failed: {record.what}", "red"
+            yield f"{'not now' if record.later else 'failed'}: {record.what}", "yellow" if record.later else "red"
         case Note():
             yield f"note: {record.text}", "yellow"
 
@@ -123,10 +125,10 @@ def wide() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=160)
 
 
-def would_run(todo: Sequence[Job], chosen: Chosen, seconds: Mapping[tuple[str, int], float]) -> None:
+def would_run(todo: Sequence[Run], chosen: Chosen, seconds: Mapping[tuple[str, int], float]) -> None:
     """What would be run, and how long each would take by itself."""
     table = Table("training", "seed", "now", "time", box=None, pad_edge=False)
-    for job in todo:
+    for job, _ in todo:
         took = seconds.get((job.recipe.name, job.seed))
         table.add_row(job.recipe.name, str(job.seed), chosen.state(job), "" if took is None else time(took))
     wide().print(table)

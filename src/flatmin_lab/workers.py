@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from pathlib import Path
+from time import monotonic
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,6 +28,8 @@ Task = TypeVar("Task")
 Stop = Callable[[], str | None]
 Work = Callable[[Task, Stop], Iterator[tuple[int, Record]]]
 PARENT = "the parent"  # who stopped it, as a worker sees it
+PATIENCE = 60.0  # seconds for a worker that was asked to stop
+IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to all processes of a group: what to do is the parent's business
 
 
 class Died(NamedTuple):
@@ -107,7 +110,7 @@ class _Worker(Generic[Task]):
     def __init__(self, context: SpawnContext, work: Work[Task], ending: Any) -> None:
         self.pipe, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there, work, ending))
-        with _deaf_to_ctrl_c():  # which it inherits, so that it is deaf while it still imports
+        with _deaf():  # which it inherits, so that it is deaf while it still imports
             self.process.start()
         there.close()  # so that the end of the process is the end of the pipe
 
@@ -120,7 +123,7 @@ class _Worker(Generic[Task]):
         """What came of its task; None at its end."""
         try:
             return self.pipe.recv()  # type: ignore[no-any-return]
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # also in the middle of a message
             self.process.join()
             return Died(f"its process ended with {_exit(self.process.exitcode)}")
 
@@ -128,9 +131,13 @@ class _Worker(Generic[Task]):
         return self.process.exitcode is None and not self.pipe.closed
 
     def dismiss(self) -> None:
+        """Let it end; one that takes too long loses what it does now, and no more than that."""
         with suppress(OSError):
             self.pipe.send(_Enough())
+        until = monotonic() + PATIENCE
         while self.process.exitcode is None:  # it may be saying something, and wait for a reader
+            if monotonic() > until:
+                self.process.kill()
             with suppress(EOFError, OSError):
                 while self.pipe.poll(0.05):
                     self.pipe.recv()
@@ -149,7 +156,8 @@ def _exit(code: int | None) -> str:
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
+def _deaf() -> Iterator[None]:
+    """To Ctrl-C alone: for a moment, a signal that ends the parent must end it."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
         yield
         return
@@ -161,19 +169,28 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 
 
 def _serve(pipe: Connection, work: Work[Any], ending: Any) -> None:
-    """A worker's life: one thread, Ctrl-C is the parent's business, and without a parent there is no work."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """A worker's life: one thread, signals are the parent's business, and without a parent there is no work."""
+    for name in IGNORED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    while not isinstance(task := pipe.recv(), _Enough):
-        try:
-            for said in work(task, lambda: PARENT if ending.value else None):
-                pipe.send(said)
-        except Exception as error:
-            plain = isinstance(error, RunError | ValueError | OSError)
-            pipe.send(Died(f"{'' if plain else type(error).__name__ + ': '}{error or type(error).__name__}"))
-        else:
-            pipe.send(None)
+    with suppress(EOFError, BrokenPipeError):  # the parent has gone, and nobody listens
+        while not isinstance(task := pipe.recv(), _Enough):
+            pipe.send(_done(pipe, work, task, ending))
+
+
+def _done(pipe: Connection, work: Work[Any], task: Any, ending: Any) -> Died | None:
+    """Do it, and say all that there is to say."""
+    try:
+        for said in work(task, lambda: PARENT if ending.value else None):
+            pipe.send(said)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        plain = isinstance(error, RunError | ValueError | OSError)
+        return Died(f"{'' if plain else type(error).__name__ + ': '}{error or type(error).__name__}")
+    return None
 
 
 def _end_with_parent() -> None:

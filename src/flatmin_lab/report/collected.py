@@ -102,7 +102,7 @@ def _add_ledger(path: Path, found: Collected) -> None:
                     found.planned.extend(trusted.planned(content))
                 elif file.name.startswith(COST):
                     found.costs.append(trusted.cost(content))
-                else:
+                elif not file.with_name(f"{file.name.removesuffix(FAILED)}.json").exists():  # it has succeeded since
                     found.failures.append(Failure(*trusted.failure(content)))
             except (ValueError, OSError) as error:
                 found.broken.append(Broken(file, str(error)))

@@ -4,9 +4,10 @@ Rows are the exhibit's recipes, cells the values of all seeds that are there. Wh
 cell also tells whether the two agree (agreement.py).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import mean
 
 from flatmin_lab.agreement import agrees
@@ -36,11 +37,12 @@ OTHERS = ("error", "nll", "ece")
 
 @dataclass(frozen=True)
 class Cell:
-    values: list[float]
+    values: list[float]  # those that the paper's stands beside
     paper: Value | None
     agrees: bool | None  # None where it cannot be said
     p: float | None = None  # against ERM, after Holm
     better: bool | None = None  # than ERM; None where that cannot be said
+    compared: list[float] = field(default_factory=list)  # with other methods, where these are others than the paper's
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Row:
     recipe: Recipe
     runs: list[Run]
     cells: list[Cell]
+    main: bool = True  # of the exhibit itself
 
     @property
     def data(self) -> str:
@@ -72,6 +75,8 @@ class Row:
     def name(self) -> str:
         """The method, and in what it differs from the paper's."""
         apart = self.recipe.protocol.partition(", but ")[2]
+        if not self.main and self.recipe.precision == "fp32":
+            apart = ", ".join(filter(None, [apart, "fp32"]))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
         return f"{NAMES[self.recipe.method]}{f' ({apart})' if apart else ''}"
@@ -100,41 +105,59 @@ def filled(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> Filled:
     rows = []
     for recipe in (*exhibit.recipes, *(recipe for recipe in exhibit.beside if recipe.name in runs)):
         own = list(runs.get(recipe.name, ()))
-        rows.append(Row(recipe, own, [_cell(recipe, own, column) for column in columns]))
+        main = recipe in exhibit.recipes
+        rows.append(Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main))
     places = list(dict.fromkeys(row.place for row in rows))
     rows.sort(key=lambda row: places.index(row.place))  # those beside come under what they belong to
     return Filled(exhibit, columns, _with_tests(rows, columns))
 
 
 def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
-    """Each cell against ERM's in the same place, with Holm's rule over the methods of that place and column."""
+    """Each cell against ERM's in the same place, with Holm's rule over the methods of that place and column.
+
+    Rows that are beside the exhibit are not tested: they would be more comparisons than the paper makes.
+    """
     cells = [list(row.cells) for row in rows]
     for place in dict.fromkeys(row.place for row in rows):
-        numbers = [number for number, row in enumerate(rows) if row.place == place]
+        numbers = [number for number, row in enumerate(rows) if row.place == place and row.main]
         base = next((n for n in numbers if rows[n].name == NAMES["erm"]), None)
         for number, column in enumerate(columns):
             if base is None or not column.compared:
                 continue
-            others = {n: cells[n][number].values for n in numbers if n != base}
-            for n, p in against(cells[base][number].values, others).items():
-                lower = mean(cells[n][number].values) < mean(cells[base][number].values)
+            others = {n: cells[n][number].compared for n in numbers if n != base}
+            for n, p in against(cells[base][number].compared, others).items():
+                lower = mean(cells[n][number].compared) < mean(cells[base][number].compared)
                 cells[n][number] = replace(cells[n][number], p=p, better=lower if p < LEVEL else None)
     return [replace(row, cells=own) for row, own in zip(rows, cells, strict=True)]
 
 
 def by_recipe(runs: Iterable[Run], broken: list[Broken]) -> dict[str, list[Run]]:
-    """Runs of the paper's recipes by name, in the order of seeds; those that are not what they say are left out."""
+    """Runs of the paper's recipes by name, in the order of seeds; those that are not what they say are left out.
+
+    A seed counts once: the same training again is no further evidence. Of a data set with several contents the most
+    usual one counts.
+    """
     known = by_name()
-    found: dict[str, list[Run]] = {}
+    found: dict[str, dict[int, Run]] = {}
+    usual = _usual_contents(runs := list(runs))
     for run in runs:
         recipe = known.get(str(run.result.get("recipe")))
         if recipe is None:
             continue
         if apart := differs(run.result, Job(recipe, run.result["seed"])):
             broken.append(Broken(run.path, f"it is not {recipe.name}: {'; '.join(apart)}"))
+        elif run.result.get("data_sha256") != usual[recipe.data]:
+            broken.append(Broken(run.path, f"it was trained on another {recipe.data} than most (another SHA-256)"))
         else:
-            found.setdefault(recipe.name, []).append(run)
-    return {name: sorted(own, key=lambda run: int(run.result["seed"])) for name, own in found.items()}
+            found.setdefault(recipe.name, {}).setdefault(int(run.result["seed"]), run)
+    return {name: [own[seed] for seed in sorted(own)] for name, own in found.items()}
+
+
+def _usual_contents(runs: Iterable[Run]) -> dict[str, object]:
+    counts: dict[str, Counter[object]] = {}
+    for run in runs:
+        counts.setdefault(str(run.result["data"]), Counter())[run.result.get("data_sha256")] += 1
+    return {name: count.most_common(1)[0][0] for name, count in counts.items()}
 
 
 def read_all(ledger: Ledger) -> dict[str, list[Run]]:
@@ -147,8 +170,10 @@ def read_all(ledger: Ledger) -> dict[str, list[Run]]:
     return by_recipe(found, [])
 
 
-def _cell(recipe: Recipe, runs: list[Run], column: Column) -> Cell:
+def cell_of(recipe: Recipe, runs: Sequence[Run], column: Column) -> Cell:
     values = [value for run in runs if (value := as_in_paper(run, column)) is not None]
+    compared = [value for run in runs if (value := column.value(run)) is not None]
     cell = reported(recipe.data.removesuffix(SUFFIX), recipe.model, recipe.method, recipe.augment)
     theirs = cell.get(column.paper) if ", but" not in recipe.protocol else None
-    return Cell(values, theirs, agrees(values, theirs) if recipe.protocol == "paper" else None)
+    said = agrees(values, theirs) if recipe.protocol == "paper" else None
+    return Cell(values, theirs, said, compared=compared)

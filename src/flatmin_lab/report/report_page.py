@@ -10,7 +10,7 @@ import torch
 from markupsafe import Markup
 
 import flatmin
-from flatmin_lab import figures
+from flatmin_lab import cost, figures
 from flatmin_lab.data import spiral
 from flatmin_lab.figures import spiral as spiral_figure
 from flatmin_lab.figures.drawn import Drawn, sample, svg
@@ -75,6 +75,7 @@ def report_page(found: Collected) -> str:
         script=landscape_part.script(),
         compared=words.compared,
         titles=TITLES,
+        paper_cost=cost,
     )
 
 
