@@ -105,8 +105,9 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
     ("arguments", "message"),
     [
         (["--planned"], "has no plan; write one down with --plan"),
-        (["table1", "--planned"], "leave out tables, figures and --protocol, or it"),
-        (["--planned", "--protocol", "short"], "leave out tables, figures and --protocol, or it"),
+        (["table1", "--planned"], "without tables, figures, --protocol and --plan, or without it"),
+        (["--planned", "--protocol", "short"], "without tables, figures, --protocol and --plan, or without it"),
+        (["--planned", "--plan"], "without tables, figures, --protocol and --plan, or without it"),
         (["cost", "--methods", "erm"], "this trains nothing: leave out --seeds, --methods"),
         (["table1", "--measure", "boundary", "--protocol", "smoke"], "--measure boundary is for points of a plane"),
         (["table1", "--runs", str(ROOT / "README.md" / "runs")], "choose other places with --results and --runs"),

@@ -7,6 +7,7 @@ from typing import get_args
 from flatmin_lab import afterwards
 from flatmin_lab.data.made import SUFFIX
 from flatmin_lab.ledger import Ledger, State
+from flatmin_lab.models import canonical
 from flatmin_lab.recipe import Job, Recipe
 from flatmin_lab.recipes import EXHIBITS, Exhibit, Protocol, by_name
 from flatmin_lab.runs import Run
@@ -48,11 +49,11 @@ class Chosen:
 def exhibits_named(names: Iterable[str], protocol: str) -> list[Exhibit]:
     found = []
     for name in names:
-        if name not in EXHIBITS:
+        if name.lower() not in EXHIBITS:
             raise ValueError(f"unknown table or figure {name!r}; choose from {', '.join(EXHIBITS)}")
         if protocol not in PROTOCOLS:
             raise ValueError(f"unknown protocol {protocol!r}; choose from {', '.join(PROTOCOLS)}")
-        found.append(EXHIBITS[name](protocol))
+        found.append(EXHIBITS[name.lower()](protocol))
     return found
 
 
@@ -61,6 +62,7 @@ def choose(
     ledger: Ledger,
     *,
     planned: bool,
+    plan: bool,
     protocol: str | None,
     seeds: str | None,
     methods: str | None,
@@ -69,9 +71,9 @@ def choose(
     measure: str | None,
 ) -> Chosen:
     """Each training once, with what is known of it."""
-    if planned and (exhibits or protocol):
+    if planned and (exhibits or protocol or plan):
         raise ValueError(
-            "--planned carries out what is in planned.json; leave out tables, figures and --protocol, or it"
+            "--planned carries out planned.json; without tables, figures, --protocol and --plan, or without it"
         )
     if not planned and not exhibits:
         raise ValueError(
@@ -144,10 +146,15 @@ def _words(text: str | None, known: set[str], flag: str) -> set[str]:
     """Those that were named, or all."""
     if text is None:
         return known
-    named = {word.strip() for word in text.split(",")}
+    named = {_spelled(word.strip(), known) for word in text.split(",")}
     if unknown := sorted(named - known):
         raise ValueError(f"{flag} takes {', '.join(sorted(known))}, got {', '.join(unknown)}")
     return named
+
+
+def _spelled(word: str, known: set[str]) -> str:
+    """AMP is amp, and PreActResNet-18 preactresnet18."""
+    return next((form for form in (word.lower(), canonical(word)) if form in known), word)
 
 
 def _seeds(text: str | None) -> tuple[int, ...] | None:

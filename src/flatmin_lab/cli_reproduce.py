@@ -18,7 +18,7 @@ from flatmin_lab.chosen import Chosen, choose, exhibits_named, key
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, reported
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.extras import need
-from flatmin_lab.ledger import Ledger
+from flatmin_lab.ledger import PLANNED, Ledger
 from flatmin_lab.machine import devices_named, hardware
 from flatmin_lab.recipes import EXHIBITS, Exhibit
 from flatmin_lab.records import Epoch, Failed, Finished, Stopped
@@ -28,7 +28,7 @@ from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.workers import cores
 
 WHICH, HOW = "Which trainings", "How"
-RUNS, RESULTS = Path("runs"), Path("results")
+SMOKE = Path("out/smoke")  # what is no evidence is not put beside what is
 COST_STEPS = 100  # a block, on a GPU
 
 
@@ -53,8 +53,12 @@ def reproduce(
     ] = None,
     limit: Annotated[int | None, option("At most so many trainings now.", min=1, panel=WHICH)] = None,
     retry: Annotated[bool, option("Try those again that have failed.", "--retry", panel=WHICH)] = False,
-    results: Annotated[Path, typer.Option(help="The folder of the result files.", rich_help_panel=HOW)] = RESULTS,
-    runs: Annotated[Path, typer.Option(help="The folder of the runs, with checkpoints.", rich_help_panel=HOW)] = RUNS,
+    results: Annotated[
+        Path | None, option("The folder of the result files; else results, for smoke out/smoke/results.", panel=HOW)
+    ] = None,
+    runs: Annotated[
+        Path | None, option("The folder of the runs, with checkpoints; else runs, for smoke out/smoke/runs.", panel=HOW)
+    ] = None,
     data_dir: DataDir = DATA,
     download: Download = False,
     device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; else all GPUs there are.", panel=HOW)] = None,
@@ -70,24 +74,28 @@ def reproduce(
     """The paper's tables and figures from your own trainings, beside its numbers; killed, the same command goes on."""
     with reported(debug):
         need("flatmin_lab.report.exhibits", "flatmin reproduce")
-        ledger, console = Ledger(results, runs), show.terminal()
+        above = SMOKE if protocol == "smoke" else Path()
+        ledger, console = Ledger(results or above / "results", runs or above / "runs"), show.terminal()
         exhibits_ = exhibits_named(exhibits or (EXHIBITS if list_ else ()), protocol or "paper")
         if list_:
             show_runs.catalogue(exhibits_, ledger)
             return
         narrowed = {"seeds": seeds, "methods": methods, "data": data, "models": models, "measure": measure}
-        chosen = choose(exhibits_, ledger, planned=planned, protocol=protocol, **narrowed)
+        chosen = choose(exhibits_, ledger, planned=planned, plan=plan, protocol=protocol, **narrowed)
         if plan:
             new = ledger.plan(chosen.runs, datetime.now(timezone.utc).date())
-            typer.echo(f"{new} of {len(chosen.runs)} trainings are new in {results / 'planned.json'}")
+            typer.echo(f"{new} of {len(chosen.runs)} trainings are new in {ledger.results / PLANNED}")
             return
         todo, devices = chosen.due(retry=retry, limit=limit), devices_named(device)
         show_runs.what_is_there(console, chosen, retry=retry)
         # a missing file now, and not in hours
-        for place in (results, runs):
+        for place in (ledger.results, ledger.runs):
             _check_place(place)
-        names = dict.fromkeys(run.job.recipe.data for run in todo)
-        sets = {name: read(name, data_dir, download=download, size=None) for name in names}
+        sets, lacking = _read({run.job.recipe.data for run in todo}, data_dir, download=download)
+        if lacking and not dry_run:
+            raise FileNotFoundError("; ".join(lacking))
+        for text in lacking:
+            show.say(console, f"note: {text}", style="yellow")
         if dry_run:
             _dry_run(todo, chosen, sets, devices, workers, console)
             return
@@ -95,7 +103,7 @@ def reproduce(
         how = How(ledger, str(data_dir), count, checkpoint_epochs)
         failed, reason = _run(todo, how, devices, workers, console)
         for one in chosen.trained:
-            show_runs.filled(one, ledger, chosen.places())
+            show_runs.filled(one, ledger, chosen)
         if reason is not None:
             show.say(console, f"stopped by {reason}; the same command goes on")
             raise typer.Exit(CODES[reason])
@@ -103,6 +111,17 @@ def reproduce(
             _cost(one, ledger, torch.device(devices[0]), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
+
+
+def _read(names: set[str], root: Path, *, download: bool) -> tuple[dict[str, Dataset], list[str]]:
+    """The data sets, and what is wrong with those that are not there."""
+    sets, lacking = {}, []
+    for name in sorted(names):
+        try:
+            sets[name] = read(name, root, download=download, size=None)
+        except FileNotFoundError as error:
+            lacking.append(str(error).partition(", or\n")[0])
+    return sets, lacking
 
 
 def _check_place(place: Path) -> None:
@@ -127,7 +146,8 @@ def _dry_run(
         typer.echo(f"{one.name}: some steps of {' and '.join(r.method for r in one.recipes)}, and no training")
     if not chosen.runs:
         return
-    training = [run.job for run in todo if chosen.state(run.job) != "unmeasured"]
+    known = [run.job for run in todo if chosen.state(run.job) != "unmeasured"]
+    training = [job for job in known if job.recipe.data in sets]
     where, threads = torch.device(devices[0]), torch.get_num_threads()
     on_cpu = where.type == "cpu"
     torch.set_num_threads(1 if on_cpu else threads)
@@ -137,13 +157,16 @@ def _dry_run(
     finally:
         torch.set_num_threads(threads)
     show_runs.would_run(todo, chosen, {key(job): took for job, took in zip(training, seconds, strict=True)})
+    if not training:
+        return
     beside = min(workers or cores(), max(len(todo), 1)) if on_cpu else len(devices)
     total = max([sum(seconds) / beside, *seconds])
     count = f"{beside} {'process' if on_cpu else 'GPU'}{('es' if on_cpu else 's') if beside > 1 else ''}"
     show.say(
         console,
-        f"{len(todo)} trainings, some {show_runs.time(total)} on {hardware(where)} with {count}; from a few steps "
-        f"each, one training at a time{'' if on_cpu else ' on a GPU (several take less)'}; begun ones have less to do",
+        f"{len(training)} trainings, some {show_runs.time(total)} on {hardware(where)} with {count}; from a few steps "
+        f"each, one training at a time{'' if on_cpu else ' on a GPU (several take less)'}; begun ones have less to do, "
+        "and measuring comes on top",
     )
 
 
@@ -162,7 +185,7 @@ def _run(
         for number, record in carry_out(todo, how, devices=devices, workers=workers, stop=stop):
             job = todo[number].job
             who = f"{job.recipe.name:{width}} seed {job.seed}"
-            for text, style in show_runs.said(record, job):
+            for text, style in show_runs.said(record, todo[number]):
                 show.say(console, f"{who}  {text}", style=style)
             match record:
                 case Epoch():

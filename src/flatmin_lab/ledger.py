@@ -48,7 +48,12 @@ class Ledger:
         """Of a finished run; an error where the file is another recipe's."""
         if not self.file(job).exists():
             return None
-        found = read_json(self.file(job))
+        try:
+            found = read_json(self.file(job))
+        except ValueError as error:
+            raise ValueError(f"{error}, or delete it: its run's folder makes it again, if that is there") from error
+        if not {"recipe", "seed", "method"} <= found.keys():
+            raise ValueError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
         if apart := differs(found, job):
             raise ValueError(
                 f"{self.file(job)} is of another training: {'; '.join(apart)}. Move it away, or give other --results"

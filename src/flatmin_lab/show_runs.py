@@ -1,5 +1,6 @@
 """What `flatmin reproduce` shows: which trainings there are, what becomes of them, and the paper's tables, filled."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from flatmin_lab import cost, show
 from flatmin_lab.chosen import Chosen
 from flatmin_lab.extras import need
 from flatmin_lab.ledger import Ledger, State
-from flatmin_lab.recipe import Job
 from flatmin_lab.recipes import Exhibit
 from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started
 from flatmin_lab.results import split_of
@@ -53,7 +53,7 @@ def what_is_there(console: Console, chosen: Chosen, *, retry: bool) -> None:
     }
     said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])
     if chosen.runs:
-        show.say(console, f"{len(chosen.runs)} trainings: {said}")
+        show.say(console, f"{len(chosen.runs)} training{'s' if len(chosen.runs) > 1 else ''}: {said}")
 
 
 def time(seconds: float) -> str:
@@ -63,9 +63,9 @@ def time(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def said(record: Record, job: Job) -> Iterator[tuple[str, str]]:
+def said(record: Record, run: Run) -> Iterator[tuple[str, str]]:
     """Of a record: what is worth a line, and its colour."""
-    epochs = job.recipe.epochs
+    epochs = run.job.recipe.epochs
     match record:
         case Started() if record.step:
             yield f"going on after step {record.step} of {record.steps}", ""
@@ -77,15 +77,17 @@ def said(record: Record, job: Job) -> Iterator[tuple[str, str]]:
                 f"{label} {show.number(name, record.result[f'{which}_{name}'])}"
                 for name, label in (("error", "error"), ("nll", "NLL"), ("ece", "ECE"))
             )
-            yield f"{which} {said}; {record.result['seconds']:.0f} s", ""
+            measured = f"; measured: {', '.join(run.parts)}" if run.parts else ""
+            yield f"{which} {said}; trained in {record.result['seconds']:.0f} s{measured}", ""
         case Failed():
             yield f"{'not now' if record.later else 'failed'}: {record.what}", "yellow" if record.later else "red"
         case Note():
             yield f"note: {record.text}", "yellow"
 
 
-def filled(exhibit: Exhibit, ledger: Ledger, wanted: set[tuple[str, str]]) -> None:
-    """The table, ours beside the paper's: the rows of these data sets and networks."""
+def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
+    """The table, ours beside the paper's: the rows of the data sets and networks that were chosen."""
+    asked, wanted = {run.job.recipe.name for run in chosen.runs}, chosen.places()
     exhibits: Any = need("flatmin_lab.report.exhibits", "flatmin reproduce")
     page: Any = need("flatmin_lab.report.page", "flatmin reproduce")
     found = exhibits.filled(exhibit, exhibits.read_all(ledger))
@@ -98,15 +100,20 @@ def filled(exhibit: Exhibit, ledger: Ledger, wanted: set[tuple[str, str]]) -> No
             table.add_column(label.replace("\u00a0", " "), no_wrap=True)
     before = None
     for row in found.rows:
-        if row.place[:2] not in wanted:
+        if row.place[:2] not in wanted or not (row.has_values or row.recipe.name in asked):
             continue
         if row.place != before:
             before = row.place
-            table.add_row(Text(f"{', '.join(name for name in row.place if name != 'vanilla')}", style="bold"))
+            table.add_row(Text(", ".join(name for name in row.place if name not in ("vanilla", "none")), style="bold"))
         table.add_row(f"  {row.name}", str(row.count), *_cells(found, row, page))
     console = wide()
     show.say(console, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}")
     console.print(table)
+    if any(cell.better is not None for row in found.rows for cell in row.cells):
+        show.say(console, "▼ ▲: significantly below or above ERM's (Welch's test with Holm's correction)")
+    if exhibit.protocol == "smoke":
+        show.say(console, "smoke: pictures made on the spot, narrow networks, 3 epochs. These numbers are no evidence")
+    show.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(ledger.results))}")
 
 
 def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:

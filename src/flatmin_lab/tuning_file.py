@@ -22,7 +22,8 @@ def write(folder: Path, tuning: Tuning) -> None:
 
 
 def read(path: Path) -> Tuning:
-    """Checked, as anyone may have written it."""
+    """Checked, as anyone may have written it; a tuning's folder is understood too."""
+    path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; give the {FILE} that `flatmin tune` wrote")
     found = read_json(path)

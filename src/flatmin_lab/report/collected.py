@@ -6,6 +6,7 @@ are its trials, and no runs of their own. Anyone may have written these files: e
 """
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,8 @@ from flatmin_lab.ledger import COST, FAILED, PLANNED
 from flatmin_lab.report import trusted
 from flatmin_lab.results import split_of
 from flatmin_lab.tuned import Tuning
+
+NUMBERED = re.compile(r".+-\d+\.json")  # as a result is called: its recipe and its seed
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,8 @@ def _is_trial(folder: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.name == tuning_file.FILE or is_result(path)
+    """A result or a tuning, and what must have been one: it is named if it cannot be read."""
+    return path.name == tuning_file.FILE or bool(NUMBERED.fullmatch(path.name)) or is_result(path)
 
 
 def is_result(path: Path) -> bool:

@@ -102,7 +102,9 @@ def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
         others = [json.loads(other) for name, other in kinds if name == method]
         rows.append(Row(method, _name(method, json.loads(settings), others), [own[seed] for seed in sorted(own)]))
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
-    untrained = commands.training(setting, {row.method for row in rows}, seeds, runs[0].path.parent)
+    in_folders = runs[0].path.is_dir()  # a result file is of `flatmin reproduce`, which knows what is missing
+    trained = {row.method for row in rows}
+    untrained = commands.training(setting, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
     return Group(setting, _with_cells(rows, setting, usual), twice, unmeasured, untrained)
 

@@ -10,6 +10,7 @@ from flatmin_lab.report.collected import Broken, Collected, Failure
 from flatmin_lab.report.deviations import deviations
 from flatmin_lab.report.exhibits import Filled, by_recipe, filled
 
+PAIRS = ("ball", "compute", "precision")
 TABLES = (
     "table1",
     "table2",
@@ -19,6 +20,7 @@ TABLES = (
     "landscape",
     "flatness",
     "spiral",
+    *PAIRS,
 )  # the rest is in the figures below
 
 
@@ -37,6 +39,7 @@ class Evidence:
     under: list[Under]
     deviations: list[str]
     planned: int  # trainings, before they ran
+    failed: int  # of these
     missing: list[str]  # of these
     failures: Sequence[Failure]
     costs: Sequence[Mapping[str, Any]]
@@ -50,16 +53,23 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
     parts = []
     for protocol in get_args(Protocol):
         tables = [filled(EXHIBITS[name](protocol), runs) for name in TABLES]
-        shown = [_with_something(table) for table in tables if any(row.has_values for row in table.rows)]
+        shown = [_with_something(table) for table in tables if _says_something(table)]
         if shown:
             radii = [best for data in SETS if (best := best_radius(runs, protocol, data))]
             said = [] if protocol == "smoke" else [*judged(runs, protocol), *radii]
             told = [claim for claim in said if claim.verdict != NOTHING]
             parts.append(Under(protocol, shown, told, len(said) - len(told)))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
-    missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done]
+    failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
+    missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done | failed]
     every = [run for own in runs.values() for run in own]
-    return Evidence(parts, deviations(every), len(found.planned), missing, found.failures, found.costs)
+    return Evidence(parts, deviations(every), len(found.planned), len(failed), missing, found.failures, found.costs)
+
+
+def _says_something(table: Filled) -> bool:
+    """Whether something has been trained of it; of a comparison of two, both."""
+    trained = [row for row in table.rows if row.has_values]
+    return len(trained) == len(table.rows) if table.exhibit.name in PAIRS else bool(trained)
 
 
 def _with_something(table: Filled) -> Filled:

@@ -51,6 +51,7 @@ class Row:
     runs: list[Run]
     cells: list[Cell]
     main: bool = True  # of the exhibit itself
+    precision: str = ""  # where it is not that of the others
 
     @property
     def data(self) -> str:
@@ -75,8 +76,7 @@ class Row:
     def name(self) -> str:
         """The method, and in what it differs from the paper's."""
         apart = self.recipe.protocol.partition(", but ")[2]
-        if not self.main and self.recipe.precision == "fp32":
-            apart = ", ".join(filter(None, [apart, "fp32"]))
+        apart = ", ".join(filter(None, [apart, self.precision]))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
         return f"{NAMES[self.recipe.method]}{f' ({apart})' if apart else ''}"
@@ -106,7 +106,8 @@ def filled(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> Filled:
     for recipe in (*exhibit.recipes, *(recipe for recipe in exhibit.beside if recipe.name in runs)):
         own = list(runs.get(recipe.name, ()))
         main = recipe in exhibit.recipes
-        rows.append(Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main))
+        variant = recipe.precision if recipe.precision != exhibit.recipes[0].precision else ""
+        rows.append(Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main, variant))
     places = list(dict.fromkeys(row.place for row in rows))
     rows.sort(key=lambda row: places.index(row.place))  # those beside come under what they belong to
     return Filled(exhibit, columns, _with_tests(rows, columns))

@@ -204,8 +204,8 @@ def _reliability(row: Row) -> Drawn | None:
 def _bars(rows: Sequence[Row]) -> dict[str, Drawn]:
     titles = {
         "ece": "ECE",
-        "fgsm_normalised": "error under FGSM, small radius",
-        "pgd_normalised": "error under PGD, small radius",
+        "fgsm_normalised": "FGSM, small radius",
+        "pgd_normalised": "PGD, small radius",
         "fgsm_error": "error under FGSM",
         "pgd_error": "error under PGD",
     }
