@@ -5,6 +5,7 @@ Parsing; the work is in runs.py, the tables in recipes.py, the files in ledger.p
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ from flatmin_lab.records import Epoch, Failed, Finished, Stopped
 from flatmin_lab.request import read
 from flatmin_lab.runs import How, Run, carry_out
 from flatmin_lab.signals import CODES, asked_to_stop
-from flatmin_lab.workers import cores
+from flatmin_lab.workers import cores, one_thread
 
 WHICH, HOW = "Which trainings", "How"
 SMOKE = Path("out/smoke")  # what is no evidence is not put beside what is
@@ -148,14 +149,10 @@ def _dry_run(
         return
     known = [run.job for run in todo if chosen.state(run.job) != "unmeasured"]
     training = [job for job in known if job.recipe.data in sets]
-    where, threads = torch.device(devices[0]), torch.get_num_threads()
+    where = torch.device(devices[0])
     on_cpu = where.type == "cpu"
-    torch.set_num_threads(1 if on_cpu else threads)
-    try:
-        with show.busy(console) as say:
-            seconds = estimate.seconds_of_all(training, sets, device=where, say=say)
-    finally:
-        torch.set_num_threads(threads)
+    with show.busy(console) as say, one_thread() if on_cpu else nullcontext():
+        seconds = estimate.seconds_of_all(training, sets, device=where, say=say)
     show_runs.would_run(todo, chosen, {key(job): took for job, took in zip(training, seconds, strict=True)})
     if not training:
         return

@@ -2,13 +2,15 @@
 
     for number, record in carry_out([Run(job, ("attack",))], How(ledger), devices=["cuda:0"]): ...
 
-On a GPU several trainings run at once (replicas.py), with several GPUs a process each; on a CPU a process a training,
-with one thread. Each training is measured when it has finished, from its last checkpoint. One that fails says so
-(`Failed`, which is written down unless it is `later`: nothing of the training's own), and the others go on.
+On a GPU several trainings run at once (replicas.py), with several GPUs a process each. On a CPU there are processes
+with one thread each or, where one is enough, this one. Each training is measured when it has finished, from its last
+checkpoint. One that fails says so (`Failed`, which is written down unless it is `later`: nothing of its own), and the
+others go on.
 """
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ from flatmin_lab.results import split_of
 from flatmin_lab.run_config import read_json
 from flatmin_lab.run_opening import check
 from flatmin_lab.train import config_of
-from flatmin_lab.workers import Died, Stop, in_processes
+from flatmin_lab.workers import Died, Stop, cores, in_processes, one_thread
 
 
 class How(NamedTuple):
@@ -95,11 +97,13 @@ def _once(
 ) -> Iterator[tuple[int, Record | Died]]:
     """All of them, as far as their processes live; of a dead one's share, each with how it died."""
     tasks = _tasks(runs, how, devices)
-    if len(devices) == 1 and devices[0] != "cpu":
+    count = (workers or cores()) if devices[0] == "cpu" else len(devices)
+    if count == 1:
         for task in tasks:
-            yield from work(task, stop)
+            with one_thread() if task.device == "cpu" else nullcontext():  # as in a process of its own: the same bits
+                yield from work(task, stop)
         return
-    for task, told in in_processes(work, tasks, workers=workers if devices[0] == "cpu" else len(devices), stop=stop):
+    for task, told in in_processes(work, tasks, workers=count, stop=stop):
         if isinstance(told, Died):
             yield from ((number, told) for number in task.runs)
         else:

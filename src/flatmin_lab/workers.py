@@ -38,6 +38,17 @@ class Died(NamedTuple):
     why: str
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As a worker has it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -106,6 +117,7 @@ class _Worker(Generic[Task]):
     """A process, seen from its parent."""
 
     task: Task
+    heard = False  # has it said anything yet?
 
     def __init__(self, context: SpawnContext, work: Work[Task], ending: Any) -> None:
         self.pipe, there = context.Pipe()
@@ -121,6 +133,7 @@ class _Worker(Generic[Task]):
 
     def hear(self) -> tuple[int, Record] | Died | None:
         """What came of its task; None at its end."""
+        self.heard = True
         try:
             return self.pipe.recv()  # type: ignore[no-any-return]
         except (EOFError, OSError):  # also in the middle of a message
@@ -131,10 +144,10 @@ class _Worker(Generic[Task]):
         return self.process.exitcode is None and not self.pipe.closed
 
     def dismiss(self) -> None:
-        """Let it end; one that takes too long loses what it does now, and no more than that."""
+        """Let it end; one that takes too long loses what it does now, one that still imports has nothing to lose."""
         with suppress(OSError):
             self.pipe.send(_Enough())
-        until = monotonic() + PATIENCE
+        until = monotonic() + (PATIENCE if self.heard else 0)
         while self.process.exitcode is None:  # it may be saying something, and wait for a reader
             if monotonic() > until:
                 self.process.kill()
