@@ -50,7 +50,7 @@ def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
     found = []
     for column in columns:
         cell = cell_of(row.recipe, row.runs, column)
-        found += [spread(cell.values, column.digits), as_printed(*cell.paper, column.digits) if cell.paper else ""]
+        found += [spread(cell.values, column.digits), as_printed(cell.paper, column.digits) if cell.paper else ""]
     return found
 
 

@@ -53,7 +53,7 @@ def fill(results: Path) -> Path:
     (results / "planned.json").write_text(json.dumps({"runs": planned}))
     failed = {"name": "paper/cifar10-preactresnet18-erm", "seed": 3, "error": "the loss of step 9 is nan <b>"}
     (results / "paper" / "cifar10-preactresnet18-erm-3.failed.json").write_text(json.dumps(failed))
-    (results / "paper" / "cost-a-machine.json").write_text(json.dumps(COST))
+    (results / "paper" / "cost-a-machine-7763.json").write_text(json.dumps(COST))
     return results
 
 
@@ -92,6 +92,7 @@ def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
     assert "<b>" not in page
     assert "1.41 2.65 1.88 0.08 0.15" in text
     assert "the paper, V100, 200 epochs 1.8 2.4 4.2" in text
+    assert "left out" not in text
 
 
 def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from flatmin_lab import afterwards
-from flatmin_lab.data.made import SUFFIX
+from flatmin_lab.data.made import stands_for
 from flatmin_lab.ledger import Ledger, State
 from flatmin_lab.models import canonical
-from flatmin_lab.recipe import Job, Recipe
+from flatmin_lab.recipe import Job
 from flatmin_lab.recipes import EXHIBITS, Exhibit, Protocol, by_name
 from flatmin_lab.runs import Run
 
@@ -43,7 +43,7 @@ class Chosen:
 
     def places(self) -> set[tuple[str, str]]:
         """Data sets and networks."""
-        return {(plain(run.job.recipe), run.job.recipe.model) for run in self.runs}
+        return {(stands_for(run.job.recipe.data), run.job.recipe.model) for run in self.runs}
 
 
 def exhibits_named(names: Iterable[str], protocol: str) -> list[Exhibit]:
@@ -85,7 +85,7 @@ def choose(
     recipes = [run.job.recipe for run in known]
     wanted = (
         _words(methods, {recipe.method for recipe in recipes}, "--methods"),
-        _words(data, {plain(recipe) for recipe in recipes}, "--data"),
+        _words(data, {stands_for(recipe.data) for recipe in recipes}, "--data"),
         _words(models, {recipe.model for recipe in recipes}, "--models"),
         set(map(str, _seeds(seeds) or {run.job.seed for run in known})),
     )
@@ -113,13 +113,8 @@ def key(job: Job) -> tuple[str, int]:
     return job.recipe.name, job.seed
 
 
-def plain(recipe: Recipe) -> str:
-    """The data set, or the one that it stands for."""
-    return recipe.data.removesuffix(SUFFIX)
-
-
 def _names(job: Job) -> tuple[str, str, str, str]:
-    return job.recipe.method, plain(job.recipe), job.recipe.model, str(job.seed)
+    return job.recipe.method, stands_for(job.recipe.data), job.recipe.model, str(job.seed)
 
 
 def _of(exhibits: Sequence[Exhibit], seeds: tuple[int, ...] | None) -> list[Run]:

@@ -19,6 +19,7 @@ from flatmin_lab.chosen import Chosen, choose, exhibits_named, key
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, reported
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.extras import need
+from flatmin_lab.files import standing
 from flatmin_lab.ledger import PLANNED, Ledger
 from flatmin_lab.machine import devices_named, hardware
 from flatmin_lab.recipes import EXHIBITS, Exhibit
@@ -121,13 +122,13 @@ def _read(names: set[str], root: Path, *, download: bool) -> tuple[dict[str, Dat
         try:
             sets[name] = read(name, root, download=download, size=None)
         except FileNotFoundError as error:
-            lacking.append(str(error).partition(", or\n")[0])
+            lacking.append(str(error))
     return sets, lacking
 
 
 def _check_place(place: Path) -> None:
-    """Can something be written there? What is not there yet will be made, in the next folder above that is."""
-    above = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    """Can something be written there?"""
+    above = standing(place)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ValueError(
             f"{place} cannot be written to (look at {above}); choose other places with --results and --runs"

@@ -32,6 +32,11 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     settle(path.parent)
 
 
+def standing(path: Path) -> Path:
+    """The path, or the next folder above that is there: in it, what is missing will be made."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
 def settle(folder: Path) -> None:
     """The folder itself to the disk, so that the new name lasts; where folders cannot be opened there is no need."""
     with contextlib.suppress(OSError):

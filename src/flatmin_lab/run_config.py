@@ -15,6 +15,14 @@ from flatmin_lab.recipe import Recipe, differences
 IDENTITY = ("recipe", "seed", "data_sha256")
 
 
+class OtherRunError(ValueError):
+    """A folder is of another run: `what` says in what they differ; the whole message has the way out of `train`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} Leave these flags out to go on with it, or choose another folder with --out")
+        self.what = what
+
+
 def exists(path: Path) -> bool:
     return (path / "config.json").exists()
 
@@ -71,10 +79,7 @@ def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -
     if not apart and known["data_sha256"] != asked["data_sha256"]:
         apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
     if apart:
-        raise ValueError(
-            f"{path} is of another recipe: {'; '.join(apart)}. "
-            "Leave these flags out to go on with it, or choose another folder with --out"
-        )
+        raise OtherRunError(f"{path} is of another recipe: {'; '.join(apart)}.")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flatmin_lab import checkpoint
-from flatmin_lab.files import BESIDE, lock, settle, sweep
+from flatmin_lab.files import BESIDE, lock, settle, standing, sweep
 from flatmin_lab.records import BusyError, RunError
 from flatmin_lab.run_config import check_same, exists, stored
 from flatmin_lab.run_folder import RunFolder
@@ -58,7 +58,7 @@ def _check_place(path: Path) -> None:
     """Can there be a folder? What is not there yet will be made, in the next folder above that is."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
-    above = next(place for place in (path, *path.absolute().parents) if place.exists())
+    above = standing(path)
     if not above.is_dir():
         raise FileExistsError(f"a run is a folder, and {path} would lie in the file {above}; choose another place")
     if not os.access(above, os.W_OK | os.X_OK):

@@ -26,7 +26,7 @@ from flatmin_lab.recipe import Job
 from flatmin_lab.records import Failed, Finished, Record, RunError, Stopped
 from flatmin_lab.replicas import together
 from flatmin_lab.results import split_of
-from flatmin_lab.run_config import read_json
+from flatmin_lab.run_config import OtherRunError, read_json
 from flatmin_lab.run_opening import check
 from flatmin_lab.train import config_of
 from flatmin_lab.workers import Died, Stop, cores, in_processes, one_thread
@@ -142,8 +142,8 @@ def _on_one_set(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int
         try:
             check(folder, config_of(job.recipe, data, job.seed, device), resume=True)
         except (ValueError, OSError, RunError) as error:
-            what = str(error).partition("Leave these flags out")[0]
-            yield number, Failed(f"{what.strip()} Move {folder} away, or give other --runs", later=True)
+            what = error.what if isinstance(error, OtherRunError) else str(error)
+            yield number, Failed(f"{what} Move {folder} away, or give other --runs", later=True)
         else:
             numbers.append(number)
             folders.append(folder)

@@ -121,7 +121,7 @@ def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
         mark = {None: "", True: " ▼", False: " ▲"}[cell.better]
         yield f"{page.spread(cell.values, column.digits)}{mark}" if cell.values else "–"
         if in_paper:
-            yield "" if cell.paper is None else page.as_printed(cell.paper.mean, cell.paper.deviation, column.digits)
+            yield "" if cell.paper is None else page.as_printed(cell.paper, column.digits)
         if in_paper and found.exhibit.protocol == "paper":
             yield {None: "", True: "yes", False: "no"}[cell.agrees]
 

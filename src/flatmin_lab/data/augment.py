@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from flatmin_lab.data.autoaugment import AutoAugment
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.made import SUFFIX
+from flatmin_lab.data.made import stands_for
 
 Kind = Literal["none", "vanilla", "cutout", "autoaugment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -155,7 +155,7 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
     """
     if kind not in KINDS:
         raise ValueError(f"unknown augmentation {kind!r}; choose from {', '.join(KINDS)}")
-    name = (data if isinstance(data, str) else data.name).removesuffix(SUFFIX)
+    name = stands_for(data if isinstance(data, str) else data.name)
     name = name if isinstance(data, str) or tuple(data.train.shape) == SHAPES.get(name) else ""
     if isinstance(data, str) and data not in CROPS:
         raise ValueError(

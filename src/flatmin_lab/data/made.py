@@ -15,13 +15,22 @@ CLASSES = {"svhn": 10, "cifar10": 10, "cifar100": 100}
 TRAIN, TEST, SIDE = 200, 100, 32
 
 
+def stands_for(name: str) -> str:
+    """The set that a made one is in the shape of; any other is itself.
+
+    >>> stands_for("svhn-made"), stands_for("digits")
+    ('svhn', 'digits')
+    """
+    return name.removesuffix(SUFFIX)
+
+
 def load(name: str) -> Dataset:
     """Of the set that it stands for: "cifar10-made" has ten classes.
 
     >>> load("cifar10-made").train
     Split(200 pictures of 3 × 32 × 32 on cpu)
     """
-    like = name.removesuffix(SUFFIX)
+    like = stands_for(name)
     draw = generator("made", like)
     coarse = torch.rand(CLASSES[like], 3, 4, 4, generator=draw, dtype=torch.float32)
     patterns = interpolate(coarse, size=(SIDE, SIDE), mode="bilinear", align_corners=True)

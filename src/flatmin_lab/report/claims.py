@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from flatmin_lab import recipes
+from flatmin_lab.data.augment import Kind
+from flatmin_lab.data.made import stands_for
 from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.paper import METHODS
 from flatmin_lab.recipe import TABLE_2
-from flatmin_lab.recipes import AUGMENTATIONS, RADII, RESNET, SETS, Protocol
+from flatmin_lab.recipes import AUGMENTATIONS, RESNET, SETS, Protocol
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import named
 from flatmin_lab.report.names import TITLES
@@ -62,8 +65,8 @@ class Judged:
 def claims(protocol: Protocol) -> list[Claim]:
     """The paper's own, by name."""
 
-    def cell(data: str, method: str, model: str = RESNET) -> str:
-        return f"{protocol}/{data}-{model}-{method}"
+    def cell(data: str, method: str, model: str = RESNET, augment: Kind = "vanilla") -> str:
+        return recipes.cell(protocol, data, model, method, augment=augment).name
 
     found = []
     for data in SETS:
@@ -88,8 +91,7 @@ def claims(protocol: Protocol) -> list[Claim]:
             found.append(Claim(says, measure, cell(data, "amp"), cell(data, "erm"), ours=ours))
         for model in TABLE_2:
             for augment in AUGMENTATIONS:
-                suffix = "" if augment == "vanilla" else f"-{augment}"
-                amp, erm = (f"{cell(data, method, model)}{suffix}" for method in ("amp", "erm"))
+                amp, erm = (cell(data, method, model, augment) for method in ("amp", "erm"))
                 says = f"AMP has a lower error than ERM with {TITLES[model]} and {TITLES[augment]} on {title}"
                 found.append(Claim(says, "error", amp, erm))
     for other in METHODS:
@@ -146,13 +148,14 @@ def _judge(claim: Claim, lower: list[float], higher: list[float], p: float | Non
 
 def best_radius(runs: Runs, protocol: Protocol, data: str) -> Judged | None:
     """Where the risk is lowest on the mean, of the radii that were tried; the paper: near 0.06."""
-    names = {radius: f"{protocol}/{data}-{RESNET}-amp-sweep-{radius}-validation" for radius in RADII}
+    swept = [r for r in recipes.sweep(protocol).recipes if r.method == "amp" and stands_for(r.data) == data]
+    names = {float(recipe.settings["epsilon"]): recipe.name for recipe in swept}
     means = {
         radius: mean(values)
         for radius, name in names.items()
         if (values := [v for run in runs.get(name, ()) if (v := named("nll").value(run)) is not None])
     }
-    if len(means) < len(RADII):
+    if len(means) < len(names):
         return None
     best = min(means, key=lambda radius: means[radius])
     numbers = ", ".join(f"{radius:g}: {value:.3f}" for radius, value in means.items())

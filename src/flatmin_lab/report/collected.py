@@ -127,10 +127,12 @@ def _is_trial(folder: Path) -> bool:
 
 def _is_ours(path: Path) -> bool:
     """A result or a tuning, and what must have been one: it is named if it cannot be read."""
-    return path.name == tuning_file.FILE or bool(NUMBERED.fullmatch(path.name)) or is_result(path)
+    if path.name.startswith(COST):  # whose hardware may end in a number
+        return False
+    return path.name == tuning_file.FILE or bool(NUMBERED.fullmatch(path.name)) or _is_result(path)
 
 
-def is_result(path: Path) -> bool:
+def _is_result(path: Path) -> bool:
     with suppress(ValueError, OSError):
         return path.is_file() and trusted.NEEDED.keys() <= _read(path).keys()
     return False

@@ -41,7 +41,9 @@ def _evaluated(part: str, name: str, scale: float = 1.0) -> Callable[[Run], floa
     return read
 
 
-def _last(name: str) -> Callable[[Run], float | None]:
+def _own(name: str) -> Callable[[Run], float | None]:
+    """What a result has under that very name, of whatever split."""
+
     def read(run: Run) -> float | None:
         value = run.result.get(name)
         return None if value is None else float(value)
@@ -119,8 +121,8 @@ COLUMNS = (
 )
 # what the tables of the paper need besides
 FURTHER = (
-    Column("clean_train_nll", "risk on the training set", 3, _last("clean_train_nll")),
-    Column("train_loss", "training loss", 3, _last("train_loss")),
+    Column("clean_train_nll", "risk on the training set", 3, _own("clean_train_nll")),
+    Column("train_loss", "training loss", 3, _own("train_loss")),
     Column("worst_at_half", "worst loss, radius 0.5", 3, _worst_at_half),
     Column("landscape_rise", "rise of the training loss", 3, _landscape_rise),
 )
@@ -133,8 +135,8 @@ def named(name: str) -> Column:
 def as_in_paper(run: Run, column: Column) -> float | None:
     """The number that the paper's stands beside: for the NLL of label smoothing that is the smoothed loss.
 
-    The paper has 0.998, 1.038 and 2.099 there; an NLL so high at such errors cannot be, the smoothed loss can.
+    The paper has 0.998, 1.038 and 2.099 there: far above an NLL at such errors, and what the smoothed loss is.
     """
     if column.name == "nll" and run.method == "label_smoothing":
-        return _last(f"{run.split}_smoothed_loss")(run)
+        return _result("smoothed_loss")(run)
     return column.value(run)

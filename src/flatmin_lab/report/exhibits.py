@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 
 from flatmin_lab.agreement import agrees
-from flatmin_lab.data.made import SUFFIX
+from flatmin_lab.data.made import stands_for
 from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.ledger import Ledger, differs
 from flatmin_lab.paper import Value, reported
 from flatmin_lab.recipe import Job, Recipe
 from flatmin_lab.recipes import Exhibit, by_name
-from flatmin_lab.report.collected import Broken, Run, is_result, read_result
+from flatmin_lab.report.collected import Broken, Run, read_result
 from flatmin_lab.report.columns import Column, as_in_paper, named
 from flatmin_lab.report.names import SIGNS
 from flatmin_lab.welch import LEVEL, against
@@ -55,8 +55,7 @@ class Row:
 
     @property
     def data(self) -> str:
-        """The set, or the one that it stands for."""
-        return self.recipe.data.removesuffix(SUFFIX)
+        return stands_for(self.recipe.data)
 
     @property
     def count(self) -> int:
@@ -165,16 +164,15 @@ def read_all(ledger: Ledger) -> dict[str, list[Run]]:
     """Those of a ledger's folder that can be read, by name; the report says what is wrong with others."""
     found = []
     for file in sorted(ledger.results.rglob("*.json")):
-        if is_result(file):
-            with suppress(ValueError, OSError):
-                found.append(read_result(file))
+        with suppress(ValueError, OSError):  # a plan, a failure, a cost, or damaged
+            found.append(read_result(file))
     return by_recipe(found, [])
 
 
 def cell_of(recipe: Recipe, runs: Sequence[Run], column: Column) -> Cell:
     values = [value for run in runs if (value := as_in_paper(run, column)) is not None]
     compared = [value for run in runs if (value := column.value(run)) is not None]
-    cell = reported(recipe.data.removesuffix(SUFFIX), recipe.model, recipe.method, recipe.augment)
+    cell = reported(stands_for(recipe.data), recipe.model, recipe.method, recipe.augment)
     theirs = cell.get(column.paper) if ", but" not in recipe.protocol else None
     said = agrees(values, theirs) if recipe.protocol == "paper" else None
     return Cell(values, theirs, said, compared=compared)

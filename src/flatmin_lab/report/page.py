@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from flatmin_lab.paper import Value
 from flatmin_lab.welch import FEW
 
 
@@ -23,7 +24,7 @@ def _environment() -> Environment:
     found = Environment(
         loader=PackageLoader("flatmin_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    found.filters.update(spread=spread, percent=percent, data=data)
+    found.filters.update(spread=spread, as_printed=as_printed, percent=percent, data=data)
     return found
 
 
@@ -40,9 +41,13 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
 
 
-def as_printed(mean_: float, deviation: float | None, digits: int) -> str:
-    """A number of the paper's."""
-    return f"{mean_:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation is not None else "")
+def as_printed(value: Value, digits: int) -> str:
+    """A number of the paper's.
+
+    >>> as_printed(Value(3.97, 0.091), 2), as_printed(Value(1.25), 2)
+    ('3.97 ± 0.09', '1.25')
+    """
+    return f"{value.mean:.{digits}f}" + (f" ± {value.deviation:.{digits}f}" if value.deviation is not None else "")
 
 
 def percent(share: float, digits: int = 0) -> str:
