@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from cases import METHODS, Setup, setup
 from flatmin import AMP
+from overflowing import overflow_once
 
 STEPS = 4
 
@@ -140,28 +140,7 @@ def skip_together(rank: int, scaled: bool, base: str) -> dict[str, Any]:
     case.model = model = DistributedDataParallel(case.model)
     inner = SGD(model.parameters(), lr=0.1) if base == "sgd" else AdamW(model.parameters(), lr=0.1, fused=True)
     optimizer = AMP(inner, epsilon=0.1, model=model, sync_perturbation=False)
-    scaler = GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-    calls, skipped, moved = 0, [], []
-
-    def closure() -> Tensor:
-        nonlocal calls
-        optimizer.zero_grad()
-        loss = case.loss()
-        scaler.scale(loss).backward()
-        if calls == 2 and rank == dist.get_world_size() - 1:  # the clean pass of the second step
-            for param in model.parameters():
-                assert param.grad is not None
-                param.grad.fill_(float("inf"))
-        calls += 1
-        return loss
-
-    for _ in range(3):
-        before = case.weights()
-        optimizer.step(closure, scaler=scaler)
-        scaler.update()
-        skipped.append(bool(optimizer.last.skipped))
-        moved.append(not all(torch.equal(a, b) for a, b in zip(case.weights(), before, strict=True)))
-    return {"weights": case.weights(), "skipped": skipped, "moved": moved, "scale": scaler.get_scale()}
+    return overflow_once(case, optimizer, scaled=scaled)
 
 
 class Two(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
@@ -23,6 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 from cases import Setup, setup
 from flatmin import AMP, RMP
 from flatmin.ball import BALLS, NORMS, norms, project_
+from overflowing import overflow_once, whole
 
 BASES: dict[str, Any] = {
     "sgd": partial(SGD, lr=0.1, momentum=0.9),
@@ -35,10 +35,6 @@ FORMS = ("closure", "blocks", "micro-batches", "clipped")
 
 def double(model: str = "mlp") -> Setup:
     return setup(model, dtype=torch.float64)
-
-
-def whole(tensors: Any) -> list[Tensor]:
-    return [t.full_tensor().detach() if isinstance(t, DTensor) else t.detach().clone() for t in tensors]
 
 
 def spread(model: nn.Module, how: str) -> None:
@@ -96,28 +92,7 @@ def skip_together(rank: int, base: str, scaled: bool) -> dict[str, Any]:
     case = setup()
     spread(case.model, "sharded")
     optimizer = AMP(BASES[base](case.model.parameters()), epsilon=0.1, model=case.model)
-    scaler = GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-    calls, skipped, moved = 0, [], []
-
-    def closure() -> Tensor:
-        nonlocal calls
-        optimizer.zero_grad()
-        loss = case.loss()
-        scaler.scale(loss).backward()
-        if calls == 2 and rank == dist.get_world_size() - 1:
-            gradient = case.model[0].weight.grad  # type: ignore[index]
-            gradient.to_local().fill_(float("inf"))
-        calls += 1
-        return loss
-
-    for _ in range(3):
-        before = whole(case.model.parameters())
-        optimizer.step(closure, scaler=scaler)
-        scaler.update()
-        skipped.append(bool(optimizer.last.skipped))
-        moved.append(not all(torch.equal(a, b) for a, b in zip(whole(case.model.parameters()), before, strict=True)))
-    finite = all(bool(weight.isfinite().all()) for weight in whole(case.model.parameters()))
-    return {"skipped": skipped, "moved": moved, "scale": scaler.get_scale(), "finite": finite}
+    return overflow_once(case, optimizer, scaled=scaled)
 
 
 def restore(rank: int) -> dict[str, Any]:
