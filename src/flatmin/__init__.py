@@ -7,8 +7,21 @@ loss = optimizer.step(closure)
 from flatmin import attacks, ball, flatness, metrics, regularisers, theory
 from flatmin.capture import captured_step
 from flatmin.optim import AMP, RMP
+from flatmin.selection import groups
 from flatmin.wrapper import Last
 
 __version__ = "0.1.0"
 
-__all__ = ["AMP", "RMP", "Last", "attacks", "ball", "captured_step", "flatness", "metrics", "regularisers", "theory"]
+__all__ = [
+    "AMP",
+    "RMP",
+    "Last",
+    "attacks",
+    "ball",
+    "captured_step",
+    "flatness",
+    "groups",
+    "metrics",
+    "regularisers",
+    "theory",
+]
