@@ -100,7 +100,7 @@ def test_the_chosen_are_perturbed_and_all_are_trained(choice: str, method: str) 
     perturb = CHOICES[choice]
     optimizer = METHODS[method](
         SGD(flatmin.groups(case.model, perturb=perturb), lr=0.5),
-        model=case.model,  # type: ignore[arg-type]
+        model=case.model,
     )
     before = case.weights()
     case.train(optimizer, 3)
@@ -113,7 +113,7 @@ def test_the_chosen_are_perturbed_and_all_are_trained(choice: str, method: str) 
 def test_the_radius_is_that_of_the_chosen_alone() -> None:
     case = Case()
     groups = flatmin.groups(case.model, perturb=CHOICES["norms"])
-    optimizer = flatmin.AMP(SGD(groups, lr=0.1), epsilon=0.05)  # type: ignore[arg-type]
+    optimizer = flatmin.AMP(SGD(groups, lr=0.1), epsilon=0.05)
     case.train(optimizer, 3)
     assert [length(delta) for delta in case.perturbed()] == pytest.approx([0.05] * 3, rel=1e-3)
 
@@ -132,7 +132,7 @@ def test_choosing_all_is_no_choice_to_the_last_bit(make_base: MakeBase) -> None:
 def test_a_tied_weight_is_chosen_by_either_name_and_perturbed_once(name: str) -> None:
     case = Case()
     groups = flatmin.groups(case.model, perturb=lambda own, param: own.startswith(name))
-    optimizer = flatmin.AMP(SGD(groups, lr=0.1), epsilon=0.05, ball="tensor")  # type: ignore[arg-type]
+    optimizer = flatmin.AMP(SGD(groups, lr=0.1), epsilon=0.05, ball="tensor")
     case.train(optimizer, 2)
     assert [set(delta) for delta in case.perturbed()] == [{"embedding.weight"}] * 2
     assert [length(delta) for delta in case.perturbed()] == pytest.approx([0.05] * 2, rel=1e-3)
@@ -181,7 +181,7 @@ def test_a_checkpoint_of_split_groups_goes_on_at_the_same_bits() -> None:
         case = Case()
 
         def new(model: nn.Module = case.model) -> flatmin.AMP:
-            base = AdamW(flatmin.groups(model, perturb=CHOICES["norms"]), lr=1e-2)  # type: ignore[arg-type]
+            base = AdamW(flatmin.groups(model, perturb=CHOICES["norms"]), lr=1e-2)
             return flatmin.AMP(base, epsilon=0.1, model=model)
 
         optimizer = new()

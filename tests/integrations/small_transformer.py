@@ -1,12 +1,14 @@
-"""A transformer of a few hundred weights, its data and the arguments of its training: what the tests of trainers share."""
+"""A transformer of a thousand weights, its data and the arguments of its training, for the tests of trainers."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+
+transformers = pytest.importorskip("transformers")
 
 WORDS, LENGTH = 11, 6
 
@@ -14,7 +16,7 @@ WORDS, LENGTH = 11, 6
 def small_gpt(*, dropout: float = 0.1) -> nn.Module:
     """With LayerNorm, dropout, and an output layer that is tied to the embedding."""
     torch.manual_seed(0)
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=WORDS,
         n_positions=LENGTH,
         n_embd=8,
@@ -27,7 +29,7 @@ def small_gpt(*, dropout: float = 0.1) -> nn.Module:
         eos_token_id=0,
         loss_type="ForCausalLM",
     )
-    model: nn.Module = GPT2LMHeadModel(config)
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model
 
 
@@ -50,14 +52,14 @@ def windows(rows: Sequence[dict[str, Tensor]], size: int, accumulation: int) -> 
     return [batches[at : at + accumulation] for at in range(0, len(batches), accumulation)]
 
 
-def arguments(folder: Path, **settings: Any) -> TrainingArguments:
+def arguments(folder: Path, **settings: Any) -> Any:
     quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "log_level": "error"}
     training = {"use_cpu": True, "learning_rate": 1e-2, "num_train_epochs": 2, "weight_decay": 0.1}
     order = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
-    return TrainingArguments(output_dir=str(folder), **{**quiet, **training, **order, **settings})
+    return transformers.TrainingArguments(output_dir=str(folder), **{**quiet, **training, **order, **settings})
 
 
-class Seeds(TrainerCallback):  # type: ignore[misc]
+class Seeds(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Before every step the random numbers begin anew, so that a loop by hand can draw the same."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -157,7 +157,7 @@ def test_a_window_is_a_loop_by_hand_to_the_last_bit(name: str, steps: int, inner
 
 def test_without_a_radius_it_is_the_plain_loop_to_the_last_bit() -> None:
     for settings in ({"epsilon": 0.0}, {"inner_iter": 0}):
-        expected, seen = accelerated(perturbed=False), accelerated(**settings)  # type: ignore[arg-type]
+        expected, seen = accelerated(perturbed=False), accelerated(**settings)
         assert same(seen.weights(), expected.weights())
         assert same(seen.losses, expected.losses)
         assert seen.rates == expected.rates
@@ -193,10 +193,8 @@ def test_clipping_is_of_the_last_gradient_alone() -> None:
         seen = accelerated("mlp", clip=clip, epochs=1)
         last = seen.optimizer.optimizer.last
         assert float(last.delta_norm) == pytest.approx(min(0.1, float(last.grad_norm)), rel=1e-5)
-        still = [
-            torch.allclose(a, b, atol=1e-5) for a, b in zip(seen.model.parameters(), new_model("mlp").parameters())
-        ]
-        assert all(still) == bool(clip)
+        pairs = zip(seen.model.parameters(), new_model("mlp").parameters(), strict=True)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs) == bool(clip)
 
 
 def test_draws_between_micro_batches_do_not_change_the_masks() -> None:

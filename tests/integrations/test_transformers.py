@@ -1,4 +1,4 @@
-"""AMPTrainer: the training of a loop written by hand around flatmin.AMP, to the last bit, with all that a Trainer does."""
+"""AMPTrainer: a loop written by hand around flatmin.AMP, to the last bit, with all that a Trainer does."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 import flatmin  # noqa: E402
 from cases import same  # noqa: E402
 from flatmin.integrations.transformers import AMPTrainer  # noqa: E402
-from small_transformer import Seeds, arguments, batch, sentences, small_gpt, weights, windows  # noqa: E402
+from integrations.small_transformer import Seeds, arguments, batch, sentences, small_gpt, weights, windows  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 ROWS = 14  # of batches of 2 and windows of 3, the last window has a single batch
@@ -131,7 +131,7 @@ def test_bf16_is_a_loop_by_hand_to_the_last_bit(tmp_path: Path) -> None:
 def test_without_radius_or_passes_it_is_the_trainer_to_the_last_bit(
     tmp_path: Path, nothing: dict[str, Any], smoothing: float
 ) -> None:
-    settings = {"gradient_accumulation_steps": 3, "label_smoothing_factor": smoothing}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 3, "label_smoothing_factor": smoothing}
     expected = plain(tmp_path, small_gpt(), **settings)
     expected.train()
     trainer = trained(tmp_path, **nothing, **settings)
@@ -159,7 +159,7 @@ def test_micro_batches_of_a_window_are_one_large_batch(tmp_path: Path, smoothing
 
 
 def test_schedule_and_global_step_are_the_trainers_own(tmp_path: Path) -> None:
-    settings = {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
     expected = plain(tmp_path, small_gpt(), **settings)
     expected.train()
     trainer = trained(tmp_path, epsilon=0.1, inner_iter=2, **settings)
@@ -174,7 +174,13 @@ def test_clipping_is_of_the_last_gradient_alone(tmp_path: Path) -> None:
     """The step is as short as the clipped gradient; Δ, which came from the gradient before, is on the ball's edge."""
     model = small_gpt()
     watch = Watch(model)
-    settings = {"optim": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "max_steps": 2, "warmup_steps": 0}
+    settings: dict[str, Any] = {
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "weight_decay": 0.0,
+        "max_steps": 2,
+        "warmup_steps": 0,
+    }
     trainer = trained(tmp_path, model, epsilon=0.1, max_grad_norm=1e-3, lr_scheduler_type="constant", **settings)
     delta, step = watch.moved(0, 1), watch.moved(0, 2)
     assert float(flatmin.ball.combine(torch.stack([d.norm() for d in delta.values()]))) == pytest.approx(0.1, rel=1e-4)
@@ -185,7 +191,12 @@ def test_clipping_is_of_the_last_gradient_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_training_that_goes_on_from_a_checkpoint_ends_at_the_same_bits(tmp_path: Path, at: int) -> None:
     """Within an epoch (of three steps) and between two, with dropout drawn from the generators that were saved."""
-    settings = {"epsilon": 0.1, "gradient_accumulation_steps": 3, "save_strategy": "steps", "save_steps": at}
+    settings: dict[str, Any] = {
+        "epsilon": 0.1,
+        "gradient_accumulation_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": at,
+    }
     straight = trained(tmp_path, callbacks=[], **settings)
     model = small_gpt()
     with torch.no_grad():

@@ -1,4 +1,7 @@
-"""Two gloo processes under Trainer and Accelerate: replicas stay equal to the last bit, and are one process's training."""
+"""Two gloo processes under Trainer and Accelerate: replicas stay equal to the last bit.
+
+Each process is this file as a program, with a folder to write to.
+"""
 
 import os
 import socket
@@ -10,18 +13,54 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import SGD
+from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import flatmin  # noqa: E402
-from cases import same  # noqa: E402
-from flatmin.integrations.transformers import AMPTrainer  # noqa: E402
-from small_transformer import arguments, sentences, small_gpt, weights  # noqa: E402
+from accelerate import Accelerator
 
-HERE = Path(__file__).parent
+import flatmin
+from cases import same
+from flatmin.integrations.accelerate import Window
+from flatmin.integrations.transformers import AMPTrainer
+from integrations.small_transformer import arguments, sentences, small_gpt, weights
+
+ROWS = 16
 SECONDS = 120  # for processes that wait for one another for ever
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
+
+
+def with_trainer(folder: Path, **settings: Any) -> dict[str, Any]:
+    optim = {"optim": settings.pop("optim", "adamw_torch_fused"), "ddp_find_unused_parameters": False}
+    args = arguments(folder, gradient_accumulation_steps=2, ddp_backend="gloo", **optim)
+    model = small_gpt(dropout=settings.pop("dropout", 0.1))
+    trainer = AMPTrainer(model=model, args=args, train_dataset=sentences(ROWS), epsilon=0.1, **settings)
+    trainer.train()
+    assert int(os.environ["WORLD_SIZE"]) == trainer.accelerator.num_processes
+    last = trainer.optimizer.optimizer.last
+    return {"weights": weights(model), "steps": trainer.state.global_step, "delta": float(last.delta_norm)}
+
+
+def with_accelerate(**settings: Any) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = small_gpt()
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1, model=model, **settings)
+    loader: DataLoader[dict[str, Tensor]] = DataLoader(sentences(ROWS), batch_size=2)  # type: ignore[arg-type]
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    window = Window(accelerator, prepared, optimizer)
+    prepared.train()
+    steps = 0
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(prepared):
+                window.backward(prepared, **batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += accelerator.sync_gradients
+    return {"weights": weights(model), "steps": steps}
 
 
 def free_port() -> int:
@@ -31,8 +70,8 @@ def free_port() -> int:
 
 
 def trainings(folder: Path, processes: int) -> list[dict[str, Any]]:
-    """What hugging_ranks.py saw in each process."""
-    paths = [str(Path(flatmin.__file__).parents[1]), str(HERE), str(HERE.parent)]
+    """What each process saw."""
+    paths = [str(Path(flatmin.__file__).parents[1]), str(Path(__file__).parents[1])]
     common = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(paths),
@@ -41,7 +80,7 @@ def trainings(folder: Path, processes: int) -> list[dict[str, Any]]:
     }
     running = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "hugging_ranks.py"), str(folder)],
+            [sys.executable, __file__, str(folder)],
             env={**os.environ, **common, "WORLD_SIZE": str(processes), "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -82,7 +121,7 @@ def test_two_processes_are_one_with_batches_twice_as_large(seen: list[dict[str, 
     """Sentences have unequal numbers of labels: Δ and the step come from the mean over all of them."""
     model = small_gpt(dropout=0.0)
     args = arguments(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=4, optim="sgd")
-    AMPTrainer(model=model, args=args, train_dataset=sentences(16), epsilon=0.1).train()
+    AMPTrainer(model=model, args=args, train_dataset=sentences(ROWS), epsilon=0.1).train()
     for one, two in zip(weights(model), seen[0]["trainer-sgd"]["weights"], strict=True):
         torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
     assert not same(weights(model), weights(small_gpt()))
@@ -94,3 +133,24 @@ def test_each_way_of_training_is_one_of_its_own(seen: list[dict[str, Any]]) -> N
     assert not same(first["trainer"]["weights"], first["trainer-n2"]["weights"])
     if "trainer-apart" in first:
         assert not same(first["trainer"]["weights"], first["trainer-apart"]["weights"])
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    torch.set_num_threads(1)
+    seen = {
+        "trainer": with_trainer(folder / "trainer"),
+        "trainer-n2": with_trainer(folder / "trainer", inner_iter=2),
+        "accelerate": with_accelerate(),
+        "trainer-sgd": with_trainer(folder / "trainer", dropout=0.0, optim="sgd"),
+    }
+    if "sync_perturbation" in flatmin.AMP.__init__.__annotations__:
+        seen["trainer-apart"] = with_trainer(folder / "trainer", sync_perturbation=False)
+        seen["accelerate-apart"] = with_accelerate(sync_perturbation=False)
+    torch.save(seen, folder / f"rank{rank}of{os.environ['WORLD_SIZE']}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
