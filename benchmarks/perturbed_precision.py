@@ -4,7 +4,8 @@ A perturbation of length 0.1 over eleven million weights moves each of them by s
 next to a weight of 0.02 its numbers lie 1e-4 apart. So most weights round to where they were, or a step too far. What
 matters is the loss at the rounded point, and the gradient there, over batches: this measures both.
 
-After a short training, for batches of 50: Δ = ε∇L/‖∇L‖ in float32, and the pass at θ + Δ in each precision. The table
+After a short training, for batches of 50: Δ = ε∇L/‖∇L‖ in float32, and the pass at θ + Δ in each precision: under
+autocast, or (bf16, fp16 weights) with the weights themselves rounded. The table
 has the mean sharpness over the batches and its error against float64 (the mean of absolute differences, in % of the
 mean sharpness), and the cosine between the gradient of that pass and float64's.
 
@@ -31,6 +32,7 @@ from machine import command, line
 EPSILONS = (0.05, 0.1, 0.5)
 STEPS, BATCH = 300, 50
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHTS = {"float64": torch.float64, "bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}
 
 
 def pictures(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -73,16 +75,16 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def loss_and_gradient(model: nn.Module, x: Tensor, y: Tensor, precision: str) -> tuple[float, Tensor]:
-    exact = precision == "float64"
-    model = copy.deepcopy(model).double() if exact else model
+    dtype = WEIGHTS.get(precision, torch.float32)
+    model = copy.deepcopy(model).to(dtype) if precision in WEIGHTS else model
     cast = (
         torch.autocast(x.device.type, AUTOCAST[precision], cache_enabled=False)
         if precision in AUTOCAST
         else nullcontext()
     )
     with tf32(precision == "tf32"), cast:
-        loss = cross_entropy(model(x.double() if exact else x).to(torch.float64), y)
-    scale = 2.0**10 if precision == "float16" else 1.0  # as a GradScaler would
+        loss = cross_entropy(model(x.to(dtype)).to(torch.float64), y)
+    scale = 2.0**10 if precision in ("float16", "fp16 weights") else 1.0  # as a GradScaler would
     gradients = torch.autograd.grad(loss * scale, list(model.parameters()))
     return loss.item(), torch.cat([gradient.flatten().double() for gradient in gradients]) / scale
 
@@ -105,7 +107,7 @@ def moved(model: nn.Module, delta: Tensor) -> Iterator[None]:
 
 def measure(batches: int, device: torch.device) -> dict[str, Any]:
     kinds = ["convnet"] if device.type == "cpu" else ["convnet", "preactresnet18"]
-    precisions = ["float32", "bfloat16", "float16"] + (["tf32"] if device.type == "cuda" else [])
+    precisions = ["float32", *AUTOCAST, *list(WEIGHTS)[1:], *(["tf32"] if device.type == "cuda" else [])]
     rows = []
     for kind in kinds:
         x, y = pictures(kind, device)
@@ -149,10 +151,10 @@ def compared(
 
 def show(result: dict[str, Any]) -> None:
     print(f"{result['batches']} batches of {BATCH}; {line(result)}\n")
-    print(f"{'model':16}{'ε':>6}  {'precision':10}{'L(θ+Δ) − L(θ)':>15}{'exact':>10}{'error':>9}{'cosine':>10}")
+    print(f"{'model':16}{'ε':>6}  {'precision':13}{'L(θ+Δ) − L(θ)':>15}{'exact':>10}{'error':>9}{'cosine':>10}")
     for row in result["rows"]:
         print(
-            f"{row['model']:16}{row['epsilon']:6g}  {row['precision']:10}{row['sharpness']:15.5f}{row['exact']:10.5f}"
+            f"{row['model']:16}{row['epsilon']:6g}  {row['precision']:13}{row['sharpness']:15.5f}{row['exact']:10.5f}"
             f"{row['error_percent']:8.2f}%{row['cosine']:10.5f}"
         )
 

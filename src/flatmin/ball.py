@@ -12,7 +12,7 @@ Nothing here reads a number back to the host: radii and comparisons stay on the 
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -48,13 +48,13 @@ def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
     if all(part.is_cuda for part in parts):
         lengths = _at_once(parts, norm, dtype)
     else:
-        lengths = tuple(_length(part, norm, dtype) for part in parts)
+        lengths = [_length(part, norm, dtype) for part in parts]
     home = lengths[0].device
-    together = [
-        (length if type(tensor) in ORDINARY else _over_ranks(length, tensor, norm)).to(home)
-        for length, tensor in zip(lengths, whole, strict=True)
-    ]
-    return torch.stack(together)
+    for (mesh, spread), places in _by_mesh(whole).items():
+        here = torch.stack([lengths[place].to(home) for place in places])
+        for place, length in zip(places, _over_ranks(here, mesh, spread, norm).unbind(), strict=True):
+            lengths[place] = length
+    return torch.stack([length.to(home) for length in lengths])
 
 
 def combine(lengths: Tensor, *, norm: Norm = "l2") -> Tensor:
@@ -136,16 +136,19 @@ def clamp_(tensor: Tensor, epsilon: float | Tensor) -> Tensor:
     return tensor.clamp_(-epsilon, epsilon)  # type: ignore[arg-type]  # the stub forgets that a tensor may bound
 
 
-def _at_once(tensors: Sequence[Tensor], norm: Norm, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _at_once(tensors: Sequence[Tensor], norm: Norm, dtype: torch.dtype) -> list[Tensor]:
     """The norm of each, in a few launches for each dtype: a list of several dtypes would take one for each tensor."""
     kinds: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        kinds.setdefault(tensor.dtype, []).append(place)
     found: dict[int, Tensor] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.numel():
+            kinds.setdefault(tensor.dtype, []).append(place)
+        else:
+            found[place] = _length(tensor, norm, dtype)
     for places in kinds.values():
         alike = torch._foreach_norm([tensors[place] for place in places], _ORDER[norm], dtype=dtype)
         found.update(zip(places, alike, strict=True))
-    return tuple(found[place] for place in range(len(tensors)))
+    return [found[place] for place in range(len(tensors))]
 
 
 def _length(tensor: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
@@ -180,26 +183,23 @@ def _without_partial_sums(tensor: Tensor) -> Tensor:
     return tensor.redistribute(placements=summed)  # type: ignore[attr-defined, no-any-return]
 
 
-def _over_ranks(length: Tensor, tensor: Tensor, norm: Norm) -> Tensor:
-    """The norm of a DTensor from that of the shard here; any other tensor lies here whole."""
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
-        return length
+def _by_mesh(tensors: Sequence[Tensor]) -> dict[tuple[Any, tuple[bool, ...]], list[int]]:
+    """Where the DTensors are in the list, by mesh and by the dimensions of it that they are cut along."""
+    kinds: dict[tuple[Any, tuple[bool, ...]], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if type(tensor) not in ORDINARY and (placements := getattr(tensor, "placements", ())):
+            spread = tuple(not placement.is_replicate() for placement in placements)
+            if any(spread):
+                kinds.setdefault((tensor.device_mesh, spread), []).append(place)  # type: ignore[attr-defined]
+    return kinds
+
+
+def _over_ranks(lengths: Tensor, mesh: Any, spread: Sequence[bool], norm: Norm) -> Tensor:
+    """The norms of DTensors from those of the shards here, in one message for each dimension they are cut along."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     reduce = "sum" if norm == "l2" else "max"
-    spread = [Replicate() if placement.is_replicate() else Partial(reduce) for placement in placements]
-    part = length.square() if norm == "l2" else length
-    full = DTensor.from_local(part, tensor.device_mesh, spread).full_tensor()  # type: ignore[attr-defined]
+    placements = [Partial(reduce) if cut else Replicate() for cut in spread]
+    parts = lengths.square() if norm == "l2" else lengths
+    full = DTensor.from_local(parts, mesh, placements).full_tensor()
     return full.sqrt() if norm == "l2" else full
-
-
-def same_on_all_ranks(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """A number drawn at random, as the first rank drew it, where some of these tensors are spread over ranks."""
-    meshes = [tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")]
-    if not meshes:
-        return number
-    from torch.distributed.tensor import DTensor, Replicate
-
-    everywhere = [Replicate()] * meshes[0].ndim
-    return DTensor.from_local(number, meshes[0], everywhere, run_check=True).to_local()

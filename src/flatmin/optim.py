@@ -43,6 +43,8 @@ class AMP(Wrapper):
     ball        what ε bounds: all parameters together ("global"), each "group", or each "tensor"
     norm        "l2", or "linf": the largest number of Δ
     model       given: BatchNorm statistics and dropout masks of a step are those of its clean pass
+    sync_perturbation   several ranks: one Δ for all, or (False) one a rank, from its own part of the batch; the latter
+                        needs `model`, the DistributedDataParallel module
 
     ε and ζ live in `param_groups`, where a group may have its own and schedulers move them; a group with `epsilon=0` is
     left alone. `last` has what the last step measured. Memory beyond the base's: one copy of the parameters for N = 1,
@@ -65,6 +67,7 @@ class AMP(Wrapper):
 
     _starts_clean = True
     _hyperparameters = ("epsilon", "inner_lr")
+    _settings = (*Wrapper._settings, "sync_perturbation")
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class AMP(Wrapper):
         ball: Ball = "global",
         norm: Norm = "l2",
         model: nn.Module | None = None,
+        sync_perturbation: bool = True,
     ) -> None:
         super().__init__(
             base,
@@ -84,6 +88,7 @@ class AMP(Wrapper):
             ball=ball,
             norm=norm,
             model=model,
+            sync_perturbation=sync_perturbation,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -100,6 +105,8 @@ class AMP(Wrapper):
     @torch.no_grad()
     def _perturb(self, n: int, unscale: float | Tensor) -> None:
         """Δ ← Π(Δ + ζ∇J), and the weights to θ + Δ."""
+        if n == 0:
+            self._delta.forget()  # of the micro-batch before
         steps = [self._ascent(group, n, unscale) for group in self._perturbed_groups()]
         steps = [step for step in steps if step.params]
         if not steps:

@@ -21,6 +21,14 @@ from flatmin.tensors import plain
 Owners = tuple[Optimizer, Optimizer]  # the wrapper and its base
 
 
+def check_in_use(scaler: GradScaler | None) -> None:
+    if scaler is not None and scaler._scale is None:
+        raise RuntimeError(
+            "a GradScaler was passed that has scaled no loss, so gradients would be divided by a scale they do not "
+            "have; call scaler.scale(loss).backward(), or leave out scaler="
+        )
+
+
 def inverse_scale(scaler: GradScaler | None, owners: Owners, device: torch.device) -> float | Tensor:
     """1/S, by which the present gradients are to be multiplied. `scaler.get_scale()` would read S back to the host."""
     if scaler is None or _unscaled(scaler, owners):

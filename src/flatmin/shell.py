@@ -28,7 +28,7 @@ class Shell(Optimizer):
     inner_iter: int
     ball: Ball
     norm: Norm
-    model: nn.Module | None
+    sync_perturbation: bool = True
 
     _hyperparameters: ClassVar[tuple[str, ...]]
     _shown: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm")
@@ -72,12 +72,27 @@ class Shell(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.base.defaults = defaults
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose buffers and random numbers a step looks after; may be set to what a trainer makes of it."""
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module | None) -> None:
+        _check_model(self.base, model)
+        self._model = model
+        self._meet(model)
+
+    def _meet(self, model: nn.Module | None) -> None:
+        """A model came, or another one."""
+
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or pickle carries: not what belongs to a moment (hooks, a scheduler's patch, a step's copies)."""
         return {key: getattr(self, key) for key in self._settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        for key, value in state.items():
+            setattr(self, key, value)
         super().__setstate__({})
 
     def __repr__(self) -> str:
@@ -179,11 +194,19 @@ def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None
         )
 
 
-def _check_settings(base: Optimizer, *, inner_iter: int, ball: object, norm: object, model: object) -> None:
+def _check_settings(
+    base: Optimizer, *, inner_iter: int, ball: object, norm: object, model: object, sync_perturbation: object = True
+) -> None:
     if ball not in BALLS:
         raise ValueError(f"unknown ball {ball!r}; choose from {', '.join(BALLS)}")
     if norm not in NORMS:
         raise ValueError(f"unknown norm {norm!r}; choose from {', '.join(NORMS)}")
+    if not isinstance(sync_perturbation, bool):
+        raise TypeError(f"sync_perturbation must be True or False, got {sync_perturbation!r}")
+    _check_model(base, model)
+
+
+def _check_model(base: Optimizer, model: object) -> None:
     if model is None:
         return
     if not isinstance(model, nn.Module):

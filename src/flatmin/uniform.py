@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flatmin.ball import Ball, Norm, norms, radii, same_on_all_ranks
+from flatmin.ball import Ball, Norm, norms, radii
+from flatmin.ranks import same_on_all_ranks
 from flatmin.tensors import plain
 
 

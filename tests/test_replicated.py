@@ -1,0 +1,90 @@
+"""Data-parallel training in two and four gloo processes: replicas stay equal, whatever happens on one of them."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cases import METHODS, same
+from ranks import in_ranks
+from replicated import JOBS
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
+
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What every job of replicated.py returned, for each rank."""
+    return in_ranks(JOBS, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_replicas_stay_equal_to_the_last_bit(seen: Seen, job: str) -> None:
+    first = seen[0][job]
+    for results in seen[1:]:
+        for key in {"weights", "momentum", "plain", "amp"} & first.keys():
+            if job != "statistics":
+                assert same(first[key], results[job][key])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(seen: Seen, method: str) -> None:
+    for results in seen:
+        assert results[f"ddp-{method}"]["skipped"] == [False] * 5
+        spoilt = results[f"spoilt-{method}"]
+        assert spoilt["skipped"] == [False, False, True, False, False]
+        assert all(tensor.isfinite().all() for tensor in (*spoilt["weights"], *spoilt["momentum"]))
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job.startswith(("as-one", "apart", "micro-apart"))])
+def test_ranks_train_as_one_process_would(seen: Seen, job: str) -> None:
+    """With one perturbation for all: on the whole batch. With one a rank: by hand, each from its own gradient."""
+    for results in seen:
+        torch.testing.assert_close(results[job]["weights"], results[job]["expected"], rtol=1e-9, atol=1e-12)
+
+
+def test_ranks_with_perturbations_of_their_own_differ_in_them(seen: Seen) -> None:
+    lengths = [float(results["apart-1-closure"]["grad_norm"]) for results in seen]
+    assert len(set(lengths)) == len(seen)
+    apart, as_one = (seen[0][job]["weights"] for job in ("micro-apart", "micro-as-one"))
+    assert not torch.allclose(apart[0], as_one[0], rtol=1e-9)
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job.startswith("skip")])
+def test_an_ascent_that_overflows_on_one_rank_is_skipped_on_all(seen: Seen, job: str) -> None:
+    for results in seen:
+        assert results[job]["skipped"] == [False, True, False]
+        assert results[job]["moved"] == [True, False, True]
+        assert results[job]["scale"] == (2.0**9 if job.endswith("True") else 1.0)
+
+
+def test_batchnorm_counts_as_without_a_perturbation(seen: Seen) -> None:
+    for results in seen:
+        assert same(results["statistics"]["plain"], results["statistics"]["amp"])
+
+
+def test_epsilon_zero_is_the_base_optimizer_with_synchronised_gradients(seen: Seen) -> None:
+    for results in seen:
+        for form in ("closure", "blocks"):
+            assert same(results[f"idle-{form}"]["plain"], results[f"idle-{form}"]["amp"])
+
+
+@pytest.mark.parametrize(
+    ("on", "words"),
+    [
+        ("epsilon", r"all ranks must have the same epsilon, got \[0.1\] on rank 0 and \[0.2\] on rank 1; give every"),
+        ("idle", r"the same epsilon, got \[0.0\] on rank 0 and \[0.1\] on rank 1"),
+        ("inner_iter", "the same inner_iter, got 1 on rank 0 and 2 on rank 1"),
+        ("gradients", r"without a gradient, got \[\] on rank 0 and \['number 0'\] on rank 1; use the same parameters"),
+        ("replicas", "got model=a Sequential with none in it; pass model=ddp_model"),
+    ],
+)
+def test_ranks_that_disagree_all_get_an_error_and_keep_their_weights(seen: Seen, on: str, words: str) -> None:
+    for results in seen:
+        job = results[f"disagree-{on}"]
+        assert job["stayed"]
+        with pytest.raises(ValueError, match=words):
+            raise ValueError(job["message"])
