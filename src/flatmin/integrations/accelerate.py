@@ -76,8 +76,8 @@ class Window:
         """A micro-batch, forward and backward: now at θ, and, with the others, at θ + Δ once the window is whole."""
         here = Snapshot(self.model)
         here.take_random({param.device for param in self.model.parameters()})
-        apart = not getattr(self.optimizer, "sync_perturbation", True)  # each process climbs along its own gradient
-        with self._no_exchange() if apart else nullcontext():
+        together = self.optimizer.sync_perturbation or self.optimizer._is_idle()  # else each climbs its own gradient
+        with nullcontext() if together else self._no_exchange():
             result = run()
         self._passes.append((run, here))
         if self.accelerator.sync_gradients:
