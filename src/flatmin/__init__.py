@@ -6,9 +6,9 @@ loss = optimizer.step(closure)
 
 from flatmin import attacks, ball, flatness, metrics, regularisers, theory
 from flatmin.capture import captured_step
+from flatmin.last import Last
 from flatmin.optim import AMP, RMP
 from flatmin.selection import groups
-from flatmin.wrapper import Last
 
 __version__ = "0.1.0"
 

@@ -7,7 +7,7 @@ Each micro-batch has a perturbation of its own, so its gradient at θ + Δᵢ is
 The sum is kept aside, in float32 at least, and left in `grad` at the end.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -53,12 +53,3 @@ class MeanGradient:
                 param.grad = mean.to(param.dtype)
             else:
                 param.grad.copy_(mean)  # in place: it may be a view of a bucket that ranks exchange
-
-
-def mean_of(numbers: Sequence[Tensor]) -> Tensor:
-    """Of numbers on the device.
-
-    >>> mean_of([torch.tensor(1.0), torch.tensor(2.0)])
-    tensor(1.5000)
-    """
-    return torch.stack([number.float() for number in numbers]).mean()

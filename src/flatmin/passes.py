@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_map_only
 
 from flatmin import lists
 from flatmin.guard import step_unless
+from flatmin.last import loss_in
 from flatmin.optim import AMP
+from flatmin.perturbing import Aside
 from flatmin.scaling import inverse_scale, step_scaled
 from flatmin.shadow import cast_once, in_place_of
 from flatmin.snapshot import random_state, set_random_state
 from flatmin.task import Task, undone
 from flatmin.tensors import copy_, is_dense, lies_like
-from flatmin.wrapper import Aside, loss_in
 
 Gradients = dict[Tensor, Tensor]
 

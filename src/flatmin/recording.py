@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from flatmin import lists
 from flatmin.host_random import HostRandom
+from flatmin.last import Last, loss_in
 from flatmin.packed import Packed
 from flatmin.passes import Gradients, Masks, Passes, StandIns
 from flatmin.shell import Group
 from flatmin.task import CannotCaptureError, Task, in_a_line, undone
-from flatmin.wrapper import Last, loss_in
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 MOVED = ("lr", "epsilon", "inner_lr")  # the values of a group that may change without a new capture

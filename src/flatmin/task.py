@@ -14,8 +14,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from flatmin.host_random import HostRandom
+from flatmin.last import loss_in
 from flatmin.snapshot import Snapshot
-from flatmin.wrapper import Wrapper, loss_in
+from flatmin.wrapper import Wrapper
 
 
 class CannotCaptureError(RuntimeError):

@@ -272,9 +272,11 @@ def test_the_model_may_come_from_model_init(tmp_path: Path) -> None:
     """As in a search for hyper-parameters, where each trial has a new model and a new optimizer."""
     expected, _ = by_hand(tmp_path, accumulation=3)
     args, rows = arguments(tmp_path, gradient_accumulation_steps=3), sentences(ROWS)
-    trainer = AMPTrainer(
-        model_init=lambda: small_gpt(), args=args, train_dataset=rows, epsilon=0.1, callbacks=[Seeds()]
-    )
+
+    def new() -> nn.Module:
+        return small_gpt()
+
+    trainer = AMPTrainer(model_init=new, args=args, train_dataset=rows, epsilon=0.1, callbacks=[Seeds()])
     for _ in range(2):
         trainer.train()
         assert same(weights(trainer.model), expected)

@@ -19,9 +19,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
+from flatmin.last import loss_in
 from flatmin.shell import what
 from flatmin.snapshot import Snapshot
-from flatmin.wrapper import Wrapper, loss_in
+from flatmin.wrapper import Wrapper
 
 T = TypeVar("T")
 

@@ -1,0 +1,55 @@
+"""What a step tells: the losses, norms and flags of the last one, and the loss in what a closure returned."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Last:
+    """What the last step measured, as tensors on the device: nothing waits for them until they are read.
+
+    `loss` is that of the clean pass and `loss_perturbed` that of the last pass, at θ + Δ (RMP has that pass alone, so
+    the two are one); their difference is the sharpness. `grad_norm` is ‖∇J(θ)‖ (RMP: at θ + Δ) and `delta_norm` is ‖Δ‖
+    over all balls together, both in the ball's norm. `on_ball` is the share of balls whose edge Δ was brought back to
+    (for "linf", of tensors with a clamped number). `skipped` tells that a gradient was not finite and θ stayed as it
+    was. None: not measured.
+    """
+
+    loss: Tensor | None = None
+    loss_perturbed: Tensor | None = None
+    grad_norm: Tensor | None = None
+    delta_norm: Tensor | None = None
+    on_ball: Tensor | None = None
+    skipped: Tensor | None = None
+
+
+def loss_in(result: object) -> Tensor | None:
+    """The loss in what a closure returned: the tensor itself, a dict's "loss", the first tensor of a tuple or list."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif isinstance(result, tuple | list):
+        result = next((item for item in result if isinstance(item, Tensor)), None)
+    return result if isinstance(result, Tensor) else None
+
+
+def detached_loss(result: object) -> Tensor | None:
+    loss = loss_in(result)
+    return None if loss is None else loss.detach()
+
+
+def mean_loss(results: Sequence[object]) -> Tensor | None:
+    """Of micro-batches."""
+    losses = [loss for loss in map(detached_loss, results) if loss is not None]
+    return mean_of(losses) if len(losses) == len(results) else None
+
+
+def mean_of(numbers: Sequence[Tensor]) -> Tensor:
+    """Of numbers on the device.
+
+    >>> mean_of([torch.tensor(1.0), torch.tensor(2.0)])
+    tensor(1.5000)
+    """
+    return torch.stack([number.float() for number in numbers]).mean()
