@@ -431,6 +431,26 @@ def test_an_exception_at_the_perturbed_weights_leaves_them_as_they_were(tmp_path
     assert same(weights(model), theta)
 
 
+class StopWithinAWindow(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Once, after a micro-batch that is not the last of its step."""
+
+    done = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop, self.done = not self.done, True
+
+
+def test_a_training_that_stopped_within_a_window_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    model = small_gpt()
+    watch = Watch(model)
+    settings: dict[str, Any] = {"epsilon": 0.1, "gradient_accumulation_steps": 3, "max_steps": 1}
+    trainer = trained(tmp_path, model, callbacks=[StopWithinAWindow()], **settings)
+    assert (len(watch.passes), trainer.state.global_step) == (1, 0)
+    assert same(weights(model), weights(small_gpt()))
+    trainer.train()
+    assert (len(watch.passes), trainer.state.global_step) == (1 + 3 + 3, 1)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -94,7 +94,7 @@ def trainings(folder: Path, processes: int) -> list[dict[str, Any]]:
     finally:
         for process in running:
             process.kill()
-            process.wait()
+            process.communicate()
     return [torch.load(folder / f"rank{rank}of{processes}.pt", weights_only=True) for rank in range(processes)]
 
 
