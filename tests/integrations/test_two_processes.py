@@ -29,7 +29,7 @@ from flatmin.integrations.transformers import AMPTrainer
 from integrations.small_transformer import arguments, sentences, small_gpt, weights
 
 ROWS = 16
-SECONDS = 120  # for processes that wait for one another for ever
+SECONDS = 240  # for processes that wait for one another for ever
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 
 
