@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
@@ -191,10 +191,15 @@ def train_at_random(rank: int, ball: str) -> dict[str, Any]:
     return {"lengths": lengths}
 
 
-def refuse(rank: int) -> dict[str, Any]:
+def refuse(rank: int, what: str) -> dict[str, Any]:
     case = double()
-    spread(case.model, "sharded")
-    optimizer = AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, model=case.model, sync_perturbation=False)
+    if what == "apart":
+        spread(case.model, "sharded")
+    else:
+        case.model = FullyShardedDataParallel(
+            case.model, use_orig_params=what == "older", device_id=torch.device("cpu")
+        )
+    optimizer = AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, sync_perturbation=what != "apart")
     try:
         optimizer.step(case.closure(optimizer))
     except ValueError as error:
@@ -283,5 +288,5 @@ def jobs(ranks: int, folder: Path) -> dict[str, Any]:
             for scaled in (False, True)
         },
         "restore": restore,
-        "refuse": refuse,
+        **{f"refuse-{what}": partial(refuse, what=what) for what in ("apart", "older", "flat")},
     }

@@ -1,15 +1,19 @@
 """Every snippet of the README and the guides runs, and none of them names a command that is not there."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import typer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import flatmin
+from flatmin.tensors import plain
 from flatmin_lab.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -50,18 +54,31 @@ def reader() -> dict[str, Any]:
         return loss
 
     names = {"torch": torch, "flatmin": flatmin, "loader": batches, "micro_batches": batches}
+    if dist.is_initialized():
+        names |= {"DistributedDataParallel": DistributedDataParallel, "ddp_model": DistributedDataParallel(model)}
     return {**names, **{key: value for key, value in locals().items() if key not in ("names", "batches")}}
 
 
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of one, for pages about several."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("code", SNIPPETS)
-def test_snippets_run_as_they_stand(code: str) -> None:
+def test_snippets_run_as_they_stand(code: str, request: pytest.FixtureRequest) -> None:
+    if "istributed" in code or "ddp_model" in code:
+        request.getfixturevalue("one_rank")
     names = reader()
     before = [param.detach().clone() for param in names["model"].parameters()]
     exec(compile(code, "snippet", "exec"), names)
     for value in names["model"].parameters():
         assert value.isfinite().all()
     if ".step(" in code and len(before) == len(list(names["model"].parameters())):
-        assert not all(torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
+        now = map(plain, names["model"].parameters())
+        assert not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
 def test_there_are_snippets_and_pictures() -> None:

@@ -74,9 +74,16 @@ def test_after_an_exception_shards_are_back_in_place(seen: Seen) -> None:
     assert all(job["back"] and job["in_place"] for job in all_of(seen, "restore"))
 
 
-def test_spread_weights_have_one_perturbation(seen: Seen) -> None:
-    for job in all_of(seen, "refuse"):
-        assert "spread over ranks; use sync_perturbation=True" in job["message"]
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("apart", "spread over ranks; use sync_perturbation=True"),
+        ("older", "use torch.distributed.fsdp.fully_shard instead"),
+        ("flat", "use torch.distributed.fsdp.fully_shard instead"),
+    ],
+)
+def test_what_cannot_be_perturbed_names_what_can(seen: Seen, what: str, words: str) -> None:
+    assert all(words in job["message"] for job in all_of(seen, f"refuse-{what}"))
 
 
 @pytest.mark.parametrize(("ball", "bound"), [("global", 0.1), ("group", 0.1), ("tensor", 0.1 * 3**0.5)])

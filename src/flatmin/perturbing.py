@@ -205,9 +205,8 @@ class Perturbing(Shell, ABC):
     def _meet_ranks(self) -> None:
         """At the first step: one perturbation a rank needs replicas, and all ranks need the same settings."""
         params = [p for group in self.param_groups for p in group["params"]]
+        ranks.check_layout(self.model, params, sync_perturbation=self.sync_perturbation)
         groups = ranks.groups_of(self.model, params)
-        if not self.sync_perturbation:
-            ranks.check_replicated(self.model, params)
         if groups:  # reading ε may wait for the device
             settings = {
                 **{key: [float(group[key]) for group in self.param_groups] for key in self._hyperparameters},

@@ -55,9 +55,16 @@ def groups_of(model: nn.Module | None, params: Iterable[Tensor]) -> list[Any]:
     return [group for group in dict.fromkeys(found) if torch.distributed.get_world_size(group) > 1]
 
 
-def check_replicated(model: nn.Module | None, params: Iterable[Tensor]) -> None:
-    """A perturbation a rank, where there are several, takes a whole model on each of them."""
+def check_layout(model: nn.Module | None, params: Sequence[Tensor], *, sync_perturbation: bool) -> None:
+    """Weights may be replicated, or spread as DTensors; a perturbation a rank takes a whole model on each."""
     if not several():
+        return
+    if any(getattr(param, "_fsdp_flattened", False) for param in params):
+        raise ValueError(
+            "FullyShardedDataParallel hides which weights belong together, so that no rank knows their norm; use "
+            "torch.distributed.fsdp.fully_shard instead"
+        )
+    if sync_perturbation:
         return
     if any(hasattr(param, "device_mesh") for param in params):
         raise ValueError(

@@ -1,0 +1,25 @@
+"""The programs in examples/ run as they stand."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
+@pytest.mark.parametrize("flags", [[], ["--apart"]])
+def test_torchrun_trains_equal_replicas(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "several_gpus.py"), *flags], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank (\d) of 2: error ([\d.]+)%, weights add up to (\S+)", done.stdout)
+    assert {rank for rank, _, _ in found} == {"0", "1"}
+    assert len({weights for _, _, weights in found}) == 1
+    assert all(float(error) < 20 for _, error, _ in found)
