@@ -31,7 +31,10 @@ def snippets(page: Path) -> list[str]:
 
 
 SNIPPETS = [
-    pytest.param(code, id=f"{page.name}-{number}") for page in PAGES for number, code in enumerate(snippets(page))
+    pytest.param(code, id=f"{page.name}-{number}")
+    for page in PAGES
+    if not page.name.startswith("trainers_")  # their frameworks may not be there: tests/integrations runs these
+    for number, code in enumerate(snippets(page))
 ]
 
 

@@ -31,7 +31,14 @@ def test_the_library_imports_torch_and_itself_alone() -> None:
     assert len(files) > 5
     for path in files:
         own = {"triton"} if path.name in WITH_TRITON else set()  # comes with torch where torch has CUDA
+        if path.parent.name == "integrations":
+            own = {"accelerate", "transformers"}  # an integration imports its framework, and nothing imports it
         assert imports_of(path) <= ALLOWED | own, path.name
+
+
+def test_nothing_in_the_library_imports_an_integration() -> None:
+    for path in LIBRARY.rglob("*.py"):
+        assert path.parent.name == "integrations" or "flatmin.integrations" not in path.read_text(), path.name
 
 
 def test_the_library_imports_and_steps_where_torch_alone_is_installed() -> None:

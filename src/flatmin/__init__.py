@@ -8,7 +8,20 @@ from flatmin import attacks, ball, flatness, metrics, regularisers, theory
 from flatmin.capture import captured_step
 from flatmin.last import Last
 from flatmin.optim import AMP, RMP
+from flatmin.selection import groups
 
 __version__ = "0.1.0"
 
-__all__ = ["AMP", "RMP", "Last", "attacks", "ball", "captured_step", "flatness", "metrics", "regularisers", "theory"]
+__all__ = [
+    "AMP",
+    "RMP",
+    "Last",
+    "attacks",
+    "ball",
+    "captured_step",
+    "flatness",
+    "groups",
+    "metrics",
+    "regularisers",
+    "theory",
+]

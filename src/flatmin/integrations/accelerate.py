@@ -1,0 +1,137 @@
+"""Accelerate: the micro-batches of a step run once at θ and again at θ + Δ.
+
+A step of Accelerate spans the micro-batches up to the one where `accelerator.sync_gradients` holds: a window. Its
+gradient is their mean, so Δ must come from all of them, and so must the gradient at θ + Δ:
+
+    at θ         each micro-batch as it comes, remembered
+    at θ + Δ     all of them again, when the last one has come; N times
+    then         clip, step, schedule, as in any loop
+
+Accelerate keeps the loss scale, the accumulation and the exchange between processes to itself; each is asked here.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from flatmin.last import loss_in
+from flatmin.shell import what
+from flatmin.snapshot import Snapshot
+from flatmin.wrapper import Wrapper
+
+T = TypeVar("T")
+
+
+class Window:
+    """The passes of a step in a loop of Accelerate's.
+
+        model, optimizer, loader = accelerator.prepare(model, flatmin.AMP(optimizer, epsilon=0.1, model=model), loader)
+        window = Window(accelerator, model, optimizer)
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = window.backward(loss_of, x, y)      # loss = loss_of(x, y); accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Every backward pass of the loop goes through it. All micro-batches of a window are kept until its end.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> None:
+        self.accelerator = accelerator
+        self.model = model
+        self.optimizer = perturbing(optimizer)
+        self._passes: list[tuple[Callable[[], Any], Snapshot]] = []
+        check_strategy(accelerator)
+        if self.optimizer.model is not None:
+            self.optimizer.model = model  # as prepared: the one that exchanges gradients between processes
+        if accelerator.scaler is not None and isinstance(optimizer, AcceleratedOptimizer):
+            self._tell_of_skipped_steps(optimizer)
+
+    def backward(self, loss_of: Callable[..., T], *inputs: Any, **named_inputs: Any) -> T:
+        """`accelerator.backward` of the loss in `loss_of(*inputs, **named_inputs)`, whose result at θ is returned.
+
+        The result is the loss, or has it as a dict's "loss" or a tuple's first tensor: `loss_of` may be a Hugging Face
+        model. It is called again with the same inputs when the window ends, so it takes them as arguments: a loop's
+        variables would be those of the last micro-batch by then.
+        """
+
+        def run() -> T:
+            result = loss_of(*inputs, **named_inputs)
+            loss = loss_in(result)
+            if loss is None:
+                raise TypeError(
+                    'the function must return the loss as a tensor, a dict\'s "loss" or the first tensor of a tuple, '
+                    f"got {what(result)}"
+                )
+            self.accelerator.backward(loss)
+            return result
+
+        return self.run(run)
+
+    def run(self, run: Callable[[], T]) -> T:
+        """A micro-batch, forward and backward: now at θ, and, with the others, at θ + Δ once the window is whole."""
+        here = Snapshot(self.model)
+        here.take_random({param.device for param in self.model.parameters()})
+        together = self.optimizer.sync_perturbation or self.optimizer._is_idle()  # else each climbs its own gradient
+        with nullcontext() if together else self._no_exchange():
+            result = run()
+        self._passes.append((run, here))
+        if self.accelerator.sync_gradients:
+            passes, self._passes = self._passes, []
+            self._run_perturbed(passes)
+        return result
+
+    def _run_perturbed(self, passes: list[tuple[Callable[[], Any], Snapshot]]) -> None:
+        scaler = self.accelerator.scaler
+        if self.optimizer._is_idle():  # the base's own step follows, which has to know its scaler
+            self.optimizer._scaler_of_blocks = scaler
+            return
+        for _ in range(self.optimizer.inner_iter):
+            with self.optimizer.perturbed(scaler=scaler):
+                for number, (run, then) in enumerate(passes, start=1):
+                    if self.optimizer.model is not None:  # its dropout masks again, whatever was drawn in between
+                        then.put_back_random()
+                    with self._no_exchange() if number < len(passes) else nullcontext():
+                        run()
+
+    def _no_exchange(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
+        return context
+
+    def _tell_of_skipped_steps(self, accelerated: AcceleratedOptimizer) -> None:
+        """Accelerate takes a step for skipped if the scaler did not call it; a perturbing one is always called.
+
+        Without this a scheduler would step where the optimizer did not.
+        """
+
+        def tell(*_: object) -> None:
+            accelerated._accelerate_step_called = not self.optimizer.last.skipped
+
+        self.optimizer.register_step_post_hook(tell)
+
+
+def perturbing(optimizer: Optimizer) -> Wrapper:
+    """The AMP or RMP inside what `accelerator.prepare` returned."""
+    inner = optimizer
+    while isinstance(inner, AcceleratedOptimizer):
+        inner = inner.optimizer
+    if not isinstance(inner, Wrapper):
+        raise TypeError(
+            f"the optimizer must be a flatmin.AMP or flatmin.RMP, prepared by Accelerate or not, got {what(inner)}; "
+            "write accelerator.prepare(model, flatmin.AMP(optimizer, epsilon=0.1, model=model))"
+        )
+    return inner
+
+
+def check_strategy(accelerator: Accelerator) -> None:
+    """Can the weights of a process be perturbed, the way they are spread over processes?"""
+    strategy = accelerator.distributed_type
+    if strategy in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(f"{strategy.value} steps with an optimizer of its own, which cannot be perturbed; use DDP")
+    if strategy == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("the first FSDP hides which parameters a process has; use DDP, or fsdp_version=2")

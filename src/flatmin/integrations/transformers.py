@@ -1,0 +1,101 @@
+"""Hugging Face's Trainer: a step's micro-batches are replayed at θ + Δ before the Trainer clips and steps.
+
+The Trainer runs `training_step` for each micro-batch of an accumulation window, then clips, steps, schedules and logs.
+`AMPTrainer` wraps the optimizer that the Trainer makes, and hands the micro-batches to a `Window`; all else is the
+Trainer's. The loss it reports is that of the clean passes, the gradient norm that of the step's gradient, at θ + Δ.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from transformers import Trainer
+
+from flatmin.integrations.accelerate import Window, check_strategy
+from flatmin.optim import AMP, RMP
+from flatmin.selection import groups
+from flatmin.wrapper import Wrapper
+
+
+class AMPTrainer(Trainer):
+    """`transformers.Trainer` with Adversarial Model Perturbation.
+
+        trainer = AMPTrainer(model=model, args=args, train_dataset=data, epsilon=0.1)
+
+    epsilon     and the other settings of `method`: inner_lr, inner_iter, ball, norm …
+    method      flatmin.AMP, or flatmin.RMP (where the clean passes run too, for the loss alone)
+    perturb     given: perturb(name, parameter) tells which parameters are perturbed; the others are trained as ever
+
+    An optimizer in `optimizers=` is wrapped, or used as it is if it is a flatmin.AMP or flatmin.RMP already; then the
+    settings are its own. Before another subclass of Trainer it works as a mixin:
+
+        class AMPSeq2SeqTrainer(AMPTrainer, Seq2SeqTrainer): ...
+    """
+
+    optimizer: Any  # None, then what the Trainer or the user made, wrapped, then what Accelerate made of it
+
+    def __init__(
+        self,
+        *args: Any,
+        epsilon: float | None = None,
+        method: type[AMP] | type[RMP] = AMP,
+        perturb: Callable[[str, nn.Parameter], bool] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        known = signature(method).parameters.keys() - {"base", "model"}
+        settings = {name: kwargs.pop(name) for name in known & kwargs.keys()}
+        if epsilon is not None:
+            settings["epsilon"] = epsilon
+        given = (kwargs.get("optimizers") or (None, None))[0]
+        self._check_settings(given, settings, perturb)
+        if not isinstance(given, Wrapper):  # wrong values are told now, not when the training begins
+            method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
+        self._method, self._settings, self._perturb = method, settings, perturb
+        self._window: Window | None = None
+        super().__init__(*args, **kwargs)
+        check_strategy(self.accelerator)
+
+    @staticmethod
+    def _check_settings(given: Optimizer | None, settings: dict[str, Any], perturb: object) -> None:
+        if isinstance(given, Wrapper) and settings:
+            raise ValueError(
+                f"a {type(given).__name__} in optimizers= has settings of its own, got {', '.join(sorted(settings))} "
+                "beside it; leave them out, or give the optimizer inside it, `optimizer.base`"
+            )
+        if not isinstance(given, Wrapper) and "epsilon" not in settings:
+            raise TypeError("AMPTrainer needs epsilon, the radius of the ball; write AMPTrainer(..., epsilon=0.1)")
+        if given is not None and perturb is not None:
+            raise ValueError(
+                "perturb splits the groups of the optimizer that the Trainer makes, got one in optimizers=; "
+                "make that one with flatmin.groups(model, perturb=perturb)"
+            )
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        """The Trainer's optimizer, or the user's, wrapped. Each `train()` comes here first."""
+        made = self.optimizer is None
+        optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
+        self._window = None
+        if getattr(optimizer, "_is_accelerate_prepared", False) or isinstance(optimizer, Wrapper):
+            return optimizer  # of an earlier train(), or the user's
+        if made and self._perturb is not None:
+            optimizer.param_groups = groups(self.model, perturb=self._perturb, among=optimizer.param_groups)
+        self.optimizer = wrapped = self._method(optimizer, model=self.model, **self._settings)
+        return wrapped
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """A micro-batch at θ; after the last one of a window, all of them at θ + Δ."""
+        if self._window is None:
+            self._window = Window(self.accelerator, model, self.optimizer)
+        step = super().training_step
+
+        def run() -> Tensor:
+            loss: Tensor = step(model, copy(inputs), num_items_in_batch)  # copied: some trainers take things out
+            return loss
+
+        return self._window.run(run)

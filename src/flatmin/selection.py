@@ -1,0 +1,47 @@
+"""Which parameters are perturbed: the groups of an optimizer, split by name.
+
+Δ lives where ε > 0, and ε is a setting of a group, as weight decay is. To perturb norm layers alone, all but biases, or
+adapters alone, each group is split in two that differ in ε and in nothing else.
+"""
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from flatmin.shell import Group
+
+
+def groups(
+    model: nn.Module, *, perturb: Callable[[str, nn.Parameter], bool], among: Iterable[Group] | None = None
+) -> list[Group]:
+    """Groups for an optimizer, in which only what `perturb(name, parameter)` chooses is perturbed.
+
+    The rest is trained as ever, with `epsilon=0`. `among` has groups with settings of their own, which they keep, and
+    parameters of `model`; without it, all of the model's are one group. A tied weight has several names and is chosen
+    if one of them is.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    >>> chosen, rest = groups(model, perturb=lambda name, parameter: name.endswith("weight"))
+    >>> len(chosen["params"]), len(rest["params"]), rest["epsilon"]
+    (2, 2, 0.0)
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    chosen = {param for param, known in names.items() if any(perturb(name, param) for name in known)}
+    split = []
+    for group in [{"params": list(names)}] if among is None else among:
+        params = list(group["params"])
+        if strangers := sum(param not in names for param in params):
+            raise ValueError(
+                f"groups() splits the parameters of its model, got {strangers} that are none of it; "
+                "give it the model that the optimizer trains"
+            )
+        split.append({**group, "params": [param for param in params if param in chosen]})
+        split.append({**group, "params": [param for param in params if param not in chosen], "epsilon": 0.0})
+    if all(group.get("epsilon") == 0 for group in split if group["params"]):
+        raise ValueError(
+            f"perturb must choose at least one parameter, got none of {len(names)}; "
+            f"the first names are {', '.join(known[0] for known in list(names.values())[:3])}"
+        )
+    return [group for group in split if group["params"]]
