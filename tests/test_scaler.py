@@ -208,6 +208,24 @@ def test_scaler_step_of_the_optimizer_ends_blocks_as_well(make_base: MakeBase) -
         assert same(*runs)
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+def test_with_epsilon_zero_scaler_step_needs_no_blocks(make_base: MakeBase, unscale: bool) -> None:
+    plain, wrapped = setup(), setup()
+    base, base_scaler = make_base(plain.model.parameters()), new_scaler()
+    optimizer, scaler = flatmin.AMP(make_base(wrapped.model.parameters()), epsilon=0.0), new_scaler()
+    for overflow in (False, True, False):
+        for case, stepped, scales in ((plain, base, base_scaler), (wrapped, optimizer, scaler)):
+            stepped.zero_grad()
+            scales.scale(case.loss() * (float("inf") if overflow else 1)).backward()
+            if unscale:
+                scales.unscale_(stepped)
+            scales.step(stepped)
+            scales.update()
+        assert bool(optimizer.last.skipped) == overflow
+        assert same(plain.weights(), wrapped.weights())
+    assert scaler.get_scale() == base_scaler.get_scale() == 2.0**11
+
+
 def test_a_scaler_given_to_some_calls_only_is_an_error_that_loses_nothing() -> None:
     case, scaler = setup(), new_scaler()
     optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)

@@ -61,6 +61,23 @@ def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scale
     return torch.stack(found).amax() > 0 if found else skip  # a base that asks the scaler itself leaves no flag
 
 
+def step_as_told(base: Optimizer, scale: Tensor | None, found_inf: Tensor) -> None:
+    """The base's own step inside `scaler.step(wrapper)`: S (None: unscaled) and the flag are what the scaler left."""
+    if getattr(base, "_step_supports_amp_scaling", False):
+        base.grad_scale, base.found_inf = scale, found_inf  # type: ignore[attr-defined]
+        try:
+            base.step()
+        finally:
+            del base.grad_scale, base.found_inf  # type: ignore[attr-defined]
+        return
+    if scale is not None:
+        inverse = scale.double().reciprocal().float()
+        for param in (param for group in base.param_groups for param in group["params"] if param.grad is not None):
+            plain(param.grad).mul_(inverse.to(param.device))
+    if not found_inf.item():  # as the scaler asks, of an optimizer that does not know it
+        base.step()
+
+
 def _unscaled(scaler: GradScaler, owners: Owners) -> list[Optimizer]:
     known = scaler._per_optimizer_states
     return [owner for owner in owners if id(owner) in known and known[id(owner)]["stage"] is OptState.UNSCALED]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from flatmin.last import detached_loss, mean_loss, mean_of
+from flatmin.last import Last, detached_loss, mean_loss, mean_of
 from flatmin.micro_batches import MeanGradient
 from flatmin.perturbing import Closure, Perturbing
-from flatmin.scaling import new_gradients_come
+from flatmin.scaling import new_gradients_come, step_as_told
 from flatmin.shell import what
 from flatmin.snapshot import Snapshot
 
@@ -73,7 +73,10 @@ class Wrapper(Perturbing):
         with the mean of their gradients; it returns a list. For one perturbation, run all of them in one closure.
         """
         try:
-            return self._step(closure, self._checked(closure, misplaced, self._scaler_that_calls() or scaler))
+            scaler = self._checked(closure, misplaced, self._scaler_of_blocks if self._scaler_calls() else scaler)
+            if self._scaler_calls() and self._scaler_of_blocks is None:
+                return self._step_as_told()
+            return self._step(closure, scaler)
         except BaseException:
             for left_by_the_scaler in ("grad_scale", "found_inf"):
                 vars(self).pop(left_by_the_scaler, None)
@@ -231,16 +234,20 @@ class Wrapper(Perturbing):
 
     # ---- the door
 
-    def _scaler_that_calls(self) -> GradScaler | None:
-        """The scaler of the blocks, if this is `scaler.step(optimizer)` and not `optimizer.step(scaler=scaler)`."""
-        if "found_inf" not in vars(self):
-            return None
-        if self._scaler_of_blocks is None:
+    def _scaler_calls(self) -> bool:
+        """Is this `scaler.step(optimizer)`, not `optimizer.step(scaler=scaler)`?"""
+        return "found_inf" in vars(self)
+
+    def _step_as_told(self) -> None:
+        """`scaler.step(optimizer)` without blocks before it: the base's own step, if nothing is to be perturbed."""
+        if not self._is_idle():
             raise RuntimeError(
                 "scaler.step(optimizer) ends a step whose blocks had the scaler, and there were none; write "
                 "`with optimizer.perturbed(scaler=scaler):`, or optimizer.step(closure, scaler=scaler)"
             )
-        return self._scaler_of_blocks
+        self._forget_step()
+        step_as_told(self.base, self.grad_scale, self.found_inf)
+        self.last = Last(skipped=self.found_inf > 0)
 
     def _checked(self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None) -> GradScaler | None:
         """The door of all forms: the scaler that counts, None if it is switched off."""

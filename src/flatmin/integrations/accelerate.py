@@ -87,12 +87,10 @@ class Window:
         return result
 
     def _run_perturbed(self, passes: list[tuple[Callable[[], Any], Snapshot]]) -> None:
-        scaler = self.accelerator.scaler
-        if self.optimizer._is_idle():  # the base's own step follows, which has to know its scaler
-            self.optimizer._scaler_of_blocks = scaler
+        if self.optimizer._is_idle():  # the base's own step follows
             return
         for _ in range(self.optimizer.inner_iter):
-            with self.optimizer.perturbed(scaler=scaler):
+            with self.optimizer.perturbed(scaler=self.accelerator.scaler):
                 for number, (run, then) in enumerate(passes, start=1):
                     if self.optimizer.model is not None:  # its dropout masks again, whatever was drawn in between
                         then.put_back_random()
