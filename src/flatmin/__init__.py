@@ -4,11 +4,23 @@ optimizer = flatmin.AMP(optimizer, epsilon=0.1, model=model)
 loss = optimizer.step(closure)
 """
 
-from flatmin import attacks, ball, flatness, metrics, regularisers, theory
+from flatmin import attacks, ball, doctor, flatness, metrics, regularisers, theory
 from flatmin.capture import captured_step
 from flatmin.last import Last
 from flatmin.optim import AMP, RMP
 
 __version__ = "0.1.0"
 
-__all__ = ["AMP", "RMP", "Last", "attacks", "ball", "captured_step", "flatness", "metrics", "regularisers", "theory"]
+__all__ = [
+    "AMP",
+    "RMP",
+    "Last",
+    "attacks",
+    "ball",
+    "captured_step",
+    "doctor",
+    "flatness",
+    "metrics",
+    "regularisers",
+    "theory",
+]
