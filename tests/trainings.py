@@ -318,6 +318,12 @@ BROKEN: dict[str, tuple[Callable[[], Made], str, str, str]] = {
         "warning",
         "ε is too large",
     ),
+    "ε beyond all numbers": (
+        lambda: made(dropout, lambda model: amp(model, epsilon=1e18, inner_lr=1e30)),
+        "radius",
+        "error",
+        "not finite in 5 of 5 steps",
+    ),
     "a base that maximises": (
         lambda: made(wrap=lambda model: AMP(SGD(model.parameters(), lr=0.1, maximize=True), epsilon=0.1, model=model)),
         "ascent",

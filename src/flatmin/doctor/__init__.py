@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 from flatmin.doctor import ranks, steps
 from flatmin.doctor.base import cost, epsilon_zero
-from flatmin.doctor.call import observe, observe_settled
+from flatmin.doctor.call import observe, settle
 from flatmin.doctor.finding import Crash, Finding, Verdict, during, has_error, own_lines
 from flatmin.doctor.gradients import (
     complete,
     observe_elsewhere,
+    observe_on_top,
     present,
     returned_loss,
     scaler_in_use,
@@ -24,7 +25,7 @@ from flatmin.doctor.gradients import (
     zeroed,
 )
 from flatmin.doctor.moment import Moment, alike
-from flatmin.doctor.radius import climbs, first_guess, radius
+from flatmin.doctor.radius import climbs, first_guess, inside, radius
 from flatmin.doctor.repeats import repeated, rounding_of
 from flatmin.doctor.set_up import MakeTraining, SetUp, fresh, generators_kept
 
@@ -78,27 +79,23 @@ def _parts(make_training: MakeTraining) -> Iterator[list[Finding]]:
 
 
 def _closure(set_up: SetUp) -> Iterator[list[Finding]]:
-    call = observe_settled(set_up)
-    yield [returned_loss(call), scaler_in_use(call, set_up.scaler), present(call, set_up), complete(set_up)]
-    several = ranks.gathered(ranks.gradients(call, set_up))
-    if len(several) > 1:
-        yield [ranks.reduced(several)]
+    """Calls of the closure, all from one moment."""
+    settle(set_up)
     moment = Moment(set_up)
     first = observe(set_up)
+    yield [returned_loss(first), scaler_in_use(first, set_up.scaler), present(first, set_up), complete(set_up)]
+    several = ranks.gathered(ranks.gradients(first, set_up))
+    if len(several) > 1:
+        yield [ranks.reduced(several)]
     yield [repeated(first, set_up, moment)]
     moment.put_back()
-    first = observe(set_up)
-    moment.put_back()
-    yield [zeroed(first, observe(set_up, zero=False), set_up, rounding_of(set_up))]
+    yield [zeroed(first, observe_on_top(first, set_up), set_up, rounding_of(set_up))]
     yield [unclipped([first, *observe_elsewhere(set_up, moment)])]
 
 
 def _steps(set_up: SetUp) -> list[Finding]:
     if set_up.is_idle():
-        return [
-            Finding("radius", "ok", "ε = 0 or N = 0: a step is the optimizer's own, and there is no more to examine")
-        ]
-    if set_up.scaler is not None:
-        observe_settled(set_up)
+        return [Finding("radius", "ok", "ε = 0 or N = 0: a step is the optimizer's own; there is no more to examine")]
+    settle(set_up)
     seen = steps.watch(set_up)
-    return [judge(seen, set_up) for judge in (*steps.JUDGES, climbs, radius)]
+    return [judge(seen, set_up) for judge in (*steps.JUDGES, inside, climbs, radius)]

@@ -64,15 +64,13 @@ def dense(gradient: Tensor) -> Tensor:
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().clone()
 
 
-def observe_settled(set_up: SetUp) -> Call:
-    """A call whose gradients do not overflow: a scaler begins high and is halved by the first steps of a training."""
-    call = observe(set_up)
-    for _ in range(HALVINGS):
-        if call.is_finite() or set_up.scaler is None or set_up.scaler not in call.scalers:
-            break
-        set_up.step()
+def settle(set_up: SetUp) -> None:
+    """Steps until the gradients do not overflow: a scaler begins high, and the first steps of a training halve it."""
+    for _ in range(HALVINGS if set_up.scaler is not None else 0):
         call = observe(set_up)
-    return call
+        if call.is_finite() or set_up.scaler not in call.scalers:
+            return
+        set_up.step()
 
 
 @contextmanager

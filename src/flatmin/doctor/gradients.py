@@ -97,6 +97,13 @@ def complete(set_up: SetUp) -> Finding:
     )
 
 
+def observe_on_top(first: Call, set_up: SetUp) -> Call:
+    """The closure called again, with the gradients of the first call still there."""
+    for param, gradient in first.gradients.items():
+        param.grad = gradient.clone()
+    return observe(set_up, zero=False)
+
+
 def zeroed(first: Call, again: Call, set_up: SetUp, rounding: float) -> Finding:
     """Does the closure zero the gradients? `again` was called on top of the first, at the same place."""
     left = [name for param, name in set_up.names().items() if param in first.gradients and _added(first, again, param)]

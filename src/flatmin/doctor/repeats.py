@@ -5,6 +5,7 @@ between two passes left as the first call left it: Python's and numpy's random n
 gradient is the reason.
 """
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from flatmin.doctor.call import Call, observe
 from flatmin.doctor.finding import Finding, few
 from flatmin.doctor.moment import Moment, same_bits
 from flatmin.doctor.set_up import SetUp
+from flatmin.host_random import HostRandom
 
 NAME = "closure repeats"
 ROUNDING = {"cpu": 1e-6}  # the share by which two equal calls may differ
@@ -82,9 +84,9 @@ def _both(first: Call, again: Call) -> str:
 
 def _host_drawn(moment: Moment) -> list[str]:
     """Which of Python's and numpy's generators have moved since."""
-    now = type(moment.host)()
-    python = ["Python's random"] if moment.host.python != random.getstate() else []
-    numpy = ["numpy.random"] if repr(moment.host.numpy) != repr(now.numpy) else []
+    before, now = moment.host, HostRandom()
+    python = ["Python's random"] if before.python != now.python else []
+    numpy = ["numpy.random"] if pickle.dumps(before.numpy) != pickle.dumps(now.numpy) else []
     return python + numpy
 
 
@@ -134,7 +136,7 @@ def _mark(value: object) -> object:
     if isinstance(value, Iterator):
         return "iterator"
     if isinstance(value, torch.Generator):
-        return value.get_state().numpy(force=True).tobytes()
+        return bytes(value.get_state().tolist())
     if hasattr(value, "bit_generator"):  # numpy's
         return repr(value.bit_generator.state).encode()
     if isinstance(value, random.Random):
