@@ -33,6 +33,12 @@ def named(findings: list[Finding], name: str) -> Finding:
     return finding
 
 
+def test_the_page_explains_every_finding() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "doctor.md").read_text()
+    explained = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:]
+    assert explained == [NAMES[0], "ranks", *NAMES[1:]]
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_training_gets_no_warning(name: str) -> None:
     findings = examine(HEALTHY[name])

@@ -257,6 +257,28 @@ class Centred(nn.Module):
         return out
 
 
+class Restless(AMP):
+    """Moves the weights after its step."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(*args, **kwargs)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1e-3)
+        return result
+
+
+def hooked() -> Made:
+    """A hook of the base writes into the weights that it steps from."""
+    model, optimizer, closure = made()
+
+    def shrink(*_: object) -> None:
+        with torch.no_grad():
+            model[0].weight.mul_(0.999)
+
+    optimizer.base.register_step_pre_hook(shrink)
+    return model, optimizer, closure
+
+
 # the set-up, the one finding that tells, its verdict, and words of it
 BROKEN: dict[str, tuple[Callable[[], Made], str, str, str]] = {
     "zero_grad forgotten": (lambda: made(zero=False), "zero_grad", "warning", "begin the closure with optimizer.zero"),
@@ -329,6 +351,19 @@ BROKEN: dict[str, tuple[Callable[[], Made], str, str, str]] = {
         "ascent",
         "warning",
         "minimise the negative",
+    ),
+    "another loss is returned": (
+        lambda: made(result=lambda loss: -loss),
+        "ascent",
+        "warning",
+        "does the closure return the loss it differentiates?",
+    ),
+    "a hook that writes weights": (hooked, "θ comes back", "error", "in 5 of 5 steps the base did not start from θ"),
+    "an optimizer that does more": (
+        lambda: made(wrap=lambda model: Restless(sgd(model), epsilon=0.1, model=model)),
+        "ε = 0",
+        "error",
+        "differ from the optimizer's own in",
     ),
     "weights from nowhere": (not_seeded, "set-up", "warning", "until then ε = 0 cannot be compared"),
     "LBFGS": (lambda: made(wrap=lambda model: LBFGS(model.parameters())), "flatmin.AMP(optimizer)", "error", "LBFGS"),

@@ -78,25 +78,25 @@ def first_guess(loss: float, grad_norm: float) -> float:
 
 def radius(steps: Sequence[Step], set_up: SetUp) -> Finding:
     optimizer = set_up.optimizer
-    group = optimizer._perturbed_groups()[0]
-    epsilon = float(group["epsilon"])
+    groups = optimizer._perturbed_groups()
+    epsilon = ", ".join(f"{radius:g}" for radius in sorted({float(group["epsilon"]) for group in groups}))
     skipped = sum(bool(step.last["skipped"]) for step in steps)
     if skipped and set_up.scaler is None:
-        seen = f"ε = {epsilon:g}: a gradient was not finite in {skipped} of {len(steps)} steps"
+        seen = f"ε = {epsilon}: a gradient was not finite in {skipped} of {len(steps)} steps"
         return Finding(NAME, "error", seen, "a much smaller ε, a tenth of it; 0.1 is a good start for most networks")
     if not isinstance(optimizer, AMP):
         lengths = f"‖Δ‖ = {_middle(steps, 'delta_norm'):.3g}, ‖∇J‖ = {_middle(steps, 'grad_norm'):.3g}"
-        return Finding(NAME, "ok", f"ε = {epsilon:g}: {lengths}")
-    zeta, length = float(group["inner_lr"]), _middle(steps, "grad_norm")
+        return Finding(NAME, "ok", f"ε = {epsilon}: {lengths}")
+    zeta, length = float(groups[0]["inner_lr"]), _middle(steps, "grad_norm")
     norms = _known(steps, "grad_norm")
     seen = (
-        f"ε = {epsilon:g}, ζ = {zeta:g}: ‖∇J‖ is {length:.3g} ({min(norms):.3g} to {max(norms):.3g}), so the ascent "
+        f"ε = {epsilon}, ζ = {zeta:g}: ‖∇J‖ is {length:.3g} ({min(norms):.3g} to {max(norms):.3g}), so the ascent "
         f"goes {zeta * length:.3g} far and is cut to ε in {_mean(steps, 'on_ball'):.0%} of the steps"
     )
     if reason := _hidden(steps):
         return Finding(NAME, "cannot tell", f"{seen}; {reason}", _advice(None, set_up))
     loss, perturbed = _middle(steps, "loss"), _middle(steps, "loss_perturbed")
-    seen += f"; the loss rises from {loss:.3g} to {perturbed:.3g}"
+    seen += f"; the loss goes from {loss:.3g} to {perturbed:.3g}"
     if loss > 0:
         seen += f" ({(perturbed - loss) / loss:+.1%})"
     guess = first_guess(loss, length) / sqrt(_balls(set_up)) if optimizer.norm == "l2" else None

@@ -119,8 +119,10 @@ def _marks(set_up: SetUp) -> Iterator[tuple[str, object]]:
 
 
 def _reached(closure: Callable[..., Any]) -> Iterator[tuple[str, object]]:
-    """The things that a function names: its free variables, globals and, for a method, attributes."""
+    """The things that a function names: free variables, globals, arguments given before, attributes of its object."""
     while isinstance(closure, partial):
+        yield from closure.keywords.items()
+        yield from ((f"argument {place}", value) for place, value in enumerate(closure.args))
         closure = closure.func
     if ismethod(closure):
         yield from ((f"self.{name}", value) for name, value in getattr(closure.__self__, "__dict__", {}).items())

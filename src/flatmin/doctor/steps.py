@@ -131,8 +131,8 @@ def same_masks(steps: Sequence[Step], set_up: SetUp) -> Finding:
     return Finding(
         "dropout",
         "warning",
-        f"in {off} of {len(steps)} steps the passes draw different random numbers, so Δ climbs the loss of one "
-        "network and the step descends another's",
+        f"in {off} of {len(steps)} steps the passes draw different random numbers (masks, or data), so Δ climbs one "
+        "loss and the step descends another",
         _model_given(set_up, "then all passes draw the same masks"),
     )
 
