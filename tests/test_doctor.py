@@ -136,6 +136,7 @@ def test_what_flatmin_itself_refuses_is_told_too() -> None:
         (None, "got an object of type NoneType"),
         ((1, 2), "got 2 things"),
         ((1, 2, 3), "the model of make_training must be a torch.nn.modules.module.Module"),
+        ((torch.nn.LazyLinear(3), SGD(mlp().parameters(), lr=0.1), print), "lazy layers without a shape"),
         ((mlp(), mlp(), 3), "the optimizer of make_training"),
         ((mlp(), SGD(mlp().parameters(), lr=0.1), 3), "the closure of make_training"),
         ((mlp(), SGD(mlp().parameters(), lr=0.1), print, 3), "the scaler of make_training"),

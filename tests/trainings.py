@@ -143,11 +143,28 @@ def by_method() -> Made:
     return trainer.model, trainer.optimizer, trainer.closure
 
 
+class Flagged(nn.Module):
+    """Has a buffer that tells whether it was ever called."""
+
+    called: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("called", torch.tensor(False))
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called.fill_(True)
+        out: Tensor = self.layer(x)
+        return out
+
+
 HEALTHY: dict[str, Callable[[], Made]] = {
     "a plain optimizer": lambda: made(wrap=sgd),
     "AdamW": lambda: made(wrap=lambda model: AMP(AdamW(model.parameters()), epsilon=0.1)),
     "BatchNorm": lambda: made(conv_batchnorm),
     "dropout": lambda: made(dropout),
+    "a buffer of bool": lambda: made(Flagged),
     "tied weights": lambda: made(Tied, data=lambda: (torch.ones(10, 6) / 3, torch.arange(10) % 6)),
     "a frozen layer": lambda: made(frozen_layer),
     "a low-rank adapter": lambda: made(Adapted),

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from flatmin.doctor.finding import during
@@ -126,6 +128,8 @@ def _check(model: object, optimizer: object, closure: object, scaler: object) ->
             raise TypeError(
                 f"the {name} of make_training must be a {kind.__module__}.{kind.__name__}, got {what(thing)}"
             )
+    if any(map(is_lazy, chain(model.parameters(), model.buffers()))):  # type: ignore[attr-defined]
+        raise TypeError("the model of make_training has lazy layers without a shape: run a batch through it first")
     if not callable(closure):
         raise TypeError(f"the closure of make_training must be a function without arguments, got {what(closure)}")
     if scaler is not None and not isinstance(scaler, GradScaler):

@@ -4,7 +4,7 @@ The closure is wrapped to look at the weights, the buffers and the random genera
 looks at the weights that it is about to move, which must be θ again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,13 +64,10 @@ def _watched(set_up: SetUp) -> Step:
     finally:
         hook.remove()
     end = _buffers(set_up)
-    whole = [name for name, buffer in start.items() if not buffer.is_floating_point() and buffer.numel() == 1]
     return Step(
         passes=len(states),
         same_masks=all(torch.equal(*pair) for entry in states for pair in zip(entry, states[0], strict=True)),
-        counted={
-            name: (int(clean[name] - start[name]), int(end[name] - start[name])) for name in whole if name in clean
-        },
+        counted={name: (int(clean[name]) - count, int(end[name]) - count) for name, count in _counts(start)},
         changed=[name for name, buffer in clean.items() if not same_bits(buffer, end[name])],
         came_back=returned[0] if returned else None,
         moved=moved[-1],
@@ -86,6 +83,13 @@ def _distance(set_up: SetUp, theta: Sequence[Tensor]) -> float:
 
 def _buffers(set_up: SetUp) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in set_up.model.named_buffers()}
+
+
+def _counts(buffers: dict[str, Tensor]) -> Iterator[tuple[str, int]]:
+    """The buffers that are one whole number, as BatchNorm's count of batches."""
+    for name, buffer in buffers.items():
+        if buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex():
+            yield name, int(buffer)
 
 
 def _numbers(last: Last) -> dict[str, float | None]:
