@@ -150,17 +150,22 @@ def test_what_make_training_must_return_is_said(returned: object, text: str) -> 
 # ---- ranks
 
 
-def parallel(rank: int, *, epsilon: float = 0.1, average: bool = True, spare: bool = False) -> Made:
+def parallel(
+    rank: int, *, epsilon: float = 0.1, average: bool = True, spare: bool = False, one_for_all: bool = True
+) -> Made:
     torch.manual_seed(0)
     model: Any = mlp()
     whole: Any = DistributedDataParallel(model) if average else model
-    optimizer = AMP(SGD(model.parameters(), lr=0.1), epsilon=epsilon, model=model)
+    base = SGD(model.parameters(), lr=0.1)
+    optimizer = AMP(base, epsilon=epsilon, model=whole, sync_perturbation=one_for_all)
     torch.manual_seed(rank)
-    return model, optimizer, closure_of(whole[:1] if spare and rank else whole, optimizer)
+    return whole, optimizer, closure_of(whole[:1] if spare and rank else whole, optimizer)
 
 
 RANKS: dict[str, tuple[Callable[[int], Made], str]] = {
     "alike": (parallel, ""),
+    "a perturbation a rank": (lambda rank: parallel(rank, one_for_all=False), ""),
+    "one has its own": (lambda rank: parallel(rank, one_for_all=not rank), "sync_perturbation is True, False"),
     "another ε": (lambda rank: parallel(rank, epsilon=0.1 * (1 + rank)), "epsilon is [0.1], [0.2]"),
     "not averaged": (lambda rank: parallel(rank, average=False), "each would find a Δ of its own"),
     "another layer": (lambda rank: parallel(rank, average=False, spare=True), "has a gradient on some ranks only"),

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from flatmin.doctor.call import Call
 from flatmin.doctor.finding import Finding, few
 from flatmin.doctor.set_up import SetUp
+from flatmin.ranks import replicas_in, several
 from flatmin.tensors import ORDINARY
 
 NAME = "ranks"
@@ -20,11 +20,10 @@ SETTINGS = ("inner_iter", "ball", "norm", "sync_perturbation")
 
 def gathered(thing: Any) -> list[Any]:
     """The thing of every rank; of this one alone where there is no other."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if not several():
         return [thing]
-    things: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(things, thing)
+    things: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(things, thing)
     return things
 
 
@@ -36,7 +35,7 @@ def anywhere(flag: bool) -> bool:
 def settings(set_up: SetUp) -> dict[str, Any]:
     """What must be the same on all ranks."""
     optimizer = set_up.optimizer
-    own = {name: getattr(optimizer, name) for name in SETTINGS if hasattr(optimizer, name)}
+    own = {name: getattr(optimizer, name) for name in SETTINGS}
     groups = {
         name: [float(group[name]) for group in optimizer.param_groups if name in group]
         for name in ("epsilon", "inner_lr")
@@ -62,11 +61,10 @@ def agree(all_settings: Sequence[dict[str, Any]]) -> Finding:
 def gradients(call: Call, set_up: SetUp) -> dict[str, Any]:
     names = set_up.names()
     whole = all(type(param) in ORDINARY for param in set_up.params)
-    parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in set_up.model.modules())
     return {
         "with": sorted(names[param] for param in call.gradients),
         "norm": call.norm if whole else None,  # of shards it is that of all ranks already
-        "parallel": parallel,
+        "parallel": bool(replicas_in(set_up.model) or replicas_in(set_up.optimizer.model)),
     }
 
 

@@ -131,7 +131,10 @@ def _check(model: object, optimizer: object, closure: object, scaler: object) ->
     if any(map(is_lazy, chain(model.parameters(), model.buffers()))):  # type: ignore[attr-defined]
         raise TypeError("the model of make_training has lazy layers without a shape: run a batch through it first")
     if not callable(closure):
-        raise TypeError(f"the closure of make_training must be a function without arguments, got {what(closure)}")
+        raise TypeError(
+            f"the closure of make_training must be a function without arguments, got {what(closure)}; of several "
+            "micro-batches, one that runs them all"
+        )
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"the scaler of make_training must be a torch.amp.GradScaler, got {what(scaler)}")
 
