@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import flatmin
-from cases import same, setup
+from cases import Setup, same, setup
 from flatmin.ball import BALLS, NORMS, Ball, Norm
 from twin import Twin
 
@@ -191,3 +191,24 @@ def test_algorithm_1_never_crosses_the_kink_and_ends_within_a_step_of_zero(start
         optimizer.step(closure)
     assert all(at_theta == at_perturbed for at_theta, at_perturbed in signs)
     assert -0.01 <= float(theta.detach()) <= 0.02  # a step is 0.01 from the right, 0.02 from the left
+
+
+@pytest.mark.parametrize("inner_iter", [1, 2])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_base_that_maximises_is_one_that_minimises_the_negative(inner_iter: int, norm: Norm) -> None:
+    weights = []
+    for sign in (1, -1):
+        case = setup()
+        base = SGD(case.model.parameters(), lr=0.1, momentum=0.9, maximize=sign < 0)
+        optimizer = flatmin.AMP(base, epsilon=0.1, inner_iter=inner_iter, norm=norm)
+
+        def closure(case: Setup = case, optimizer: flatmin.AMP = optimizer, sign: int = sign) -> Tensor:
+            optimizer.zero_grad()
+            loss = sign * case.loss()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        weights.append(case.weights())
+    assert same(*weights)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from flatmin_lab import own_model
+from flatmin_lab import own_function, own_model
 
 MODULE = """
     import torch
@@ -42,9 +42,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_comes_from_a_module_or_a_file(here: Path) -> None:
     for name in ("my_model_module:make_model", "my_model_module.py:make_model", f"{here}/my_model_module.py"):
-        assert own_model.is_own(name)
+        assert own_function.is_own(name)
         assert isinstance(own_model.make(name), nn.Sequential)
-    assert not own_model.is_own("convnet")
+    assert not own_function.is_own("convnet")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,20 @@ def test_what_a_module_itself_lacks_is_not_hidden(here: Path) -> None:
     (here / "needs_more.py").write_text("import a_package_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         own_model.make("needs_more:make_model")
+
+
+def test_a_file_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    (tmp_path / "beside_my_file.py").write_text("width = 3\n")
+    (tmp_path / "my_file.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom torch import nn\n"
+        "from beside_my_file import width\n"
+        "@dataclass\nclass Size:\n    width: int = width\n\n"
+        "def make_model():\n    return nn.Linear(Size().width, 1)\n"
+    )
+    model = own_model.make(f"{tmp_path}/my_file.py")
+    assert isinstance(model, nn.Linear)
+    assert model.in_features == 3
 
 
 WAYS: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -4,7 +4,7 @@ optimizer = flatmin.AMP(optimizer, epsilon=0.1, model=model)
 loss = optimizer.step(closure)
 """
 
-from flatmin import attacks, ball, flatness, metrics, regularisers, theory
+from flatmin import attacks, ball, doctor, flatness, metrics, regularisers, theory
 from flatmin.capture import captured_step
 from flatmin.last import Last
 from flatmin.optim import AMP, RMP
@@ -19,6 +19,7 @@ __all__ = [
     "attacks",
     "ball",
     "captured_step",
+    "doctor",
     "flatness",
     "groups",
     "metrics",

@@ -140,17 +140,19 @@ class AMP(Wrapper):
     def _ascent(self, group: Group, n: int, unscale: float | Tensor) -> "_Ascent":
         """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
         rate = _times(group["inner_lr"], unscale)
+        gradients = {p: self._gradient_of(p) for p in group["params"]}
+        found = {p: _laid_out(gradient, p) for p, gradient in gradients.items() if gradient is not None}
+        if group.get("maximize"):  # what the base climbs, the worst case descends
+            found = {p: -gradient for p, gradient in found.items()}
         if n == 0:
-            gradients = {p: self._gradient_of(p) for p in group["params"]}
-            params = [p for p, gradient in gradients.items() if gradient is not None]
-            return _Ascent(params, [_laid_out(gradients[p], p) for p in params], rate, group["epsilon"])
-        params = [p for p in group["params"] if self._gradient_of(p) is not None or p in self._delta]
+            return _Ascent(list(found), list(found.values()), rate, group["epsilon"])
+        params = [p for p in group["params"] if p in found or p in self._delta]
         for p in params:
             if p not in self._delta:
                 plain(self._delta.room(p, p, dtype=wide(p))).zero_()
-            if (gradient := self._gradient_of(p)) is not None:
+            if p in found:
                 delta = plain(self._delta[p])
-                delta.add_(plain(_laid_out(gradient, p)).to(delta.dtype) * _on(delta.device, rate))
+                delta.add_(plain(found[p]).to(delta.dtype) * _on(delta.device, rate))
         return _Ascent(params, [self._delta[p] for p in params], 1.0, group["epsilon"])
 
     def _place(self, step: "_Ascent", factors: Tensor, *, is_last: bool) -> None:
@@ -310,12 +312,11 @@ class RMP(Wrapper):
         self._measured["on_ball"] = torch.zeros((), device=self._home)
 
 
-def _laid_out(gradient: Tensor | None, param: Tensor) -> Tensor:
+def _laid_out(gradient: Tensor, param: Tensor) -> Tensor:
     """The gradient, laid out over ranks as its parameter is, and with its strides where they tell the same.
 
     In a dimension of size 1 any stride will do (a 1×1 convolution in channels-last), but not for torch's fused kernels.
     """
-    assert gradient is not None
     if gradient.is_sparse:
         raise ValueError(
             f"a perturbation needs dense gradients, got a sparse one for a parameter of shape {tuple(param.shape)}; "

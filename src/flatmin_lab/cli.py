@@ -246,18 +246,32 @@ def train(
 
 @app.command()
 def doctor(
-    model: Annotated[str, typer.Option(help="A built-in model, or one of your own: file.py:make_model.")] = "convnet",
-    shape: Annotated[str, typer.Option(help="Of one input of that model.")] = "3,32,32",
+    training: Annotated[
+        str | None, typer.Argument(help="A training of your own: mymodule:make_training, or file.py:make_training.")
+    ] = None,
+    model: Annotated[
+        str | None, option("A built-in model, or one of your own: file.py:make_model. Else convnet.")
+    ] = None,
+    shape: Annotated[str | None, option("Of one input of that model. Else 3,32,32.")] = None,
     data_dir: DataDir = DATA,
     device: Device = None,
     debug: Debug = False,
 ) -> None:
-    """What is here: versions, devices, data sets; and whether AMP with ε = 0 is the optimizer itself on your model."""
+    """What is here: versions, devices, data sets, how AMP does on a model; or what to change in a training of yours."""
     with reported(debug):
-        sizes = [int(side) for side in _numbers(shape)]
-        if min(sizes) < 1 or sizes != [*_numbers(shape)]:
-            raise ValueError(f"--shape takes whole numbers above 0, as in 3,32,32, got {shape}")
-        if not examination.run(model, sizes, data_dir, device_named(device)):
+        if training is not None:
+            if (model, shape, device) != (None, None, None):
+                raise ValueError(
+                    "a training brings its own model, inputs and device: leave out the flags, or the training"
+                )
+            sound = examination.told(training, examination.own_training(training))
+        else:
+            given = _numbers("3,32,32" if shape is None else shape)
+            sizes = [int(side) for side in given]
+            if min(sizes) < 1 or sizes != [*given]:
+                raise ValueError(f"--shape takes whole numbers above 0, as in 3,32,32, got {shape}")
+            sound = examination.run(model or "convnet", sizes, data_dir, device_named(device))
+        if not sound:
             raise typer.Exit(1)
 
 

@@ -1,44 +1,46 @@
-"""Is everything here, and does it work? Versions, devices, data sets, and the first law on a model of the user's own:
+"""Is everything here, and does it work? Versions, devices, data sets, and an examination.
 
-    AMP with ε = 0 is the optimizer itself, bit for bit
-
-A model of your own is a function (or a class), `file.py:make_model` or `mymodule:make_model`, called without arguments.
+Examined is a model, in a training that is made for it, or a training of the user's own. A model of one's own is a
+function (or a class), `file.py:make_model` or `mymodule:make_model`, called without arguments; a training is one that
+returns `(model, optimizer, closure)`. What is looked at is in `flatmin.doctor`.
 """
 
-import copy
 import importlib.metadata
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 import flatmin
+from flatmin.doctor import Crash, Finding, MakeTraining, examine, own_lines
 from flatmin.modes import evaluating
-from flatmin_lab import models, own_model
+from flatmin_lab import models, own_model, show
 from flatmin_lab.data.catalogue import EMBEDDED, OFFICIAL, load
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.machine import commit, hardware
-from flatmin_lab.surroundings import Surroundings, drawn_from, seed_generators
+from flatmin_lab.own_function import find, is_own
+from flatmin_lab.surroundings import Surroundings
 
 PACKAGES = ("numpy", "pillow", "scikit-learn", "safetensors", "rich", "typer", "matplotlib", "jinja2", "tensorboard")
-STEPS, BATCH, CLASSES = 3, 8, 10
+BATCH, CLASSES = 8, 10
+STYLES = {"ok": "green", "warning": "yellow", "error": "red", "cannot tell": "dim"}
 
 
 def run(model: str, shape: Sequence[int], data_dir: Path, device: torch.device) -> bool:
-    """Print what was found; true if the laws hold."""
+    """Print what is here, and what the doctor finds of a training of that model; true if there is no error."""
     console = Console(highlight=False, soft_wrap=True)
     for title, rows in (("versions", versions()), ("devices", devices()), ("data sets", data_sets(data_dir))):
         console.print(_table(title, rows))
-    found = laws(model, shape, device)
-    rows = [(name, f"{'yes' if holds else 'NO'}{f' ({detail})' if detail else ''}") for name, holds, detail in found]
-    console.print(_table(f"{model} on {device}", rows))
-    return all(holds for _, holds, _ in found)
+    with Surroundings(device, deterministic=device.type == "cuda").inside():
+        findings = examine(training(model, shape, device))
+    return told(f"{model} on {device}", findings)
 
 
 def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
@@ -87,71 +89,82 @@ def data_sets(root: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def laws(name: str, shape: Sequence[int], device: torch.device) -> list[tuple[str, bool, str]]:
-    """What must hold on any model: each with whether it does, and a number."""
-    surroundings = Surroundings(device, deterministic=device.type == "cuda")
-    with surroundings.inside():
-        seed_generators([torch.device("cpu")], 0)
+def training(name: str, shape: Sequence[int], device: torch.device) -> MakeTraining:
+    """A training of that model, with AMP around SGD, on random inputs of that shape."""
+    with torch.random.fork_rng([]):
         model = make(name, shape).to(device).train()
-        x = torch.randn(BATCH, *shape, generator=generator("doctor")).to(device)
-        _check_shape(model, x)
-        plain, wrapped, amp = model, copy.deepcopy(model), copy.deepcopy(model)
-        _steps(plain, _base(plain), x)
-        _steps(wrapped, flatmin.AMP(_base(wrapped), epsilon=0.0, model=wrapped), x)
-        optimizer = flatmin.AMP(_base(amp), epsilon=0.1, model=amp)
-        places = [param.data_ptr() for param in amp.parameters()]
-        _steps(amp, optimizer, x)
-    pairs = zip(plain.state_dict().values(), wrapped.state_dict().values(), strict=True)
-    same = all(torch.equal(one, other) for one, other in pairs)
-    finite = all(bool(param.isfinite().all()) for param in amp.parameters())
-    kept = places == [param.data_ptr() for param in amp.parameters()]
-    last = optimizer.last
-    length = 0.0 if last.delta_norm is None else last.delta_norm.item()
-    rise = last.loss_perturbed - last.loss if last.loss is not None and last.loss_perturbed is not None else None
-    return [
-        ("ε = 0 is the optimizer itself, bit for bit", same, f"{STEPS} steps of SGD"),
-        ("ε = 0.1: ‖Δ‖ ≤ ε", length <= 0.1 * (1 + 1e-6), f"{length:.4f}"),
-        ("ε = 0.1: the weights stay finite, and in their place", finite and kept, _sharpness(rise)),
-    ]
+    x = torch.randn(BATCH, *shape, generator=generator("doctor")).to(device)
+    _check(model, x)
+    y = torch.arange(BATCH, device=device)
+
+    def make_training() -> tuple[nn.Module, flatmin.AMP, Callable[[], Tensor]]:
+        model = make(name, shape).to(device).train()
+        base = SGD((param for param in model.parameters() if param.requires_grad), lr=0.01, momentum=0.9)
+        optimizer = flatmin.AMP(base, epsilon=0.1, model=model)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            answer = model(x)
+            classes = answer.ndim == 2 and answer.shape[1] > 1
+            loss = cross_entropy(answer, y % answer.shape[1]) if classes else answer.square().mean()
+            loss.backward()
+            return loss
+
+        return model, optimizer, closure
+
+    return make_training
 
 
-def _check_shape(model: nn.Module, x: Tensor) -> None:
+def _check(model: nn.Module, x: Tensor) -> None:
     try:
         with torch.no_grad(), evaluating(model):
-            model(x)
+            answer = model(x)
     except (RuntimeError, ValueError) as error:
         shape = ",".join(map(str, x.shape[1:]))
         raise ValueError(f"the model does not take inputs of {shape} ({error}); give its own with --shape") from error
-
-
-def _sharpness(rise: Tensor | None) -> str:
-    return "" if rise is None else f"the loss rises by {rise.item():.4f} in the ball"
-
-
-def _base(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def _steps(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    seed_generators(drawn_from(x.device), 1)  # the same dropout masks for all
-    y = torch.arange(len(x), device=x.device)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        answer = model(x)
-        if not isinstance(answer, Tensor):
-            raise TypeError(f"the model must answer with a tensor, got {type(answer).__name__}")
-        classes = answer.ndim == 2 and answer.shape[1] > 1
-        loss = cross_entropy(answer, y % answer.shape[1]) if classes else answer.square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(STEPS):
-        optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, everyone returns a tensor
+    if not isinstance(answer, Tensor):
+        raise TypeError(f"the model must answer with a tensor, got {type(answer).__name__}")
 
 
 def make(name: str, shape: Sequence[int]) -> nn.Module:
     """A built-in model for inputs of that shape, or one of the user's own."""
-    if own_model.is_own(name):
+    if is_own(name):
         return own_model.make(name)
     return models.build(name, num_classes=CLASSES, in_channels=shape[0], **models.settings_for(name, shape))
+
+
+# ---- a training of the user's own, and what was found
+
+
+def own_training(name: str) -> list[Finding]:
+    """What the doctor finds of `mymodule:make_training`."""
+    if not is_own(name):
+        raise ValueError(f"doctor takes mymodule:make_training or file.py:make_training, got {name!r}")
+    try:
+        function = find(name, "make_training")
+    except Exception as error:
+        if isinstance(error, SyntaxError) or own_lines(error):
+            return [Crash(f"importing {name}", error).finding()]
+        raise
+    with show.busy(show.terminal()) as say:
+        say(f"examining {name}")
+        return examine(function)
+
+
+def told(title: str, findings: Sequence[Finding]) -> bool:
+    """Print the findings; true if none is an error."""
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(Column(Text(title)), "", "", box=None, pad_edge=False)
+    for finding in findings:
+        change = f"\n→ {finding.change}" if finding.change else ""
+        verdict = Text(finding.verdict, style=STYLES[finding.verdict])
+        table.add_row(Text(finding.name), verdict, Text(finding.seen + change))
+    console.print(table)
+    errors, warnings = (sum(finding.verdict == kind for finding in findings) for kind in ("error", "warning"))
+    after = "; what comes after it was not examined: repair it, and look again" if errors else ""
+    show.say(console, f"{_number(errors, 'error')}, {_number(warnings, 'warning')}{after}")
+    return not errors
+
+
+def _number(count: int, name: str) -> str:
+    return f"{count or 'no'} {name}{'' if count == 1 else 's'}"

@@ -1,23 +1,17 @@
 """A model of the user's own: a function (or a class) that makes it, and a file with its weights.
 
-    file.py:make_model          a Python file, wherever it is
-    mymodule:make_model         a module that can be imported, also from the folder one is in
-
 Weights are safetensors, or what torch.save wrote of a state dict; nothing that is pickled runs.
 """
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatmin_lab.extras import need
+from flatmin_lab.own_function import find, is_own
 
 INSIDE = (
     "state_dict",
@@ -28,11 +22,6 @@ INSIDE = (
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 
-def is_own(name: str) -> bool:
-    """Does it name a model of one's own, and not a built-in one?"""
-    return ":" in name or name.endswith(".py")
-
-
 def make(name: str) -> nn.Module:
     """What the function makes, called without arguments."""
     if not is_own(name):
@@ -40,46 +29,14 @@ def make(name: str) -> nn.Module:
             f"--model takes file.py:make_model or mymodule:make_model, got {name!r}; a model that was trained here is "
             "named by its run's folder"
         )
-    place, colon, function = name.rpartition(":")
-    place, function = (place, function) if colon else (name, "make_model")
-    module = _file(Path(place)) if place.endswith(".py") else _module(place)
-    if not callable(getattr(module, function, None)):
-        raise ValueError(
-            f"{place} has no function or class {function!r}; name the one that makes the model, {place}:NAME"
-        )
+    function = find(name, "make_model")
     try:
-        model = getattr(module, function)()
+        model = function()
     except TypeError as error:
-        raise TypeError(f"{place}:{function} is called without arguments ({error})") from error
+        raise TypeError(f"{name} is called without arguments ({error})") from error
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{place}:{function} must make a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"{name} must make a torch.nn.Module, got {type(model).__name__}")
     return model
-
-
-def _file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.absolute()} is not there; a model of your own is given as file.py:make_model")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} must be a Python file, which ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _module(name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:  # as `python -m` has it; a command has not
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the module itself needs
-        raise FileNotFoundError(
-            f"there is no module {name!r} here ({here}); a model of your own is given as mymodule:make_model, "
-            "or as file.py:make_model"
-        ) from error
 
 
 def load(model: nn.Module, path: Path) -> None:

@@ -1,0 +1,102 @@
+"""The optimizer without flatmin beside the one with it: the same bits at ε = 0, and what a step costs beyond it."""
+
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from flatmin.doctor.finding import Finding
+from flatmin.doctor.moment import same_bits
+from flatmin.doctor.ranks import anywhere
+from flatmin.doctor.set_up import MakeTraining, SetUp, fresh
+from flatmin.optim import AMP
+from flatmin.tensors import plain
+
+STEPS = 3
+TURNS = 5
+
+
+def epsilon_zero(make_training: MakeTraining) -> Finding:
+    """Is AMP with ε = 0 the base optimizer, bit for bit, in weights, buffers and state?"""
+    name = "ε = 0"
+    plainly, idle = _after(make_training, wrapped=False), _after(make_training, wrapped=True)
+    apart = _apart(plainly, idle)
+    if not anywhere(bool(apart)):
+        return Finding(
+            name,
+            "ok",
+            f"{STEPS} steps with ε = 0 are those of the optimizer itself, bit for bit ({len(plainly)} tensors)",
+        )
+    if anywhere(bool(_apart(plainly, _after(make_training, wrapped=False)))):
+        return Finding(
+            name,
+            "cannot tell",
+            f"two trainings of {STEPS} steps with the plain optimizer differ themselves",
+            "make_training() must give the same weights and data every time; on a GPU, "
+            "torch.use_deterministic_algorithms(True)",
+        )
+    return Finding(
+        name,
+        "error",
+        f"{STEPS} steps with ε = 0 differ from the optimizer's own in {len(apart)} of {len(plainly)} tensors",
+        "does the closure, or a hook, ask whether it runs inside flatmin?",
+    )
+
+
+def _after(make_training: MakeTraining, *, wrapped: bool) -> list[Any]:
+    """Weights, buffers and the optimizer's state after a few steps."""
+    set_up = fresh(make_training)
+    for group in set_up.optimizer.param_groups:
+        group["epsilon"] = 0.0
+    for _ in range(STEPS):
+        set_up.step() if wrapped else set_up.step_base()
+    states = [set_up.base.state.get(param, {}) for param in set_up.params]
+    kept = [value for state in states for _, value in sorted(state.items(), key=lambda item: str(item[0]))]
+    return [*(param.detach() for param in set_up.params), *set_up.model.buffers(), *kept]
+
+
+def _apart(one: list[Any], other: list[Any]) -> list[int]:
+    if len(one) != len(other):
+        return list(range(len(one)))
+    return [n for n, pair in enumerate(zip(one, other, strict=True)) if not _same(*pair)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits(one, other)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def cost(set_up: SetUp) -> Finding:
+    """The time of a step over that of the base alone, its passes, and the memory that it keeps."""
+    wrapped, plainly = [], []
+    for _ in range(TURNS):  # in turns; the steps that were watched before have warmed up what there is
+        wrapped.append(_seconds(set_up, wrapped=True))
+        plainly.append(_seconds(set_up, wrapped=False))
+    ours, theirs = median(wrapped), median(plainly)
+    optimizer = set_up.optimizer
+    passes = optimizer.inner_iter + isinstance(optimizer, AMP)
+    kept = sum(plain(room).nbytes for room in optimizer._rooms())
+    params = sum(plain(param).nbytes for param in set_up.params)
+    return Finding(
+        "cost",
+        "ok",
+        f"{ours / theirs:.2f} times a step of {type(set_up.base).__name__} ({1000 * ours:.4g} and "
+        f"{1000 * theirs:.4g} ms, medians of {TURNS}) for {passes} passes; memory beyond it: "
+        f"{kept / max(params, 1):.2g} times the parameters ({kept / 2**20:.3g} MiB)",
+        "on a GPU, flatmin.captured_step makes a step one CUDA graph" if params and set_up.params[0].is_cuda else "",
+    )
+
+
+def _seconds(set_up: SetUp, *, wrapped: bool) -> float:
+    set_up.wait()
+    start = perf_counter()
+    if wrapped:
+        set_up.step()
+    else:
+        set_up.step_base()
+    set_up.wait()
+    return perf_counter() - start

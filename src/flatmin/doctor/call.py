@@ -1,0 +1,91 @@
+"""One call of the closure, outside a step: what it returned, what gradients it left, and which scalers it used."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.amp import GradScaler
+
+from flatmin.ball import combine, norms
+from flatmin.doctor.set_up import SetUp
+from flatmin.last import loss_in
+
+HALVINGS = 24  # from the usual first scale, 2¹⁶, to far below 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """The closure was called once."""
+
+    result: Any
+    loss: float | None
+    gradients: dict[Tensor, Tensor]  # copies, dense
+    scalers: list[GradScaler]  # that scaled something in it
+
+    @property
+    def norm(self) -> float:
+        return float(combine(norms(list(self.gradients.values()))))
+
+    @property
+    def largest(self) -> float:
+        return float(combine(norms(list(self.gradients.values()), norm="linf"), norm="linf"))
+
+    def is_finite(self) -> bool:
+        return self.norm < float("inf")  # nan is not
+
+    def gap(self, other: "Call") -> float:
+        """How far apart two calls are, as a share: of their gradients, or of their losses. 0: bit for bit."""
+        if self.gradients.keys() != other.gradients.keys():
+            return float("inf")
+        apart = [other.gradients[param] - gradient for param, gradient in self.gradients.items()]
+        between = _share(float(combine(norms(apart))), self.norm)
+        if self.loss is None or other.loss is None:
+            return between
+        return max(between, _share(abs(self.loss - other.loss), abs(self.loss)))
+
+
+def _share(part: float, whole: float) -> float:
+    return 0.0 if part == 0 else part / whole if whole else float("inf")
+
+
+def observe(set_up: SetUp, *, zero: bool = True) -> Call:
+    if zero:
+        set_up.optimizer.zero_grad()
+    with _scalers_seen() as scalers:
+        result = set_up.call()
+    loss = loss_in(result)
+    gradients = {param: dense(param.grad) for param in set_up.params if param.grad is not None}
+    return Call(result, None if loss is None else float(loss.detach().float().mean()), gradients, scalers)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().clone()
+
+
+def settle(set_up: SetUp) -> None:
+    """Steps until the gradients do not overflow: a scaler begins high, and the first steps of a training halve it."""
+    for _ in range(HALVINGS if set_up.scaler is not None else 0):
+        call = observe(set_up)
+        if call.is_finite() or set_up.scaler not in call.scalers:
+            return
+        set_up.step()
+
+
+@contextmanager
+def _scalers_seen() -> Iterator[list[GradScaler]]:
+    """The enabled scalers whose `scale` is called inside."""
+    seen: list[GradScaler] = []
+    scale = GradScaler.scale
+
+    def watched(self: GradScaler, outputs: Any) -> Any:
+        if self.is_enabled() and self not in seen:
+            seen.append(self)
+        return scale(self, outputs)
+
+    GradScaler.scale = watched  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        GradScaler.scale = scale  # type: ignore[method-assign]

@@ -1,0 +1,84 @@
+"""A finding: what was looked at, how it stands, what was seen in numbers, and what to change.
+
+A crash of the user's code is a finding too, told with the user's own lines and with what was being done.
+"""
+
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["ok", "warning", "error", "cannot tell"]
+
+OTHERS = (
+    "flatmin",
+    "flatmin_lab",
+    "torch",
+    "importlib",
+    "contextlib",
+    "typer",
+    "click",
+)  # whose lines tell a user nothing
+LINES = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`change` is what to do about it; where all is well it is empty, or advice."""
+
+    name: str
+    verdict: Verdict
+    seen: str
+    change: str = ""
+
+
+class Crash(Exception):  # noqa: N818
+    """The user's code raised while something was being done."""
+
+    def __init__(self, doing: str, error: BaseException) -> None:
+        super().__init__(doing)
+        self.doing, self.error = doing, error
+
+    def finding(self) -> Finding:
+        told = [*traceback.format_list(own_lines(self.error)[-LINES:]), *traceback.format_exception_only(self.error)]
+        return Finding(self.doing, "error", "".join(told).rstrip(), "it ends in this error: repair it first")
+
+
+@contextmanager
+def during(doing: str) -> Iterator[None]:
+    """What raises inside is the user's crash, and came while `doing`."""
+    try:
+        yield
+    except Crash:
+        raise
+    except Exception as error:
+        raise Crash(doing, error) from error
+
+
+def own_lines(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines of a traceback that are the user's."""
+    walked = [
+        (frame.f_globals.get("__name__", ""), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    kept = [(frame, line) for module, frame, line in walked if _is_own(module)]
+    return list(traceback.StackSummary.extract(iter(kept)))
+
+
+def _is_own(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top not in OTHERS and not top.startswith("_frozen")
+
+
+def has_error(findings: Iterable[Finding]) -> bool:
+    return any(finding.verdict == "error" for finding in findings)
+
+
+def few(names: Sequence[str], most: int = 4) -> str:
+    """The first of them, and how many more there are.
+
+    >>> few(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

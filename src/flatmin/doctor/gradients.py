@@ -1,0 +1,152 @@
+"""What one call of the closure leaves: a loss, gradients, and a scaler that was used or not.
+
+Every finding is a function of one `Call`, or of a few at different weights.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from flatmin.doctor.call import Call, observe
+from flatmin.doctor.finding import Finding, few
+from flatmin.doctor.moment import Moment
+from flatmin.doctor.set_up import SetUp
+
+SCALES = (0.9, 1.1, 1.2)  # of the weights, where clipping is looked for
+
+
+def returned_loss(call: Call) -> Finding:
+    if call.loss is not None:
+        return Finding("loss", "ok", f"the closure returns it: {call.loss:.4g}")
+    return Finding(
+        "loss",
+        "warning",
+        f"the closure returns {'None' if call.result is None else f'a {type(call.result).__name__} without a tensor'}, "
+        "so optimizer.last has no losses, and nobody sees whether the ascent climbs",
+        "end the closure with `return loss`, the tensor itself",
+    )
+
+
+def scaler_in_use(call: Call, scaler: GradScaler | None) -> Finding:
+    used = call.scalers
+    if not used and scaler is None:
+        return Finding("GradScaler", "ok", "none, and the closure uses none")
+    if scaler is not None and scaler in used:
+        return Finding("GradScaler", "ok", f"the closure scales its loss by {scaler.get_scale():g}")
+    if used:
+        scale = used[0].get_scale()
+        return Finding(
+            "GradScaler",
+            "error",
+            f"the closure scales its loss by {scale:g}, and the optimizer is not told: its gradients, of norm "
+            f"{call.norm:.3g}, are that much too large, and Δ always lies at the edge of the ball",
+            "optimizer.step(closure, scaler=scaler); here, return (model, optimizer, closure, scaler)",
+        )
+    return Finding(
+        "GradScaler",
+        "error",
+        "one is handed over that the closure does not use: Δ and the step would be divided by its scale all the same",
+        "scaler.scale(loss).backward() in the closure, or no scaler",
+    )
+
+
+def present(call: Call, set_up: SetUp) -> Finding:
+    """Has every parameter a gradient, and a finite one?"""
+    names = set_up.names()
+    frozen = [param for param in names if not param.requires_grad]
+    unused = [name for param, name in names.items() if param.requires_grad and param not in call.gradients]
+    broken = [names[param] for param, gradient in call.gradients.items() if not gradient.isfinite().all()]
+    zero = [names[param] for param, gradient in call.gradients.items() if not gradient.any()]
+    seen = f"‖∇J‖ = {call.norm:.4g} over {len(call.gradients)} of {len(names)} tensors"
+    seen += f", {len(frozen)} are frozen" if frozen else ""
+    if not call.gradients:
+        return Finding(
+            "gradients", "error", "no parameter has one after the closure", "call loss.backward() in the closure"
+        )
+    if broken:
+        change = "look for a division by 0, a log of 0 or an overflow; in fp16 use a GradScaler"
+        return Finding("gradients", "error", f"{seen}; not finite in {few(broken)}", change)
+    if len(zero) == len(call.gradients):
+        return Finding(
+            "gradients", "error", f"{seen}: all are 0", "does the loss depend on the optimizer's parameters?"
+        )
+    if unused:
+        return Finding(
+            "gradients",
+            "warning",
+            f"{seen}; none in {few(unused)}",
+            "use them in the loss, or leave them out of the optimizer; for frozen ones requires_grad_(False)",
+        )
+    return Finding("gradients", "ok", seen + (f"; all 0 at these weights in {few(zero)}" if zero else ""))
+
+
+def complete(set_up: SetUp) -> Finding:
+    """Has the optimizer the parameters of the model?"""
+    known = set(set_up.params)
+    wanted = {name: param for name, param in set_up.model.named_parameters() if param.requires_grad}
+    missing = [name for name, param in wanted.items() if param not in known]
+    if not missing:
+        return Finding("parameters", "ok", f"the optimizer has all {len(wanted)} of the model that want a gradient")
+    return Finding(
+        "parameters",
+        "warning",
+        f"the optimizer lacks {len(missing)} of the model's {len(wanted)} that want a gradient: {few(missing)}",
+        "give them to the optimizer; if they are to stay as they are, requires_grad_(False) saves their gradients",
+    )
+
+
+def observe_on_top(first: Call, set_up: SetUp) -> Call:
+    """The closure called again, with the gradients of the first call still there."""
+    for param, gradient in first.gradients.items():
+        param.grad = gradient.clone()
+    return observe(set_up, zero=False)
+
+
+def zeroed(first: Call, again: Call, set_up: SetUp, rounding: float) -> Finding:
+    """Does the closure zero the gradients? `again` was called on top of the first, at the same place."""
+    left = [name for param, name in set_up.names().items() if param in first.gradients and _added(first, again, param)]
+    if first.gap(again) <= rounding or not left:
+        return Finding("zero_grad", "ok", "the closure zeroes the gradients")
+    return Finding(
+        "zero_grad",
+        "warning",
+        f"a second call adds to the gradients of the first: ‖∇J‖ is {first.norm:.4g}, then {again.norm:.4g}, in "
+        f"{few(left)}",
+        "begin the closure with optimizer.zero_grad(), unless your loop calls it before every step",
+    )
+
+
+def _added(first: Call, again: Call, param: Tensor) -> bool:
+    once, twice = first.gradients[param].double(), again.gradients[param].double()
+    return bool(once.any()) and bool((twice - 2 * once).norm() < 0.1 * once.norm())
+
+
+def observe_elsewhere(set_up: SetUp, moment: Moment) -> list[Call]:
+    """The closure at other weights, made by scaling: no gradient of a network keeps its norm there."""
+    calls = []
+    for scale in SCALES:
+        moment.put_back()
+        with torch.no_grad():
+            for param in set_up.params:
+                param.mul_(scale)
+        calls.append(observe(set_up))
+    moment.put_back()
+    return calls
+
+
+def unclipped(calls: Sequence[Call]) -> Finding:
+    """Do the gradients at different weights share a norm, or a largest number, to four digits?"""
+    turned = all(calls[0].gap(call) > 1e-2 for call in calls[1:])
+    for name, values in (("norm", [call.norm for call in calls]), ("largest number", [call.largest for call in calls])):
+        if turned and max(values) - min(values) < 1e-4 * max(values):
+            return Finding(
+                "clipping",
+                "warning",
+                f"the gradients of {len(calls)} different weights all have the same {name}, {max(values):.4g}: "
+                "the closure clips them, and so Δ too",
+                "clip after the perturbed() block, or in a hook: optimizer.base.register_step_pre_hook",
+            )
+    seen = ", ".join(f"{call.norm:.4g}" for call in calls)
+    return Finding("clipping", "ok", f"no sign of it in the closure: ‖∇J‖ is {seen} at different weights")

@@ -1,0 +1,86 @@
+"""Several processes: they must take the same step, or they drift apart, or wait for each other for ever.
+
+All findings here compare what was gathered from every rank, so all ranks find the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flatmin.doctor.call import Call
+from flatmin.doctor.finding import Finding, few
+from flatmin.doctor.set_up import SetUp
+from flatmin.ranks import replicas_in, several
+from flatmin.tensors import ORDINARY
+
+NAME = "ranks"
+SETTINGS = ("inner_iter", "ball", "norm", "sync_perturbation")
+
+
+def gathered(thing: Any) -> list[Any]:
+    """The thing of every rank; of this one alone where there is no other."""
+    if not several():
+        return [thing]
+    things: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(things, thing)
+    return things
+
+
+def anywhere(flag: bool) -> bool:
+    """Does it hold on any rank?"""
+    return any(gathered(flag))
+
+
+def settings(set_up: SetUp) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    optimizer = set_up.optimizer
+    own = {name: getattr(optimizer, name) for name in SETTINGS}
+    groups = {
+        name: [float(group[name]) for group in optimizer.param_groups if name in group]
+        for name in ("epsilon", "inner_lr")
+    }
+    with torch.no_grad():
+        checksum = sum(float(param.double().sum()) for param in set_up.params if type(param) in ORDINARY)
+    kinds = {"optimizer": type(optimizer).__name__, "base": type(set_up.base).__name__}
+    return {**kinds, **groups, **own, "model given": optimizer.model is not None, "sum of the weights": checksum}
+
+
+def agree(all_settings: Sequence[dict[str, Any]]) -> Finding:
+    apart = [
+        f"{name} is {', '.join(str(there[name]) for there in all_settings)}"
+        for name in all_settings[0]
+        if any(there.get(name) != all_settings[0][name] for there in all_settings)
+    ]
+    if not apart:
+        return Finding(NAME, "ok", f"{len(all_settings)} ranks have the same settings and weights")
+    change = "give every rank the same settings and the same weights: passes and reductions must match"
+    return Finding(NAME, "error", f"{len(all_settings)} ranks differ: {'; '.join(apart)}", change)
+
+
+def gradients(call: Call, set_up: SetUp) -> dict[str, Any]:
+    names = set_up.names()
+    whole = all(type(param) in ORDINARY for param in set_up.params)
+    return {
+        "with": sorted(names[param] for param in call.gradients),
+        "norm": call.norm if whole else None,  # of shards it is that of all ranks already
+        "parallel": bool(replicas_in(set_up.model) or replicas_in(set_up.optimizer.model)),
+    }
+
+
+def reduced(every: Sequence[dict[str, Any]]) -> Finding:
+    """Have the ranks the same gradients? Each has its own batch, so they have if the gradients were averaged."""
+    odd = sorted(
+        {name for there in every for name in there["with"]} - set.intersection(*(set(t["with"]) for t in every))
+    )
+    if odd:
+        change = "use the same parameters on every rank, or DistributedDataParallel(find_unused_parameters=True)"
+        return Finding(NAME, "error", f"{few(odd)} has a gradient on some ranks only", change)
+    lengths = [there["norm"] for there in every if there["norm"] is not None]
+    if lengths and max(lengths) - min(lengths) > 1e-4 * max(lengths):
+        shown = ", ".join(f"{length:.4g}" for length in lengths)
+        change = "average the gradients in the closure: step a DistributedDataParallel model, outside no_sync()"
+        if every[0]["parallel"]:
+            change = "the closure must call the DistributedDataParallel model, outside no_sync()"
+        return Finding(NAME, "error", f"‖∇J‖ is {shown} on the ranks: each would find a Δ of its own", change)
+    return Finding(NAME, "ok", f"{len(every)} ranks have the same settings, weights and gradients")

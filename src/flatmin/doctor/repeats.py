@@ -1,0 +1,146 @@
+"""Can the closure be run twice? AMP runs it N + 1 times a step, and all of them must be about the same loss function.
+
+From one moment the closure is called again, with everything put back; then with one thing that AMP does not put back
+between two passes left as the first call left it: Python's and numpy's random numbers, or the buffers. What changes the
+gradient is the reason.
+"""
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import getclosurevars, ismethod
+from itertools import chain
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatmin.doctor.call import Call, observe
+from flatmin.doctor.finding import Finding, few
+from flatmin.doctor.moment import Moment, same_bits
+from flatmin.doctor.set_up import SetUp
+from flatmin.host_random import HostRandom
+
+NAME = "closure repeats"
+ROUNDING = {"cpu": 1e-6}  # the share by which two equal calls may differ
+ELSEWHERE = 2e-2  # kernels that add in any order, in half precision
+
+
+def rounding_of(set_up: SetUp) -> float:
+    return max(ROUNDING.get(device.type, ELSEWHERE) for device in set_up.devices)
+
+
+def repeated(first: Call, set_up: SetUp, moment: Moment) -> Finding:
+    """`first` was called at `moment`, and nothing since."""
+    if not moment.has_weights():
+        change = "leave optimizer.step() to the loop: a closure zeroes gradients, runs forward and backward"
+        return Finding(NAME, "error", "the closure itself changes the weights", change)
+    drawn, moved = _host_drawn(moment), _buffers(set_up)
+    moment.put_back()
+    before, counted = _buffers(set_up), dict(_marks(set_up))
+    again = observe(set_up)
+    allowed, gap = rounding_of(set_up), first.gap(again)
+    if gap > allowed:
+        return _differs(first, again, reasons(counted, dict(_marks(set_up))))
+    if drawn:
+        moment.put_back(host=False)
+        if first.gap(other := observe(set_up)) > allowed:
+            return _differs(first, other, [f"it draws random numbers from {' and '.join(drawn)}"])
+    changed = [name for name, buffer in before.items() if not same_bits(buffer, moved[name])]
+    if changed:
+        moment.put_back(buffers=False)
+        if first.gap(other := observe(set_up)) > allowed:
+            return _depends(first, other, changed)
+    exact = "bit for bit" if gap == 0 else f"within {gap:.1g}, the rounding of its kernels"
+    return Finding(NAME, "ok", f"called twice at the same weights it gives the same loss and gradients, {exact}")
+
+
+def _differs(first: Call, again: Call, why: list[str]) -> Finding:
+    reason = "; ".join(why) or "something is drawn or counted inside it"
+    return Finding(
+        NAME,
+        "error",
+        f"called twice at the same weights it gives {_both(first, again)}: {reason}",
+        "draw the batch, with its augmentation, once a step, before the closure: Δ must be found on the data that the "
+        "step is taken with",
+    )
+
+
+def _depends(first: Call, again: Call, changed: list[str]) -> Finding:
+    return Finding(
+        NAME,
+        "warning",
+        f"the loss depends on buffers that a pass changes ({few(changed)}): {_both(first, again)}",
+        "nothing where they move slowly, as in spectral normalisation; else update them outside the closure",
+    )
+
+
+def _both(first: Call, again: Call) -> str:
+    losses = "" if first.loss is None or again.loss is None else f"losses of {first.loss:.6g} and {again.loss:.6g} and "
+    return f"{losses}gradients {first.gap(again):.0%} apart"
+
+
+def _host_drawn(moment: Moment) -> list[str]:
+    """Which of Python's and numpy's generators have moved since."""
+    before, now = moment.host, HostRandom()
+    python = ["Python's random"] if before.python != now.python else []
+    numpy = ["numpy.random"] if pickle.dumps(before.numpy) != pickle.dumps(now.numpy) else []
+    return python + numpy
+
+
+def _buffers(set_up: SetUp) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in set_up.model.named_buffers()}
+
+
+# ---- why: what the closure reaches, before and after a call
+
+
+def reasons(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    """What has moved, in words; an iterator is taken to have."""
+    iterators = [name for name, mark in before.items() if mark == "iterator"]
+    generators = [name for name, mark in before.items() if isinstance(mark, bytes) and after.get(name) != mark]
+    counters = [name for name, mark in before.items() if isinstance(mark, Number) and after.get(name) != mark]
+    told = {"it takes from the iterator": iterators, "it draws from": generators, "it changes": counters}
+    return [f"{what} {few(names)}" for what, names in told.items() if names]
+
+
+def _marks(set_up: SetUp) -> Iterator[tuple[str, object]]:
+    modules = (
+        (f"model.{place}.{name}".replace("..", "."), value)
+        for place, module in set_up.model.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    )
+    for name, value in chain(_reached(set_up.closure), modules):
+        if (mark := _mark(value)) is not None:
+            yield name, mark
+
+
+def _reached(closure: Callable[..., Any]) -> Iterator[tuple[str, object]]:
+    """The things that a function names: free variables, globals, arguments given before, attributes of its object."""
+    while isinstance(closure, partial):
+        yield from closure.keywords.items()
+        yield from ((f"argument {place}", value) for place, value in enumerate(closure.args))
+        closure = closure.func
+    if ismethod(closure):
+        yield from ((f"self.{name}", value) for name, value in getattr(closure.__self__, "__dict__", {}).items())
+    try:
+        found = getclosurevars(closure)
+    except (TypeError, ValueError):  # no Python function
+        return
+    yield from {**found.globals, **found.nonlocals}.items()
+
+
+def _mark(value: object) -> object:
+    """Something small that changes when the thing moves; None for what cannot be told."""
+    if isinstance(value, Iterator):
+        return "iterator"
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().tolist())
+    if hasattr(value, "bit_generator"):  # numpy's
+        return repr(value.bit_generator.state).encode()
+    if isinstance(value, random.Random):
+        return repr(value.getstate()).encode()
+    return value if isinstance(value, int | float) else None

@@ -1,0 +1,151 @@
+"""A training of the user's, made anew for each examination, and moments of it that can be returned to.
+
+`make_training()` returns `(model, optimizer, closure)`, or with a GradScaler `(model, optimizer, closure, scaler)`. The
+closure is what `optimizer.step` is given; of a loop without one, it is the loop's forward and backward pass as a
+function that returns the loss. A plain optimizer is examined inside AMP.
+
+The generators are seeded before every call, so that two calls give two equal trainings.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from flatmin.doctor.finding import during
+from flatmin.host_random import HostRandom
+from flatmin.optim import AMP
+from flatmin.scaling import new_gradients_come
+from flatmin.shell import what
+from flatmin.wrapper import Wrapper
+
+MakeTraining = Callable[[], Any]
+EPSILON = 0.1  # of an optimizer that is not wrapped yet
+SEED = 0
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """What the user made, its optimizer wrapped."""
+
+    model: nn.Module
+    optimizer: Wrapper
+    closure: Callable[[], Any]
+    scaler: GradScaler | None
+    was_plain: bool
+
+    @property
+    def base(self) -> Optimizer:
+        return self.optimizer.base
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [param for group in self.base.param_groups for param in group["params"]]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        return list({torch.device("cpu"): None, **{param.device: None for param in self.params}})
+
+    def names(self) -> dict[Tensor, str]:
+        """Every parameter of the optimizer by the model's name for it."""
+        known: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
+        return {param: known.get(param, f"parameter {n} of the optimizer") for n, param in enumerate(self.params)}
+
+    def call(self) -> Any:
+        """The closure alone, outside a step. Gradients that are there stay there."""
+        self._forget_unscaled()
+        with torch.enable_grad(), during("calling the closure"):
+            return self.closure()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """A step as the user takes it."""
+        self._forget_unscaled()
+        self.optimizer.zero_grad()
+        with during("optimizer.step(closure)"):
+            self.optimizer.step(closure or self.closure, scaler=self.scaler)
+            if self.scaler is not None:
+                self.scaler.update()
+
+    def step_base(self) -> None:
+        """A step as it would be taken without flatmin."""
+        self.base.zero_grad()
+        with during("a step of the plain optimizer"):
+            if self.scaler is None:
+                self.base.step(self.closure)
+                return
+            self.call()
+            known = self.scaler._per_optimizer_states
+            if id(self.optimizer) in known:  # the closure unscaled what it knows as its optimizer
+                known[id(self.base)] = known.pop(id(self.optimizer))
+            self.scaler.step(self.base)
+            self.scaler.update()
+
+    def _forget_unscaled(self) -> None:
+        """What an earlier call of the closure unscaled does not count for the next."""
+        new_gradients_come(self.scaler, (self.optimizer, self.base))
+
+    def is_idle(self) -> bool:
+        return self.optimizer._is_idle()
+
+    def wait(self) -> None:
+        """Until the devices have done what they were asked for."""
+        for device in self.devices:
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize()
+
+
+def fresh(make_training: MakeTraining) -> SetUp:
+    """A new training; the same every time, if all that it draws comes from the usual generators."""
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(SEED)
+    with during("make_training()"):
+        made = make_training()
+    if not isinstance(made, tuple | list) or len(made) not in (3, 4):
+        got = f"{len(made)} things" if isinstance(made, tuple | list) else what(made)
+        raise TypeError(f"make_training must return (model, optimizer, closure), or a scaler besides, got {got}")
+    model, optimizer, closure, scaler = (*made, None)[:4]
+    _check(model, optimizer, closure, scaler)
+    with during("flatmin.AMP(optimizer)"):
+        wrapped = optimizer if isinstance(optimizer, Wrapper) else AMP(optimizer, epsilon=EPSILON, model=model)
+    in_use = scaler if scaler is not None and scaler.is_enabled() else None
+    return SetUp(model, wrapped, closure, in_use, was_plain=wrapped is not optimizer)
+
+
+def _check(model: object, optimizer: object, closure: object, scaler: object) -> None:
+    for name, thing, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
+        if not isinstance(thing, kind):
+            raise TypeError(
+                f"the {name} of make_training must be a {kind.__module__}.{kind.__name__}, got {what(thing)}"
+            )
+    if any(map(is_lazy, chain(model.parameters(), model.buffers()))):  # type: ignore[attr-defined]
+        raise TypeError("the model of make_training has lazy layers without a shape: run a batch through it first")
+    if not callable(closure):
+        raise TypeError(
+            f"the closure of make_training must be a function without arguments, got {what(closure)}; of several "
+            "micro-batches, one that runs them all"
+        )
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"the scaler of make_training must be a torch.amp.GradScaler, got {what(scaler)}")
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """The caller's random generators are afterwards as they were."""
+    host, module = HostRandom(), torch.cuda
+    devices = list(range(module.device_count())) if module.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            host.put_back()

@@ -1,0 +1,66 @@
+"""A function (or a class) of the user's own, by name.
+
+    file.py:make_model          a Python file, wherever it is
+    mymodule:make_model         a module that can be imported, also from the folder one is in
+
+Without a name after the colon it is the one that is usual for what is asked.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def is_own(name: str) -> bool:
+    """Does it name something of one's own, and not something built in?"""
+    return ":" in name or name.endswith(".py")
+
+
+def find(name: str, usual: str) -> Callable[..., Any]:
+    """The function that is named so; `usual` is its name where none is given, and in what is said of a wrong one."""
+    place, colon, function = name.rpartition(":")
+    place, function = (place, function) if colon else (name, usual)
+    module = _file(Path(place), usual) if place.endswith(".py") else _module(place, usual)
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ValueError(
+            f"{place} has no function or class {function!r}; name the one that makes it, {place}:NAME, as {usual}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _file(path: Path, usual: str) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.absolute()} is not there; one of your own is given as file.py:{usual}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} must be a Python file, which ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look themselves up there
+    _look_in(path.parent)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str, usual: str) -> ModuleType:
+    here = Path.cwd()
+    _look_in(here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the module itself needs
+        raise FileNotFoundError(
+            f"there is no module {name!r} here ({here}); one of your own is given as mymodule:{usual}, "
+            f"or as file.py:{usual}"
+        ) from error
+
+
+def _look_in(folder: Path) -> None:
+    """As Python looks in the folder of a script, and with `-m` in the present one; a command does neither."""
+    if (place := str(folder.absolute())) not in sys.path:
+        sys.path.insert(0, place)
