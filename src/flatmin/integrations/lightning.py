@@ -15,7 +15,7 @@ is replaced, and of the module only `log`, while a perturbed pass lasts. A step 
 What Lightning, its callbacks and its loggers see is θ, once a step. RMP needs no clean pass, but gets it for this.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -46,7 +46,7 @@ except ModuleNotFoundError:  # the same under its older name
 from flatmin.optim import AMP, RMP
 from flatmin.shell import what
 from flatmin.snapshot import Snapshot
-from flatmin.wrapper import Wrapper, loss_in
+from flatmin.wrapper import Wrapper
 
 __all__ = ["FlatMinima", "PerturbedOptimizer"]
 
@@ -226,7 +226,8 @@ class PerturbedOptimizer(LightningOptimizer):
     def _train_on(self, *arguments: Any) -> None:
         """`training_step` and backward of one micro-batch, as Lightning's closure has them, less the hooks."""
         trainer = self._module.trainer
-        loss = loss_in(self._strategy.training_step(*arguments))
+        output = self._strategy.training_step(*arguments)
+        loss = output["loss"] if isinstance(output, Mapping) else output  # anything else was refused in the clean pass
         if loss is not None:
             loss = loss / trainer.accumulate_grad_batches
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
