@@ -2,15 +2,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+INTEGRATIONS := .venv-integrations
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --constraint constraints/cpu.txt)
 
-.PHONY: demo test check format bench report clean
+.PHONY: demo test test-integrations check format bench report clean
 
 demo: $(READY)
 	$(BIN)/flatmin demo
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto
+
+# the trainers of others, and several processes, in an environment of their own
+test-integrations: $(INTEGRATIONS)/.ready
+	$(INTEGRATIONS)/bin/python -m pytest --numprocesses auto --dist loadfile tests/integrations
 
 check: $(READY)
 	$(BIN)/ruff format --check
@@ -34,10 +39,13 @@ report: $(READY)
 	$(BIN)/python benchmarks/results_table.py
 
 clean:
-	rm -rf .venv build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(INTEGRATIONS) build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(READY): pyproject.toml constraints/cpu.txt
+# .venv/.ready has the tools, .venv-integrations/.ready the trainers as well
+.venv/.ready: EXTRA := dev
+$(INTEGRATIONS)/.ready: EXTRA := integrations
+.venv/.ready $(INTEGRATIONS)/.ready: pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit("flatmin needs Python 3.10 or newer, got " + sys.version.split()[0] + "; name one with `make PYTHON=python3.12`" if sys.version_info < (3, 10) else 0)'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[dev]'
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(CONSTRAINTS) --editable '.[$(EXTRA)]'
 	@touch $@

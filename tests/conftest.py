@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ def model_name(request: pytest.FixtureRequest) -> str:
 def method(request: pytest.FixtureRequest) -> Method:
     """AMP or RMP around a base: every row of the table."""
     return METHODS[request.param]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What needs trainers, or several processes, runs when it is asked for: `make test-integrations`."""
+    asked = any("integrations" in argument for argument in config.args)
+    return True if collection_path.name == "integrations" and not asked else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,11 @@ import flatmin
 LIBRARY = Path(flatmin.__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}
 WITH_TRITON = ("kernels.py", "lists.py")  # the second looks whether it is there
+INTEGRATIONS = {  # each imports its own trainer
+    "accelerate.py": {"accelerate"},
+    "lightning.py": {"lightning", "pytorch_lightning", "torchmetrics"},
+    "transformers.py": {"transformers"},
+}
 ALLOWED = {"flatmin", "torch", *sys.stdlib_module_names}
 
 
@@ -32,7 +37,7 @@ def test_the_library_imports_torch_and_itself_alone() -> None:
     for path in files:
         own = {"triton"} if path.name in WITH_TRITON else set()  # comes with torch where torch has CUDA
         if path.parent.name == "integrations":
-            own = {"accelerate", "transformers"}  # an integration imports its framework, and nothing imports it
+            own = INTEGRATIONS.get(path.name, set())
         assert imports_of(path) <= ALLOWED | own, path.name
 
 

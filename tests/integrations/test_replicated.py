@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from cases import METHODS, same
-from ranks import in_ranks
-from replicated import JOBS
+from integrations.ranks import in_ranks
+from integrations.replicated import JOBS
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 
 from cases import METHODS, Setup, setup
 from flatmin import AMP
-from overflowing import overflow_once
+from integrations.overflowing import overflow_once
 
 STEPS = 4
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 from cases import Setup, setup
 from flatmin import AMP, RMP
 from flatmin.ball import BALLS, NORMS, norms, project_
-from overflowing import overflow_once, whole
+from integrations.overflowing import overflow_once, whole
 
 BASES: dict[str, Any] = {
     "sgd": partial(SGD, lr=0.1, momentum=0.9),

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import in_ranks
-from sharded import BASES, FORMS, jobs, load, uninterrupted
+from integrations.ranks import in_ranks
+from integrations.sharded import BASES, FORMS, jobs, load, uninterrupted
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 

@@ -1,0 +1,336 @@
+"""AMP and RMP under Lightning's Trainer, by one callback:
+
+    Trainer(callbacks=[FlatMinima(epsilon=0.1)])
+
+A step takes N + 1 passes, and Lightning knows of one. Calling the optimizer as it is, it would log and count the
+perturbed passes too, replay only the last micro-batch of an accumulation, clip the gradient that Δ comes from, and
+leave a GradScaler with an optimizer that had no passes. So a step is made here, in the one place that all of them go
+through: the `LightningOptimizer`, of which `trainer.optimizers` takes a subclass of ours. No loop, plugin or strategy
+is replaced, and of the module only `log`, while a perturbed pass lasts. A step is then
+
+    the clean pass                   Lightning's own, of every micro-batch, with all its hooks and logs
+    N perturbed passes               the same micro-batches once more: forward and backward alone, unseen by the rest
+    unscaling, hooks, clipping, step in Lightning's order, once, with the gradient at θ + Δ
+
+What Lightning, its callbacks and its loggers see is θ, once a step. RMP needs no clean pass, but gets it for this.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torchmetrics import Metric  # Lightning depends on it
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+except ModuleNotFoundError:  # the same under its older name
+    import pytorch_lightning as pl  # type: ignore[no-redef]
+    from pytorch_lightning.core.optimizer import LightningOptimizer  # type: ignore[assignment]
+    from pytorch_lightning.plugins.precision import MixedPrecision, Precision  # type: ignore[assignment]
+    from pytorch_lightning.strategies import (  # type: ignore[assignment]
+        DDPStrategy,
+        ParallelStrategy,
+        SingleDeviceStrategy,
+    )
+    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+
+from flatmin.optim import AMP, RMP
+from flatmin.shell import what
+from flatmin.snapshot import Snapshot
+from flatmin.wrapper import Wrapper
+
+__all__ = ["FlatMinima", "PerturbedOptimizer"]
+
+
+class FlatMinima(pl.Callback):
+    """Trains a LightningModule into a flat minimum: the optimizers that it configures are wrapped in AMP.
+
+        Trainer(callbacks=[FlatMinima(epsilon=0.1)])
+
+    epsilon     the radius ε; None if `configure_optimizers` returns a flatmin optimizer itself
+    method      flatmin.AMP or flatmin.RMP
+    settings    the method's other arguments, such as inner_lr and inner_iter; `model` is the trainer's own
+
+    Of several optimizers (in manual optimisation) all are wrapped, with ε = None those that already are.
+    """
+
+    def __init__(self, epsilon: float | None = None, *, method: type[AMP] | type[RMP] = AMP, **settings: Any) -> None:
+        if not (isinstance(method, type) and issubclass(method, Wrapper)):
+            raise TypeError(f"method must be flatmin.AMP or flatmin.RMP, got {what(method)}")
+        known = [name for name in signature(method).parameters if name not in ("base", "epsilon")]
+        for name in settings.keys() - set(known):
+            raise TypeError(f"{method.__name__} has no setting {name!r}; choose from epsilon, {', '.join(known)}")
+        if epsilon is None and settings:
+            raise TypeError(
+                f"FlatMinima without epsilon takes no settings, got {', '.join(settings)}; add epsilon=0.1, or give "
+                f"them to flatmin.{method.__name__} in configure_optimizers"
+            )
+        self.epsilon, self.method, self.settings = epsilon, method, settings
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _check_trainer(trainer, pl_module)
+        optimizers = [self._wrapped(optimizer, trainer) for optimizer in trainer.optimizers]
+        if not any(isinstance(optimizer, PerturbedOptimizer) for optimizer in optimizers):
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise ValueError(
+                f"FlatMinima without epsilon expects configure_optimizers to return flatmin.AMP(...), got {names}; "
+                "write FlatMinima(epsilon=0.1)"
+            )
+        trainer.optimizers = optimizers  # type: ignore[assignment]  # it keeps a LightningOptimizer as it is
+
+    def _wrapped(self, optimizer: Optimizer, trainer: pl.Trainer) -> "Optimizer | PerturbedOptimizer":
+        if isinstance(optimizer, LightningOptimizer):  # configure_optimizers may return one
+            optimizer = optimizer._optimizer
+        if not isinstance(optimizer, Wrapper):
+            if self.epsilon is None:
+                return optimizer
+            settings = {"model": trainer.strategy.model, **self.settings}
+            return PerturbedOptimizer(self.method(optimizer, epsilon=self.epsilon, **settings), configured=optimizer)
+        if self.epsilon is not None:
+            raise ValueError(
+                f"FlatMinima(epsilon={self.epsilon}) wraps the optimizers of configure_optimizers, and it returned a "
+                f"{type(optimizer).__name__} already; leave epsilon out here, or the wrapping there"
+            )
+        if optimizer.model is trainer.lightning_module:
+            optimizer.model = trainer.strategy.model
+        return PerturbedOptimizer(optimizer, configured=optimizer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.automatic_optimization:
+            for optimizer in trainer.optimizers:
+                assert isinstance(optimizer, PerturbedOptimizer)
+                optimizer.remember(batch, batch_idx)
+
+
+class PerturbedOptimizer(LightningOptimizer):
+    """A flatmin optimizer as Lightning's loops and `self.optimizers()` see it.
+
+    Manual optimisation is as in a loop of one's own; the scaler of 16-mixed precision is handed over by itself:
+
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with optimizer.perturbed():
+            self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    `replaying` tells a `training_step` that keeps accounts of its own that this is a perturbed pass.
+    """
+
+    _optimizer: Wrapper
+    _strategy: pl.strategies.Strategy
+
+    def __init__(self, optimizer: Wrapper, *, configured: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.replaying = False
+        self._configured = configured
+        self._window: list[_Pass] = []  # the passes at θ since the last step
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What `configure_optimizers` returned: schedulers hold it, LearningRateMonitor looks for it."""
+        return self._configured
+
+    # Lightning lets this class inherit from AMP, so that isinstance() holds. AMP's methods must run on AMP, not here.
+
+    def __reduce__(self) -> Any:
+        return partial(PerturbedOptimizer, configured=self._configured), (self._optimizer,)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+
+    @contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """One perturbed pass of manual optimisation."""
+        with self._optimizer.perturbed(scaler=self._scaler):
+            yield
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Does the base unscale its gradients itself? Then Lightning does not, and does not clip them either."""
+        return getattr(self._optimizer.base, "_step_supports_amp_scaling", False)
+
+    # ---- a step
+
+    def remember(self, batch: Any, batch_idx: int) -> None:
+        """A micro-batch comes: it will be run at θ now, and at θ + Δ when the step is due."""
+        if batch_idx % self._module.trainer.accumulate_grad_batches == 0:
+            self._window.clear()
+        takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
+        arguments = (batch, batch_idx) if takes_index else (batch,)
+        self._window.append(_Pass(partial(self._train_on, *arguments), self._optimizer))
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """All passes, and the step. In manual optimisation without a closure: the end of what `perturbed()` began."""
+        if kwargs:
+            raise TypeError(f"step() under FlatMinima takes a closure and nothing else, got {', '.join(kwargs)}")
+        self._on_before_step()
+        if closure is not None and not self._module.automatic_optimization:
+            self._window = [_Pass(closure, self._optimizer)]
+        window, self._window = self._window, []
+        result = None if closure is None else self._run_clean(closure, window)
+        if self._run_perturbed(window):
+            self._finish()
+        self._on_after_step()
+        return result
+
+    def _run_clean(self, closure: Callable[[], Any], window: "list[_Pass]") -> Any:
+        window[-1].begin()  # hooks may have drawn random numbers since the batch came
+        one_each = not getattr(self._optimizer, "sync_perturbation", True)  # a Δ for each rank, from its own gradient
+        with self._in_sync(self._optimizer._is_idle() or not one_each):
+            return closure()
+
+    def _run_perturbed(self, window: "list[_Pass]") -> bool:
+        """N blocks, of the whole window each; whether there is a gradient to step with."""
+        optimizer = self._optimizer
+        if not window:  # manual optimisation had its blocks
+            return True
+        if optimizer._is_idle() or not optimizer._has_gradients():
+            return optimizer._has_gradients()
+        try:
+            for _ in range(optimizer.inner_iter):
+                with optimizer.perturbed(scaler=self._scaler), self._unseen():
+                    for again in window:
+                        with self._in_sync(again is window[-1]):
+                            again()
+                    if not optimizer._has_gradients():
+                        raise _NoLossError
+        except _NoLossError:  # training_step returned None: as in a plain step, there is none
+            return False
+        return True
+
+    def _finish(self) -> None:
+        """From here on as if there had been one pass: what Lightning's MixedPrecision does, and Precision without."""
+        scaler = self._scaler
+        if scaler is not None and not self._step_supports_amp_scaling:
+            scaler.unscale_(self._optimizer)
+        self._strategy.precision_plugin._after_closure(self._module, self)  # on_before_optimizer_step, clipping
+        self._optimizer.step(scaler=scaler)
+        if scaler is not None:
+            scaler.update()
+
+    def _train_on(self, *arguments: Any) -> None:
+        """`training_step` and backward of one micro-batch, as Lightning's closure has them, less the hooks."""
+        trainer = self._module.trainer
+        output = self._strategy.training_step(*arguments)
+        loss = output["loss"] if isinstance(output, Mapping) else output  # anything else was refused in the clean pass
+        if loss is not None:
+            loss = loss / trainer.accumulate_grad_batches
+            scaled = loss if self._scaler is None else self._scaler.scale(loss)
+            self._strategy.precision_plugin.backward(scaled, self._module, self)
+        elif trainer.world_size > 1:
+            raise RuntimeError(
+                "training_step returned None in a perturbed pass, and the other ranks wait for its gradient; return "
+                "the loss: a step whose gradient is not finite is skipped by itself"
+            )
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """What is logged or counted in here leaves no trace; nor do buffers change with RMP (AMP sees to them)."""
+        model = None if self._optimizer._starts_clean else self._optimizer.model
+        buffers = None if model is None else Snapshot(model)
+        metrics = [(module, vars(module).copy()) for module in self._module.modules() if isinstance(module, Metric)]
+        if buffers is not None:
+            buffers.take_buffers()
+        for metric, _ in metrics:  # they add in place: copies are given to them
+            for name, value in metric.metric_state.items():
+                setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
+        self._module.log = _log_nothing  # type: ignore[method-assign]
+        self.replaying = True
+        try:
+            yield
+        finally:
+            self.replaying = False
+            del self._module.log  # the class's own is back
+            for metric, before in metrics:
+                vars(metric).clear()
+                vars(metric).update(before)
+            if buffers is not None:
+                buffers.put_back_buffers()
+
+    def _in_sync(self, wanted: bool) -> AbstractContextManager[Any]:
+        """Ranks need to share gradients once, with the last micro-batch of a pass."""
+        if wanted or not isinstance(self._strategy, ParallelStrategy):
+            return nullcontext()
+        out_of_sync: AbstractContextManager[Any] = self._strategy.block_backward_sync()
+        return out_of_sync
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        return getattr(self._strategy.precision_plugin, "scaler", None)
+
+
+class _NoLossError(Exception):
+    """No micro-batch of a perturbed pass had a loss."""
+
+
+class _Pass:
+    """A pass that can be run again, with the random numbers that it had (where the optimizer knows its model)."""
+
+    def __init__(self, run: Callable[[], Any], optimizer: Wrapper) -> None:
+        self._run = run
+        self._devices = optimizer._devices()
+        model = optimizer.model if optimizer._starts_clean else None
+        self._random = None if model is None else Snapshot(model)
+        self.begin()
+
+    def begin(self) -> None:
+        if self._random is not None:
+            self._random.take_random(self._devices)
+
+    def __call__(self) -> None:
+        if self._random is not None:
+            self._random.put_back_random()
+        self._run()
+
+
+def _log_nothing(*args: object, **kwargs: object) -> None:
+    """In place of `LightningModule.log`."""
+
+
+def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    if not isinstance(trainer, pl.Trainer):
+        raise TypeError(
+            f"FlatMinima is a callback for the Trainer of {pl.__name__}, got that of {type(trainer).__module__}; "
+            f"write `import {pl.__name__} as pl`"
+        )
+    strategy, plugin = trainer.strategy, trainer.precision_plugin
+    known = Precision.optimizer_step, MixedPrecision.optimizer_step
+    averages = getattr(strategy, "_model_averager", None) is not None  # post-local SGD, in DDP's optimizer_step
+    if (
+        not isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+        or averages
+        or type(plugin).optimizer_step not in known
+    ):
+        raise ValueError(
+            f"FlatMinima works on one device and with DDP that averages gradients, in their precisions, got "
+            f"{type(strategy).__name__} with {type(plugin).__name__}; for others write the loop yourself, with "
+            "flatmin.AMP in it"
+        )
+    if module.automatic_optimization and is_param_in_hook_signature(
+        module.training_step, "dataloader_iter", explicit=True
+    ):
+        raise ValueError(
+            "training_step(self, dataloader_iter) takes a new batch each time it is called, and a perturbed pass needs "
+            "the same one; write training_step(self, batch, batch_idx)"
+        )
