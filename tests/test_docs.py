@@ -101,3 +101,14 @@ def test_the_readme_names_commands_that_exist() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"make (\w+)", (ROOT / "README.md").read_text()))
     assert {"demo", "test"} <= named <= targets
+
+
+@pytest.mark.parametrize("page", ["compared.md", "trainers_huggingface.md", "trainers_lightning.md"])
+def test_the_tests_and_files_that_a_page_names_exist(page: str) -> None:
+    text, files = (ROOT / "docs" / page).read_text(), list((ROOT / "tests").rglob("test_*.py"))
+    known = {name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 15
+    assert named <= known, named - known
+    for path in re.findall(r"`((?:tests|examples)/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path
