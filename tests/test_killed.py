@@ -18,14 +18,14 @@ RUNS = {
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("arguments", RUNS.values(), ids=RUNS)
 def test_the_last_weights_are_those_of_an_uninterrupted_run(tmp_path: Path, arguments: list[str]) -> None:
-    """12 kills at random moments each, and some 24 at chosen ones; compared to the bit, and line by line."""
+    """8 kills at random moments each, and some 24 at chosen ones; compared to the bit, and line by line."""
     train = ["train", "--data", "digits", "--batch-size", "150", "--checkpoint-minutes", "0", *arguments]
-    command = [sys.executable, str(ROOT / "tests" / "killed.py"), str(tmp_path), "0", "12", *train]
+    command = [sys.executable, str(ROOT / "tests" / "killed.py"), str(tmp_path), "0", "8", *train]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["killed"] >= 12
+    assert found["killed"] >= 8
     assert found["points"] >= 12
     assert found["finished"] >= 1
     assert found["apart"] == []

@@ -343,6 +343,17 @@ def test_fp16_with_epsilon_zero_is_plain_lightning_bit_for_bit() -> None:
     assert same(plain.weights(), wrapped.weights())
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_on_a_gpu_every_precision_trains_as_float32_does_on_a_cpu(precision: str) -> None:
+    module, looped = Module(), Module()
+    fitted = fit(module, FlatMinima(epsilon=0.1), accelerator="gpu", precision=precision)
+    by_hand(looped, flatmin.AMP(looped.base(looped.parameters()), epsilon=0.1, model=looped))
+    assert (getattr(fitted.precision_plugin, "scaler", None) is not None) == (precision == "16-mixed")
+    for weight, expected in zip(module.weights(), looped.weights(), strict=True):
+        torch.testing.assert_close(weight.cpu(), expected, rtol=0.02, atol=0.02)
+
+
 # ---- clipping
 
 
