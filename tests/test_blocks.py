@@ -157,3 +157,37 @@ def test_loading_a_checkpoint_between_blocks_begins_afresh() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(TypeError, match="needs a closure"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_without_a_radius_the_clean_gradients_are_stepped_whoever_wrote_over_them(sync: bool) -> None:
+    """Dropout draws anew in the block, and this base zeroes in place: the clean pass counts all the same."""
+
+    class InPlace(SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none=False)
+
+    plain, wrapped = setup("dropout"), setup("dropout")
+    base = InPlace(plain.model.parameters(), lr=0.1)
+    optimizer = flatmin.AMP(InPlace(wrapped.model.parameters(), lr=0.1), epsilon=0.0, sync_perturbation=sync)
+    for step in range(3):
+        torch.manual_seed(step)
+        plain.closure(base)()
+        base.step()
+        torch.manual_seed(step)
+        wrapped.step_in_blocks(optimizer)
+    assert same(plain.weights(), wrapped.weights())
+
+
+def test_a_step_without_blocks_is_an_error_during_a_warm_up_too() -> None:
+    """Where the rate is 0 and there is no state yet, only gradients of 0 are torch's way to make a state."""
+    case = setup()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.0, momentum=0.9), epsilon=0.1)
+    optimizer.zero_grad()
+    case.loss().backward()
+    with pytest.raises(TypeError, match="needs a closure"):
+        optimizer.step()
+    for param in case.model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert len(optimizer.state) == 4

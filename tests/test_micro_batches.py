@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 import flatmin
 from cases import MakeBase, Method, Setup, same, setup, tensors_in
+from flatmin.kept_gradients import MeanGradient
 
 Closure = Callable[[], Tensor]
 
@@ -290,3 +291,63 @@ def test_a_scaler_that_scales_nothing_is_an_error_that_names_the_way_out(method:
     assert same(case.weights(), theta)
     optimizer.step(case.closure(optimizer))
     assert not same(case.weights(), theta)
+
+
+def test_losses_that_cannot_be_averaged_are_passed_through_all_the_same() -> None:
+    """A tuple's first tensor counts as the loss; logits of micro-batches of different sizes have no mean."""
+    for epsilon in (0.0, 0.1):
+        case = setup()
+        optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=epsilon)
+
+        def of(part: Setup, optimizer: flatmin.AMP = optimizer) -> Callable[[], tuple[Tensor, Tensor]]:
+            def closure() -> tuple[Tensor, Tensor]:
+                optimizer.zero_grad()
+                loss = part.loss()
+                loss.backward()
+                return part.model(part.x), loss
+
+            return closure
+
+        uneven = [Setup(case.model, case.x[:3], case.y[:3]), Setup(case.model, case.x[3:], case.y[3:])]
+        results = optimizer.step([of(part) for part in uneven])
+        assert [len(logits) for logits, _ in results] == [3, 7]
+        assert optimizer.last.loss is None
+
+
+def test_a_micro_batch_with_nothing_to_perturb_does_not_hide_the_others_numbers() -> None:
+    chosen, rest = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([2.0]))
+    groups: list[dict[str, Any]] = [{"params": [chosen]}, {"params": [rest], "epsilon": 0.0}]
+    optimizer = flatmin.AMP(SGD(groups, lr=1.0), epsilon=0.1)
+
+    def of(param: nn.Parameter) -> Closure:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = param.sum() * 4
+            loss.backward()
+            return loss
+
+        return closure
+
+    optimizer.step([of(rest), of(chosen)])
+    assert optimizer.last.grad_norm == 4
+    torch.testing.assert_close(optimizer.last.delta_norm, torch.tensor(0.1))
+
+
+def test_sparse_and_dense_gradients_of_one_parameter_are_added() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    for order in (0, 1):
+        mean = MeanGradient([weight])
+        kinds = [torch.ones(3), torch.tensor([2.0, 0.0, 0.0]).to_sparse()]
+        for gradient in (kinds[order], kinds[1 - order]):
+            weight.grad = gradient
+            mean.add()
+            weight.grad = None
+        mean.leave()
+        torch.testing.assert_close(weight.grad, torch.tensor([1.5, 0.5, 0.5]))
+
+
+def test_lbfgs_takes_one_closure() -> None:
+    case = setup()
+    optimizer = flatmin.AMP(torch.optim.LBFGS(case.model.parameters()), epsilon=0.0)
+    with pytest.raises(TypeError, match="LBFGS evaluates its closure itself and takes one, got a list of 2"):
+        optimizer.step(closures(case, optimizer))

@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 import flatmin
-from cases import MakeBase, Method, Setup, run, same, setup, tensors_in
+from cases import OPTIMIZERS, MakeBase, Method, Setup, run, same, setup, tensors_in
 from test_wrapper import HostReads
 
 
@@ -340,3 +340,80 @@ def test_a_base_that_asks_the_scaler_itself_leaves_no_flag_and_steps() -> None:
     scaler.scale(torch.ones(()))  # which makes its scale
     optimizer.step(lambda: torch.ones(()), scaler=scaler)
     assert torch.equal(weight, torch.ones(3))
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("inner_iter", [1, 2])
+@pytest.mark.parametrize("where", ["nowhere", "before", "inside", "after", "before and inside"])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-9])
+@pytest.mark.parametrize("base_name", ["nesterov", "adamw-fused"])
+def test_gradients_are_unscaled_once_wherever_that_is_asked_for(
+    base_name: str, where: str, inner_iter: int, sync: bool, epsilon: float
+) -> None:
+    """Blocks of a radius next to nothing, or of none: the step of a plain training, with and without a scaler."""
+    plain, wrapped, make_base = setup(), setup(), OPTIMIZERS[base_name]
+    base = make_base(plain.model.parameters())
+    optimizer = flatmin.AMP(
+        make_base(wrapped.model.parameters()), epsilon=epsilon, inner_iter=inner_iter, sync_perturbation=sync
+    )
+    scaler = new_scaler()
+    for _ in range(2):
+        plain.closure(base)()
+        base.step()
+        optimizer.zero_grad()
+        scaler.scale(wrapped.loss()).backward()
+        if "before" in where:
+            scaler.unscale_(optimizer)
+        for _ in range(inner_iter):
+            with optimizer.perturbed(scaler=scaler):
+                scaler.scale(wrapped.loss()).backward()
+                if "inside" in where:
+                    scaler.unscale_(optimizer)
+        if where == "after":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(wrapped.weights(), plain.weights(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_a_micro_batch_that_overflowed_is_not_forgotten_by_the_next_ones_unscaling(epsilon: float, spoilt: int) -> None:
+    weight, scaler = torch.nn.Parameter(torch.ones(2)), new_scaler()
+    optimizer = flatmin.AMP(SGD([weight], lr=0.1, momentum=0.9), epsilon=epsilon)
+
+    def of(factor: float) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (weight * factor).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            return loss
+
+        return closure
+
+    optimizer.step([of(float("inf") if place == spoilt else 1.0) for place in range(2)], scaler=scaler)
+    scaler.update()
+    assert optimizer.last.skipped
+    assert torch.equal(weight, torch.ones(2))
+    assert scaler.get_scale() == 2.0**11
+
+
+def test_an_error_before_the_base_steps_leaves_no_theta_behind() -> None:
+    """What was loaded after it is what the next step starts from."""
+    for make in (flatmin.AMP, flatmin.RMP):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = make(SGD([weight], lr=0.1), epsilon=1e-6)
+
+        def closure(weight: torch.nn.Parameter = weight, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = weight.square().sum()
+            loss.backward()
+            return loss
+
+        with pytest.raises(RuntimeError, match="has scaled no loss"):
+            optimizer.step(closure, scaler=new_scaler())
+        with torch.no_grad():
+            weight.fill_(100.0)
+        optimizer.step(closure)
+        torch.testing.assert_close(weight.detach(), torch.full((2,), 80.0))

@@ -164,3 +164,19 @@ def test_wrapping_a_base_again_takes_the_new_radius_but_keeps_a_groups_own() -> 
     assert [group["epsilon"] for group in base.param_groups] == [0.5, 0.1]
     flatmin.AMP(base, epsilon=0.2)
     assert [group["epsilon"] for group in base.param_groups] == [0.5, 0.2]
+
+
+def test_a_copy_of_a_subclass_keeps_its_own_attributes() -> None:
+    case = setup()
+    optimizer = Scheduled(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)
+    optimizer.plan = [0.1, 0.2]
+    StepLR(optimizer, 1)  # patches `step` of this one
+    optimizer.step(case.closure(optimizer))
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.plan == [0.1, 0.2]
+        assert "step" not in vars(copied)
+        assert copied.last.loss is None
+
+
+class Scheduled(flatmin.AMP):
+    plan: list[float]

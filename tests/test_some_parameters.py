@@ -200,3 +200,17 @@ def test_what_is_wrong_is_told() -> None:
         flatmin.groups(model, perturb=lambda name, param: "nrom" in name)
     with pytest.raises(ValueError, match=r"got 1 that are none of it; give it the model that the optimizer trains"):
         flatmin.groups(model, perturb=CHOICES["all"], among=[{"params": [nn.Parameter(torch.ones(1))]}])
+
+
+def test_names_go_with_their_parameters_and_pairs_are_taken() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    split = flatmin.groups(
+        model, perturb=lambda name, _: name.startswith("0"), among=SGD(model.named_parameters(), lr=0.1).param_groups
+    )
+    assert [group["param_names"] for group in split] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    pairs: list[dict[str, Any]] = [{"params": list(model.named_parameters())}]
+    split = flatmin.groups(model, perturb=lambda name, _: name.startswith("0"), among=pairs)
+    optimizer = flatmin.AMP(SGD(split, lr=0.1), epsilon=0.1)
+    assert optimizer.param_groups[1]["param_names"] == ["1.weight", "1.bias"]
+    alone = flatmin.groups(model, perturb=lambda *_: True, among=[{"params": model[0].weight}])
+    assert alone[0]["params"] == [model[0].weight]

@@ -40,16 +40,17 @@ def detached_loss(result: object) -> Tensor | None:
     return None if loss is None else loss.detach()
 
 
-def mean_loss(results: Sequence[object]) -> Tensor | None:
-    """Of micro-batches."""
+def mean_loss(results: Sequence[object], home: torch.device) -> Tensor | None:
+    """Of micro-batches; None if one of them has no loss, or their shapes differ."""
     losses = [loss for loss in map(detached_loss, results) if loss is not None]
-    return mean_of(losses) if len(losses) == len(results) else None
+    alike = len(losses) == len(results) and len({loss.shape for loss in losses}) == 1
+    return mean_of(losses, home) if alike else None
 
 
-def mean_of(numbers: Sequence[Tensor]) -> Tensor:
-    """Of numbers on the device.
+def mean_of(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
+    """Of numbers on devices.
 
-    >>> mean_of([torch.tensor(1.0), torch.tensor(2.0)])
+    >>> mean_of([torch.tensor(1.0), torch.tensor(2.0)], torch.device("cpu"))
     tensor(1.5000)
     """
-    return torch.stack([number.float() for number in numbers]).mean()
+    return torch.stack([number.to(home, torch.float32) for number in numbers]).mean(dim=0)

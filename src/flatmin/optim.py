@@ -26,7 +26,7 @@ from flatmin import lists
 from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, shrink
 from flatmin.shell import Group, whole_number
 from flatmin.tensors import ORDINARY, Copies, copy_, is_dense, keep_, lies_like, plain, wide
-from flatmin.uniform import noise_, scales
+from flatmin.uniform import fill_with_noise, scales
 from flatmin.wrapper import Wrapper
 
 
@@ -297,9 +297,9 @@ class RMP(Wrapper):
             return
         params = [[p for p in group["params"] if p.requires_grad] for group in groups]
         self._keep_theta(p for here in params for p in here)
-        for here in params:
-            for p in here:
-                noise_(plain(self._moved(p)), norm=self.norm, generator=self.generator)
+        everything = [p for here in params for p in here]
+        moved = [self._moved(p) for p in everything]
+        fill_with_noise(moved, like=everything, norm=self.norm, generator=self.generator)
         lengths = [norms([self._moved(p) for p in here], norm=self.norm).to(self._home) for here in params]
         epsilons = [group["epsilon"] for group in groups]
         factors = scales(lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator)

@@ -47,6 +47,7 @@ class Perturbing(Shell, ABC):
     last: Last
 
     _starts_clean: ClassVar[bool]  # is there a pass at θ, before the perturbed ones?
+    _same_on_all_ranks: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm", "sync_perturbation")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -62,6 +63,7 @@ class Perturbing(Shell, ABC):
         # so a step ends, and there an exception in a block leads back to.
         self._at_start = None if model is None else Snapshot(model)
         self._at_clean = None if model is None else Snapshot(model)
+        self._replicas = ranks.replicas_in(model)
         self._process_groups: list[Any] | None = None  # of the ranks that share the model, once they have met
         self._is_new = True
 
@@ -97,7 +99,7 @@ class Perturbing(Shell, ABC):
 
     def _ascent_pass(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around a pass: all but the last are the ascent's, where each rank may keep its own gradient."""
-        return nullcontext() if is_last or self.sync_perturbation else ranks.without_sync(self.model)
+        return nullcontext() if is_last or self.sync_perturbation else ranks.without_sync(self._replicas)
 
     def _move(self, n: int, scaler: GradScaler | None) -> None:
         unscale: float | Tensor = 1.0
@@ -128,12 +130,12 @@ class Perturbing(Shell, ABC):
     @torch.no_grad()
     def _step_base(self, scaler: GradScaler | None, **losses: Tensor | None) -> None:
         """The base's step at θ with the gradient of the last pass, unless some gradient of the step was not finite."""
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        check_in_use(scaler)
-        self._compare_gradients()
-        skip = self._must_skip([p.grad for p in params], scaler)
-        measured = self._measured
-        try:
+        params = [p for p in self._params() if p.grad is not None]
+        try:  # whatever goes wrong, this θ is not the next step's
+            check_in_use(scaler)
+            self._compare_gradients()
+            skip = self._must_skip([p.grad for p in params if p.grad is not None], scaler)
+            measured = self._measured
             step_unless(skip, self._owners, params, self._theta, scaler)
         finally:
             self._forget_step()
@@ -158,8 +160,8 @@ class Perturbing(Shell, ABC):
         """Are buffers and masks of all passes those of the clean one?"""
         return self.model is not None and self._starts_clean
 
-    def _step_plainly(self, closure: Closure | None, scaler: GradScaler | None) -> Any:
-        """No pass, or no radius: the base optimizer itself."""
+    def _step_plainly(self, closure: Closure | None, scaler: GradScaler | None, *, skip: Tensor | None = None) -> Any:
+        """No pass, or no radius: the base optimizer itself. `skip`: for a scaler that has not seen all gradients."""
         self._forget_step()
         skipped = None
         if scaler is None:
@@ -168,8 +170,8 @@ class Perturbing(Shell, ABC):
             with torch.enable_grad():
                 result = None if closure is None else closure()
             check_in_use(scaler)
-            sound = torch.zeros((), dtype=torch.bool, device=self._home)
-            skipped = step_scaled(sound, self._owners, [], scaler)
+            skip = torch.zeros((), dtype=torch.bool, device=self._home) if skip is None else skip
+            skipped = step_scaled(skip, self._owners, [], scaler)
         self.last = Last(loss=detached_loss(result), skipped=skipped)
         return result
 
@@ -204,27 +206,27 @@ class Perturbing(Shell, ABC):
 
     def _meet_ranks(self) -> None:
         """At the first step: one perturbation a rank needs replicas, and all ranks need the same settings."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        ranks.check_layout(self.model, params, sync_perturbation=self.sync_perturbation)
-        groups = ranks.groups_of(self.model, params)
+        ranks.check_layout(self._replicas, self._params(), sync_perturbation=self.sync_perturbation)
+        groups = ranks.groups_of(self._replicas, self._params())
         if groups:  # reading ε may wait for the device
             settings = {
                 **{key: [float(group[key]) for group in self.param_groups] for key in self._hyperparameters},
-                **{name: getattr(self, name) for name in ("inner_iter", "ball", "norm", "sync_perturbation")},
+                **{name: getattr(self, name) for name in self._same_on_all_ranks},
             }
-            ranks.compare(settings, groups, way_out="give every rank the same settings")
+            ranks.compare(settings, groups, device=self._home, way_out="give every rank the same settings")
         self._process_groups = groups
 
     def _compare_gradients(self) -> None:
         """In the first step: a parameter that has a gradient on one rank alone would hold up all the others."""
         if not (self._is_new and self._process_groups):
             return
-        names = {} if self.model is None else {param: name for name, param in self.model.named_parameters()}
-        params = [p for group in self.param_groups for p in group["params"]]
-        missing = [names.get(p, f"number {place}") for place, p in enumerate(params) if p.grad is None]
+        named = [] if self.model is None else self.model.named_parameters()
+        names: dict[Tensor, str] = {param: name for name, param in named}
+        missing = [names.get(p, f"number {place}") for place, p in enumerate(self._params()) if p.grad is None]
         ranks.compare(
             {"parameters without a gradient": missing},
             self._process_groups,
+            device=self._home,
             way_out="use the same parameters in every rank's loss, or freeze them on every rank",
         )
 
@@ -244,8 +246,11 @@ class Perturbing(Shell, ABC):
         params = (p for group in self.param_groups for p in group["params"])
         return next((p.device for p in params), torch.device("cpu"))
 
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self.param_groups for p in group["params"])
+        return any(p.grad is not None for p in self._params())
 
     def _check_gradients(self, where: str) -> None:
         if not self._has_gradients():

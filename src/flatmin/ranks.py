@@ -13,7 +13,7 @@ so that a difference becomes an error on all ranks instead of a wait that never 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,35 +27,34 @@ def replicas_in(model: nn.Module | None) -> list[DistributedDataParallel]:
 
 
 @contextmanager
-def without_sync(model: nn.Module | None) -> Iterator[None]:
+def without_sync(replicas: Iterable[DistributedDataParallel]) -> Iterator[None]:
     """Backward passes in here leave each rank its own gradient."""
     with ExitStack() as stack:
-        for replica in replicas_in(model):
+        for replica in replicas:
             stack.enter_context(replica.no_sync())
         yield
 
 
 def several() -> bool:
     """Is this one of several ranks?"""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and _world_size() > 1
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _world_size() -> int:
-    return torch.distributed.get_world_size()
-
-
-def groups_of(model: nn.Module | None, params: Iterable[Tensor]) -> list[Any]:
+def groups_of(replicas: Iterable[DistributedDataParallel], params: Iterable[Tensor]) -> list[Any]:
     """The process groups over which the model's weights are replicated or spread, each once."""
     if not several():
         return []
-    found = [replica.process_group for replica in replicas_in(model)]
+    found = [replica.process_group for replica in replicas]
     meshes = dict.fromkeys(param.device_mesh for param in params if hasattr(param, "device_mesh"))
     for mesh in meshes:
         found += mesh.get_all_groups()
     return [group for group in dict.fromkeys(found) if torch.distributed.get_world_size(group) > 1]
 
 
-def check_layout(model: nn.Module | None, params: Sequence[Tensor], *, sync_perturbation: bool) -> None:
+def check_layout(
+    replicas: Sequence[DistributedDataParallel], params: Sequence[Tensor], *, sync_perturbation: bool
+) -> None:
     """Weights may be replicated, or spread as DTensors; a perturbation a rank takes a whole model on each."""
     if not several():
         return
@@ -71,11 +70,15 @@ def check_layout(model: nn.Module | None, params: Sequence[Tensor], *, sync_pert
             "sync_perturbation=False gives each rank a perturbation of the whole model, got weights that are spread "
             "over ranks; use sync_perturbation=True"
         )
-    if not replicas_in(model):
-        given = "None" if model is None else f"a {type(model).__name__}"
+    if not replicas:
         raise ValueError(
-            f"sync_perturbation=False runs the ascent under no_sync() of DistributedDataParallel, got model={given} "
-            "with none in it; pass model=ddp_model, or use sync_perturbation=True"
+            "sync_perturbation=False runs the ascent under no_sync() of DistributedDataParallel, got a model with none "
+            "in it; pass model=ddp_model, or use sync_perturbation=True"
+        )
+    if any(replica.static_graph for replica in replicas):
+        raise ValueError(
+            "sync_perturbation=False runs the first pass under no_sync(), which DistributedDataParallel cannot do with "
+            "static_graph=True; leave that out, or use sync_perturbation=True"
         )
 
 
@@ -88,19 +91,21 @@ def on_any(flag: Tensor, groups: Sequence[Any]) -> Tensor:
     return flag
 
 
-def compare(mine: Mapping[str, object], groups: Sequence[Any], *, way_out: str) -> None:
+def compare(mine: Mapping[str, object], groups: Sequence[Any], *, device: torch.device, way_out: str) -> None:
     """An error, on every rank, if these things are not the same on all of them."""
-    for group in groups:
-        theirs: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(theirs, dict(mine), group=group)
-        for name in mine:
-            values = [each[name] for each in theirs]
-            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-            if other is not None:
-                names = [torch.distributed.get_global_rank(group, rank) for rank in (0, other)]
+    known: dict[int, dict[str, object]] = {torch.distributed.get_rank(): dict(mine)}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where NCCL sends from
+        for group in groups:  # one after the other: then all ranks of a mesh know of all, and none leaves early
+            theirs: list[Any] = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(theirs, known, group=group)
+            known = {rank: things for each in theirs for rank, things in each.items()}
+    (first, expected), *others = sorted(known.items())
+    for rank, things in others:
+        for name, value in things.items():
+            if value != expected[name]:
                 raise ValueError(
-                    f"all ranks must have the same {name}, got {values[0]} on rank {names[0]} and {values[other]} on "
-                    f"rank {names[1]}; {way_out}"
+                    f"all ranks must have the same {name}, got {expected[name]} on rank {first} and {value} on rank "
+                    f"{rank}; {way_out}"
                 )
 
 
@@ -113,3 +118,23 @@ def same_on_all_ranks(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
     everywhere = [Replicate()] * meshes[0].ndim
     return DTensor.from_local(number, meshes[0], everywhere, run_check=True).to_local()
+
+
+def generators_of_shards(tensors: Sequence[Tensor], generator: torch.Generator | None) -> dict[int, torch.Generator]:
+    """For each DTensor in the list, by its place, a generator: the same for replicas, another for each shard.
+
+    Ranks are mostly seeded alike, and would draw the same numbers for different shards.
+    """
+    spread = [place for place, tensor in enumerate(tensors) if hasattr(tensor, "device_mesh")]
+    if not spread:
+        return {}
+    first = tensors[spread[0]]
+    home = torch.device("cpu") if generator is None else generator.device
+    drawn = torch.randint(2**62, (), generator=generator, device=home).to(first.device)
+    seed = int(same_on_all_ranks(drawn, [first]))
+    found = {}
+    for place in spread:
+        mesh, placements = tensors[place].device_mesh, tensors[place].placements  # type: ignore[attr-defined]
+        cut = [where for where, how in zip(mesh.get_coordinate(), placements, strict=True) if not how.is_replicate()]
+        found[place] = torch.Generator(tensors[place].device).manual_seed(hash((seed, place, *cut)) % 2**63)
+    return found

@@ -9,6 +9,7 @@ the base: `owners` are the two.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,19 @@ def new_gradients_come(scaler: GradScaler | None, owners: Owners) -> None:
     if scaler is not None:
         for owner in _unscaled(scaler, owners):
             del scaler._per_optimizer_states[id(owner)]
+
+
+def notes_of(scaler: GradScaler | None, owners: Owners) -> dict[int, Any]:
+    """What the scaler knows of the present gradients."""
+    known = {} if scaler is None else scaler._per_optimizer_states
+    return {id(owner): dict(known[id(owner)]) for owner in owners if id(owner) in known}
+
+
+def put_back_notes(scaler: GradScaler | None, owners: Owners, notes: dict[int, Any]) -> None:
+    if scaler is not None:
+        for owner in owners:
+            scaler._per_optimizer_states.pop(id(owner), None)
+        scaler._per_optimizer_states.update(notes)
 
 
 def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scaler: GradScaler) -> Tensor:

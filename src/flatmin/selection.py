@@ -6,7 +6,7 @@ adapters alone, each group is split in two that differ in ε and in nothing else
 
 from collections.abc import Callable, Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from flatmin.shell import Group
 
@@ -31,14 +31,21 @@ def groups(
     chosen = {param for param, known in names.items() if any(perturb(name, param) for name in known)}
     split = []
     for group in [{"params": list(names)}] if among is None else among:
-        params = list(group["params"])
-        if strangers := sum(param not in names for param in params):
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        plain = [
+            param[1] if isinstance(param, tuple) else param for param in params
+        ]  # torch takes (name, parameter) too
+        if strangers := sum(param not in names for param in plain):
             raise ValueError(
                 f"groups() splits the parameters of its model, got {strangers} that are none of it; "
                 "give it the model that the optimizer trains"
             )
-        split.append({**group, "params": [param for param in params if param in chosen]})
-        split.append({**group, "params": [param for param in params if param not in chosen], "epsilon": 0.0})
+        for is_chosen in (True, False):
+            places = [place for place, param in enumerate(plain) if (param in chosen) == is_chosen]
+            part = {**group, "params": [params[place] for place in places]}
+            if "param_names" in group:
+                part["param_names"] = [group["param_names"][place] for place in places]
+            split.append(part if is_chosen else {**part, "epsilon": 0.0})
     if all(group.get("epsilon") == 0 for group in split if group["params"]):
         raise ValueError(
             f"perturb must choose at least one parameter, got none of {len(names)}; "

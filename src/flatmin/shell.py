@@ -20,6 +20,8 @@ from flatmin.ball import BALLS, NORMS, Ball, Norm
 
 Group = dict[str, Any]
 
+_OF_A_MOMENT = ("step", "last", "grad_scale", "found_inf")
+
 
 class Shell(Optimizer):
     """An optimizer around `base`, with hyper-parameters of its own in the base's groups."""
@@ -88,7 +90,10 @@ class Shell(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or pickle carries: not what belongs to a moment (hooks, a scheduler's patch, a step's copies)."""
-        return {key: getattr(self, key) for key in self._settings}
+        of_a_subclass = {key: value for key, value in vars(self).items() if not key.startswith("_")}
+        return {key: getattr(self, key) for key in self._settings} | {
+            key: value for key, value in of_a_subclass.items() if key not in (*self._settings, *_OF_A_MOMENT)
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for key, value in state.items():

@@ -11,12 +11,23 @@ import torch
 from torch import Tensor
 
 from flatmin.ball import Ball, Norm, norms, radii
-from flatmin.ranks import same_on_all_ranks
+from flatmin.ranks import generators_of_shards, same_on_all_ranks
 from flatmin.tensors import plain
 
 
-def noise_(tensor: Tensor, *, norm: Norm, generator: torch.Generator | None) -> None:
-    """Fill with noise: normal, so that its direction is uniform, or for "linf" uniform in [−1, 1]."""
+def fill_with_noise(
+    tensors: Sequence[Tensor], *, like: Sequence[Tensor], norm: Norm, generator: torch.Generator | None
+) -> None:
+    """Noise in each: normal, so that its direction is uniform, or for "linf" uniform in [−1, 1].
+
+    `like` are the tensors as they are spread over ranks, if they are: shards get different noise, replicas the same.
+    """
+    generators = generators_of_shards(like, generator)
+    for place, tensor in enumerate(tensors):
+        _noise_(plain(tensor), norm=norm, generator=generators.get(place, generator))
+
+
+def _noise_(tensor: Tensor, *, norm: Norm, generator: torch.Generator | None) -> None:
     home = tensor.device if generator is None else generator.device
     noise = tensor if home == tensor.device else torch.empty_like(tensor, device=home)
     if norm == "l2":
@@ -78,8 +89,7 @@ def uniform_(
     >>> bool(torch.cat(delta).norm() <= 0.1)
     True
     """
-    for tensor in tensors:
-        noise_(plain(tensor), norm=norm, generator=generator)
+    fill_with_noise(tensors, like=tensors, norm=norm, generator=generator)
     lengths = [norms(tensors, norm=norm)]
     (factors,) = scales(lengths, [tensors], [epsilon], ball=ball, norm=norm, generator=generator)
     for tensor, factor in zip(tensors, factors.unbind(), strict=True):

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.optim import LBFGS
 
+from flatmin.kept_gradients import Gradients, MeanGradient
 from flatmin.last import Last, detached_loss, mean_loss, mean_of
-from flatmin.micro_batches import MeanGradient
 from flatmin.perturbing import Closure, Perturbing
 from flatmin.scaling import new_gradients_come, step_as_told
 from flatmin.shell import what
 from flatmin.snapshot import Snapshot
+from flatmin.tensors import plain
 
 Closures = list[Closure] | tuple[Closure, ...]  # one a micro-batch
 
@@ -127,7 +129,9 @@ class Wrapper(Perturbing):
     def _step_each(self, closures: Closures, scaler: GradScaler | None) -> list[Any]:
         """Each micro-batch climbs from θ on its own; the base steps with the mean of their gradients."""
         idle = self._is_idle()
-        mean = MeanGradient(p for group in self.param_groups for p in group["params"])
+        if isinstance(self.base, LBFGS):
+            raise TypeError(f"LBFGS evaluates its closure itself and takes one, got a list of {len(closures)}")
+        mean = MeanGradient(self._params())
         before = None if self.model is None else Snapshot(self.model)
         self._take(before)
         passes, measured = [], []
@@ -141,14 +145,18 @@ class Wrapper(Perturbing):
                 measured.append(self._measured)
                 mean.add()
             mean.leave()
-        first, latest = map(list, zip(*passes, strict=True))
+            first, latest = map(list, zip(*passes, strict=True))
+            losses = {"loss": mean_loss(first, self._home), "loss_perturbed": mean_loss(latest, self._home)}
         if idle:
-            self._step_plainly(None, scaler)
-            self.last = replace(self.last, loss=mean_loss(first))
+            skip = (
+                None if scaler is None else ~mean.is_finite(self._home)
+            )  # the scaler knows the last micro-batch alone
+            self._step_plainly(None, scaler, skip=skip)
+            self.last = replace(self.last, loss=losses["loss"])
         else:
-            known = [key for key in measured[0] if all(key in each for each in measured)]
-            self._measured = {key: mean_of([each[key] for each in measured]) for key in known}
-            self._step_base(scaler, loss=mean_loss(first), loss_perturbed=mean_loss(latest))
+            known = {key: [each[key] for each in measured if key in each] for each in measured for key in each}
+            self._measured = {key: mean_of(numbers, self._home) for key, numbers in known.items()}
+            self._step_base(scaler, **losses)
         return first
 
     def _run_plainly(self, closure: Closure) -> tuple[Any, Any]:
@@ -171,23 +179,23 @@ class Wrapper(Perturbing):
         idle = self._is_idle()
         # ε = 0 is the base's step bit for bit, so with the gradients of the clean pass: they are kept aside
         # (with a perturbation a rank, those were not synchronised: the block's, also at θ, are)
-        clean = idle and self._starts_clean and self.sync_perturbation
-        aside = [p for group in self.param_groups for p in group["params"]] if clean else []
-        gradients = [p.grad for p in aside]
+        synced = self.sync_perturbation or not self._process_groups
+        aside = Gradients(self._params(), scaler, self._owners) if idle and self._starts_clean and synced else None
         with self._pass(undo=self._at_clean):
             if self._blocks == 0:
                 self._take(self._at_clean)
             if not idle:
                 self._move(self._blocks, scaler)
             self.base.zero_grad()
+            new_gradients_come(scaler, self._owners)
             if self._starts_clean and self._knows_start and self._at_start is not None:
                 self._at_start.put_back_random()
             with self._ascent_pass(is_last=self._blocks + 1 == self.inner_iter):
                 yield
             self._check_gradients("the perturbed() block")
             self._return_to_theta()
-        for param, gradient in zip(aside, gradients, strict=True):
-            param.grad = gradient
+        if aside is not None:
+            aside.put_back()
         self._blocks += 1
         self._scaler_of_blocks = scaler
 
@@ -230,7 +238,9 @@ class Wrapper(Perturbing):
 
     def _only_makes_state(self) -> bool:
         """Is this the step with which torch.distributed.checkpoint makes a new optimizer's state, to load into it?"""
-        return not self.state and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+        if self.state or any(float(group.get("lr", 1)) != 0 for group in self.param_groups):
+            return False
+        return not any(plain(p.grad).any() for p in self._params() if p.grad is not None)
 
     # ---- the door
 

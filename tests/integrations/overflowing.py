@@ -15,7 +15,7 @@ from flatmin.tensors import plain
 
 
 def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [t.full_tensor().detach() if isinstance(t, DTensor) else t.detach().clone() for t in tensors]
+    return [(t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
 
 
 def overflow_once(case: Setup, optimizer: AMP, *, scaled: bool) -> dict[str, Any]:

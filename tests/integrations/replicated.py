@@ -1,6 +1,7 @@
 """Data-parallel jobs for test_replicated.py: what each rank saw. `RANKS` comes from the process group."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -188,24 +189,24 @@ def statistics(rank: int) -> dict[str, Any]:
     return {"plain": seen[0], "amp": seen[1]}
 
 
-def idle(rank: int, form: str) -> dict[str, Any]:
-    """ε = 0, a perturbation a rank: the base's own steps, with synchronised gradients."""
+def idle(rank: int, form: str, *, sync: bool) -> dict[str, Any]:
+    """ε = 0: the base's own steps, with synchronised gradients; these lie in buckets that are written anew."""
     seen = []
     for wrapped in (False, True):
         case = own_part(twelve(), rank)
-        case.model = model = DistributedDataParallel(case.model)
+        case.model = model = DistributedDataParallel(case.model, gradient_as_bucket_view=True)
         optimizer: Any = SGD(model.parameters(), lr=0.1)
         if wrapped:
-            optimizer = AMP(optimizer, epsilon=0.0, model=model, sync_perturbation=False)
+            optimizer = AMP(optimizer, epsilon=0.0, model=model, sync_perturbation=sync)
         for _ in range(STEPS):
             if form == "closure" or not wrapped:
                 optimizer.step(case.closure(optimizer))
                 continue
             optimizer.zero_grad()
-            with model.no_sync():
+            with nullcontext() if sync else model.no_sync():
                 case.loss().backward()
             with optimizer.perturbed():
-                case.loss().backward()
+                (case.loss() * (100 if sync else 1)).backward()  # the clean pass counts, if it was synchronised
             optimizer.step()
         seen.append(case.weights())
     return {"plain": seen[0], "amp": seen[1]}
@@ -214,13 +215,14 @@ def idle(rank: int, form: str) -> dict[str, Any]:
 def disagree(rank: int, on: str) -> dict[str, Any]:
     """The error of each rank, and whether its weights stayed."""
     case = own_part(twelve("mlp", None), rank)
-    case.model = model = DistributedDataParallel(case.model)
+    case.model = model = DistributedDataParallel(case.model, static_graph=on == "static")
     params = [nn.Parameter(torch.zeros(3)), *model.parameters()]
     wrong: dict[str, dict[str, Any]] = {
         "epsilon": {"epsilon": 0.1 * (rank + 1)},
         "idle": {"epsilon": 0.1 * min(rank, 1)},
         "inner_iter": {"inner_iter": rank + 1},
         "replicas": {"model": model.module, "sync_perturbation": False},
+        "static": {"sync_perturbation": False},
     }
     optimizer = AMP(SGD(params, lr=0.1), **{"epsilon": 0.1, "model": model, **wrong.get(on, {})})
     before, message = case.weights(), ""
@@ -245,9 +247,9 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
     return {"message": message, "stayed": stayed, "weights": case.weights()}
 
 
-METHOD_JOBS = {f"ddp-{method}": partial(train, method=method) for method in METHODS}
+WRONG = ("epsilon", "idle", "inner_iter", "gradients", "replicas", "static")
 JOBS: dict[str, Any] = {
-    **METHOD_JOBS,
+    **{f"ddp-{method}": partial(train, method=method) for method in METHODS},
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},
     **{f"as-one-{n}": partial(train_as_one, inner_iter=n) for n in (1, 2)},
     "as-one-views": partial(train_as_one, inner_iter=1, gradient_as_bucket_view=True),
@@ -270,6 +272,10 @@ JOBS: dict[str, Any] = {
         for everywhere in (True, False)
     },
     "statistics": statistics,
-    **{f"idle-{form}": partial(idle, form=form) for form in ("closure", "blocks")},
-    **{f"disagree-{on}": partial(disagree, on=on) for on in ("epsilon", "idle", "inner_iter", "gradients", "replicas")},
+    **{
+        f"idle-{form}-{sync}": partial(idle, form=form, sync=sync)
+        for form in ("closure", "blocks")
+        for sync in (True, False)
+    },
+    **{f"disagree-{on}": partial(disagree, on=on) for on in WRONG},
 }

@@ -22,6 +22,8 @@ from torch.optim.lr_scheduler import StepLR
 from cases import Setup, setup
 from flatmin import AMP, RMP
 from flatmin.ball import BALLS, NORMS, norms, project_
+from flatmin.tensors import plain
+from flatmin.uniform import uniform_
 from integrations.overflowing import overflow_once, whole
 
 BASES: dict[str, Any] = {
@@ -133,10 +135,10 @@ def measure(rank: int) -> dict[str, Any]:
         partial_sums = DTensor.from_local(torch.full((3,), float(rank + 1)), mesh, [Partial()])
         total = float(ranks * (ranks + 1) / 2)
         seen[f"partial-{norm}"] = (norms([partial_sums], norm=norm), norms([torch.full((3,), total)], norm=norm))
-        plain = [t.clone() for t in tensors]
+        expected = [t.clone() for t in tensors]
         project_([cut], [0.5], norm=norm)
-        project_([plain], [0.5], norm=norm)
-        seen[f"projection-{norm}"] = (whole(cut), plain)
+        project_([expected], [0.5], norm=norm)
+        seen[f"projection-{norm}"] = (whole(cut), expected)
     return seen
 
 
@@ -151,13 +153,37 @@ def messages(rank: int) -> dict[str, Any]:
     return {"count": talk.get_total_counts()}
 
 
+def disagree(rank: int) -> dict[str, Any]:
+    """ε is another one on the last rank of a mesh of two dimensions: all get an error, and no one waits."""
+    case = double()
+    spread(case.model, "both")
+    epsilon = 0.2 if rank == dist.get_world_size() - 1 else 0.1
+    optimizer = AMP(SGD(case.model.parameters(), lr=0.1), epsilon=epsilon, model=case.model)
+    try:
+        optimizer.step(case.closure(optimizer))
+    except ValueError as error:
+        return {"message": str(error)}
+    return {"message": ""}
+
+
+def draw(rank: int) -> dict[str, Any]:
+    """Noise for weights that are cut over ranks, and for ones that are whole on each; all ranks are seeded alike."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = [distribute_tensor(torch.zeros(8, 3), mesh, [how]) for how in (Shard(0), Replicate(), Shard(1))]
+    torch.manual_seed(0)
+    uniform_(weights, 1.0)
+    first = whole(weights)
+    uniform_(weights, 1.0)
+    return {"noise": first, "again": whole(weights), "here": plain(weights[1])}
+
+
 def train_at_random(rank: int, ball: str) -> dict[str, Any]:
     """RMP on sharded weights, one of which has no row on the second rank; each rank draws from its own seed."""
     case = double()
     case.model[2] = nn.Linear(8, 1, bias=False, dtype=torch.float64)  # type: ignore[operator]
     case.y = torch.zeros_like(case.y)
     fully_shard(case.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    torch.manual_seed(rank)
+    torch.manual_seed(rank)  # ranks may be seeded alike or not
     optimizer = RMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, ball=ball)  # type: ignore[arg-type]
     lengths = []
     for _ in range(5):
@@ -242,7 +268,12 @@ def jobs(ranks: int, folder: Path) -> dict[str, Any]:
         **{f"load-{base}": partial(load, base=base, folder=str(folder)) for base in BASES},
     }
     if ranks == 4:
-        return both_numbers | {f"both-{n}": partial(train, how="both", inner_iter=n) for n in (1, 2)}
+        return {
+            **both_numbers,
+            **{f"both-{n}": partial(train, how="both", inner_iter=n) for n in (1, 2)},
+            "disagree": disagree,
+            "draw": draw,
+        }
     return {
         **{f"save-{base}": partial(save, base=base, folder=str(folder)) for base in BASES},
         **both_numbers,

@@ -86,6 +86,21 @@ def test_what_cannot_be_perturbed_names_what_can(seen: Seen, what: str, words: s
     assert all(words in job["message"] for job in all_of(seen, f"refuse-{what}"))
 
 
+def test_ranks_of_a_mesh_that_disagree_all_get_an_error(seen: Seen) -> None:
+    for job in all_of(seen, "disagree"):
+        assert "the same epsilon, got [0.1] on rank 0 and [0.2] on rank 3" in job["message"]
+
+
+def test_shards_get_noise_of_their_own_and_replicas_the_same(seen: Seen) -> None:
+    jobs = all_of(seen, "draw")
+    for job in jobs:
+        for number, tensor in enumerate(job["noise"]):
+            assert len(tensor.unique()) == tensor.numel()  # no shard repeats another's
+            assert torch.equal(tensor, jobs[0]["noise"][number])
+            assert not torch.equal(tensor, job["again"][number])
+        assert torch.equal(job["here"], jobs[0]["here"])
+
+
 @pytest.mark.parametrize(("ball", "bound"), [("global", 0.1), ("group", 0.1), ("tensor", 0.1 * 3**0.5)])
 def test_a_random_point_of_sharded_weights_has_one_radius(seen: Seen, ball: str, bound: float) -> None:
     first, second = (job["lengths"] for job in all_of(seen, f"rmp-{ball}"))

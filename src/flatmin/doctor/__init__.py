@@ -28,6 +28,7 @@ from flatmin.doctor.moment import Moment, alike
 from flatmin.doctor.radius import climbs, first_guess, inside, radius
 from flatmin.doctor.repeats import repeated, rounding_of
 from flatmin.doctor.set_up import MakeTraining, SetUp, fresh, generators_kept
+from flatmin.ranks import several
 
 __all__ = ["Crash", "Finding", "MakeTraining", "Verdict", "during", "examine", "first_guess", "has_error", "own_lines"]
 
@@ -57,10 +58,16 @@ def examine(make_training: MakeTraining) -> list[Finding]:
         try:
             for part in _parts(make_training):
                 found += part
-                if ranks.anywhere(has_error(part)):  # all ranks stop together: none waits for another
+                if ranks.anywhere(has_error(part)):  # all ranks stop together
                     break
+        except ranks.Elsewhere as elsewhere:
+            found.append(elsewhere.finding())
         except Crash as crash:
             found.append(crash.finding())
+            ranks.gathered(None, crashed=True)
+        except BaseException:
+            ranks.gathered(None, crashed=True)
+            raise
     return found
 
 
@@ -68,10 +75,10 @@ def _parts(make_training: MakeTraining) -> Iterator[list[Finding]]:
     """One part after the other, each with what the ones before it have shown to hold."""
     set_up, another = fresh(make_training), fresh(make_training)
     yield [alike(set_up, another)]
-    several = ranks.gathered(ranks.settings(set_up))
-    if len(several) > 1 and (finding := ranks.agree(several)).verdict != "ok":
+    if several() and (finding := ranks.agree(ranks.gathered(ranks.settings(set_up)))).verdict != "ok":
         yield [finding]
     yield from _closure(set_up)
+    del set_up  # a model may fill half of a device
     yield _steps(another)
     yield [epsilon_zero(make_training)]
     if not another.is_idle():
@@ -84,9 +91,8 @@ def _closure(set_up: SetUp) -> Iterator[list[Finding]]:
     moment = Moment(set_up)
     first = observe(set_up)
     yield [returned_loss(first), scaler_in_use(first, set_up.scaler), present(first, set_up), complete(set_up)]
-    several = ranks.gathered(ranks.gradients(first, set_up))
-    if len(several) > 1:
-        yield [ranks.reduced(several)]
+    if several():
+        yield [ranks.reduced(ranks.gathered(ranks.gradients(first, set_up)))]
     yield [repeated(first, set_up, moment)]
     moment.put_back()
     yield [zeroed(first, observe_on_top(first, set_up), set_up, rounding_of(set_up))]

@@ -13,6 +13,7 @@ from flatmin.doctor.call import Call, observe
 from flatmin.doctor.finding import Finding, few
 from flatmin.doctor.moment import Moment
 from flatmin.doctor.set_up import SetUp
+from flatmin.tensors import plain, widest
 
 SCALES = (0.9, 1.1, 1.2)  # of the weights, where clipping is looked for
 
@@ -119,7 +120,7 @@ def zeroed(first: Call, again: Call, set_up: SetUp, rounding: float) -> Finding:
 
 
 def _added(first: Call, again: Call, param: Tensor) -> bool:
-    once, twice = first.gradients[param].double(), again.gradients[param].double()
+    once, twice = (plain(call.gradients[param]).to(widest(param)) for call in (first, again))
     return bool(once.any()) and bool((twice - 2 * once).norm() < 0.1 * once.norm())
 
 

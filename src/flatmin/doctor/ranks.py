@@ -12,19 +12,30 @@ from flatmin.doctor.call import Call
 from flatmin.doctor.finding import Finding, few
 from flatmin.doctor.set_up import SetUp
 from flatmin.ranks import replicas_in, several
-from flatmin.tensors import ORDINARY
+from flatmin.tensors import ORDINARY, plain, widest
 
 NAME = "ranks"
-SETTINGS = ("inner_iter", "ball", "norm", "sync_perturbation")
 
 
-def gathered(thing: Any) -> list[Any]:
-    """The thing of every rank; of this one alone where there is no other."""
+class Elsewhere(Exception):  # noqa: N818
+    """The user's code crashed on another rank."""
+
+    def finding(self) -> Finding:
+        return Finding(NAME, "error", f"the examination crashed on {self}", "it is told there")
+
+
+def gathered(thing: Any, *, crashed: bool = False) -> list[Any]:
+    """The thing of every rank; of this one alone where there is no other.
+
+    Ranks always meet here, whatever they are at: so one that crashed says so in its place, and none waits for it.
+    """
     if not several():
         return [thing]
     things: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(things, thing)
-    return things
+    torch.distributed.all_gather_object(things, (crashed, thing))
+    if not crashed and (others := [f"rank {rank}" for rank, (ill, _) in enumerate(things) if ill]):
+        raise Elsewhere(", ".join(others))
+    return [found for _, found in things]
 
 
 def anywhere(flag: bool) -> bool:
@@ -35,13 +46,14 @@ def anywhere(flag: bool) -> bool:
 def settings(set_up: SetUp) -> dict[str, Any]:
     """What must be the same on all ranks."""
     optimizer = set_up.optimizer
-    own = {name: getattr(optimizer, name) for name in SETTINGS}
+    own = {name: getattr(optimizer, name) for name in optimizer._same_on_all_ranks}
     groups = {
         name: [float(group[name]) for group in optimizer.param_groups if name in group]
         for name in ("epsilon", "inner_lr")
     }
     with torch.no_grad():
-        checksum = sum(float(param.double().sum()) for param in set_up.params if type(param) in ORDINARY)
+        whole = [plain(param) for param in set_up.params if type(param) in ORDINARY]
+        checksum = sum(float(numbers.to(widest(numbers)).sum()) for numbers in whole)
     kinds = {"optimizer": type(optimizer).__name__, "base": type(set_up.base).__name__}
     return {**kinds, **groups, **own, "model given": optimizer.model is not None, "sum of the weights": checksum}
 

@@ -15,7 +15,6 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flatmin.doctor.call import Call, observe
 from flatmin.doctor.finding import Finding, few
@@ -37,9 +36,9 @@ def repeated(first: Call, set_up: SetUp, moment: Moment) -> Finding:
     if not moment.has_weights():
         change = "leave optimizer.step() to the loop: a closure zeroes gradients, runs forward and backward"
         return Finding(NAME, "error", "the closure itself changes the weights", change)
-    drawn, moved = _host_drawn(moment), _buffers(set_up)
+    drawn, moved = _host_drawn(moment), set_up.buffers()
     moment.put_back()
-    before, counted = _buffers(set_up), dict(_marks(set_up))
+    before, counted = set_up.buffers(), dict(_marks(set_up))
     again = observe(set_up)
     allowed, gap = rounding_of(set_up), first.gap(again)
     if gap > allowed:
@@ -88,10 +87,6 @@ def _host_drawn(moment: Moment) -> list[str]:
     python = ["Python's random"] if before.python != now.python else []
     numpy = ["numpy.random"] if pickle.dumps(before.numpy) != pickle.dumps(now.numpy) else []
     return python + numpy
-
-
-def _buffers(set_up: SetUp) -> dict[str, Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in set_up.model.named_buffers()}
 
 
 # ---- why: what the closure reaches, before and after a call

@@ -60,6 +60,10 @@ class SetUp:
         known: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
         return {param: known.get(param, f"parameter {n} of the optimizer") for n, param in enumerate(self.params)}
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the model's."""
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+
     def call(self) -> Any:
         """The closure alone, outside a step. Gradients that are there stay there."""
         self._forget_unscaled()

@@ -42,7 +42,7 @@ def watch(set_up: SetUp, count: int = STEPS) -> list[Step]:
 def _watched(set_up: SetUp) -> Step:
     theta = [param.detach().clone() for param in set_up.params]
     places = [plain(param).data_ptr() for param in set_up.params]
-    start, clean = _buffers(set_up), dict[str, Tensor]()
+    start, clean = set_up.buffers(), dict[str, Tensor]()
     states: list[list[Tensor]] = []
     moved, returned = [0.0], list[bool]()
 
@@ -51,7 +51,7 @@ def _watched(set_up: SetUp) -> Step:
         moved.append(_distance(set_up, theta))
         result = set_up.closure()
         if not clean:
-            clean.update(_buffers(set_up))
+            clean.update(set_up.buffers())
         return result
 
     def at_base(*_: object) -> None:
@@ -63,7 +63,7 @@ def _watched(set_up: SetUp) -> Step:
         set_up.step(closure)
     finally:
         hook.remove()
-    end = _buffers(set_up)
+    end = set_up.buffers()
     return Step(
         passes=len(states),
         same_masks=all(torch.equal(*pair) for entry in states for pair in zip(entry, states[0], strict=True)),
@@ -79,10 +79,6 @@ def _distance(set_up: SetUp, theta: Sequence[Tensor]) -> float:
     pairs = zip(set_up.params, theta, strict=True)
     apart = [(now.detach().to(wide(now)) - then.to(wide(then))) for now, then in pairs]
     return float(combine(norms(apart, norm=set_up.optimizer.norm), norm=set_up.optimizer.norm))
-
-
-def _buffers(set_up: SetUp) -> dict[str, Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in set_up.model.named_buffers()}
 
 
 def _counts(buffers: dict[str, Tensor]) -> Iterator[tuple[str, int]]:

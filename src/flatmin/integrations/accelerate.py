@@ -13,11 +13,13 @@ Accelerate keeps the loss scale, the accumulation and the exchange between proce
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from flatmin.last import loss_in
 from flatmin.shell import what
@@ -25,6 +27,7 @@ from flatmin.snapshot import Snapshot
 from flatmin.wrapper import Wrapper
 
 T = TypeVar("T")
+_TELLING: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 class Window:
@@ -107,10 +110,12 @@ class Window:
         Without this a scheduler would step where the optimizer did not.
         """
 
-        def tell(*_: object) -> None:
-            accelerated._accelerate_step_called = not self.optimizer.last.skipped
+        def tell(optimizer: Any, *_: object) -> None:
+            accelerated._accelerate_step_called = not optimizer.last.skipped
 
-        self.optimizer.register_step_post_hook(tell)
+        if earlier := _TELLING.pop(self.optimizer, None):  # another window's
+            earlier.remove()
+        _TELLING[self.optimizer] = self.optimizer.register_step_post_hook(tell)
 
 
 def perturbing(optimizer: Optimizer) -> Wrapper:

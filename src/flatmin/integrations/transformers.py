@@ -50,7 +50,8 @@ class AMPTrainer(Trainer):
         settings = {name: kwargs.pop(name) for name in known & kwargs.keys()}
         if epsilon is not None:
             settings["epsilon"] = epsilon
-        given = (kwargs.get("optimizers") or (None, None))[0]
+        named = signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        given = (named.get("optimizers") or (None, None))[0]
         self._check_settings(given, settings, perturb)
         if not isinstance(given, Wrapper):  # wrong values are told now, not when the training begins
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
