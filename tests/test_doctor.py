@@ -1,26 +1,20 @@
 """The doctor: every broken training is found by the one finding that names it, and healthy ones are left in peace."""
 
-import multiprocessing
-import os
 import random
 import textwrap
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from cases import mlp, same
 from command_line import flatmin, words
 from flatmin import AMP, doctor
 from flatmin.doctor import Finding, examine
-from trainings import BROKEN, HEALTHY, Made, closure_of, made, not_seeded
+from trainings import BROKEN, HEALTHY, Made, made, not_seeded
 
 NAMES = [
     *("set-up", "loss", "GradScaler", "gradients", "parameters", "closure repeats", "zero_grad", "clipping"),
@@ -145,67 +139,6 @@ def test_what_flatmin_itself_refuses_is_told_too() -> None:
 def test_what_make_training_must_return_is_said(returned: object, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         examine(lambda: returned)
-
-
-# ---- ranks
-
-
-def parallel(
-    rank: int, *, epsilon: float = 0.1, average: bool = True, spare: bool = False, one_for_all: bool = True
-) -> Made:
-    torch.manual_seed(0)
-    model: Any = mlp()
-    whole: Any = DistributedDataParallel(model) if average else model
-    base = SGD(model.parameters(), lr=0.1)
-    optimizer = AMP(base, epsilon=epsilon, model=whole, sync_perturbation=one_for_all)
-    torch.manual_seed(rank)
-    return whole, optimizer, closure_of(whole[:1] if spare and rank else whole, optimizer)
-
-
-RANKS: dict[str, tuple[Callable[[int], Made], str]] = {
-    "alike": (parallel, ""),
-    "a perturbation a rank": (lambda rank: parallel(rank, one_for_all=False), ""),
-    "one has its own": (lambda rank: parallel(rank, one_for_all=not rank), "sync_perturbation is True, False"),
-    "another ε": (lambda rank: parallel(rank, epsilon=0.1 * (1 + rank)), "epsilon is [0.1], [0.2]"),
-    "not averaged": (lambda rank: parallel(rank, average=False), "each would find a Δ of its own"),
-    "another layer": (lambda rank: parallel(rank, average=False, spare=True), "has a gradient on some ranks only"),
-}
-
-
-def examine_on_rank(rank: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    for name, (make_training, _) in RANKS.items():
-        told = [f"{f.name}|{f.verdict}|{f.seen}" for f in examine(lambda: make_training(rank))]  # noqa: B023
-        Path(folder, f"{name}-{rank}").write_text("\n".join(told))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def told_on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=examine_on_rank, args=(rank, str(folder))) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(150)  # a few seconds on an idle machine
-        worker.kill()
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    return folder
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
-@pytest.mark.parametrize("name", RANKS)
-def test_ranks_that_do_not_agree_find_the_same_and_none_waits(told_on_ranks: Path, name: str) -> None:
-    text = RANKS[name][1]
-    for rank in range(2):
-        told = [line.split("|") for line in (told_on_ranks / f"{name}-{rank}").read_text().splitlines()]
-        assert [which for which, verdict, _ in told if verdict == "error"] == (["ranks"] if text else [])
-        (seen,) = (seen for which, _, seen in told if which == "ranks")
-        assert (text or "2 ranks have the same settings, weights and gradients") in seen
 
 
 # ---- the command
