@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, SGD, SparseAdam
 
@@ -214,3 +214,35 @@ def test_sparse_gradients_are_refused_unless_their_group_has_epsilon_zero() -> N
     optimizer.step(closure)
     assert optimizer.last.skipped
     assert same([table.weight.detach()], theta)
+
+
+@pytest.mark.parametrize("inner_iter", [1, 2])
+def test_a_backward_pass_before_the_step_does_not_do_for_the_closures_own(inner_iter: int) -> None:
+    case = setup()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, inner_iter=inner_iter)
+    theta, calls = case.weights(), 0
+
+    def once() -> Tensor:
+        nonlocal calls
+        calls += 1
+        loss = case.loss()
+        if calls == 1:
+            loss.backward()
+        return loss
+
+    loss = case.loss()
+    loss.backward()
+    for closure in (lambda: loss, once):
+        with pytest.raises(RuntimeError, match=r"no parameter got a gradient in the closure; call backward"):
+            optimizer.step(closure)
+        assert same(case.weights(), theta)
+
+
+def test_parameters_that_are_the_models_no_more_are_told_apart_from_a_missing_backward() -> None:
+    case = setup()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, model=case.model)
+    for module in case.model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(param.detach().clone()))  # as fully_shard() does
+    with pytest.raises(RuntimeError, match="are the model's no more; make the optimizer last"):
+        optimizer.step(case.closure(optimizer))

@@ -17,7 +17,7 @@ from flatmin.doctor import Finding, examine
 from trainings import BROKEN, HEALTHY, Made, made, not_seeded
 
 NAMES = [
-    *("set-up", "loss", "GradScaler", "gradients", "parameters", "closure repeats", "zero_grad", "clipping"),
+    *("set-up", "mode", "loss", "GradScaler", "gradients", "parameters", "closure repeats", "zero_grad", "clipping"),
     *("BatchNorm", "dropout", "θ comes back", "rounding", "ball", "ascent", "radius", "ε = 0", "cost"),
 ]
 
@@ -129,9 +129,9 @@ def test_what_flatmin_itself_refuses_is_told_too() -> None:
     [
         (None, "got an object of type NoneType"),
         ((1, 2), "got 2 things"),
-        ((1, 2, 3), "the model of make_training must be a torch.nn.modules.module.Module"),
+        ((1, 2, 3), "in the first place, where a torch.nn.Module belongs"),
         ((torch.nn.LazyLinear(3), SGD(mlp().parameters(), lr=0.1), print), "lazy layers without a shape"),
-        ((mlp(), mlp(), 3), "the optimizer of make_training"),
+        ((mlp(), mlp(), 3), "in the second place, where a torch.optim.Optimizer belongs"),
         ((mlp(), SGD(mlp().parameters(), lr=0.1), 3), "the closure of make_training"),
         ((mlp(), SGD(mlp().parameters(), lr=0.1), print, 3), "the scaler of make_training"),
     ],

@@ -1,5 +1,9 @@
 """With `model=`, statistics and masks are those of the clean pass; without, every pass counts, as documented."""
 
+import random
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD
 
 import flatmin
-from cases import Method, same, setup
+from cases import Method, Setup, same, setup
 from flatmin.snapshot import Snapshot
 
 
@@ -150,3 +154,26 @@ def test_a_compiled_model_is_compiled_once() -> None:
         optimizer.step(case.closure(optimizer))
         case.step_in_blocks(optimizer)
     assert after_one_step == counter.frame_count == 1
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.standard_normal, lambda: float(torch.rand(()))])
+@pytest.mark.parametrize("form", ["closure", "blocks"])
+def test_numbers_drawn_on_the_host_are_shared_by_the_passes_and_new_in_the_next_step(
+    draw: Callable[[], float], form: str
+) -> None:
+    """Some models and augmentations draw with Python or numpy."""
+    case, drawn = setup(), list[float]()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, inner_iter=2, model=case.model)
+
+    def loss() -> Tensor:
+        drawn.append(draw())
+        return Setup.loss(case)
+
+    case.loss = loss  # type: ignore[method-assign]
+    for _ in range(3):
+        if form == "closure":
+            optimizer.step(case.closure(optimizer))
+        else:
+            case.step_in_blocks(optimizer)
+    assert drawn[0::3] == drawn[1::3] == drawn[2::3]
+    assert len(set(drawn)) == 3

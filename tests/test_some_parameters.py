@@ -214,3 +214,11 @@ def test_names_go_with_their_parameters_and_pairs_are_taken() -> None:
     assert optimizer.param_groups[1]["param_names"] == ["1.weight", "1.bias"]
     alone = flatmin.groups(model, perturb=lambda *_: True, among=[{"params": model[0].weight}])
     assert alone[0]["params"] == [model[0].weight]
+
+
+def test_what_is_no_model_or_no_function_is_told() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"got an object of type generator and .* write groups\(model, perturb="):
+        flatmin.groups(model.parameters(), perturb=lambda *_: True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got an object of type Linear and an object of type str"):
+        flatmin.groups(model, perturb="norm")  # type: ignore[arg-type]

@@ -160,6 +160,8 @@ class Flagged(nn.Module):
 
 
 HEALTHY: dict[str, Callable[[], Made]] = {
+    "numpy's numbers, put back": lambda: noisy(np.random.standard_normal),
+    "Python's numbers, put back": lambda: noisy(random.random),
     "a base that maximises": lambda: made(
         wrap=lambda model: AMP(SGD(model.parameters(), lr=0.1, maximize=True), epsilon=0.1, model=model)
     ),
@@ -208,9 +210,31 @@ def from_a_named_loader() -> Made:
     return model, optimizer, closure
 
 
-def noisy(draw: Callable[[], float]) -> Made:
+def noisy(draw: Callable[[], float], **settings: Any) -> Made:
     x, y = batch()
-    return made(data=lambda: (x + draw(), y))
+    return made(data=lambda: (x + draw(), y), **settings)
+
+
+def asleep(model: nn.Module) -> AMP:
+    model.eval()
+    return amp(model)
+
+
+def returning_the_scaled_loss() -> Made:
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    optimizer, (x, y) = amp(model), batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = scaler.scale(cross_entropy(model(x), y))
+        loss.backward()
+        return loss
+
+    return model, optimizer, closure, scaler
+
+
+def forgetful(model: nn.Module) -> AMP:
+    return AMP(sgd(model), epsilon=0.1)
 
 
 def with_own_generator() -> Made:
@@ -304,8 +328,18 @@ BROKEN: dict[str, tuple[Callable[[], Made], str, str, str]] = {
     "zero_grad forgotten": (lambda: made(zero=False), "zero_grad", "warning", "begin the closure with optimizer.zero"),
     "a loader in the closure": (from_a_loader, "closure repeats", "error", "once a step, before the closure"),
     "a named iterator": (from_a_named_loader, "closure repeats", "error", "it takes from the iterator batches"),
-    "numpy in the closure": (lambda: noisy(np.random.standard_normal), "closure repeats", "error", "numpy.random"),
-    "random in the closure": (lambda: noisy(random.random), "closure repeats", "error", "Python's random"),
+    "numpy in the closure": (
+        lambda: noisy(np.random.standard_normal, wrap=forgetful),
+        "closure repeats",
+        "error",
+        "numpy.random",
+    ),
+    "random in the closure": (
+        lambda: noisy(random.random, wrap=forgetful),
+        "closure repeats",
+        "error",
+        "Python's random",
+    ),
     "a generator of its own": (with_own_generator, "closure repeats", "error", "it draws from generator"),
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
     "a buffer that the loss uses": (lambda: made(Centred), "closure repeats", "warning", "a pass changes (mean)"),
@@ -314,6 +348,8 @@ BROKEN: dict[str, tuple[Callable[[], Made], str, str, str]] = {
     "nan": (lambda: made(loss_of=lambda loss: loss * float("nan")), "gradients", "error", "not finite in 0.weight"),
     "a loss times 0": (lambda: made(loss_of=lambda loss: loss * 0), "gradients", "error", "all are 0"),
     "a forgotten head": (without_the_head, "parameters", "warning", "2.weight, 2.bias"),
+    "eval mode": (lambda: made(wrap=asleep), "mode", "warning", "model.train()"),
+    "the scaled loss is returned": (returning_the_scaled_loss, "loss", "warning", "return the loss itself"),
     "None is returned": (lambda: made(result=lambda _: None), "loss", "warning", "return loss"),
     "a number is returned": (lambda: made(result=Tensor.item), "loss", "warning", "returns a float without a tensor"),
     "BatchNorm without model=": (

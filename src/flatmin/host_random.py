@@ -1,7 +1,8 @@
 """The random generators of the host: torch's, Python's, and numpy's where somebody has imported it.
 
-A CUDA graph repeats a number that was drawn on the host for ever, so a step that draws some must not be captured. A
-generator that a user keeps (`numpy.random.default_rng()`) cannot be seen from here.
+The passes of a step must draw the same numbers, so their states are put back between them. And a CUDA graph repeats a
+number that was drawn on the host for ever, so a step that draws some must not be captured. A generator that a user
+keeps (`numpy.random.default_rng()`) cannot be seen from here.
 """
 
 import pickle

@@ -229,6 +229,16 @@ class Perturbing(Shell, ABC):
             device=self._home,
             way_out="use the same parameters in every rank's loss, or freeze them on every rank",
         )
+        if self._replicas:
+            gradients = [p.grad for p in self._params() if p.grad is not None]
+            length = float(combine(self._lengths(gradients), norm=self.norm))
+            ranks.compare(
+                {"‖∇J‖": f"{length:.9g}"},  # in digits: nan is nan
+                self._process_groups,
+                device=self._home,
+                way_out="run the passes outside no_sync() (or use sync_perturbation=False), and only parameters of the "
+                "DistributedDataParallel model",
+            )
 
     # ---- facts
 
@@ -253,8 +263,14 @@ class Perturbing(Shell, ABC):
         return any(p.grad is not None for p in self._params())
 
     def _check_gradients(self, where: str) -> None:
-        if not self._has_gradients():
-            raise RuntimeError(f"no parameter got a gradient in {where}; call backward() inside it")
+        if self._has_gradients():
+            return
+        if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
+            raise RuntimeError(
+                f"no parameter got a gradient in {where}, because the optimizer's are the model's no more; make the "
+                "optimizer last, after fully_shard(), .to() and the like"
+            )
+        raise RuntimeError(f"no parameter got a gradient in {where}; call backward() inside it")
 
 
 def _judged(lengths: Tensor, sound: Tensor | None, *, norm: Norm) -> tuple[Tensor, Tensor]:

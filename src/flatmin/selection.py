@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from flatmin.shell import Group
+from flatmin.shell import Group, what
 
 
 def groups(
@@ -25,6 +25,11 @@ def groups(
     >>> len(chosen["params"]), len(rest["params"]), rest["epsilon"]
     (2, 2, 0.0)
     """
+    if not isinstance(model, nn.Module) or not callable(perturb):
+        raise TypeError(
+            f"groups takes a model and a function perturb(name, parameter), got {what(model)} and {what(perturb)}; "
+            'write groups(model, perturb=lambda name, parameter: "norm" in name)'
+        )
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)

@@ -2,9 +2,10 @@
 
 A step of AMP runs the model N + 1 times on one batch. Each forward pass moves BatchNorm's running statistics and draws
 dropout masks, so without care the statistics would mix those of θ with those of θ + Δ, and the ascent would climb one
-network's loss and descend another's. A `Snapshot` holds a model's buffers and the states of the random generators at
-one moment and puts them back: buffers by copying in place (no attribute of a module is touched, so nothing that
-torch.compile guards on changes), generators by setting their state.
+network's loss and descend another's. A `Snapshot` holds a model's buffers and the states of the random generators
+(torch's, and Python's and numpy's, which some models and augmentations draw from) at one moment and puts them back:
+buffers by copying in place (no attribute of a module is touched, so nothing that torch.compile guards on changes),
+generators by setting their state.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from flatmin.host_random import HostRandom
 from flatmin.tensors import Copies
 
 Place = tuple[int, str]  # of a buffer: its module, and its name there
@@ -34,6 +36,7 @@ class Snapshot:
         self.model = model
         self._buffers: Copies[Place] = Copies()
         self._random: dict[torch.device, Tensor] = {}
+        self._host: HostRandom | None = None
 
     def take_buffers(self) -> None:
         self._buffers.forget()
@@ -56,9 +59,12 @@ class Snapshot:
                     yield (id(module), name), buffer
 
     def take_random(self, devices: Iterable[torch.device]) -> None:
-        self._random = {device: random_state(device) for device in {torch.device("cpu"), *devices}}
+        self._host = HostRandom()
+        self._random = {device: random_state(device) for device in devices if device.type != "cpu"}
 
     def put_back_random(self) -> None:
+        if self._host is not None:
+            self._host.put_back()
         for device, state in self._random.items():
             set_random_state(device, state)
 

@@ -121,8 +121,8 @@ class Wrapper(Perturbing):
                     self._at_start.put_back_random()
                 with self._ascent_pass(is_last=n + 1 == self.inner_iter):
                     latest = closure()
+                self._check_gradients("the closure")  # in every call: those before the step were for the first alone
                 if n == 0 and not self._starts_clean:
-                    self._check_gradients("the closure")
                     first = latest
         return first, latest
 
@@ -223,7 +223,8 @@ class Wrapper(Perturbing):
         if self._blocks == 0 and not idle and not self._only_makes_state():
             raise TypeError(
                 f"{type(self).__name__}.step needs a closure that zeroes gradients, runs forward and backward, and "
-                "returns the loss; without one, use `with optimizer.perturbed():` (zero_grad() discards earlier blocks)"
+                "returns the loss; without one, use `with optimizer.perturbed():` (zero_grad() discards earlier "
+                "blocks), and in a trainer what flatmin.integrations has for it"
             )
         if 0 < self._blocks < self.inner_iter:
             raise RuntimeError(

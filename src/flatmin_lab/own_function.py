@@ -24,12 +24,14 @@ def find(name: str, usual: str) -> Callable[..., Any]:
     """The function that is named so; `usual` is its name where none is given, and in what is said of a wrong one."""
     place, colon, function = name.rpartition(":")
     place, function = (place, function) if colon else (name, usual)
+    if not place:
+        raise ValueError(f"a function of your own is given as file.py:{usual} or mymodule:{usual}, got {name!r}")
     module = _file(Path(place), usual) if place.endswith(".py") else _module(place, usual)
     found = getattr(module, function, None)
     if not callable(found):
-        raise ValueError(
-            f"{place} has no function or class {function!r}; name the one that makes it, {place}:NAME, as {usual}"
-        )
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        there = f"it has {', '.join(own)}" if own else "it has none"
+        raise ValueError(f"{place} has no function or class {function!r}; {there}. Write {place}:NAME")
     return found  # type: ignore[no-any-return]
 
 

@@ -223,6 +223,7 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
         "inner_iter": {"inner_iter": rank + 1},
         "replicas": {"model": model.module, "sync_perturbation": False},
         "static": {"sync_perturbation": False},
+        "outside": {},
     }
     optimizer = AMP(SGD(params, lr=0.1), **{"epsilon": 0.1, "model": model, **wrong.get(on, {})})
     before, message = case.weights(), ""
@@ -232,6 +233,8 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
         loss = case.loss()
         if on == "gradients" and rank == 0:
             loss = loss + params[0].sum()
+        if on == "outside":  # a parameter that nobody synchronises
+            loss = loss + (rank + 1) * params[0].sum()
         loss.backward()
         return loss
 
@@ -247,7 +250,7 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
     return {"message": message, "stayed": stayed, "weights": case.weights()}
 
 
-WRONG = ("epsilon", "idle", "inner_iter", "gradients", "replicas", "static")
+WRONG = ("epsilon", "idle", "inner_iter", "gradients", "replicas", "static", "outside")
 JOBS: dict[str, Any] = {
     **{f"ddp-{method}": partial(train, method=method) for method in METHODS},
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},

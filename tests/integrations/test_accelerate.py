@@ -345,6 +345,10 @@ def test_what_is_wrong_is_told() -> None:
     window = Window(accelerator, model, wrapped(model))
     with pytest.raises(TypeError, match=r"must return the loss as a tensor.* got an object of type NoneType"):
         window.backward(lambda: None)
+    with pytest.raises(TypeError, match=r"got an object of type Tensor as the function; write window.backward\(model"):
+        window.backward(torch.zeros(()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"write Window\(accelerator, model, optimizer\), got an object of type"):
+        Window(model, accelerator, plain)
 
 
 @pytest.mark.parametrize("strategy", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])

@@ -779,7 +779,7 @@ def test_a_callback_and_a_module_that_both_wrap_or_neither_are_refused() -> None
         def configure_optimizers(self) -> Any:
             return flatmin.AMP(super().configure_optimizers(), epsilon=0.1)
 
-    with pytest.raises(ValueError, match=r"returned a AMP already; leave epsilon out here, or the wrapping there"):
+    with pytest.raises(ValueError, match=r"returned flatmin.AMP already; leave epsilon out here, or the"):
         fit(Configured(), FlatMinima(epsilon=0.1))
     with pytest.raises(ValueError, match=r"got SGD; write FlatMinima\(epsilon=0.1\)"):
         fit(Module(), FlatMinima())
@@ -866,3 +866,12 @@ def test_the_blocks_of_the_page_run(code: str) -> None:
     module, batches = Module(), loader()
     names: dict[str, Any] = {"pl": pl, "torch": torch, "flatmin": flatmin, "Trainer": Quiet, "FlatMinima": FlatMinima}
     exec(compile(code, str(PAGE), "exec"), names | {"module": module, "loader": batches, "Module": Module})
+
+
+def test_wrong_values_and_two_callbacks_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="epsilon must be a finite number of at least 0, got -1"):
+        FlatMinima(epsilon=-1)
+    with pytest.raises(ValueError, match="unknown ball 'layer'"):
+        FlatMinima(epsilon=0.1, ball="layer")
+    with pytest.raises(ValueError, match="a Trainer takes one FlatMinima, got 2 of them; keep one"):
+        fit(Module(), FlatMinima(epsilon=0.1), FlatMinima(epsilon=0.1))

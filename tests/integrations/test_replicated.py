@@ -80,6 +80,7 @@ def test_epsilon_zero_is_the_base_optimizer_with_synchronised_gradients(seen: Se
         ("inner_iter", "the same inner_iter, got 1 on rank 0 and 2 on rank 1"),
         ("gradients", r"without a gradient, got \[\] on rank 0 and \['number 0'\] on rank 1; use the same parameters"),
         ("replicas", "got a model with none in it; pass model=ddp_model"),
+        ("outside", "the same ‖∇J‖, got .* and only parameters of the DistributedDataParallel model"),
         ("static", "cannot do with static_graph=True; leave that out, or use sync_perturbation=True"),
     ],
 )

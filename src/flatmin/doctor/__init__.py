@@ -21,6 +21,7 @@ from flatmin.doctor.gradients import (
     present,
     returned_loss,
     scaler_in_use,
+    training_mode,
     unclipped,
     zeroed,
 )
@@ -90,7 +91,13 @@ def _closure(set_up: SetUp) -> Iterator[list[Finding]]:
     settle(set_up)
     moment = Moment(set_up)
     first = observe(set_up)
-    yield [returned_loss(first), scaler_in_use(first, set_up.scaler), present(first, set_up), complete(set_up)]
+    yield [
+        training_mode(set_up),
+        returned_loss(first),
+        scaler_in_use(first, set_up.scaler),
+        present(first, set_up),
+        complete(set_up),
+    ]
     if several():
         yield [ranks.reduced(ranks.gathered(ranks.gradients(first, set_up)))]
     yield [repeated(first, set_up, moment)]

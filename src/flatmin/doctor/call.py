@@ -23,6 +23,7 @@ class Call:
     loss: float | None
     gradients: dict[Tensor, Tensor]  # copies, dense
     scalers: list[GradScaler]  # that scaled something in it
+    is_scaled: bool  # what it returned as the loss is what a scaler returned
 
     @property
     def norm(self) -> float:
@@ -53,11 +54,12 @@ def _share(part: float, whole: float) -> float:
 def observe(set_up: SetUp, *, zero: bool = True) -> Call:
     if zero:
         set_up.optimizer.zero_grad()
-    with _scalers_seen() as scalers:
+    with _scalers_seen() as (scalers, outputs):
         result = set_up.call()
     loss = loss_in(result)
     gradients = {param: dense(param.grad) for param in set_up.params if param.grad is not None}
-    return Call(result, None if loss is None else float(loss.detach().float().mean()), gradients, scalers)
+    number = None if loss is None else float(loss.detach().float().mean())
+    return Call(result, number, gradients, scalers, any(loss is output for output in outputs))
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -74,18 +76,21 @@ def settle(set_up: SetUp) -> None:
 
 
 @contextmanager
-def _scalers_seen() -> Iterator[list[GradScaler]]:
-    """The enabled scalers whose `scale` is called inside."""
-    seen: list[GradScaler] = []
+def _scalers_seen() -> Iterator[tuple[list[GradScaler], list[object]]]:
+    """The enabled scalers whose `scale` is called inside, and what they returned."""
+    seen, outputs_seen = list[GradScaler](), list[object]()
     scale = GradScaler.scale
 
     def watched(self: GradScaler, outputs: Any) -> Any:
-        if self.is_enabled() and self not in seen:
-            seen.append(self)
-        return scale(self, outputs)
+        scaled = scale(self, outputs)
+        if self.is_enabled():
+            outputs_seen.append(scaled)
+            if self not in seen:
+                seen.append(self)
+        return scaled
 
     GradScaler.scale = watched  # type: ignore[method-assign]
     try:
-        yield seen
+        yield seen, outputs_seen
     finally:
         GradScaler.scale = scale  # type: ignore[method-assign]

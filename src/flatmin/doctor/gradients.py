@@ -18,7 +18,22 @@ from flatmin.tensors import plain, widest
 SCALES = (0.9, 1.1, 1.2)  # of the weights, where clipping is looked for
 
 
+def training_mode(set_up: SetUp) -> Finding:
+    """Seen after a call: a closure may switch it on."""
+    if set_up.model.training:
+        return Finding("mode", "ok", "the model is in training mode")
+    seen = "the model is in eval mode: BatchNorm keeps its statistics and dropout drops nothing"
+    return Finding("mode", "warning", seen, "model.train() before the training")
+
+
 def returned_loss(call: Call) -> Finding:
+    if call.is_scaled:
+        return Finding(
+            "loss",
+            "warning",
+            f"the closure returns the scaled loss, {call.loss:.4g}: so optimizer.last has it, and so would a log",
+            "return the loss itself, and only backward() that of the scaler",
+        )
     if call.loss is not None:
         return Finding("loss", "ok", f"the closure returns it: {call.loss:.4g}")
     return Finding(
@@ -146,7 +161,7 @@ def unclipped(calls: Sequence[Call]) -> Finding:
                 "clipping",
                 "warning",
                 f"the gradients of {len(calls)} different weights all have the same {name}, {max(values):.4g}: "
-                "the closure clips them, and so Δ too",
+                "the closure clips them, and so Δ too (or the loss is linear in the weights)",
                 "clip after the perturbed() block, or in a hook: optimizer.base.register_step_pre_hook",
             )
     seen = ", ".join(f"{call.norm:.4g}" for call in calls)

@@ -1,8 +1,8 @@
 """Can the closure be run twice? AMP runs it N + 1 times a step, and all of them must be about the same loss function.
 
 From one moment the closure is called again, with everything put back; then with one thing that AMP does not put back
-between two passes left as the first call left it: Python's and numpy's random numbers, or the buffers. What changes the
-gradient is the reason.
+between two passes left as the first call left it: Python's and numpy's random numbers (without `model=`), or the
+buffers. What changes the gradient is the reason.
 """
 
 import pickle
@@ -43,7 +43,7 @@ def repeated(first: Call, set_up: SetUp, moment: Moment) -> Finding:
     allowed, gap = rounding_of(set_up), first.gap(again)
     if gap > allowed:
         return _differs(first, again, reasons(counted, dict(_marks(set_up))))
-    if drawn:
+    if drawn and set_up.optimizer.model is None:  # else AMP puts them back between passes
         moment.put_back(host=False)
         if first.gap(other := observe(set_up)) > allowed:
             return _differs(first, other, [f"it draws random numbers from {' and '.join(drawn)}"])
@@ -63,7 +63,7 @@ def _differs(first: Call, again: Call, why: list[str]) -> Finding:
         "error",
         f"called twice at the same weights it gives {_both(first, again)}: {reason}",
         "draw the batch, with its augmentation, once a step, before the closure: Δ must be found on the data that the "
-        "step is taken with",
+        "step is taken with. (With model=model the usual generators' numbers are the same in all passes.)",
     )
 
 

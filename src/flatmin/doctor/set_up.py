@@ -127,10 +127,12 @@ def fresh(make_training: MakeTraining) -> SetUp:
 
 
 def _check(model: object, optimizer: object, closure: object, scaler: object) -> None:
-    for name, thing, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
+    kinds = {"torch.nn.Module": (model, nn.Module), "torch.optim.Optimizer": (optimizer, Optimizer)}
+    for (name, (thing, kind)), place in zip(kinds.items(), ("first", "second"), strict=True):
         if not isinstance(thing, kind):
             raise TypeError(
-                f"the {name} of make_training must be a {kind.__module__}.{kind.__name__}, got {what(thing)}"
+                f"make_training must return (model, optimizer, closure), got {what(thing)} in the {place} place, where "
+                f"a {name} belongs"
             )
     if any(map(is_lazy, chain(model.parameters(), model.buffers()))):  # type: ignore[attr-defined]
         raise TypeError("the model of make_training has lazy layers without a shape: run a batch through it first")

@@ -45,6 +45,8 @@ class Window:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> None:
+        if not isinstance(accelerator, Accelerator):
+            raise TypeError(f"write Window(accelerator, model, optimizer), got {what(accelerator)} as the accelerator")
         self.accelerator = accelerator
         self.model = model
         self.optimizer = perturbing(optimizer)
@@ -62,6 +64,11 @@ class Window:
         model. It is called again with the same inputs when the window ends, so it takes them as arguments: a loop's
         variables would be those of the last micro-batch by then.
         """
+        if not callable(loss_of):
+            raise TypeError(
+                f"window.backward runs a function and its inputs twice, got {what(loss_of)} as the function; write "
+                "window.backward(model, **batch), or window.backward(loss_of, x, y)"
+            )
 
         def run() -> T:
             result = loss_of(*inputs, **named_inputs)

@@ -21,9 +21,10 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torchmetrics import Metric  # Lightning depends on it
 
 try:
@@ -74,10 +75,14 @@ class FlatMinima(pl.Callback):
                 f"FlatMinima without epsilon takes no settings, got {', '.join(settings)}; add epsilon=0.1, or give "
                 f"them to flatmin.{method.__name__} in configure_optimizers"
             )
+        if epsilon is not None:  # wrong values are told now, not when the training begins
+            method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), epsilon=epsilon, **{**settings, "model": None})
         self.epsilon, self.method, self.settings = epsilon, method, settings
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_trainer(trainer, pl_module)
+        if (count := sum(isinstance(callback, FlatMinima) for callback in trainer.callbacks)) > 1:  # type: ignore[attr-defined]
+            raise ValueError(f"a Trainer takes one FlatMinima, got {count} of them; keep one")
         optimizers = [self._wrapped(optimizer, trainer) for optimizer in trainer.optimizers]
         if not any(isinstance(optimizer, PerturbedOptimizer) for optimizer in optimizers):
             names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
@@ -97,8 +102,8 @@ class FlatMinima(pl.Callback):
             return PerturbedOptimizer(self.method(optimizer, epsilon=self.epsilon, **settings), configured=optimizer)
         if self.epsilon is not None:
             raise ValueError(
-                f"FlatMinima(epsilon={self.epsilon}) wraps the optimizers of configure_optimizers, and it returned a "
-                f"{type(optimizer).__name__} already; leave epsilon out here, or the wrapping there"
+                f"FlatMinima(epsilon={self.epsilon}) wraps the optimizers of configure_optimizers, and it returned "
+                f"flatmin.{type(optimizer).__name__} already; leave epsilon out here, or the wrapping there"
             )
         if optimizer.model is trainer.lightning_module:
             optimizer.model = trainer.strategy.model
