@@ -13,7 +13,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto
 
-# the trainers of others, and several processes, in an environment of their own
+# other people's trainers, processes that meet and processes that are killed, in an environment of their own
 test-integrations: $(INTEGRATIONS)/.ready
 	$(INTEGRATIONS)/bin/python -m pytest --numprocesses auto --dist loadfile tests/integrations
 

@@ -34,7 +34,7 @@ def method(request: pytest.FixtureRequest) -> Method:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What needs trainers, or several processes, runs when it is asked for: `make test-integrations`."""
+    """What needs trainers, or processes that meet or are killed, runs when asked for: `make test-integrations`."""
     asked = any("integrations" in argument for argument in config.args)
     return True if collection_path.name == "integrations" and not asked else None
 

@@ -74,7 +74,7 @@ def losses_of(method: str, network: str, *, device: str = "cpu", steps: int = 5,
     return [before, plain()]
 
 
-LARGE = ("preactresnet34", "preactresnet50")  # these take seconds, and differ from preactresnet18 in depth alone
+LARGE = ("preactresnet34", "preactresnet50", "vgg16")  # these take seconds, and are met with two methods
 
 
 @pytest.mark.parametrize(

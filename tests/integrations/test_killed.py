@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RUNS = {
     "mixup, averaged": ["--method", "mixup", "--epochs", "4", "--ema", "0.9"],
     "amp, augmented": ["--method", "amp", "--epochs", "2", "--augment", "vanilla", "--label-noise", "0.2"],
