@@ -24,6 +24,18 @@ def closures(case: Setup, optimizer: Any, count: int = 2) -> list[Closure]:
     return [part.closure(optimizer) for part in parts(case, count)]
 
 
+def four_times(param: nn.Parameter, optimizer: Any) -> Closure:
+    """A loss with the gradient 4."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = param.sum() * 4
+        loss.backward()
+        return loss
+
+    return closure
+
+
 def accumulating(case: Setup, optimizer: Any, count: int) -> Closure:
     """All micro-batches in one closure."""
 
@@ -210,16 +222,7 @@ def test_a_parameter_that_one_micro_batch_alone_uses_counts_as_nothing_in_the_ot
     first, second = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([2.0]))
     optimizer = flatmin.AMP(SGD([first, second], lr=1.0), epsilon=1e-6)
 
-    def of(param: nn.Parameter) -> Closure:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = param.sum() * 4
-            loss.backward()
-            return loss
-
-        return closure
-
-    optimizer.step([of(first), of(second)])
+    optimizer.step([four_times(first, optimizer), four_times(second, optimizer)])
     assert [first.item(), second.item()] == [-1.0, 0.0]
 
 
@@ -319,16 +322,7 @@ def test_a_micro_batch_with_nothing_to_perturb_does_not_hide_the_others_numbers(
     groups: list[dict[str, Any]] = [{"params": [chosen]}, {"params": [rest], "epsilon": 0.0}]
     optimizer = flatmin.AMP(SGD(groups, lr=1.0), epsilon=0.1)
 
-    def of(param: nn.Parameter) -> Closure:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = param.sum() * 4
-            loss.backward()
-            return loss
-
-        return closure
-
-    optimizer.step([of(rest), of(chosen)])
+    optimizer.step([four_times(rest, optimizer), four_times(chosen, optimizer)])
     assert optimizer.last.grad_norm == 4
     torch.testing.assert_close(optimizer.last.delta_norm, torch.tensor(0.1))
 

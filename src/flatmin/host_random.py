@@ -25,9 +25,13 @@ class HostRandom:
     False
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, since: "HostRandom | None" = None) -> None:
+        """`since`: an earlier moment. If numpy stood still from there to here, both leave it so: it is slow to set."""
         self.torch, self.python = torch.get_rng_state(), random.getstate()
         self.numpy = None if (numpy := _numpy_random()) is None else numpy.get_state(legacy=False)
+        self._sets_numpy = self.numpy is not None
+        if since is not None and _same(self.numpy, since.numpy):
+            self._sets_numpy = since._sets_numpy = False
 
     def has_moved(self) -> bool:
         """Has anyone drawn from one since?"""
@@ -35,14 +39,18 @@ class HostRandom:
         return (
             not torch.equal(self.torch, now.torch)
             or self.python != now.python
-            or (self.numpy is not None and pickle.dumps(self.numpy) != pickle.dumps(now.numpy))
+            or (self.numpy is not None and not _same(self.numpy, now.numpy))
         )
 
     def put_back(self) -> None:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        if self.numpy is not None:
+        if self._sets_numpy:
             _numpy_random().set_state(self.numpy)
+
+
+def _same(state: Any, other: Any) -> bool:
+    return pickle.dumps(state) == pickle.dumps(other)
 
 
 def _numpy_random() -> Any:

@@ -114,7 +114,8 @@ class Perturbing(Shell, ABC):
 
     def _take(self, snapshot: Snapshot | None) -> None:
         if snapshot is not None:
-            snapshot.take_random(self._devices())
+            since = self._at_start if snapshot is self._at_clean and self._starts_clean else None
+            snapshot.take_random(self._devices(), since=since)
             snapshot.take_buffers()
 
     def _return_to_theta(self) -> None:

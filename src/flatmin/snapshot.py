@@ -58,8 +58,9 @@ class Snapshot:
                 if buffer is not None:
                     yield (id(module), name), buffer
 
-    def take_random(self, devices: Iterable[torch.device]) -> None:
-        self._host = HostRandom()
+    def take_random(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
+        """`since`: an earlier moment, which is returned to first."""
+        self._host = HostRandom(since=None if since is None else since._host)
         self._random = {device: random_state(device) for device in devices if device.type != "cpu"}
 
     def put_back_random(self) -> None:
