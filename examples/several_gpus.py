@@ -55,7 +55,8 @@ def main() -> None:
     with torch.no_grad():
         error = (model(x.to(device)).argmax(1).cpu() != y).float().mean()
     total = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
-    print(f"rank {rank} of {ranks}: error {error:.1%}, weights add up to {total.item():.17g}", flush=True)
+    told = f"rank {rank} of {ranks}: error {error:.1%}, weights add up to {total.item():.17g}\n"
+    print(told, end="", flush=True)  # in one piece: others write at the same time
     dist.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ def test_torchrun_trains_equal_replicas(flags: list[str]) -> None:
         [*command, str(EXAMPLES / "several_gpus.py"), *flags], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"rank (\d) of 2: error ([\d.]+)%, weights add up to (\S+)", done.stdout)
+    found = re.findall(r"rank (\d) of 2: error ([\d.]+)%, weights add up to (-?[\d.]+)", done.stdout)
     assert {rank for rank, _, _ in found} == {"0", "1"}
     assert len({weights for _, _, weights in found}) == 1
     assert all(float(error) < 20 for _, error, _ in found)
