@@ -359,3 +359,24 @@ def test_strategies_that_hide_the_weights_are_refused(strategy: str) -> None:
         accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
     with pytest.raises(ValueError, match="use DDP"):
         check_strategy(accelerator)
+
+
+def test_rmp_draws_anew_in_every_step() -> None:
+    """Also where nothing else draws: what was put back for the passes is not what Δ is drawn from."""
+    accelerator, model, seen = accelerate.Accelerator(cpu=True), torch.nn.Linear(3, 2), list[torch.Tensor]()
+    random = flatmin.RMP(SGD(model.parameters(), lr=0.0), epsilon=0.1, model=model)
+    model, optimizer = accelerator.prepare(model, random)
+    window = Window(accelerator, model, optimizer)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        seen.append(model.weight.detach().clone())
+        loss: torch.Tensor = model(x).sum()
+        return loss
+
+    for _ in range(3):
+        window.backward(loss_of, torch.ones(1, 3))
+        optimizer.step()
+        optimizer.zero_grad()
+    clean, perturbed = seen[0::2], seen[1::2]
+    assert all(torch.equal(weight, clean[0]) for weight in clean)
+    assert len({float(weight.sum()) for weight in perturbed}) == 3

@@ -21,9 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from flatmin.integrations.again import Again
 from flatmin.last import loss_in
 from flatmin.shell import what
-from flatmin.snapshot import Snapshot
 from flatmin.wrapper import Wrapper
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Window:
         self.accelerator = accelerator
         self.model = model
         self.optimizer = perturbing(optimizer)
-        self._passes: list[tuple[Callable[[], Any], Snapshot]] = []
+        self._passes: list[Again] = []
         check_strategy(accelerator)
         if self.optimizer.model is not None:
             self.optimizer.model = model  # as prepared: the one that exchanges gradients between processes
@@ -85,27 +85,24 @@ class Window:
 
     def run(self, run: Callable[[], T]) -> T:
         """A micro-batch, forward and backward: now at θ, and, with the others, at θ + Δ once the window is whole."""
-        here = Snapshot(self.model)
-        here.take_random({param.device for param in self.model.parameters()})
+        again = Again(run, self.optimizer)
         together = self.optimizer.sync_perturbation or self.optimizer._is_idle()  # else each climbs its own gradient
         with nullcontext() if together else self._no_exchange():
             result = run()
-        self._passes.append((run, here))
+        self._passes.append(again)
         if self.accelerator.sync_gradients:
             passes, self._passes = self._passes, []
             self._run_perturbed(passes)
         return result
 
-    def _run_perturbed(self, passes: list[tuple[Callable[[], Any], Snapshot]]) -> None:
+    def _run_perturbed(self, passes: list[Again]) -> None:
         if self.optimizer._is_idle():  # the base's own step follows
             return
         for _ in range(self.optimizer.inner_iter):
             with self.optimizer.perturbed(scaler=self.accelerator.scaler):
-                for number, (run, then) in enumerate(passes, start=1):
-                    if self.optimizer.model is not None:  # its dropout masks again, whatever was drawn in between
-                        then.put_back_random()
-                    with self._no_exchange() if number < len(passes) else nullcontext():
-                        run()
+                for again in passes:
+                    with nullcontext() if again is passes[-1] else self._no_exchange():
+                        again()
 
     def _no_exchange(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)

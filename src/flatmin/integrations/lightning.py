@@ -44,6 +44,7 @@ except ModuleNotFoundError:  # the same under its older name
     )
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
+from flatmin.integrations.again import Again
 from flatmin.optim import AMP, RMP
 from flatmin.shell import what
 from flatmin.snapshot import Snapshot
@@ -140,7 +141,7 @@ class PerturbedOptimizer(LightningOptimizer):
         super().__init__(optimizer)
         self.replaying = False
         self._configured = configured
-        self._window: list[_Pass] = []  # the passes at θ since the last step
+        self._window: list[Again] = []  # the passes at θ since the last step
 
     @property
     def optimizer(self) -> Optimizer:
@@ -177,7 +178,7 @@ class PerturbedOptimizer(LightningOptimizer):
             self._window.clear()
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         arguments = (batch, batch_idx) if takes_index else (batch,)
-        self._window.append(_Pass(partial(self._train_on, *arguments), self._optimizer))
+        self._window.append(Again(partial(self._train_on, *arguments), self._optimizer))
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """All passes, and the step. In manual optimisation without a closure: the end of what `perturbed()` began."""
@@ -185,7 +186,7 @@ class PerturbedOptimizer(LightningOptimizer):
             raise TypeError(f"step() under FlatMinima takes a closure and nothing else, got {', '.join(kwargs)}")
         self._on_before_step()
         if closure is not None and not self._module.automatic_optimization:
-            self._window = [_Pass(closure, self._optimizer)]
+            self._window = [Again(closure, self._optimizer)]
         window, self._window = self._window, []
         result = None if closure is None else self._run_clean(closure, window)
         if self._run_perturbed(window):
@@ -193,13 +194,13 @@ class PerturbedOptimizer(LightningOptimizer):
         self._on_after_step()
         return result
 
-    def _run_clean(self, closure: Callable[[], Any], window: "list[_Pass]") -> Any:
+    def _run_clean(self, closure: Callable[[], Any], window: list[Again]) -> Any:
         window[-1].begin()  # hooks may have drawn random numbers since the batch came
         one_each = not getattr(self._optimizer, "sync_perturbation", True)  # a Δ for each rank, from its own gradient
         with self._in_sync(self._optimizer._is_idle() or not one_each):
             return closure()
 
-    def _run_perturbed(self, window: "list[_Pass]") -> bool:
+    def _run_perturbed(self, window: list[Again]) -> bool:
         """N blocks, of the whole window each; whether there is a gradient to step with."""
         optimizer = self._optimizer
         if not window:  # manual optimisation had its blocks
@@ -287,26 +288,6 @@ class PerturbedOptimizer(LightningOptimizer):
 
 class _NoLossError(Exception):
     """No micro-batch of a perturbed pass had a loss."""
-
-
-class _Pass:
-    """A pass that can be run again, with the random numbers that it had (where the optimizer knows its model)."""
-
-    def __init__(self, run: Callable[[], Any], optimizer: Wrapper) -> None:
-        self._run = run
-        self._devices = optimizer._devices()
-        model = optimizer.model if optimizer._starts_clean else None
-        self._random = None if model is None else Snapshot(model)
-        self.begin()
-
-    def begin(self) -> None:
-        if self._random is not None:
-            self._random.take_random(self._devices)
-
-    def __call__(self) -> None:
-        if self._random is not None:
-            self._random.put_back_random()
-        self._run()
 
 
 def _log_nothing(*args: object, **kwargs: object) -> None:
