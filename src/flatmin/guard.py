@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from flatmin.scaling import Owners, step_scaled
+from flatmin.scaling import Owners, step_fused, step_scaled
 from flatmin.tensors import Copies, choose_, keep_
 
 
@@ -34,11 +34,7 @@ def step_unless(
         step_scaled(skip, owners, gradients, scaler)
         _clear_fresh_state(skip, base, stateless)
     elif getattr(base, "_step_supports_amp_scaling", False) and all(group.get("fused") for group in base.param_groups):
-        base.grad_scale, base.found_inf = None, skip.float()  # type: ignore[attr-defined]
-        try:
-            base.step()
-        finally:
-            del base.grad_scale, base.found_inf  # type: ignore[attr-defined]
+        step_fused(base, None, skip.float())
         _clear_fresh_state(skip, base, stateless)
     else:
         theta.take({p: p for p in params if p not in theta})

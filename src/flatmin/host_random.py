@@ -35,12 +35,14 @@ class HostRandom:
 
     def has_moved(self) -> bool:
         """Has anyone drawn from one since?"""
+        return not torch.equal(self.torch, torch.get_rng_state()) or bool(self.moved_besides_torch())
+
+    def moved_besides_torch(self) -> list[str]:
+        """Those of Python and numpy that someone has drawn from since, in words."""
         now = HostRandom()
-        return (
-            not torch.equal(self.torch, now.torch)
-            or self.python != now.python
-            or (self.numpy is not None and not _same(self.numpy, now.numpy))
-        )
+        python = ["Python's random"] if self.python != now.python else []
+        numpy = ["numpy.random"] if self.numpy is not None and not _same(self.numpy, now.numpy) else []
+        return python + numpy
 
     def put_back(self) -> None:
         torch.set_rng_state(self.torch)

@@ -131,13 +131,13 @@ class Perturbing(Shell, ABC):
     @torch.no_grad()
     def _step_base(self, scaler: GradScaler | None, **losses: Tensor | None) -> None:
         """The base's step at θ with the gradient of the last pass, unless some gradient of the step was not finite."""
-        params = [p for p in self._params() if p.grad is not None]
+        gradients = {p: p.grad for p in self._params() if p.grad is not None}
         try:  # whatever goes wrong, this θ is not the next step's
             check_in_use(scaler)
             self._compare_gradients()
-            skip = self._must_skip([p.grad for p in params if p.grad is not None], scaler)
+            skip = self._must_skip(list(gradients.values()), scaler)
             measured = self._measured
-            step_unless(skip, self._owners, params, self._theta, scaler)
+            step_unless(skip, self._owners, list(gradients), self._theta, scaler)
         finally:
             self._forget_step()
         self._is_new = False
@@ -249,7 +249,7 @@ class Perturbing(Shell, ABC):
 
     def _devices(self) -> list[torch.device]:
         """Those of the parameters, each once, in the order of the groups."""
-        return list({p.device: None for group in self.param_groups for p in group["params"]})
+        return list({p.device: None for p in self._params()})
 
     @property
     def _home(self) -> torch.device:

@@ -75,14 +75,19 @@ def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scale
     return torch.stack(found).amax() > 0 if found else skip  # a base that asks the scaler itself leaves no flag
 
 
+def step_fused(base: Optimizer, scale: Tensor | None, found_inf: Tensor) -> None:
+    """The step of a base whose kernels unscale and skip by themselves, told as a scaler tells it."""
+    base.grad_scale, base.found_inf = scale, found_inf  # type: ignore[attr-defined]
+    try:
+        base.step()
+    finally:
+        del base.grad_scale, base.found_inf  # type: ignore[attr-defined]
+
+
 def step_as_told(base: Optimizer, scale: Tensor | None, found_inf: Tensor) -> None:
     """The base's own step inside `scaler.step(wrapper)`: S (None: unscaled) and the flag are what the scaler left."""
     if getattr(base, "_step_supports_amp_scaling", False):
-        base.grad_scale, base.found_inf = scale, found_inf  # type: ignore[attr-defined]
-        try:
-            base.step()
-        finally:
-            del base.grad_scale, base.found_inf  # type: ignore[attr-defined]
+        step_fused(base, scale, found_inf)
         return
     if scale is not None:
         inverse = scale.double().reciprocal().float()

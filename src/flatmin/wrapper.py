@@ -148,9 +148,8 @@ class Wrapper(Perturbing):
             first, latest = map(list, zip(*passes, strict=True))
             losses = {"loss": mean_loss(first, self._home), "loss_perturbed": mean_loss(latest, self._home)}
         if idle:
-            skip = (
-                None if scaler is None else ~mean.is_finite(self._home)
-            )  # the scaler knows the last micro-batch alone
+            # the scaler may know of the last micro-batch alone
+            skip = None if scaler is None else ~mean.is_finite(self._home)
             self._step_plainly(None, scaler, skip=skip)
             self.last = replace(self.last, loss=losses["loss"])
         else:

@@ -5,7 +5,6 @@ between two passes left as the first call left it: Python's and numpy's random n
 buffers. What changes the gradient is the reason.
 """
 
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +19,6 @@ from flatmin.doctor.call import Call, observe
 from flatmin.doctor.finding import Finding, few
 from flatmin.doctor.moment import Moment, same_bits
 from flatmin.doctor.set_up import SetUp
-from flatmin.host_random import HostRandom
 
 NAME = "closure repeats"
 ROUNDING = {"cpu": 1e-6}  # the share by which two equal calls may differ
@@ -36,7 +34,7 @@ def repeated(first: Call, set_up: SetUp, moment: Moment) -> Finding:
     if not moment.has_weights():
         change = "leave optimizer.step() to the loop: a closure zeroes gradients, runs forward and backward"
         return Finding(NAME, "error", "the closure itself changes the weights", change)
-    drawn, moved = _host_drawn(moment), set_up.buffers()
+    drawn, moved = moment.host.moved_besides_torch(), set_up.buffers()
     moment.put_back()
     before, counted = set_up.buffers(), dict(_marks(set_up))
     again = observe(set_up)
@@ -79,14 +77,6 @@ def _depends(first: Call, again: Call, changed: list[str]) -> Finding:
 def _both(first: Call, again: Call) -> str:
     losses = "" if first.loss is None or again.loss is None else f"losses of {first.loss:.6g} and {again.loss:.6g} and "
     return f"{losses}gradients {first.gap(again):.0%} apart"
-
-
-def _host_drawn(moment: Moment) -> list[str]:
-    """Which of Python's and numpy's generators have moved since."""
-    before, now = moment.host, HostRandom()
-    python = ["Python's random"] if before.python != now.python else []
-    numpy = ["numpy.random"] if pickle.dumps(before.numpy) != pickle.dumps(now.numpy) else []
-    return python + numpy
 
 
 # ---- why: what the closure reaches, before and after a call
