@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+# gloo, now and then, in a process that is done and leaves: with plain SGD in place of AMP too (1 of 19, torch 2.13)
+ABORTED = "terminate called without an active exception"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -15,9 +17,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("flags", [[], ["--apart"]])
 def test_torchrun_trains_equal_replicas(flags: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(EXAMPLES / "several_gpus.py"), *flags], capture_output=True, text=True, timeout=240, check=False
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            [*command, str(EXAMPLES / "several_gpus.py"), *flags],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        if ABORTED not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     found = re.findall(r"rank (\d) of 2: error ([\d.]+)%, weights add up to (-?[\d.]+)", done.stdout)
     assert {rank for rank, _, _ in found} == {"0", "1"}
