@@ -125,8 +125,8 @@ def test_a_hand_stops_the_errand_that_was_meant_and_goes_on_with_it_later(tmp_pa
     assert isinstance(said[1], Stopped)
     assert said[1].reason == "enough"
     again = worker.do(5, on_data, errand, [content(place) for place in errand.places()], tiny_data())
-    started: Any = next(one for one in again if not isinstance(one, Changed))[1]
-    assert started.step == said[1].step > 0
+    begun: Any = next(one for one in again if not isinstance(one, Changed))
+    assert begun[1].step == said[1].step > 0
 
 
 def test_what_cannot_be_done_is_told_with_the_readers_names(tmp_path: Path) -> None:
