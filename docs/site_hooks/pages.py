@@ -64,7 +64,7 @@ def _flag(param: Any, annotation: Any) -> str:
     kinds = [kind for kind in (get_args(annotation) or [annotation]) if kind is not type(None)]
     kinds = [kind for given in kinds for kind in (get_args(given) or [given])]  # a list or a pair of something
     takes = "" if param.is_flag else " " + " ".join(KINDS[kind] for kind in kinds)
-    return f"`{', '.join([*param.opts, *param.secondary_opts])}{takes}`"
+    return ", ".join(f"`{name}`" for name in [*param.opts, *param.secondary_opts]) + takes
 
 
 def _what(param: Any) -> str:

@@ -13,6 +13,7 @@ import tempfile
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import typer
@@ -97,6 +98,13 @@ def test_everything_public_has_a_place_in_the_reference(site: Path) -> None:
     names |= {f"{module.__name__}.{name}" for module in modules for name in getattr(module, "__all__", ())}
     names |= {f"flatmin_lab.{name}" for name in LABORATORY}
     assert names <= known, sorted(names - known)
+
+
+def test_a_docstring_becomes_markdown() -> None:
+    hook = run_path(str(ROOT / "docs" / "site_hooks" / "docstrings.py"))
+    text = "Adds.\n\n    a + b\n\nfirst    a number\nsecond   another, |b|,\n         or none\n\n>>> 1 + 1\n2"
+    table = "| | |\n|---|---|\n| `first` | a number |\n| `second` | another, &#124;b&#124;, or none |"
+    assert hook["markdown"](text) == f"Adds.\n\n    a + b\n\n{table}\n\n```pycon\n>>> 1 + 1\n2\n```"
 
 
 def test_every_flag_of_the_command_is_on_its_page(site: Path) -> None:
