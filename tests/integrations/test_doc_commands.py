@@ -43,6 +43,10 @@ NOT_RUN = {  # and why
     "make test": "these tests",
     "pip install .": "fetches packages",
     "pip install '.[lab]'": "fetches packages",
+    "pip install 'flatmin[cluster]'": "fetches packages",
+    "ray start --head --port 6379": "stays when the test has ended; test_cluster.py has a cluster of its own",
+    "ray start --address head:6379": "needs another machine",
+    "flatmin reproduce table1 --protocol paper --executor ray --address head:6379": "needs the other machine",
 }
 BEFORE = {  # what a page takes for granted
     "examining.md": [
