@@ -5,7 +5,10 @@ READY := .venv/.ready
 INTEGRATIONS := .venv-integrations
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --constraint constraints/cpu.txt)
 
-.PHONY: demo test test-integrations check docs format bench report clean
+# warnings are errors, but for torch's own about numpy, which is not there
+STRICTLY := -W error -W 'ignore:Failed to initialize NumPy'
+
+.PHONY: demo test test-integrations dist check docs format bench report clean
 
 demo: $(READY)
 	$(BIN)/flatmin demo
@@ -16,6 +19,28 @@ test: $(READY)
 # other people's trainers, processes that meet and processes that are killed, in an environment of their own
 test-integrations: $(INTEGRATIONS)/.ready
 	$(INTEGRATIONS)/bin/python -m pytest --numprocesses auto --dist loadfile tests/integrations
+
+# A wheel and a source archive in dist/, which rebuilds to the same bytes. Then what a user has, in an environment that
+# begins empty: the wheel beside torch alone; the archive, built where there is no git; the laboratory as well.
+USER_HAS := build/user
+dist: export PYTHONPATH :=
+dist: $(READY)
+	rm -rf dist build/again
+	mkdir -p build/again
+	$(BIN)/python -m build --outdir dist
+	tar -xzf dist/*.tar.gz -C build/again
+	$(BIN)/python -m build --outdir build/again build/again/flatmin-*/
+	$(BIN)/python tests/built.py dist build/again
+	$(BIN)/python -m venv --clear $(USER_HAS)
+	$(USER_HAS)/bin/python -m pip install --quiet $(CONSTRAINTS) dist/*.whl
+	$(USER_HAS)/bin/python $(STRICTLY) tests/installed_alone.py
+	$(USER_HAS)/bin/python -m pip uninstall --quiet --yes flatmin
+	PATH=$(CURDIR)/$(USER_HAS)/bin $(USER_HAS)/bin/python -m pip install --quiet --no-deps dist/*.tar.gz
+	$(USER_HAS)/bin/python $(STRICTLY) tests/installed_alone.py
+	$(USER_HAS)/bin/python -m pip uninstall --quiet --yes flatmin
+	$(USER_HAS)/bin/python -m pip install --quiet $(CONSTRAINTS) "$$(echo dist/*.whl)[lab]"
+	$(USER_HAS)/bin/python tests/installed_lab.py
+	rm -rf build/again $(USER_HAS)
 
 check: $(READY)
 	$(BIN)/ruff format --check

@@ -27,7 +27,13 @@ from doc_blocks import PAGES, ROOT, after, before, blocks, code, commands
 from flatmin.tensors import plain
 from flatmin_lab.cli import app
 
-LANGUAGES = {"python", "diff", "bash", "text"}  # the first three are run, by this file or by tests/integrations
+LANGUAGES = {
+    "python",
+    "diff",
+    "bash",
+    "text",
+    "bibtex",
+}  # the first three are run, by this file or by tests/integrations
 DOCS = ROOT / "docs"
 
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import flatmin
+import torch_alone
 
 LIBRARY = Path(flatmin.__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}
@@ -53,6 +56,22 @@ def test_the_library_imports_and_steps_where_torch_alone_is_installed() -> None:
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("torch_alone.py"))]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert result.stdout.strip() == "ok", result.stderr
+
+
+def test_what_torch_requires_is_followed_through_the_extras_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "torch": ["sympy>=1.13", 'cuda-toolkit[cudart, nvtx]==13; platform_system == "Linux"', "numpy; extra == 'np'"],
+        "cuda-toolkit": [
+            "nvidia-cudart; extra == 'cudart'",
+            "nvidia-nvvm; extra == 'nvcc'",
+            "nvidia_nvtx; extra == 'nvtx'",
+        ],
+        "sympy": ["mpmath", "pytest; extra == 'dev'"],
+        "mpmath": ["sympy"],
+    }
+    monkeypatch.setattr(torch_alone, "requires", lambda name: known.get(name, []))
+    found = {name for name in torch_alone.required_by("torch", set()) if "[" not in name}
+    assert found == {"torch", "sympy", "mpmath", "cuda-toolkit", "nvidia-cudart", "nvidia-nvtx"}
 
 
 def test_importing_changes_no_global_setting() -> None:

@@ -13,17 +13,24 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def required_by(package: str, known: set[str]) -> set[str]:
-    """The package and all that it requires, and so on, as far as it is installed."""
+def required_by(package: str, known: set[str], extras: str = "") -> set[str]:
+    """The package and all that it requires, and so on, as far as it is installed.
+
+    Of extras those that are asked for: torch for a GPU requires cuda-toolkit[cudart,…], which brings more packages.
+    """
     try:
         lines = requires(package) or []
     except PackageNotFoundError:
         return known
     known.add(canonical(package))
+    wanted = {canonical(extra) for extra in extras.split(",")}
     for line in lines:
-        name = re.split(r"[^\w.-]", line)[0]
-        if "extra ==" not in line and canonical(name) not in known:
-            required_by(name, known)
+        name, of = re.findall(r"^([\w.-]+)(?:\s*\[([^]]*)\])?", line)[0]
+        extra = re.search(r"extra == ['\"]([\w.-]+)", line)
+        asked = f"{canonical(name)}[{of}]"  # known too, so that each is followed once
+        if asked not in known and (extra is None or canonical(extra[1]) in wanted):
+            known.add(asked)
+            required_by(name, known, of.replace(" ", ""))
     return known
 
 

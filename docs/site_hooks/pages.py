@@ -2,6 +2,7 @@
 
     README.md       -> index.md
     CHANGELOG.md    -> changelog.md
+    CONTRIBUTING.md -> contributing.md
     the typer app   -> command.md, where its marker stands
 
 Written once, so that they cannot differ from what they are made from. Links are rewritten to fit: on GitHub the README
@@ -22,7 +23,8 @@ from mkdocs.structure.pages import Page
 from flatmin_lab.cli import app
 
 ROOT = Path(__file__).parents[2]
-MADE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+MADE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+ELSEWHERE = r"\[([^\]]+)\]\(CITATION\.cff\)"  # not a page: its name is enough
 KINDS = {str: "TEXT", int: "INT", float: "NUMBER", Path: "PATH"}
 MARKER = "<!-- every subcommand with its flags stands here when the site is built -->"
 
@@ -30,13 +32,14 @@ MARKER = "<!-- every subcommand with its flags stands here when the site is buil
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for page, source in MADE.items():
         text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+        text = re.sub(ELSEWHERE, r"`\1`", text)
         files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     for made, source in MADE.items():
-        markdown = re.sub(rf"\]\((\.\./)+{re.escape(source)}", f"]({made}", markdown)
+        markdown = re.sub(rf"\]\((\.\./)*{re.escape(source)}", f"]({made}", markdown)
     return markdown.replace(MARKER, "\n".join(commands())) if MARKER in markdown else markdown
 
 

@@ -1,12 +1,15 @@
 """Data sets as tensors on a device, and batches of them: `load`, `augmentation`, `Normalisation`, `Batches`."""
 
-from flatmin_lab.data.augment import Augmentation, Crop, Cutout, Flip, augmentation
-from flatmin_lab.data.autoaugment import AutoAugment
-from flatmin_lab.data.batches import Batches, in_order
-from flatmin_lab.data.catalogue import DATA_SETS, load
-from flatmin_lab.data.dataset import Dataset, Split
-from flatmin_lab.data.from_torch import from_torch
-from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.extras import needed_by
+
+with needed_by("flatmin_lab.data"):  # numpy
+    from flatmin_lab.data.augment import Augmentation, Crop, Cutout, Flip, augmentation
+    from flatmin_lab.data.autoaugment import AutoAugment
+    from flatmin_lab.data.batches import Batches, in_order
+    from flatmin_lab.data.catalogue import DATA_SETS, load
+    from flatmin_lab.data.dataset import Dataset, Split
+    from flatmin_lab.data.from_torch import from_torch
+    from flatmin_lab.data.normalise import Normalisation
 
 __all__ = [
     "DATA_SETS",
