@@ -33,7 +33,7 @@ LANGUAGES = {
     "bash",
     "text",
     "bibtex",
-}  # the first three are run, by this file or by tests/integrations
+}  # the first three are run, here or by tests/integrations
 DOCS = ROOT / "docs"
 
 
