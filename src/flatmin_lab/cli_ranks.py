@@ -74,9 +74,9 @@ def device_of(name: str | None, team: Team) -> torch.device:
     device = device_named(name)
     if team.size == 1 or device.type != "cuda":
         return device
-    if device.index is not None:
+    if ":" in str(device):
         raise ValueError(
-            f"each of {team.size} processes has a GPU of its own, got --device {name} for all of them; write --device cuda"
+            f"each of {team.size} processes has a GPU of its own, got --device {name}; write --device cuda"
         )
     number, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if number >= count:
@@ -98,13 +98,15 @@ def plan_of(request: Request, team: Team) -> Plan:
     team.compare(flags, way_out="call it with the same flags on every machine")
     with team.together():
         plan = request.plan() if team.leads else None
-    recipe, seed, folder = team.told(None if plan is None else (plan.recipe.as_json(), plan.seed, plan.folder)) or ()
+    mine = None if plan is None else (plan.recipe.as_json(), plan.seed, plan.folder)
+    known = team.told(mine)
+    assert known is not None
     for turn in (True, False):
         with team.together():
             if plan is None and turn == (os.environ["LOCAL_RANK"] == "0"):
-                told = Recipe.from_json(recipe)
-                data = read_for(told, request.data, request.data_dir, download=request.download)
-                plan = Plan(told, seed, data, folder)
+                recipe = Recipe.from_json(known[0])
+                data = read_for(recipe, request.data, request.data_dir, download=request.download)
+                plan = Plan(recipe, known[1], data, known[2])
     assert plan is not None
     return plan
 

@@ -114,7 +114,7 @@ class Learner:
         if team.size > 1:
             self.shares, (index, u) = Shares(team, self.device), next(self.batches.parts(0))
             part = team.part(len(index))
-            x = self.taken.task.prepared((index[part], u[part]))[0]
+            x, _ = self.batches.at(index[part], u[part])
             self._assemble(self.shares.meet(self.taken.task, x))
 
     def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
@@ -225,7 +225,7 @@ def _loss_of(regulariser: Regulariser, shares: Shares | None) -> Callable[..., t
     loss = regulariser.loss
 
     def loss_and_error(model: nn.Module, x: Tensor, target: Tensor | Mixed, *part: slice) -> tuple[Tensor, Tensor]:
-        logits = model(x) if shares is None else shares.logits(model, x, *part, count=len(_labels(target)))
+        logits = model(x) if shares is None else shares.logits(model, x, part[0], len(_labels(target)))
         wrong = logits.detach().argmax(dim=1) != _labels(target)
         return loss(logits.float(), target), wrong.float().mean()
 

@@ -40,7 +40,7 @@ class Team:
         return self.rank == 0
 
     def part(self, count: int) -> slice:
-        """This rank's share of so many things in a row; shares differ by one at most.
+        """The rank's share of so many things in a row; shares differ by one at most.
 
         >>> [Ranks(rank=rank, size=3).part(10) for rank in range(3)]
         [slice(0, 3, None), slice(3, 6, None), slice(6, 10, None)]

@@ -193,16 +193,17 @@ class _Training:
         size, count, ranks = self.recipe.batch_size, len(self.data.train), self.team.size
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.learner.model.modules())
         smallest = min(size, count % size or size)
+        left = f"leaves one of {ranks} processes {smallest // ranks} of the {smallest} pictures of a batch"
         if norms and smallest // ranks < 2:
-            alone = f"leaves one of {count} pictures alone" if ranks == 1 else _shared_out(smallest, count, ranks)
+            left = left if ranks > 1 else f"leaves one of {count} pictures alone"
             raise ValueError(
-                f"BatchNorm needs batches of two pictures or more, and a batch size of {size} {alone}; "
+                f"BatchNorm needs batches of two pictures or more, and a batch size of {size} {left}; "
                 "choose another --batch-size"
             )
         if smallest < ranks:
             raise ValueError(
-                f"every process needs a picture of every batch, and a batch size of {size} "
-                f"{_shared_out(smallest, count, ranks)}; choose another --batch-size, or fewer processes"
+                f"every process needs a picture of every batch, and a batch size of {size} {left}; "
+                "choose another --batch-size, or fewer processes"
             )
 
     def compare(self, checkpoint_epochs: int) -> None:
@@ -384,7 +385,3 @@ class _Training:
         if self.step:
             yield from self._save()
         yield Stopped(reason, self.step)
-
-
-def _shared_out(smallest: int, count: int, ranks: int) -> str:
-    return f"of {count} pictures leaves a batch of {smallest} to {ranks} processes"
