@@ -32,7 +32,7 @@ def among_ranks() -> Iterator[Team]:
     if None in place.values() or int(place["WORLD_SIZE"] or 1) == 1:
         yield Team()
         return
-    _open()
+    on_gpus = _open()
     team, has_met = Ranks(rank=torch.distributed.get_rank(), size=torch.distributed.get_world_size()), False
     try:
         yield team
@@ -42,18 +42,20 @@ def among_ranks() -> Iterator[Team]:
         _tell(error, team, is_shared=has_met)
     finally:
         # NCCL would wait here for ranks that wait for this one; the end of the process ends their wait
-        if has_met or torch.distributed.get_backend() == "gloo":
+        if has_met or not on_gpus:
             torch.distributed.destroy_process_group()
 
 
-def _open() -> None:
+def _open() -> bool:
+    """The process group; whether GPUs can be in it. What goes through the host goes through gloo."""
     if not torch.distributed.is_available():
         raise ImportError("this build of torch has no torch.distributed; leave torchrun out, or install another torch")
-    both = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    on_gpus = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     try:
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     except (RuntimeError, ValueError) as error:
         raise RunError(f"the processes that torchrun started did not find one another ({error})") from error
+    return on_gpus
 
 
 def _tell(error: Exception, team: Team, *, is_shared: bool) -> NoReturn:

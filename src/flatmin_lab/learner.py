@@ -86,11 +86,11 @@ class Learner:
         self.average = None if recipe.ema is None else Average(self.model, decay=recipe.ema)
         self.notes: list[str] = []  # why steps are not captured, or not compiled, that were to be
         self.shares: Shares | None = None
-        self._assemble(self.model)
+        self._assemble(self.model, None)
 
-    def _assemble(self, model: nn.Module) -> None:
-        """A step of the model, which may be inside one that speaks to other ranks."""
-        recipe, regulariser, shares = self.recipe, self.method.regulariser, self.shares
+    def _assemble(self, model: nn.Module, shares: Shares | None) -> None:
+        """A step of the model, which for `shares` is inside one that speaks to other ranks."""
+        recipe, regulariser = self.recipe, self.method.regulariser
         base = _sgd(recipe, self.model)
         wrapped = self.method.wrap(base, model)
         self.optimizer = wrapped if isinstance(wrapped, Wrapper) else flatmin.AMP(base, epsilon=0.0)
@@ -109,13 +109,16 @@ class Learner:
         )
         self.taken.say = self.notes.append
 
-    def join(self, team: Team) -> None:
-        """Before the first step: from now on one of several, where there are several."""
+    def rehearse(self, team: Team) -> None:
+        """Before it is one of several, where there are several: does its share of a step go well?"""
         if team.size > 1:
-            self.shares, (index, u) = Shares(team, self.device), next(self.batches.parts(0))
-            part = team.part(len(index))
-            x, _ = self.batches.at(index[part], u[part])
-            self._assemble(self.shares.meet(self.taken.task, x))
+            self.shares = Shares(team, self.device)
+            self.shares.rehearse(self.taken.task, *next(self.batches.parts(0)))
+
+    def join(self) -> None:
+        """From now on it is one of them; all ranks call it, when all have rehearsed."""
+        if self.shares is not None:
+            self._assemble(self.shares.meet(self.taken.task), self.shares)
 
     def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
         """One step on the batch of these pictures; what it measured, as tensors on the device."""

@@ -44,26 +44,34 @@ class Shares:
 
     def __init__(self, team: Team, device: torch.device) -> None:
         self.team, self.devices = team, drawn_from(device)
-        self.draws = False  # does the model draw random numbers?
+        self.draws = self.leaves_out = False  # does the model draw random numbers? has a weight no gradient?
 
-    def meet(self, task: Task, x: Tensor) -> DistributedDataParallel:
-        """The model as one of several that keep equal. `x` is a share of a batch; nothing is left of the looks at it.
+    def rehearse(self, task: Task, index: Tensor, u: Tensor) -> None:
+        """A share through batch, model and loss, while an error holds nobody up; nothing is left of it."""
+        part = self.team.part(len(index))
+        with undone(task), torch.enable_grad():
+            made = task.prepared((index[part], u[part]))
+            before = self._states()
+            with task.precision():
+                loss = task.loss_of(task.loss_fn(task.model, *made))
+            gradients = torch.autograd.grad(loss, task.params, allow_unused=True)
+            self.draws = any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True))
+            self.leaves_out = any(gradient is None for gradient in gradients)
+            self.x: Tensor = made[0].detach()
+
+    def meet(self, task: Task) -> DistributedDataParallel:
+        """The rehearsed model, as one of several that keep equal.
 
         DistributedDataParallel sorts gradients into buckets when it has seen a first pass, and in which order ranks
         are added up depends on the bucket: so two passes come first, always, and a training that is gone on with adds
         up as one that was never left.
         """
-        with undone(task), torch.enable_grad():
-            before = self._states()
-            trained = [param for param in task.model.parameters() if param.requires_grad]
-            gradients = torch.autograd.grad(task.model(x).sum(), trained, allow_unused=True)
-            drew = any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True))
-        self.draws = self.team.any(drew)
-        unused = self.team.any(any(gradient is None for gradient in gradients))
-        replica = DistributedDataParallel(task.model, find_unused_parameters=unused)
+        self.draws, self.leaves_out = self.team.any(self.draws), self.team.any(self.leaves_out)
+        replica = DistributedDataParallel(task.model, find_unused_parameters=self.leaves_out)
         with undone(task), torch.enable_grad():
             for _ in range(2):
-                replica(x).sum().backward()
+                replica(self.x).sum().backward()
+        del self.x
         return replica
 
     # ---- a step

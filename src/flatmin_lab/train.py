@@ -187,6 +187,7 @@ class _Training:
         self._check_batches()
         with torch.no_grad(), evaluating(self.learner.model):  # does the model take these pictures?
             self.learner.model(self.normalise(self.data.train.x[:1]))
+        self.learner.rehearse(team)
         self.middle = Middle(self.learner, device, team)
 
     def _check_batches(self) -> None:
@@ -210,7 +211,8 @@ class _Training:
         """Are all ranks about the same training?"""
         now = team_facts(self.device, self.team)
         versions = {key: now[key] for key in ("flatmin", "commit", "torch")}
-        self.team.compare(versions, way_out="install the same on every machine")
+        way_out = "install the same on every machine (FLATMIN_COMMIT names a source that has no history with it)"
+        self.team.compare(versions, way_out=way_out)
         asked = {**self.recipe.as_json(), "seed": self.seed, "checkpoint_epochs": checkpoint_epochs}
         self.team.compare(
             {**asked, "kind of device": self.device.type}, way_out="call it with the same flags on every machine"
@@ -234,7 +236,7 @@ class _Training:
         """What happens, and None after each step."""
         self.folder, self.keeps = folder, self.team.any(folder is not None)
         middle = self.middle
-        self.learner.join(self.team)
+        self.learner.join()
         yield from self._go_on()
         for answers in self.answers:
             answers.prepare(self.data.test, self.normalise)

@@ -59,15 +59,15 @@ class Watched:
         self.real = Learner.join
 
     def __enter__(self) -> "Watched":
-        def join(learner: Learner, team: Team) -> None:
+        def join(learner: Learner) -> None:
             self.learner = learner
-            self.real(learner, team)
+            self.real(learner)
 
-        Learner.join = join  # type: ignore[method-assign]
+        setattr(Learner, "join", join)  # noqa: B010
         return self
 
     def __exit__(self, *what: object) -> None:
-        Learner.join = self.real  # type: ignore[method-assign]
+        setattr(Learner, "join", self.real)  # noqa: B010
 
     def weights(self) -> list[Tensor]:
         return [param.detach().clone() for param in self.learner.model.parameters()]
@@ -171,7 +171,7 @@ def spoilt(rank: int, folder: Path) -> dict[str, Any]:
     try:
         found = raised(lambda: trained(tiny_recipe(**MLP), rank, folder / "spoilt"))
     finally:
-        Learner.is_finite = real  # type: ignore[method-assign]
+        setattr(Learner, "is_finite", real)  # noqa: B010
     diverged = raised(lambda: trained(tiny_recipe(**MLP, lr=1e30, schedule="constant"), rank, folder / "diverged"))
     dist.barrier()
     return {"found": found, "diverged": diverged, "saved": len(checkpoint.listed(folder / "spoilt"))}
@@ -192,6 +192,7 @@ def refused(rank: int, folder: Path) -> dict[str, Any]:
         "folder": lambda: trained(tiny_recipe(), rank, folder / "file" / "run"),
         "small": lambda: begin(tiny_recipe(**MLP, batch_size=1)),
         "norm": lambda: begin(tiny_recipe(batch_size=41)),
+        "inputs": lambda: begin(tiny_recipe(method="adversarial", settings={"epsilon": 0.1, "bounds": [0.4, 0.6]})),
         "set": lambda: begin(tiny_recipe(method="amp", settings={"sync_perturbation": "no"})),
     }
     found = {name: raised(act) for name, act in wrong.items()}

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,48 +40,60 @@ Told = dict[str, dict[str, Any]]
 # ---- as functions, in two processes and in three
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = tmp_path_factory.mktemp("team")
-    few = ("as one: erm", "as one: mixup", "as one: flooding", "as one: amp", "apart: dropout", "measured")
-    jobs = {name: partial(job, folder=folder) for name, job in JOBS.items() if request.param == 2 or name in few}
-    return in_ranks(jobs, request.param, folder, limit=120)
+THREE = ("as one: mixup", "as one: flooding", "as one: amp", "apart: dropout", "measured")
 
 
-def of(seen: Seen, job: str) -> Seen:
-    if job not in seen[0]:
-        pytest.skip("in two processes alone")
-    return [results[job] for results in seen]
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("two")
+    return in_ranks({name: partial(job, folder=folder) for name, job in JOBS.items()}, 2, folder, limit=120)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_they_train_as_one_process_does(seen: Seen, method: str) -> None:
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("three")
+    return in_ranks({name: partial(JOBS[name], folder=folder) for name in THREE}, 3, folder, limit=120)
+
+
+def cells(kind: str, names: Iterable[str]) -> list[Any]:
+    """A job in two processes, and some of them in three."""
+    jobs = [f"{kind}: {name}" for name in names]
+    pairs = [("two", job) for job in jobs] + [("three", job) for job in jobs if job in THREE]
+    return [pytest.param(*pair, id=" ".join(pair)) for pair in pairs]
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest, processes: str, job: str) -> Seen:
+    """What each rank saw of a job."""
+    return [results[job] for results in request.getfixturevalue(processes)]
+
+
+@pytest.mark.parametrize(("processes", "job"), cells("as one", METHODS))
+def test_they_train_as_one_process_does(found: Seen) -> None:
     """15 steps without BatchNorm and dropout, in float32: weights within 1e-5, and bitwise equal on all ranks."""
-    ranks = of(seen, f"as one: {method}")
-    for rank in ranks:
-        for ours, expected, first in zip(rank["weights"], rank["expected"], ranks[0]["weights"], strict=True):
+    for rank in found:
+        for ours, expected, first in zip(rank["weights"], rank["expected"], found[0]["weights"], strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
             assert torch.equal(ours, first)
-        assert rank["lines"] == ranks[0]["lines"]
+        assert rank["lines"] == found[0]["lines"]
         for line, theirs in zip(rank["lines"], rank["expected_lines"], strict=True):
             assert line == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-        assert rank["ranks"] == len(seen)
+        assert rank["ranks"] == len(found)
 
 
-@pytest.mark.parametrize("name", APART)
-def test_stopped_by_one_rank_they_go_on_to_the_same_bits(seen: Seen, name: str) -> None:
-    ranks = of(seen, f"apart: {name}")
-    for rank in ranks:
+@pytest.mark.parametrize(("processes", "job"), cells("apart", APART))
+def test_stopped_by_one_rank_they_go_on_to_the_same_bits(found: Seen) -> None:
+    for rank in found:
         assert rank["apart"] == []
-        assert rank["stopped"] == ranks[0]["stopped"]
+        assert rank["stopped"] == found[0]["stopped"]
         assert rank["stopped"][0] == "enough"
         assert 0 < rank["stopped"][1] <= 7
-        assert rank["lines"] == ranks[0]["lines"]
-        assert all(torch.equal(a, b) for a, b in zip(rank["weights"], ranks[0]["weights"], strict=True))
+        assert rank["lines"] == found[0]["lines"]
+        assert all(torch.equal(a, b) for a, b in zip(rank["weights"], found[0]["weights"], strict=True))
 
 
-def test_gone_on_with_by_another_number_they_say_so(seen: Seen) -> None:
-    first, other = of(seen, "goes on as one")
+def test_gone_on_with_by_another_number_they_say_so(two: Seen) -> None:
+    first, other = (rank["goes on as one"] for rank in two)
     note = "going on elsewhere (ranks {} then, {} now): right, but perhaps not to the same bits"
     assert first["notes"] == [note.format(2, 1), note.format(1, 2)]
     assert other["notes"] == [note.format(1, 2)]
@@ -88,15 +101,16 @@ def test_gone_on_with_by_another_number_they_say_so(seen: Seen) -> None:
         torch.testing.assert_close(ours, first["weights"][2], rtol=1e-5, atol=1e-6)
 
 
-def test_the_test_set_is_shared_out_and_gathered_in_order(seen: Seen) -> None:
-    for rank in of(seen, "measured"):
+@pytest.mark.parametrize(("processes", "job"), [("two", "measured"), ("three", "measured")])
+def test_the_test_set_is_shared_out_and_gathered_in_order(found: Seen) -> None:
+    for rank in found:
         assert torch.equal(rank["shared"], rank["alone"])
         torch.testing.assert_close(rank["few"], rank["alone"])
         assert rank["stopped"]
 
 
-def test_what_is_not_finite_on_one_rank_stops_all(seen: Seen) -> None:
-    for rank in of(seen, "spoilt"):
+def test_what_is_not_finite_on_one_rank_stops_all(two: Seen) -> None:
+    for rank in (results["spoilt"] for results in two):
         assert rank["found"][0] == rank["diverged"][0] == "DivergedError"
         assert "a weight after step 5 is infinite" in rank["found"][1]
         assert "the loss of step 2" in rank["diverged"][1]
@@ -112,21 +126,22 @@ REFUSED = {
     "folder": "would lie in the file",
     "small": "a batch size of 1 leaves one of 2 processes 0 of the 1 pictures of a batch",
     "norm": "a batch size of 41 leaves one of 2 processes 1 of the 3 pictures of a batch",
+    "inputs": "adversarial training takes inputs of 0.4 to 0.6",
     "set": "sync_perturbation must be True or False, got 'no'",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_on_one_rank_is_an_error_on_all(seen: Seen, name: str) -> None:
-    for rank in of(seen, "refused"):
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(two: Seen, name: str) -> None:
+    for rank in (results["refused"] for results in two):
         kind, text = rank["found"][name]
         assert REFUSED[name] in text
         assert kind in ("ValueError", "TypeError", "FileExistsError", "RefusedElsewhereError")
         assert not rank["begun"]
 
 
-def test_a_folder_that_cannot_be_written_ends_all(seen: Seen) -> None:
-    first, other = of(seen, "full disk")
+def test_a_folder_that_cannot_be_written_ends_all(two: Seen) -> None:
+    first, other = (results["full disk"] for results in two)
     assert first["found"] == ["RunError", first["found"][1]]
     assert other["found"] == ["ElsewhereError", f"rank 0 of 2: {first['found'][1]}"]
     assert first["epochs"] == other["epochs"] == 1
