@@ -44,7 +44,7 @@ class Shares:
 
     def __init__(self, team: Team, device: torch.device) -> None:
         self.team, self.devices = team, drawn_from(device)
-        self.draws = self.leaves_out = False  # does the model draw random numbers? has a weight no gradient?
+        self.draws = False  # does the model draw random numbers?
 
     def rehearse(self, task: Task, index: Tensor, u: Tensor) -> None:
         """A share through batch, model and loss, while an error holds nobody up; nothing is left of it."""
@@ -53,10 +53,9 @@ class Shares:
             made = task.prepared((index[part], u[part]))
             before = self._states()
             with task.precision():
-                loss = task.loss_of(task.loss_fn(task.model, *made))
-            gradients = torch.autograd.grad(loss, task.params, allow_unused=True)
+                result = task.loss_fn(task.model, *made)
+            task.loss_of(result).backward()
             self.draws = any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True))
-            self.leaves_out = any(gradient is None for gradient in gradients)
             self.x: Tensor = made[0].detach()
 
     def meet(self, task: Task) -> DistributedDataParallel:
@@ -66,8 +65,8 @@ class Shares:
         are added up depends on the bucket: so two passes come first, always, and a training that is gone on with adds
         up as one that was never left.
         """
-        self.draws, self.leaves_out = self.team.any(self.draws), self.team.any(self.leaves_out)
-        replica = DistributedDataParallel(task.model, find_unused_parameters=self.leaves_out)
+        self.draws = self.team.any(self.draws)
+        replica = DistributedDataParallel(task.model)
         with undone(task), torch.enable_grad():
             for _ in range(2):
                 replica(self.x).sum().backward()

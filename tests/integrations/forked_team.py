@@ -1,9 +1,10 @@
-"""Run as a program: `flatmin train` in forked processes that are told their places as torchrun tells them.
+"""Run as a program: cases of test_train_ranks.py, each in forked processes that are told their places as by torchrun.
 
     python forked_team.py FOLDER CASES
 
-CASES is JSON: by name, what every rank is called with, and what happens to it. A case may take LIMIT seconds. What is
-printed, as JSON: the exit codes, and what each rank wrote. All is imported before, so that a process begins at once.
+CASES is JSON. By name: the flags of `flatmin train`, for all ranks and for one, and what happens to a rank; or jobs of
+team_jobs.py. A case may take LIMIT seconds. What is printed, as JSON: the exit codes, and what each rank wrote. All is
+imported before, once, so that a process begins at once.
 """
 
 import json
@@ -13,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ import torch
 import flatmin
 from flatmin_lab.cli import app
 from flatmin_lab.learner import Learner
+from integrations import ranks
+from integrations.team_jobs import JOBS
 
 import_module("torch._dynamo")
-LIMIT = 40.0
+LIMIT = 60.0
 
 
 def another_version() -> None:
@@ -76,15 +80,24 @@ def child(rank: int, size: int, port: int, case: dict[str, Any], log: Path) -> i
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), COLUMNS="300")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-        for fate, step in case.get("fates", {}).get(str(rank), {}).items():
-            FATES[fate](step)
-        app([*case["flags"], *case.get("own", {}).get(str(rank), [])])
+        act(rank, size, case, log.parent)
+        code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def act(rank: int, size: int, case: dict[str, Any], folder: Path) -> None:
+    if "jobs" in case:
+        place = folder / case["place"]
+        ranks.work(rank, {name: partial(JOBS[name], folder=place) for name in case["jobs"]}, size, str(place))
+        return
+    for fate, step in case.get("fates", {}).get(str(rank), {}).items():
+        FATES[fate](step)
+    app([*case["flags"], *case.get("own", {}).get(str(rank), [])])
 
 
 def run(case: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:

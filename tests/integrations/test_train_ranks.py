@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from integrations.ranks import in_ranks
 from integrations.team_jobs import APART, JOBS, METHODS
 from killed import differences, state_of
 
@@ -37,22 +35,40 @@ Seen = list[dict[str, Any]]
 Told = dict[str, dict[str, Any]]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return files(tmp_path_factory.mktemp("command"))
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> Told:
+    program = [sys.executable, str(HERE / "forked_team.py"), str(folder), json.dumps(cases(folder))]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: Told = json.loads(done.stdout)
+    return found
+
+
 # ---- as functions, in two processes and in three
 
 
 THREE = ("as one: mixup", "as one: flooding", "as one: amp", "apart: dropout", "measured")
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = tmp_path_factory.mktemp("two")
-    return in_ranks({name: partial(job, folder=folder) for name, job in JOBS.items()}, 2, folder, limit=120)
+def seen(folder: Path, told: Told, processes: str) -> Seen:
+    count = {"two": 2, "three": 3}[processes]
+    assert told[processes]["codes"] == [0] * count, told[processes]["said"]
+    return [torch.load(folder / processes / f"rank{rank}.pt", weights_only=True) for rank in range(count)]
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = tmp_path_factory.mktemp("three")
-    return in_ranks({name: partial(JOBS[name], folder=folder) for name in THREE}, 3, folder, limit=120)
+def two(folder: Path, told: Told) -> Seen:
+    return seen(folder, told, "two")
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, told: Told) -> Seen:
+    return seen(folder, told, "three")
 
 
 def cells(kind: str, names: Iterable[str]) -> list[Any]:
@@ -163,7 +179,8 @@ def files(folder: Path) -> Path:
         "y_test": np.arange(30) % 3,
     }
     np.savez(folder / "points.npz", **arrays)
-    (folder / "elsewhere").mkdir()
+    for name in ("elsewhere", "two", "three"):
+        (folder / name).mkdir()
     np.savez(folder / "elsewhere" / "points.npz", **{**arrays, "x_test": arrays["x_test"] + 1})
     (folder / "file").write_text("")
     return folder
@@ -176,6 +193,8 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
     own = ["train", "--epochs", "1", "--data"]
     again = ["train", "--resume"]
     return {
+        "two": {"jobs": list(JOBS), "place": "two"},
+        "three": {"jobs": THREE, "place": "three", "ranks": 3},
         "whole": {"flags": [*OFTEN, *out("whole")]},
         "killed": {"flags": [*OFTEN, *out("killed")], "fates": {"0": {"SIGKILL": 17}, "1": {"SIGKILL": 17}}},
         "killed, again": {"flags": again, "own": {"0": out("killed"), "1": out("nowhere")}},
@@ -201,20 +220,6 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
         "small": {"flags": [*TRAIN, *out("small"), "--batch-size", "1"]},
         "held": {"flags": [*TRAIN, *out("whole")]},
     }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return files(tmp_path_factory.mktemp("command"))
-
-
-@pytest.fixture(scope="module")
-def told(folder: Path) -> Told:
-    program = [sys.executable, str(HERE / "forked_team.py"), str(folder), json.dumps(cases(folder))]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found: Told = json.loads(done.stdout)
-    return found
 
 
 def test_no_process_waits_for_one_that_has_left(told: Told) -> None:
