@@ -8,8 +8,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 
 from flatmin_lab import show
+from flatmin_lab.cluster.crew import Crew, joined
+from flatmin_lab.machine import devices_named
 from flatmin_lab.records import RunError
 
 
@@ -21,7 +24,18 @@ Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
 DataDir = Annotated[Path, typer.Option(help="Where the official files of the data sets are.")]
 Download = Annotated[bool, option("Fetch the official files if they are not there.", "--download")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; else a GPU where there is one.")]
+Executor = Annotated[
+    str, typer.Option(help="local: on this machine; ray: on a Ray cluster.", rich_help_panel="On a cluster")
+]
+Address = Annotated[
+    str | None,
+    option("HOST:PORT of the cluster, or auto; else RAY_ADDRESS, or one started here.", panel="On a cluster"),
+]
+Gpus = Annotated[
+    float | None, option("Of a GPU for each worker there, as 0.5; else a whole one.", panel="On a cluster")
+]
 DATA = Path("data")
+EXECUTORS = ("local", "ray")
 
 
 @contextmanager
@@ -54,6 +68,32 @@ def explained(error: Exception) -> tuple[str, int]:
     elif not isinstance(error, RunError | OSError):
         text = f"{type(error).__name__}: {text} (run it again with --debug to see where)"
     return text, code
+
+
+@contextmanager
+def workplace(
+    executor: str,
+    *,
+    address: str | None,
+    gpus: float | None,
+    device: str | None,
+    workers: int | None,
+    console: Console,
+) -> Iterator[Crew | list[str]]:
+    """Where trainings are carried out: on these devices of this machine, or by the crew of a cluster."""
+    if executor not in EXECUTORS:
+        raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")
+    if executor == "local":
+        if given := [name for name, value in (("--address", address), ("--gpus", gpus)) if value is not None]:
+            raise ValueError(f"{' and '.join(given)} belong to --executor ray; add it, or leave them out")
+        yield devices_named(device)
+        return
+
+    def say(text: str) -> None:
+        show.say(console, f"cluster: {text}")
+
+    with joined(address, device=device, gpus=gpus, most=workers, say=say) as crew:
+        yield crew
 
 
 def settings_given(pairs: list[str] | None) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def _tell(error: Exception, team: Team, *, is_shared: bool) -> NoReturn:
         raise typer.Exit(explained(error)[1]) from error
     if lost:
         raise RunError(
-            "another process of this training has ended, or answers no more, and none can go on without it; what it said "
-            "stands above, or on its machine (--debug shows what was heard of it here). Go on with --resume"
+            "another process of this training has ended, or answers no more, and none can go on without it; what it "
+            "said stands above, or on its machine (--debug shows what was heard of it here). Go on with --resume"
         ) from error
     raise error
 

@@ -4,11 +4,11 @@ Parsing; the work is in runs.py, the tables in recipes.py, the files in ledger.p
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,18 +16,31 @@ from rich.console import Console
 
 from flatmin_lab import afterwards, cost, estimate, show, show_runs
 from flatmin_lab.chosen import Chosen, choose, exhibits_named, key
-from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, reported
+from flatmin_lab.cli_parts import (
+    DATA,
+    Address,
+    DataDir,
+    Debug,
+    Download,
+    Executor,
+    Gpus,
+    option,
+    reported,
+    workplace,
+)
+from flatmin_lab.cluster.crew import Crew
+from flatmin_lab.cluster.spread import spread
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.extras import need
 from flatmin_lab.files import standing
 from flatmin_lab.ledger import PLANNED, Ledger
 from flatmin_lab.machine import devices_named, hardware
 from flatmin_lab.recipes import EXHIBITS, Exhibit
-from flatmin_lab.records import Epoch, Failed, Finished, Stopped
+from flatmin_lab.records import Epoch, Failed, Finished, Record, Stopped
 from flatmin_lab.request import read
 from flatmin_lab.runs import How, Run, carry_out
 from flatmin_lab.signals import CODES, asked_to_stop
-from flatmin_lab.workers import cores, one_thread
+from flatmin_lab.workers import Stop, cores, one_thread
 
 WHICH, HOW = "Which trainings", "How"
 SMOKE = Path("out/smoke")  # what is no evidence is not put beside what is
@@ -67,10 +80,15 @@ def reproduce(
     together: Annotated[
         int | None, option("So many at once on a GPU; else as many as make it faster.", min=1, panel=HOW)
     ] = None,
-    workers: Annotated[int | None, option("On a CPU: processes; else one a core.", min=1, panel=HOW)] = None,
+    workers: Annotated[
+        int | None, option("On a CPU: processes, else one a core. On a cluster: at most so many.", min=1, panel=HOW)
+    ] = None,
     checkpoint_epochs: Annotated[
         int, typer.Option(help="A checkpoint every so many epochs.", min=1, rich_help_panel=HOW)
     ] = 10,
+    executor: Executor = "local",
+    address: Address = None,
+    gpus: Gpus = None,
     debug: Debug = False,
 ) -> None:
     """The paper's tables and figures from your own trainings, beside its numbers; killed, the same command goes on."""
@@ -88,29 +106,31 @@ def reproduce(
             new = ledger.plan(chosen.runs, datetime.now(timezone.utc).date())
             typer.echo(f"{new} of {len(chosen.runs)} trainings are new in {ledger.results / PLANNED}")
             return
-        todo, devices = chosen.due(retry=retry, limit=limit), devices_named(device)
+        todo = chosen.due(retry=retry, limit=limit)
         show_runs.what_is_there(console, chosen, retry=retry)
-        # a missing file now, and not in hours
         for place in (ledger.results, ledger.runs):
             _check_place(place)
-        sets, lacking = _read({run.job.recipe.data for run in todo}, data_dir, download=download)
-        if lacking and not dry_run:
-            raise FileNotFoundError("; ".join(lacking))
-        for text in lacking:
-            show.say(console, f"note: {text}", style="yellow")
-        if dry_run:
-            _dry_run(todo, chosen, sets, devices, workers, console)
-            return
-        count = (workers or cores()) if devices == ["cpu"] else together
-        how = How(ledger, str(data_dir), count, checkpoint_epochs)
-        failed, reason = _run(todo, how, devices, workers, console)
+        asked: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
+        with workplace(executor, **asked, console=console) as where:
+            # a missing file now, and not in hours
+            sets, lacking = _read({run.job.recipe.data for run in todo}, data_dir, download=download)
+            if lacking and not dry_run:
+                raise FileNotFoundError("; ".join(lacking))
+            for text in lacking:
+                show.say(console, f"note: {text}", style="yellow")
+            if dry_run:
+                _dry_run(todo, chosen, sets, where, workers, console)
+                return
+            how = How(ledger, str(data_dir), together, checkpoint_epochs)
+            with asked_to_stop() as stop:
+                failed, reason = _followed(_records(todo, how, where, sets, workers, stop), todo, console, stop)
         for one in chosen.trained:
             show_runs.filled(one, ledger, chosen)
         if reason is not None:
             show.say(console, f"stopped by {reason}; the same command goes on")
             raise typer.Exit(CODES[reason])
         for one in chosen.measured:
-            _cost(one, ledger, torch.device(devices[0]), data_dir, download, console)
+            _cost(one, ledger, _first(where), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
 
@@ -139,7 +159,7 @@ def _dry_run(
     todo: Sequence[Run],
     chosen: Chosen,
     sets: dict[str, Dataset],
-    devices: Sequence[str],
+    where: Crew | list[str],
     workers: int | None,
     console: Console,
 ) -> None:
@@ -150,37 +170,59 @@ def _dry_run(
         return
     known = [run.job for run in todo if chosen.state(run.job) != "unmeasured"]
     training = [job for job in known if job.recipe.data in sets]
-    where = torch.device(devices[0])
-    on_cpu = where.type == "cpu"
+    device = _first(where)
+    on_cpu = device.type == "cpu"
     with show.busy(console) as say, one_thread() if on_cpu else nullcontext():
-        seconds = estimate.seconds_of_all(training, sets, device=where, say=say)
+        seconds = estimate.seconds_of_all(training, sets, device=device, say=say)
     show_runs.would_run(todo, chosen, {key(job): took for job, took in zip(training, seconds, strict=True)})
     if not training:
         return
-    beside = min(workers or cores(), max(len(todo), 1)) if on_cpu else len(devices)
+    if isinstance(where, Crew):
+        beside, count = where.room(), f"{where.room()} at once, if the cluster's nodes were like this one"
+    else:
+        beside = min(workers or cores(), max(len(todo), 1)) if on_cpu else len(where)
+        count = f"{beside} {'process' if on_cpu else 'GPU'}{('es' if on_cpu else 's') if beside > 1 else ''}"
     total = max([sum(seconds) / beside, *seconds])
-    count = f"{beside} {'process' if on_cpu else 'GPU'}{('es' if on_cpu else 's') if beside > 1 else ''}"
     show.say(
         console,
-        f"{len(training)} trainings, some {show_runs.time(total)} on {hardware(where)} with {count}; from a few steps "
+        f"{len(training)} trainings, some {show_runs.time(total)} on {hardware(device)} with {count}; from a few steps "
         f"each, one training at a time{'' if on_cpu else ' on a GPU (several take less)'}; begun ones have less to do, "
         "and measuring comes on top",
     )
 
 
-def _run(
-    todo: Sequence[Run], how: How, devices: Sequence[str], workers: int | None, console: Console
+def _first(where: Crew | list[str]) -> torch.device:
+    """What is measured in some steps is measured on this machine."""
+    return torch.device(devices_named(None)[0] if isinstance(where, Crew) else where[0])
+
+
+def _records(
+    todo: Sequence[Run],
+    how: How,
+    where: Crew | list[str],
+    sets: Mapping[str, Dataset],
+    workers: int | None,
+    stop: Stop,
+) -> Iterator[tuple[int, Record]]:
+    if isinstance(where, Crew):
+        return spread(todo, how, where, sets, stop=stop)
+    count = (workers or cores()) if where == ["cpu"] else how.at_once
+    return carry_out(todo, how._replace(at_once=count), devices=where, workers=workers, stop=stop)
+
+
+def _followed(
+    records: Iterable[tuple[int, Record]], todo: Sequence[Run], console: Console, stop: Stop
 ) -> tuple[int, str | None]:
-    """Carry out; how many failed, and what stopped it."""
+    """Show what is said of all, until they have ended; how many failed, and what stopped it."""
     failed, reason = 0, None
     if not todo:
         return failed, reason
     width = max(len(run.job.recipe.name) for run in todo) + 1
-    with asked_to_stop() as stop, show.bars(console) as progress:
+    with show.bars(console) as progress:
         task = progress.add_task("trainings", total=sum(run.job.recipe.epochs for run in todo), numbers="")
         done = [0] * len(todo)
         ended = 0
-        for number, record in carry_out(todo, how, devices=devices, workers=workers, stop=stop):
+        for number, record in records:
             job = todo[number].job
             who = f"{job.recipe.name:{width}} seed {job.seed}"
             for text, style in show_runs.said(record, todo[number]):

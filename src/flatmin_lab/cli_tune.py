@@ -12,11 +12,24 @@ from rich.table import Table
 
 from flatmin_lab import methods as all_methods
 from flatmin_lab import models, show, tuning_file, tuning_words
-from flatmin_lab.cli_parts import DATA, DataDir, Debug, Download, option, reported, settings_given
+from flatmin_lab.cli_parts import (
+    DATA,
+    Address,
+    DataDir,
+    Debug,
+    Download,
+    Executor,
+    Gpus,
+    option,
+    reported,
+    settings_given,
+    workplace,
+)
+from flatmin_lab.cluster.crew import Crew
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.data.augment import KINDS
 from flatmin_lab.extras import need
-from flatmin_lab.machine import devices_named, hardware
+from flatmin_lab.machine import hardware
 from flatmin_lab.recipe import PRECISIONS
 from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started, Stopped
 from flatmin_lab.request import place, read
@@ -81,7 +94,11 @@ def tune(
     device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; else all GPUs there are.", panel=HOW)] = None,
     workers: Annotated[
         int | None,
-        option("Trials at once, a process each; else one a GPU, and one on a CPU.", min=1, panel=HOW),
+        option(
+            "Trials at once, a process each; else one a GPU, one on a CPU, and what a cluster has room for.",
+            min=1,
+            panel=HOW,
+        ),
     ] = None,
     storage: Annotated[
         str | None, option("Where Optuna keeps the study; else sqlite:///OUT/study.db.", panel=HOW)
@@ -91,6 +108,9 @@ def tune(
     ] = 1,
     data_dir: DataDir = DATA,
     download: Download = False,
+    executor: Executor = "local",
+    address: Address = None,
+    gpus: Gpus = None,
     debug: Debug = False,
 ) -> None:
     """Choose AMP's ε and ζ, or another method's knobs, without the test set; killed, the same command goes on."""
@@ -127,10 +147,12 @@ def tune(
             asked=asked,
         )
         folder = out or TUNING / named(search.recipe, pictures)
-        devices = devices_named(device)
         console = show.terminal()
-        show.say(console, headline(search, trials, hardware(torch.device(devices[0]))))
-        with asked_to_stop() as stop:
+        where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
+        with workplace(executor, **where, console=console) as there, asked_to_stop() as stop:
+            crew, devices = (there, ["cpu"]) if isinstance(there, Crew) else (None, there)
+            on = hardware(torch.device(devices[0])) if crew is None else crew.hardware
+            show.say(console, headline(search, trials, on))
             records = tuning(
                 search,
                 pictures,
@@ -141,6 +163,7 @@ def tune(
                 workers=workers,
                 root=data_dir,
                 checkpoint_epochs=checkpoint_epochs,
+                crew=crew,
                 stop=stop,
             )
             follow(records, console, search, trials)

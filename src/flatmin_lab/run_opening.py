@@ -21,7 +21,7 @@ OURS = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboar
 def open_(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
     """A new run; with `resume`, the run that is there, if one is."""
     check(path, config, resume=resume)
-    held = _hold(path)
+    held = hold(path)
     try:
         goes_on = check(path, config, resume=resume)
         sweep(path)
@@ -65,7 +65,8 @@ def _check_place(path: Path) -> None:
         raise RunError(f"{path} cannot be written to (no permission in {above}); choose another folder with --out")
 
 
-def _hold(path: Path) -> IO[bytes]:
+def hold(path: Path) -> IO[bytes]:
+    """The folder, made if need be, for this process alone until the file is closed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         settle(path.parent)

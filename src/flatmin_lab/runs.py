@@ -56,6 +56,16 @@ class Task(NamedTuple):
     device: str
     how: How
 
+    def places(self) -> list[Path]:
+        """All that is read and written for them."""
+        ledger, jobs = self.how.ledger, [run.job for run in self.runs.values()]
+        return [place for job in jobs for place in (ledger.folder(job), ledger.file(job))]
+
+    def moved(self, folder: Path) -> "Task":
+        """The same trainings with all their places in that folder."""
+        ledger = Ledger(folder / "results", folder / "runs")
+        return self._replace(how=self.how._replace(ledger=ledger))
+
 
 def carry_out(
     runs: Sequence[Run], how: How, *, devices: Sequence[str], workers: int | None = None, stop: Stop = lambda: None
@@ -130,10 +140,11 @@ def work(task: Task, stop: Stop) -> Iterator[tuple[int, Record]]:
     """All that a task says: of its trainings and, after each, of its measurement. One data set after the other."""
     for own in _by_data(task.runs):
         name = next(iter(own.values())).job.recipe.data
-        yield from _on_one_set(task._replace(runs=own), _data(name, task.how.root), stop)
+        yield from on_data(task._replace(runs=own), _data(name, task.how.root), stop)
 
 
-def _on_one_set(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int, Record]]:
+def on_data(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int, Record]]:
+    """All that a task says whose trainings have one data set."""
     how, device = task.how, torch.device(task.device)
     data = pictures.to(device)
     numbers, folders = [], []

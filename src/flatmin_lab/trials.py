@@ -31,6 +31,14 @@ class Task(NamedTuple):
     root: str  # where the data are
     checkpoint_epochs: int
 
+    def places(self) -> list[Path]:
+        """All that is read and written for it."""
+        return [self.folder]
+
+    def moved(self, folder: Path) -> "Task":
+        """The same training in that folder."""
+        return self._replace(folder=folder / self.folder.name)
+
 
 def is_pruned(record: Record) -> bool:
     return isinstance(record, Stopped) and record.reason == PRUNED
@@ -38,7 +46,11 @@ def is_pruned(record: Record) -> bool:
 
 def work(task: Task, stop: Stop) -> Iterator[tuple[int, Record]]:
     """In a process of its own."""
-    data = _data(task.recipe.data, task.root, task.recipe.size)
+    yield from on_data(task, _data(task.recipe.data, task.root, task.recipe.size), stop)
+
+
+def on_data(task: Task, data: Dataset, stop: Stop) -> Iterator[tuple[int, Record]]:
+    """As it is trained, by its number."""
     for record in trained(task, data, stop):
         if not isinstance(record, Progress):
             yield task.draw.number, record

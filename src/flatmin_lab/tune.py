@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from flatmin_lab import run_config, tuning_file
+from flatmin_lab.cluster.crew import Crew
+from flatmin_lab.cluster.spread_trials import spread_trials
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.files import lock, sweep
 from flatmin_lab.ledger import tidy
@@ -45,14 +47,18 @@ def tune(
     workers: int | None = None,
     root: Path | str = "data",
     checkpoint_epochs: int = 1,
+    crew: Crew | None = None,
     stop: Stop = lambda: None,
 ) -> Iterator[tuple[Draw, Record]]:
     """The records of all trials as they come; a pruned one ends with Stopped("pruned").
 
     With one worker, which is the default for one device, the same call gives the same trials. More are processes of
-    their own, which read the data from `root`; on a CPU each has one thread.
+    their own, which read the data from `root`; on a CPU each has one thread. With the `crew` of a cluster they are
+    trained there, as many at once as it has room for.
     """
-    next(iter(train(search.recipe, data, seed=search.seed, device=devices[0])))  # a recipe that cannot begin says so
+    here = devices[0] if crew is None else "cpu"
+    if crew is None or crew.device == here:
+        next(iter(train(search.recipe, data, seed=search.seed, device=here)))  # a recipe that cannot begin says so
     workers = workers or len(devices)
     with _held(folder), opened(search, data, folder=folder, storage=storage) as study:
         tuning = _Tuning(
@@ -60,14 +66,20 @@ def tune(
             data=data,
             folder=folder,
             wanted=trials,
-            devices=devices,
+            devices=devices if crew is None else [crew.device],
             root=str(root),
             checkpoint_epochs=checkpoint_epochs,
-            facts=facts(torch.device(devices[0])) | ({"threads": 1} if workers > 1 else {}),
+            facts=facts(torch.device(here))
+            | ({"threads": 1} if workers > 1 or crew is not None else {})
+            | ({} if crew is None else {"hardware": crew.hardware}),
         )
         tuning.check()
         tasks = tuning.tasks()
-        told = _here(tasks, data, stop) if workers == 1 else in_processes(work, tasks, workers=workers, stop=stop)
+        told: Iterator[tuple[Task, tuple[int, Record] | Died]]
+        if crew is not None:
+            told = spread_trials(tasks, tuning.left(), data, crew, stop)
+        else:
+            told = _here(tasks, data, stop) if workers == 1 else in_processes(work, tasks, workers=workers, stop=stop)
         for task, said in told:
             if isinstance(said, Died):
                 raise RunError(f"trial {task.draw.number} cannot be trained: {said.why}")
@@ -126,6 +138,10 @@ class _Tuning:
             )
 
     # ---- what is to be trained
+
+    def left(self) -> int:
+        """How many trials are to be trained, begun ones included."""
+        return max(self.wanted - sum(trial.state != "running" for trial in self.study.all()), 0)
 
     def tasks(self) -> Iterator[Task]:
         """One after the other, when someone is free to train it."""

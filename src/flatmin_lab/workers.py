@@ -201,9 +201,14 @@ def _done(pipe: Connection, work: Work[Any], task: Any, ending: Any) -> Died | N
     except BrokenPipeError:
         raise
     except Exception as error:
-        plain = isinstance(error, RunError | ValueError | OSError)
-        return Died(f"{'' if plain else type(error).__name__ + ': '}{error or type(error).__name__}")
+        return died_of(error)
     return None
+
+
+def died_of(error: Exception) -> Died:
+    """What went wrong, in a line; of what is not expected to go wrong, also what kind of error it was."""
+    plain = isinstance(error, RunError | ValueError | OSError)
+    return Died(f"{'' if plain else type(error).__name__ + ': '}{error or type(error).__name__}")
 
 
 def _end_with_parent() -> None:

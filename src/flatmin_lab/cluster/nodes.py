@@ -1,0 +1,142 @@
+"""Which nodes a Ray cluster has, and how many trainings fit on each.
+
+A training takes one CPU, or on GPUs one CPU and a GPU or a fraction of one; how many share a GPU follows from that. Ray
+keeps the books of CPUs and GPUs only: whether the memory suffices is seen when it does not.
+"""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from flatmin_lab.extras import need
+from flatmin_lab.records import RunError
+
+ANSWER = 5.0  # seconds that an address has to answer
+SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2 that says nothing; its fourth byte is its kind
+HERE = ("auto", "local")  # addresses that are no places
+
+
+class Share(NamedTuple):
+    """What a training takes of a node."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
+
+
+class Node(NamedTuple):
+    key: str
+    name: str
+    cpus: float
+    gpus: float
+
+    def room(self, share: Share) -> int:
+        """For how many trainings, if nobody else worked there."""
+        fits = [self.cpus / share.cpus] + ([self.gpus / share.gpus] if share.gpus else [])
+        return int(min(fits) + 1e-6)  # three tenths of three thirds are three
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[Any]:
+    """Ray, connected to the cluster at that address; without one, to RAY_ADDRESS, or to one that is started here."""
+    _check(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: it would report to its makers
+    ray: Any = need("ray", "--executor ray", extra="cluster")
+    own = ray.is_initialized()
+    if not own:
+        _open(ray, address)
+    try:
+        yield ray
+    finally:
+        if not own:
+            with suppress(Exception):  # a cluster that has gone cannot be left
+                ray.shutdown()
+
+
+def _check(address: str | None) -> None:
+    """Does anything answer there? Ray itself would ask for minutes."""
+    if address is None or address in HERE:
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise ValueError(
+            f"--address takes HOST:PORT of a Ray cluster, or auto for the one on this machine, got {address!r}; "
+            "call it on a machine of the cluster"
+        )
+    try:
+        _greet(host, int(port))
+    except (OSError, OverflowError) as error:
+        raise RunError(
+            f"no Ray cluster answers at {address} ({error}); see `ray status` there, start one with "
+            "`ray start --head`, or leave out --address to start one on this machine"
+        ) from error
+
+
+def _greet(host: str, port: int) -> None:
+    """Ray speaks gRPC, which is HTTP/2: whoever does answers a client's first words with its settings."""
+    with socket.create_connection((host, port), timeout=ANSWER) as there:
+        there.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS)
+        if there.recv(9)[3:4] != SETTINGS[3:4]:
+            raise ConnectionError("what answers there is no Ray")
+
+
+def _open(ray: Any, address: str | None) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **_local(address))
+    except Exception as error:  # of many kinds: what answers is no Ray, or another version of it
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise RunError(
+            f"no Ray cluster can be joined at {address or 'this machine'} ({reason}); start one with "
+            "`ray start --head`, or leave out --address to start one on this machine"
+        ) from error
+
+
+def _local(address: str | None) -> dict[str, Any]:
+    """Settings of a cluster that is started here; one that is joined has its own."""
+    starts = address == "local" or (address is None and not os.environ.get("RAY_ADDRESS"))
+    return {"include_dashboard": False} if starts else {}
+
+
+def alive(ray: Any) -> list[Node]:
+    found = [node for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(
+            node["NodeID"],
+            f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0),
+        )
+        for node in found
+    ]
+
+
+def in_words(nodes: Sequence[Node]) -> str:
+    """How large a cluster is: "3 nodes with 12 CPUs and 4 GPUs"."""
+    cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
+    count = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}"
+    return f"{count} with {cpus:g} CPU{'s' if cpus != 1 else ''}" + (
+        f" and {gpus:g} GPU{'s' if gpus != 1 else ''}" if gpus else ""
+    )
+
+
+def chosen(nodes: Sequence[Node], device: str | None, gpus: float | None) -> tuple[str, Share]:
+    """The device of a training, and its share of a node; an error where none has room for it."""
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"on a cluster Ray chooses the GPU: --device takes cpu or cuda there, got {device!r}")
+    if gpus is not None and not 0 < gpus <= 1:
+        raise ValueError(f"a training takes one GPU or a fraction of one, above 0 and up to 1, got --gpus {gpus:g}")
+    if gpus is not None and device == "cpu":
+        raise ValueError("--gpus belongs to trainings on GPUs, and --device is cpu; leave out one of the two")
+    there = any(node.gpus > 0 for node in nodes)
+    where = device or ("cuda" if there or gpus is not None else "cpu")
+    share = Share() if where == "cpu" else Share(gpus=gpus or 1.0)
+    if not any(node.room(share) for node in nodes):
+        raise ValueError(
+            f"a training takes {share} of one node, and none of the cluster's {in_words(nodes)} has that; "
+            f"{'give --device cpu, or ' if where == 'cuda' else ''}add nodes that have"
+        )
+    return ("cpu" if where == "cpu" else "cuda:0"), share

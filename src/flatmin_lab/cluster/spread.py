@@ -1,0 +1,157 @@
+"""Runs (Recipe + seed → one result file) over a cluster: each ends exactly once, whatever dies in between.
+
+    with joined("head:6379") as crew:
+        for number, record in spread(runs, how, crew, sets): ...
+
+The folders of the runs are here, and held here; a hand has a copy, and what it changes comes back. Where a hand is
+lost, its runs are tried again from their last checkpoints, alone, so that none takes others with it a second time. A
+run whose third hand is lost has failed. As with processes of one machine, a run gives the same bits wherever it is
+trained.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import IO
+
+import torch
+
+from flatmin_lab.cluster.crew import Crew, Lost, NoNodeError
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.machine import facts
+from flatmin_lab.records import Failed, Finished, Note, Record, RunError, Stopped
+from flatmin_lab.run_config import OtherRunError
+from flatmin_lab.run_opening import check, hold
+from flatmin_lab.runs import How, Run, Task, on_data
+from flatmin_lab.train import config_of
+from flatmin_lab.workers import Died, Stop
+
+TRIES = 3  # hands that a run may lose
+TOGETHER = 4  # trainings that share a GPU in one process, at most: more gain little
+
+
+def spread(
+    runs: Sequence[Run], how: How, crew: Crew, sets: Mapping[str, Dataset], *, stop: Stop = lambda: None
+) -> Iterator[tuple[int, Record]]:
+    """The records of all runs as they come, each with its number; what fails is written down."""
+    with ExitStack() as held:
+        queue = _Runs(runs, how, crew, sets, stop, held)
+        try:
+            for task, said in crew.work(on_data, queue):
+                yield from queue.heard(task, said)
+                yield from queue.told()
+        except NoNodeError as error:
+            for number in queue.left():
+                yield queue.ended(number, Failed(str(error), later=True))
+        yield from queue.told()
+        for number in queue.left():
+            yield number, Stopped(stop() or "asked to stop", 0)
+
+
+class _Runs:
+    """Which runs wait, which have ended, and how many hands each has lost."""
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        how: How,
+        crew: Crew,
+        sets: Mapping[str, Dataset],
+        stop: Stop,
+        held: ExitStack,
+    ) -> None:
+        self.runs, self.crew, self.sets, self.stop, self.held = runs, crew, sets, stop, held
+        self.how = how if crew.share.gpus else how._replace(at_once=1)  # a core of its own
+        self.pending = deque(range(len(runs)))
+        self.done: set[int] = set()
+        self.lost: Counter[int] = Counter()
+        self.holding: dict[int, IO[bytes]] = {}
+        self.to_tell: list[tuple[int, Record]] = []
+
+    def left(self) -> list[int]:
+        return [number for number in range(len(self.runs)) if number not in self.done]
+
+    def told(self) -> Iterator[tuple[int, Record]]:
+        while self.to_tell:
+            yield self.to_tell.pop(0)
+
+    # ---- what is to be done
+
+    def waiting(self) -> int:
+        return 0 if self.stop() else len(self.pending)
+
+    def asked(self, errand: Task) -> str | None:
+        return self.stop()
+
+    def take(self, hands: int) -> tuple[Task, Dataset] | None:
+        """On a GPU some that have one data set, no more than leaves work for the other hands."""
+        size = min(self.how.at_once or TOGETHER, math.ceil(len(self.pending) / max(hands, 1)))
+        taken: list[int] = []
+        while self.waiting() and len(taken) < (size if self.crew.share.gpus else 1):
+            number = self.pending[0]
+            if taken and not self._goes_with(number, taken[0]):
+                break
+            self.pending.popleft()
+            if self._may_begin(number):
+                taken.append(number)
+        if not taken:
+            return None
+        runs = {number: self.runs[number] for number in taken}
+        return Task(runs, self.crew.device, self.how), self._data(taken[0])
+
+    def _goes_with(self, number: int, other: int) -> bool:
+        return self._data(number) is self._data(other) and not self.lost[number] and not self.lost[other]
+
+    def _data(self, number: int) -> Dataset:
+        return self.sets[self.runs[number].job.recipe.data]
+
+    def _may_begin(self, number: int) -> bool:
+        """Is its folder this run's, and nobody else's at the moment? It is held from now on."""
+        job, data = self.runs[number].job, self._data(number)
+        folder = self.how.ledger.folder(job)
+        try:
+            check(folder, config_of(job.recipe, data, job.seed), resume=True)
+            if number not in self.holding:
+                self.holding[number] = self.held.enter_context(hold(folder))
+        except (ValueError, OSError, RunError) as error:
+            what = error.what if isinstance(error, OtherRunError) else str(error)
+            way_out = "" if isinstance(error, RunError) else f" Move {folder} away, or give other --runs"
+            self.to_tell.append(self.ended(number, Failed(f"{what}{way_out}", later=True)))
+            return False
+        return True
+
+    # ---- what becomes of it
+
+    def heard(self, task: Task, said: tuple[int, Record] | Died | Lost) -> Iterator[tuple[int, Record]]:
+        if isinstance(said, Lost | Died):
+            for number in [number for number in task.runs if number not in self.done]:
+                yield self._missed(number, said) if isinstance(said, Lost) else self.ended(number, Failed(said.why))
+            return
+        number, record = said
+        yield self.ended(number, record) if isinstance(record, Finished | Failed | Stopped) else (number, record)
+
+    def _missed(self, number: int, lost: Lost) -> tuple[int, Record]:
+        """Its hand has gone: again, from its last checkpoint, with another one."""
+        self.lost[number] += 1
+        if reason := self.stop():
+            return self.ended(number, Stopped(reason, 0))
+        if self.lost[number] == TRIES:
+            what = f"lost {TRIES} times with its worker, at last on node {lost.where}: {lost.why}"
+            way_out = "its last checkpoint is kept; look at that node's memory and disk, and try again with --retry"
+            return self.ended(number, Failed(f"{what}; {way_out}"))
+        self.pending.appendleft(number)
+        return number, Note(f"lost on node {lost.where}: {lost.why}; tried again, {self.lost[number] + 1} of {TRIES}")
+
+    def ended(self, number: int, record: Record) -> tuple[int, Record]:
+        ledger, job = self.how.ledger, self.runs[number].job
+        if isinstance(record, Finished):
+            ledger.write(job, record.result)
+        elif isinstance(record, Failed) and not record.later:
+            ledger.write_failure(
+                job, record.what, record.step, {**facts(torch.device("cpu")), "hardware": self.crew.hardware}
+            )
+        self.done.add(number)
+        if number in self.holding:
+            self.holding[number].close()
+        return number, record
