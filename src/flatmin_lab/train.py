@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatmin.modes import evaluating
 from flatmin_lab.answering import Answers
@@ -37,6 +37,7 @@ from flatmin_lab.records import DivergedError, Epoch, Finished, Note, Progress, 
 from flatmin_lab.results import result_of
 from flatmin_lab.run_folder import RunFolder
 from flatmin_lab.run_opening import open_
+from flatmin_lab.same_training import check_batches, compare
 from flatmin_lab.schedules import rate
 from flatmin_lab.shares import logits_shared, same_buffers
 from flatmin_lab.surroundings import Surroundings
@@ -127,7 +128,7 @@ def moments(
     with team.together(), surroundings.inside():
         training = _Training(recipe, data, seed, torch.device(device), stop, team, capture=capture)
         config = config_of(recipe, data, seed, device, team)
-    training.compare(checkpoint_epochs)
+    compare(config, torch.device(device), team, checkpoint_epochs=checkpoint_epochs)
     # what is wrong with a recipe has come out by now, so a folder is begun only by a training that can begin
     with team.together():
         held = open_(Path(folder), config, resume=resume) if folder is not None and team.leads else None
@@ -184,43 +185,11 @@ class _Training:
         self.learner = Learner(recipe, self.data, self.batches, seed=seed, device=device, capture=capture)
         averaged = [] if self.learner.average is None else [self.learner.average.module]
         self.answers = [Answers(model, capture=capture) for model in (self.learner.model, *averaged)]
-        self._check_batches()
+        check_batches(self.learner.model, size=recipe.batch_size, count=len(self.data.train), ranks=team.size)
         with torch.no_grad(), evaluating(self.learner.model):  # does the model take these pictures?
             self.learner.model(self.normalise(self.data.train.x[:1]))
         self.learner.rehearse(team)
         self.middle = Middle(self.learner, device, team)
-
-    def _check_batches(self) -> None:
-        size, count, ranks = self.recipe.batch_size, len(self.data.train), self.team.size
-        norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.learner.model.modules())
-        smallest = min(size, count % size or size)
-        left = f"leaves one of {ranks} processes {smallest // ranks} of the {smallest} pictures of a batch"
-        if norms and smallest // ranks < 2:
-            left = left if ranks > 1 else f"leaves one of {count} pictures alone"
-            raise ValueError(
-                f"BatchNorm needs batches of two pictures or more, and a batch size of {size} {left}; "
-                "choose another --batch-size"
-            )
-        if smallest < ranks:
-            raise ValueError(
-                f"every process needs a picture of every batch, and a batch size of {size} {left}; "
-                "choose another --batch-size, or fewer processes"
-            )
-
-    def compare(self, checkpoint_epochs: int) -> None:
-        """Are all ranks about the same training?"""
-        now = team_facts(self.device, self.team)
-        versions = {key: now[key] for key in ("flatmin", "commit", "torch")}
-        way_out = "install the same on every machine (FLATMIN_COMMIT names a source that has no history with it)"
-        self.team.compare(versions, way_out=way_out)
-        asked = {**self.recipe.as_json(), "seed": self.seed, "checkpoint_epochs": checkpoint_epochs}
-        self.team.compare(
-            {**asked, "kind of device": self.device.type}, way_out="call it with the same flags on every machine"
-        )
-        self.team.compare(
-            {"data set (SHA-256)": self.checksum},
-            way_out="put the same files on every machine, or name them with --data",
-        )
 
     @property
     def step(self) -> int:
