@@ -5,7 +5,7 @@ READY := .venv/.ready
 INTEGRATIONS := .venv-integrations
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --constraint constraints/cpu.txt)
 
-.PHONY: demo test test-integrations check format bench report clean
+.PHONY: demo test test-integrations check docs format bench report clean
 
 demo: $(READY)
 	$(BIN)/flatmin demo
@@ -21,6 +21,11 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(MAKE) --no-print-directory docs
+
+# site/index.html: opened as a file, it needs no server (the variable keeps an advertisement of the theme's quiet)
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(READY)
 	$(BIN)/ruff format
@@ -39,7 +44,7 @@ report: $(READY)
 	$(BIN)/python benchmarks/results_table.py
 
 clean:
-	rm -rf .venv $(INTEGRATIONS) build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(INTEGRATIONS) build dist out site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # .venv/.ready has the tools, .venv-integrations/.ready the trainers as well
 .venv/.ready: EXTRA := dev

@@ -73,6 +73,27 @@ def test_with_a_huge_rate_amp_is_sam(kind: str, model: str) -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_with_a_huge_rate_delta_is_sams() -> None:
+    """Δ itself, where both have moved the weights: AMP inside its block, the oracle after its first step."""
+    oracle = pytest.importorskip("pytorch_optimizer", reason="the oracle is installed with flatmin[dev]")
+    ours, theirs = setup("mlp"), setup("mlp")
+    amp = flatmin.AMP(SGD(ours.model.parameters(), lr=0.1), epsilon=0.05, inner_lr=1e6)
+    sam = oracle.SAM(theirs.model.parameters(), SGD, rho=0.05, lr=0.1)
+    start = [weight.clone() for weight in ours.weights()]
+    ours.closure(amp)()
+    theirs.closure(sam)()
+    sam.first_step()
+    with amp.perturbed():
+        found = [
+            (p.detach() - s, q.detach() - s) for p, q, s in zip(ours.weights(), theirs.weights(), start, strict=True)
+        ]
+        ours.closure(amp)()
+    for delta, expected in found:
+        torch.testing.assert_close(delta, expected, rtol=1e-4, atol=1e-6)
+    length = torch.cat([delta.flatten() for delta, _ in found]).norm()
+    torch.testing.assert_close(length, torch.tensor(0.05).to(length), rtol=1e-4, atol=0)
+
+
 def test_both_forms_are_the_same_to_the_last_bit(model_name: str) -> None:
     for inner_iter in (1, 2, 3):
         first, second = setup(model_name), setup(model_name)

@@ -1,62 +1,71 @@
-"""Every snippet of the README and the guides runs, and none of them names a command that is not there."""
+"""Every snippet of the README and the guides runs, and none of them names a command that is not there.
 
+The pages about trainers are run by tests/integrations, and so are the command lines of all pages.
+"""
+
+import json
 import re
-from collections.abc import Iterator
+import shlex
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import typer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 import flatmin
+from doc_blocks import PAGES, ROOT, after, before, blocks, code, commands
 from flatmin.tensors import plain
 from flatmin_lab.cli import app
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"python", "diff", "bash", "text"}  # the first three are run, by this file or by tests/integrations
+DOCS = ROOT / "docs"
 
 
-def snippets(page: Path) -> list[str]:
-    """The code of a page: of its Python blocks, and of its diffs what stands after the change, and before it."""
-    text = page.read_text()
-    diffs = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
-    after = [re.sub(r"^[+ ]", "", diff, flags=re.MULTILINE) for diff in diffs]
-    before = [re.sub(r"^\+.*\n", "", diff, flags=re.MULTILINE) for diff in diffs]
-    before = [re.sub(r"^ ", "", diff, flags=re.MULTILINE) for diff in before]
-    return [*re.findall(r"```python\n(.*?)```", text, re.DOTALL), *after, *before]
+def is_program(text: str) -> bool:
+    """Does it bring all that it needs, and train a model of its own?"""
+    return text.startswith("import torch\n")
 
 
 SNIPPETS = [
-    pytest.param(code, id=f"{page.name}-{number}")
+    pytest.param(text, id=f"{page.name}-{number}")
     for page in PAGES
     if not page.name.startswith("trainers_")  # their frameworks may not be there: tests/integrations runs these
-    for number, code in enumerate(snippets(page))
+    for number, text in enumerate(code(page))
+    if not (page.name == "quick_start.md" and is_program(text))  # which has a test of its own
 ]
 
 
-def reader() -> dict[str, Any]:
+def reader(*, dropout: float = 0.1) -> dict[str, Any]:
     """What the reader of a page has at hand: a model, data, a loss, an optimizer and a closure."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+    layers = {"first": nn.Linear(4, 8), "norm": nn.BatchNorm1d(8), "relu": nn.ReLU(), "drop": nn.Dropout(dropout)}
+    model = nn.Sequential(OrderedDict({**layers, "last": nn.Linear(8, 3)}))
     batches = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(3)]
     loss_fn = nn.CrossEntropyLoss()
-    optimizer = flatmin.AMP(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
     (x, y), device = batches[0], "cpu"
 
-    def closure() -> torch.Tensor:
+    def closure() -> Tensor:
         optimizer.zero_grad()
-        loss: torch.Tensor = loss_fn(model(x), y)
+        loss: Tensor = loss_fn(model(x), y)
         loss.backward()
         return loss
 
-    names = {"torch": torch, "flatmin": flatmin, "loader": batches, "micro_batches": batches}
+    names: dict[str, Any] = {"loader": batches, "micro_batches": batches, "windows": [batches[:2], batches[2:]]}
+    names |= {"torch": torch, "flatmin": flatmin, "model": model, "loss_fn": loss_fn, "optimizer": optimizer}
     if dist.is_initialized():
         names |= {"DistributedDataParallel": DistributedDataParallel, "ddp_model": DistributedDataParallel(model)}
-    return {**names, **{key: value for key, value in locals().items() if key not in ("names", "batches")}}
+    return {**names, "x": x, "y": y, "device": device, "closure": closure}
 
 
 @pytest.fixture
@@ -67,34 +76,120 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
-def test_snippets_run_as_they_stand(code: str, request: pytest.FixtureRequest) -> None:
-    if "istributed" in code or "ddp_model" in code:
+class PublishedAMP(SGD):
+    """A plain twin of the published code's optimizer: a ball a tensor, Δ subtracted again, gradients zeroed by it."""
+
+    def __init__(self, params: Any, lr: float, epsilon: float, inner_lr: float = 1.0, **settings: Any) -> None:
+        super().__init__(params, lr=lr, **settings)
+        self.epsilon, self.inner_lr = epsilon, inner_lr
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        self.zero_grad()
+        result = closure()
+        params = [param for group in self.param_groups for param in group["params"]]
+        deltas = [self.inner_lr * param.grad for param in params]
+        deltas = [delta * min(1.0, self.epsilon / float(delta.norm() + 1e-12)) for delta in deltas]
+        with torch.no_grad():
+            for param, delta in zip(params, deltas, strict=True):
+                param.add_(delta)
+        self.zero_grad()
+        closure()
+        with torch.no_grad():
+            for param, delta in zip(params, deltas, strict=True):
+                param.sub_(delta)
+        super().step()
+        return result
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What users of other implementations import: pytorch_optimizer's SAM also as davda54/sam's, with its interface."""
+    oracle = pytest.importorskip("pytorch_optimizer", reason="the oracle is installed with flatmin[dev]")
+    for name, part in (("sam", {"SAM": oracle.SAM}), ("amp", {"AMP": PublishedAMP})):
+        module = ModuleType(name)
+        vars(module).update(part)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("text", SNIPPETS)
+def test_snippets_run_as_they_stand(text: str, request: pytest.FixtureRequest) -> None:
+    if "istributed" in text or "ddp_model" in text:
         request.getfixturevalue("one_rank")
+    if re.search(r"^from (sam|amp|pytorch_optimizer) ", text, re.MULTILINE):
+        request.getfixturevalue("others")
     names = reader()
-    before = [param.detach().clone() for param in names["model"].parameters()]
-    exec(compile(code, "snippet", "exec"), names)
+    start = [param.detach().clone() for param in names["model"].parameters()]
+    exec(compile(text, "snippet", "exec"), names)
     for value in names["model"].parameters():
         assert value.isfinite().all()
-    if ".step(" in code and len(before) == len(list(names["model"].parameters())):
+    if ".step(" in text and not is_program(text):
         now = map(plain, names["model"].parameters())
-        assert not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        assert not all(torch.equal(a, b.to(a.dtype)) for a, b in zip(start, now, strict=True))
+
+
+@pytest.mark.usefixtures("others")
+@pytest.mark.parametrize("page", ["from_sam.md", "from_published_code.md"])
+def test_both_sides_of_a_change_of_optimizer_give_the_same_weights(page: str) -> None:
+    changes = [block.text for block in blocks(DOCS / page, "diff")]
+    assert changes
+    for change in changes:
+        ended = []
+        for side in (before, after):
+            names = reader(dropout=0.0)  # its masks are shared by the passes of one side alone
+            for _ in range(3):
+                exec(compile(side(change), page, "exec"), names)
+            ended.append([param.detach() for param in names["model"].parameters()])
+        for theirs, ours in zip(*ended, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_quick_start_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The words to the letter, and the numbers to a few points: another machine rounds otherwise."""
+    (program,) = [text for text in code(DOCS / "quick_start.md") if is_program(text)]
+    (said,) = [block.text for block in blocks(DOCS / "quick_start.md", "text")]
+    exec(compile(program, "quick_start", "exec"), {})
+    printed = capsys.readouterr().out
+    without_numbers = partial(re.sub, r"[\d.]+%", "")
+    assert without_numbers(printed) == without_numbers(said)
+    for ours, theirs in zip(re.findall(r"([\d.]+)%", printed), re.findall(r"([\d.]+)%", said), strict=True):
+        assert abs(float(ours) - float(theirs)) < 3
+    plain_, perturbed = (float(error) for error in re.findall(r"error ([\d.]+)%", printed))
+    assert perturbed < plain_
+
+
+def test_the_lengths_of_delta_are_those_of_the_results() -> None:
+    """The table in choosing_epsilon.md, from the result files that it names."""
+    files = sorted((ROOT / "results" / "paper").glob("cifar10-preactresnet18-amp-[0-9].json"))[:3]
+    curves = [json.loads(file.read_text())["curves"] for file in files]
+    rows = [re.split(r"\s*\|\s*", row)[1:-1] for row in (DOCS / "choosing_epsilon.md").read_text().splitlines()]
+    table = {row[0]: row[1:] for row in rows if row}
+    for name, key in (("mean ‖Δ‖", "delta_norm"), ("sharpness L(θ + Δ) − L(θ)", "sharpness")):
+        for epoch, said in zip(table["epoch"], table[name], strict=True):
+            measured = sum(curve[key][int(epoch) - 1] for curve in curves) / len(curves)
+            assert abs(measured - float(said)) <= 0.0051, (name, epoch, measured)
 
 
 def test_there_are_snippets_and_pictures() -> None:
-    assert len(SNIPPETS) >= 8
+    assert len(SNIPPETS) >= 40
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_its_language_and_is_run_or_plain_text(page: Path) -> None:
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+    assert page.read_text().count("\n```") == 2 * len(blocks(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_command_has_the_subcommands_and_flags_that_are_named(page: Path) -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for line in re.findall(r"^flatmin (.+)$", page.read_text(), re.MULTILINE):
-        name, *words = line.partition("#")[0].split()
-        known = {option for param in commands[name].params for option in param.opts}
-        assert {word for word in words if word.startswith("--")} <= known, line
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for line in commands(page):
+        program, *words = shlex.split(line)
+        if program == "flatmin":
+            options = {option for param in known[words[0]].params for option in param.opts}
+            assert {word for word in words if word.startswith("--")} <= options, line
 
 
 def test_the_readme_names_commands_that_exist() -> None:
@@ -103,12 +198,16 @@ def test_the_readme_names_commands_that_exist() -> None:
     assert {"demo", "test"} <= named <= targets
 
 
-@pytest.mark.parametrize("page", ["compared.md", "trainers_huggingface.md", "trainers_lightning.md"])
-def test_the_tests_and_files_that_a_page_names_exist(page: str) -> None:
-    text, files = (ROOT / "docs" / page).read_text(), list((ROOT / "tests").rglob("test_*.py"))
+@pytest.mark.parametrize("page", ["compared.md", "trainers_huggingface.md", "trainers_lightning.md", "from_sam.md"])
+def test_the_tests_that_a_page_names_exist(page: str) -> None:
+    text, files = (DOCS / page).read_text(), list((ROOT / "tests").rglob("test_*.py"))
     known = {name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
     named = set(re.findall(r"`(test_\w+)`", text))
-    assert len(named) > 15
+    assert len(named) > (1 if page == "from_sam.md" else 15)
     assert named <= known, named - known
-    for path in re.findall(r"`((?:tests|examples)/[\w/.]+)`", text):
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_of_the_source_that_a_page_names_exist(page: Path) -> None:
+    for path in re.findall(r"`((?:tests|examples|benchmarks|docs|constraints)/[\w/.]+\.\w+)`", page.read_text()):
         assert (ROOT / path).exists(), path

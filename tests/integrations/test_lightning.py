@@ -3,7 +3,6 @@
 import csv
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatmin
 from cases import MODELS, OPTIMIZERS, fused_sgd, same
+from doc_blocks import code
 
 pytest.importorskip("lightning", reason="needs Lightning: pip install 'flatmin[lightning]'")
 
@@ -848,16 +848,8 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "test error" in capsys.readouterr().out
 
 
-def blocks(page: Path) -> list[str]:
-    """The Python of a page, and what its diffs look like after the change."""
-    text = page.read_text()
-    diffs = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
-    after = ["".join(line[1:] for line in diff.splitlines(True) if not line.startswith("-")) for diff in diffs]
-    return [*after, *re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
-
-
-@pytest.mark.parametrize("code", blocks(PAGE))
-def test_the_blocks_of_the_page_run(code: str) -> None:
+@pytest.mark.parametrize("text", code(PAGE))
+def test_the_blocks_of_the_page_run(text: str) -> None:
     class Quiet(pl.Trainer):
         def __init__(self, **settings: Any) -> None:
             quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
@@ -865,7 +857,7 @@ def test_the_blocks_of_the_page_run(code: str) -> None:
 
     module, batches = Module(), loader()
     names: dict[str, Any] = {"pl": pl, "torch": torch, "flatmin": flatmin, "Trainer": Quiet, "FlatMinima": FlatMinima}
-    exec(compile(code, str(PAGE), "exec"), names | {"module": module, "loader": batches, "Module": Module})
+    exec(compile(text, str(PAGE), "exec"), names | {"module": module, "loader": batches, "Module": Module})
 
 
 def test_wrong_values_and_two_callbacks_are_told_at_once() -> None:

@@ -1,4 +1,4 @@
-"""The page about Hugging Face and loops of one's own: its code runs, before and after each change.
+"""The page about Hugging Face: its code runs, before and after each change.
 
 And the examples with these frameworks: each runs, and learns what it is there to learn.
 """
@@ -19,22 +19,11 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from integrations.small_transformer import arguments, sentences, small_gpt, weights, windows  # noqa: E402
+from doc_blocks import ROOT, blocks, code  # noqa: E402
+from integrations.small_transformer import arguments, sentences, small_gpt, weights  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "trainers_huggingface.md").read_text()
-
-
-def after(diff: str) -> str:
-    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
-
-
-def before(diff: str) -> str:
-    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("+"))
-
-
-DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-SNIPPETS = [*re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), *map(after, DIFFS), *map(before, DIFFS)]
+PAGE = ROOT / "docs" / "trainers_huggingface.md"
+SNIPPETS = code(PAGE)
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +44,6 @@ def reader(folder: Path) -> dict[str, Any]:
         "args": arguments(folder, num_train_epochs=1),
         "accelerator": accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2),
         "loader": DataLoader(rows, batch_size=2),  # type: ignore[arg-type]
-        "windows": windows(rows, 2, 2),
-        "device": "cpu",
     }
 
 
@@ -77,8 +64,8 @@ def test_snippets_run_as_they_stand(code: str, tmp_path: Path) -> None:
 
 
 def test_there_are_snippets() -> None:
-    assert len(DIFFS) == 3
-    assert len(SNIPPETS) == 10
+    assert len(blocks(PAGE, "diff")) == 2
+    assert len(SNIPPETS) == 6
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ order. Where it dies, or its node does, that is `Lost`, and what becomes of its 
 hand would say that was taken for dead is not heard.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from flatmin_lab.workers import PATIENCE, Died
 
 LOOK = 1.0  # seconds between two looks at the nodes
 GRACE = 60.0  # seconds in which a node must come up where there is none that could do the work
+REASON = 300  # letters of what Ray says
 START = 3  # hands that may die on a node before they have said hello
 
 
@@ -248,9 +250,11 @@ class Crew:
 
 
 def _reason(error: Exception) -> str:
-    """Ray's messages are long: of what it says, the line that tells most."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "reason" in line.lower()), lines[0] if lines else type(error).__name__)
+    """Ray's messages are long and full of its own names: what happened, in a few of its words."""
+    if type(error).__name__ == "ActorUnavailableError":
+        return "the connection to it broke"
+    detail = re.search(r"exit detail: ([^.\n]+)", text := str(error).strip())
+    return f"its process ended ({detail[1] if detail else text.partition(chr(10))[0][:REASON] or type(error).__name__})"
 
 
 @contextmanager

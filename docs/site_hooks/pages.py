@@ -1,0 +1,77 @@
+"""Pages of the site that are made when it is built: the home page, the changelog, and every flag of the command.
+
+    README.md       -> index.md
+    CHANGELOG.md    -> changelog.md
+    the typer app   -> command.md, where its marker stands
+
+Written once, so that they cannot differ from what they are made from. Links are rewritten to fit: on GitHub the README
+points to docs/, and pages to ../README.md.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from flatmin_lab.cli import app
+
+ROOT = Path(__file__).parents[2]
+MADE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+KINDS = {str: "TEXT", int: "INT", float: "NUMBER", Path: "PATH"}
+MARKER = "<!-- every subcommand with its flags stands here when the site is built -->"
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    for page, source in MADE.items():
+        text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    for made, source in MADE.items():
+        markdown = re.sub(rf"\]\((\.\./)+{re.escape(source)}", f"]({made}", markdown)
+    return markdown.replace(MARKER, "\n".join(commands())) if MARKER in markdown else markdown
+
+
+def commands() -> Iterator[str]:
+    """Every subcommand: what it does, its arguments, and its flags panel by panel."""
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        arguments = [param for param in command.params if param.param_type_name == "argument"]
+        words = "".join(f" [{param.name.upper()}{' …' if param.nargs < 0 else ''}]" for param in arguments)
+        yield f"\n## flatmin {name}\n\n{_escaped(command.help)}\n\n```text\nflatmin {name}{words} [flags]\n```\n"
+        for param in arguments:
+            yield f"`{param.name.upper()}`: {_escaped(param.help)}\n"
+        panels, hints = defaultdict(list), get_type_hints(command.callback)
+        for param in command.params:
+            if param.param_type_name == "option" and not param.hidden:
+                panels[param.rich_help_panel or "Flags"].append(param)
+        for title, params in panels.items():
+            yield f"\n| {title} | |\n|---|---|"
+            yield from (f"| {_flag(param, hints[param.name])} | {_what(param)} |" for param in params)
+            yield ""
+
+
+def _flag(param: Any, annotation: Any) -> str:
+    """Its names, and what it takes: read from the function's signature, which is the same in every version of typer."""
+    kinds = [kind for kind in (get_args(annotation) or [annotation]) if kind is not type(None)]
+    kinds = [kind for given in kinds for kind in (get_args(given) or [given])]  # a list or a pair of something
+    takes = "" if param.is_flag else " " + " ".join(KINDS[kind] for kind in kinds)
+    return ", ".join(f"`{name}`" for name in [*param.opts, *param.secondary_opts]) + takes
+
+
+def _what(param: Any) -> str:
+    shown = not param.is_flag and param.default is not None and param.show_default
+    return _escaped(param.help or "") + (f" Default: `{param.default}`." if shown else "")
+
+
+def _escaped(text: str) -> str:
+    """Help is plain text: nothing in it is Markdown."""
+    return re.sub(r"([\\`*_{}\[\]<>|])", r"\\\1", " ".join(text.split()))
