@@ -144,7 +144,7 @@ def test_a_method_can_be_sent_to_another_process(name: str) -> None:
     [
         ("erm", {"epsilon": 0.1}, "erm takes no settings, got epsilon"),
         ("dropout", {"p": 0.1}, "dropout takes rate, got p"),
-        ("amp", {"eps": 0.1}, "amp takes epsilon, inner_lr, inner_iter, ball, norm, got eps"),
+        ("amp", {"eps": 0.1}, "amp takes epsilon, inner_lr, inner_iter, ball, norm, sync_perturbation, got eps"),
         ("dropout", {"rate": 10}, "below 1, got 10"),
         ("adversarial", {}, "must know what the pictures went through: give normalise="),
     ],

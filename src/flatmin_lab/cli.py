@@ -15,6 +15,7 @@ import flatmin
 from flatmin_lab import cli_bench, cli_judge, cli_reproduce, cli_tune, methods, models, show
 from flatmin_lab import doctor as examination
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported, settings_given
+from flatmin_lab.cli_ranks import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
 from flatmin_lab.cli_seeds import train_seeds
 from flatmin_lab.cli_tuned import Chosen
 from flatmin_lab.data import DATA_SETS
@@ -163,7 +164,10 @@ def train(
     ] = 10.0,
     debug: Debug = False,
 ) -> None:
-    """Train a model after the paper's protocol; kill it when you like, and go on with --resume."""
+    """Train a model after the paper's protocol; kill it when you like, and go on with --resume.
+
+    Under torchrun (torchrun --nproc-per-node 2 -m flatmin_lab train …) several processes train one model.
+    """
     fields = {
         "size": size,
         "epochs": epochs,
@@ -187,58 +191,66 @@ def train(
     }
     knobs = {"epsilon": epsilon, "inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
     with reported(debug):
-        changes: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
-        if milestones is not None:
-            changes["milestones"] = _numbers(milestones)
-        given = {key: value for key, value in knobs.items() if value is not None} | settings_given(settings)
-        where = device_named(device)
-        chosen = None if tuned is None else Chosen.of(tuned, data=data, method=method)
-        if chosen is not None:
-            data, method = data or chosen.tuning.data, chosen.tuning.method
-            changes, given = chosen.changes(changes), chosen.settings(given)
-        request = Request(
-            data=data,
-            method=method,
-            seed=seed,
-            out=out,
-            resume=resume,
-            data_dir=data_dir,
-            download=download,
-            changes=changes,
-            settings=given,
-        )
-        if together is not None and seeds == 1:
-            raise ValueError("--together needs --seeds of 2 or more; add them, or leave it out")
-        plans = request.plans(seeds)
-        plan = plans[0]
-        if milestones is not None and plan.recipe.schedule != "multi_step":
-            raise ValueError(f"--milestones belong to the schedule multi_step, got {plan.recipe.schedule}")
-        console = show.terminal()
-        if chosen is not None:
-            chosen.check(plan.data)
-            for note in chosen.notes(plan):
-                show.say(console, f"note: {note}", style="yellow")
-        how: dict[str, Any] = {
-            "device": where,
-            "resume": resume,
-            "capture": not no_capture,
-            "checkpoint_epochs": checkpoint_epochs,
-            "checkpoint_minutes": checkpoint_minutes,
-        }
-        if seeds > 1:
-            train_seeds(plans, console, count=together, **how)
-            return
-        with asked_to_stop() as stop:
-            records = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, **how)
-            ended = show.follow(records, console, show.headline(plan.recipe, plan.seed, hardware(where)))
+        with among_ranks() as team:
+            with team.together():
+                changes: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
+                if milestones is not None:
+                    changes["milestones"] = _numbers(milestones)
+                given = {key: value for key, value in knobs.items() if value is not None} | settings_given(settings)
+                where = device_of(device, team)
+                chosen = None if tuned is None else Chosen.of(tuned, data=data, method=method)
+                if chosen is not None:
+                    data, method = data or chosen.tuning.data, chosen.tuning.method
+                    changes, given = chosen.changes(changes), chosen.settings(given)
+                request = Request(
+                    data=data,
+                    method=method,
+                    seed=seed,
+                    out=out,
+                    resume=resume,
+                    data_dir=data_dir,
+                    download=download,
+                    changes=changes,
+                    settings=given,
+                )
+                if together is not None and seeds == 1:
+                    raise ValueError("--together needs --seeds of 2 or more; add them, or leave it out")
+                check_one_model(team, seeds=seeds)
+            plans = request.plans(seeds) if team.size == 1 else [plan_of(request, team)]
+            plan = plans[0]
+            console = show.terminal() if team.leads else show.nowhere()
+            with team.together():
+                if milestones is not None and plan.recipe.schedule != "multi_step":
+                    raise ValueError(f"--milestones belong to the schedule multi_step, got {plan.recipe.schedule}")
+                if chosen is not None:
+                    chosen.check(plan.data)
+                    for note in chosen.notes(plan):
+                        show.say(console, f"note: {note}", style="yellow")
+            how: dict[str, Any] = {
+                "device": where,
+                "resume": resume,
+                "capture": not no_capture,
+                "checkpoint_epochs": checkpoint_epochs,
+                "checkpoint_minutes": checkpoint_minutes,
+            }
+            if seeds > 1:
+                train_seeds(plans, console, count=together, **how)
+                return
+            headline = show.headline(plan.recipe, plan.seed, f"{in_words(team)}{hardware(where)}")
+            with asked_to_stop() as stop:
+                records = training(
+                    plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, team=team, **how
+                )
+                ended = show.follow(records, console, headline)
         if isinstance(ended, Finished):
-            show.outcome(ended.result, plan.folder)
+            if team.leads:
+                show.outcome(ended.result, plan.folder)
             return
-        again = ["flatmin", "train", "--out", str(plan.folder), "--resume"]
-        if data_dir != DATA:
-            again += ["--data-dir", str(data_dir)]
+        again = ["--out", str(plan.folder), "--resume", *([] if data_dir == DATA else ["--data-dir", str(data_dir)])]
         saved = (
-            f"saved after step {ended.step}; go on with: {shlex.join(again)}" if ended.step else "before its first step"
+            f"saved after step {ended.step}; go on with: {command_of(team)} train {shlex.join(again)}"
+            if ended.step
+            else "before its first step"
         )
         show.say(console, f"stopped by {ended.reason}, {saved}")
         raise typer.Exit(CODES[ended.reason])

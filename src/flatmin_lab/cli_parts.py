@@ -53,15 +53,21 @@ def reported(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
-        text, code = str(error) or type(error).__name__, 1
-        if isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError | FileExistsError):
-            code = 2
-        elif isinstance(error, torch.OutOfMemoryError):
-            text = f"the device has no memory left; try smaller batches, fewer pictures, or --device cpu ({text})"
-        elif not isinstance(error, RunError | OSError):
-            text = f"{type(error).__name__}: {text} (run it again with --debug to see where)"
+        text, code = explained(error)
         show.say(show.terminal(), f"flatmin: {text}", style="red")
         raise typer.Exit(code) from None
+
+
+def explained(error: Exception) -> tuple[str, int]:
+    """In words, and as an exit code: 2 for a request that makes no sense."""
+    text, code = str(error) or type(error).__name__, 1
+    if isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError | FileExistsError):
+        code = 2
+    elif isinstance(error, torch.OutOfMemoryError):
+        text = f"the device has no memory left; try smaller batches, fewer pictures, or --device cpu ({text})"
+    elif not isinstance(error, RunError | OSError):
+        text = f"{type(error).__name__}: {text} (run it again with --debug to see where)"
+    return text, code
 
 
 @contextmanager

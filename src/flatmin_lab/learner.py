@@ -10,6 +10,8 @@ their random numbers; the rest is done on the device, on a GPU as the replay of 
 
 The first weights and the first random state depend on the seed alone, and are made on the CPU: every method, on every
 device, begins with the same ones. `tensors` and `state` are what a checkpoint holds, and `load` takes.
+
+One of several ranks (`join`) does its share of each step, and is the same learner as the others: see shares.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +35,9 @@ from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.data.seeds import generator
 from flatmin_lab.methods import Method
 from flatmin_lab.recipe import Recipe
+from flatmin_lab.shares import Shares
 from flatmin_lab.surroundings import drawn_from, seed_generators
+from flatmin_lab.team import Team
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,28 +77,48 @@ class Learner:
         device: torch.device,
         capture: bool = True,
     ) -> None:
-        self.recipe, self.batches, self.device = recipe, batches, device
+        self.recipe, self.batches, self.device, self.capture = recipe, batches, device, capture
         self.method = method_of(recipe, batches.normalise)
         seed_generators([torch.device("cpu")], generator("weights", seed).initial_seed())
         self.model = build_model(recipe, data, self.method).to(device)
         seed_generators(drawn_from(self.device), generator("training", seed).initial_seed())
-        base = _sgd(recipe, self.model)
-        wrapped = self.method.wrap(base, self.model)
-        self.optimizer = wrapped if isinstance(wrapped, Wrapper) else flatmin.AMP(base, epsilon=0.0)
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.average = None if recipe.ema is None else Average(self.model, decay=recipe.ema)
+        self.notes: list[str] = []  # why steps are not captured, or not compiled, that were to be
+        self.shares: Shares | None = None
+        self._assemble(self.model, None)
+
+    def _assemble(self, model: nn.Module, shares: Shares | None) -> None:
+        """A step of the model, which for `shares` is inside one that speaks to other ranks."""
+        recipe, regulariser = self.recipe, self.method.regulariser
+        base = _sgd(recipe, self.model)
+        wrapped = self.method.wrap(base, model)
+        self.optimizer = wrapped if isinstance(wrapped, Wrapper) else flatmin.AMP(base, epsilon=0.0)
+        batch: Any = _batch_of(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
+        if shares is not None:
+            batch = shares.batch_of(batch, self.batches.split.y, mixes=regulariser.name == "mixup")
         self.taken = flatmin.captured_step(
-            self.model,
-            _loss_of(self.method.regulariser),
+            model,
+            _loss_of(regulariser, shares),
             self.optimizer,
             autocast=AUTOCAST.get(recipe.precision),
             compile=recipe.compile,
-            batch=_batch_of(self.model, batches, self.method.regulariser, channels_last=recipe.channels_last),
+            batch=batch,
             scaler=self.scaler,
-            capture=capture,
+            capture=self.capture,
         )
-        self.notes: list[str] = []  # why steps are not captured, or not compiled, that were to be
         self.taken.say = self.notes.append
+
+    def rehearse(self, team: Team) -> None:
+        """Before it is one of several, where there are several: does its share of a step go well?"""
+        if team.size > 1:
+            self.shares = Shares(team, self.device)
+            self.shares.rehearse(self.taken.task, *next(self.batches.parts(0)))
+
+    def join(self) -> None:
+        """From now on it is one of them; all ranks call it, when all have rehearsed."""
+        if self.shares is not None:
+            self._assemble(self.shares.meet(self.taken.task), self.shares)
 
     def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
         """One step on the batch of these pictures; what it measured, as tensors on the device."""
@@ -113,6 +137,8 @@ class Learner:
         for name in ("delta_norm", "grad_norm", "on_ball", "skipped"):
             if (value := getattr(last, name)) is not None:
                 measured[name] = value
+        if self.shares is not None and not self.optimizer.sync_perturbation:
+            return self.shares.mean(measured)
         return measured
 
     def is_finite(self) -> bool:
@@ -197,12 +223,12 @@ def _batch_of(
     return batch
 
 
-def _loss_of(regulariser: Regulariser) -> Callable[..., tuple[Tensor, Tensor]]:
+def _loss_of(regulariser: Regulariser, shares: Shares | None) -> Callable[..., tuple[Tensor, Tensor]]:
     """The loss, and the error of the batch; a function that torch.compile can take, with nothing else in it."""
     loss = regulariser.loss
 
-    def loss_and_error(model: nn.Module, x: Tensor, target: Tensor | Mixed) -> tuple[Tensor, Tensor]:
-        logits = model(x)
+    def loss_and_error(model: nn.Module, x: Tensor, target: Tensor | Mixed, *part: slice) -> tuple[Tensor, Tensor]:
+        logits = model(x) if shares is None else shares.logits(model, x, part[0], len(_labels(target)))
         wrong = logits.detach().argmax(dim=1) != _labels(target)
         return loss(logits.float(), target), wrong.float().mean()
 

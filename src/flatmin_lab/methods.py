@@ -58,10 +58,20 @@ def rmp(
 
 
 def amp(
-    epsilon: float = 0.5, *, inner_lr: float = 1.0, inner_iter: int = 1, ball: Ball = "global", norm: Norm = "l2"
+    epsilon: float = 0.5,
+    *,
+    inner_lr: float = 1.0,
+    inner_iter: int = 1,
+    ball: Ball = "global",
+    norm: Norm = "l2",
+    sync_perturbation: bool = True,
 ) -> Method:
-    """The worst perturbation. 0.5 and 1 are the paper's for PreActResNet18 over 200 epochs; VGG16 has 0.1 and 0.2."""
+    """The worst perturbation. 0.5 and 1 are the paper's for PreActResNet18 over 200 epochs; VGG16 has 0.1 and 0.2.
+
+    `sync_perturbation=False`: one a rank, where several train a model together.
+    """
     settings: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
+    settings["sync_perturbation"] = sync_perturbation
     wrap = partial(_around, wrapper=flatmin.AMP, epsilon=epsilon, **settings)
     return Method(name="amp", regulariser=erm(), wrap=wrap)
 
@@ -71,14 +81,15 @@ METHODS = (*REGULARISERS, *OTHERS)
 
 
 def resolved(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's settings with the paper's where none are given: numbers and words, not generators or tensors.
+    """A method's settings with the paper's where none are given: numbers and words, not generators or switches.
 
     >>> resolved("amp", {"epsilon": 0.1})
     {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2'}
     """
     make = OTHERS.get(name) or REGULARISERS[name]
     known = {key: parameter.default for key, parameter in signature(make).parameters.items()}
-    return {key: value for key, value in known.items() if isinstance(value, int | float | str)} | dict(settings)
+    shown = {key: value for key, value in known.items() if isinstance(value, int | float | str)}
+    return {key: value for key, value in shown.items() if not isinstance(value, bool)} | dict(settings)
 
 
 def build(name: str, *, normalise: Normalisation | None = None, **settings: Any) -> Method:

@@ -1,7 +1,8 @@
 """Where a training is, in the middle, and how that goes into its folder and comes out again.
 
 After `batch` batches of `epoch` (from 0) there are its learner, the sums of this epoch and the lines of those before. A
-checkpoint holds all of it, so that the training goes on to the same bits as if it had never been left.
+checkpoint holds all of it, so that the training goes on to the same bits as if it had never been left. Of several ranks
+the first one alone has the folder: it reads the checkpoint, and tells the others.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,15 +17,16 @@ from flatmin_lab.machine import facts
 from flatmin_lab.records import Note, Record, Saved
 from flatmin_lab.run_folder import RunFolder
 from flatmin_lab.tally import Tally
+from flatmin_lab.team import Team
 
-SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit")  # what must be the same for the same bits
+SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit", "ranks")  # what must be the same for the same bits
 
 
 class Middle:
     """At first the beginning."""
 
-    def __init__(self, learner: Learner, device: torch.device) -> None:
-        self.learner, self.device = learner, device
+    def __init__(self, learner: Learner, device: torch.device, team: Team) -> None:
+        self.learner, self.device, self.team = learner, device, team
         self.epoch = self.batch = 0
         self.tally = Tally()
         self.lines: list[dict[str, Any]] = []
@@ -48,14 +50,17 @@ class Middle:
     def go_on(self, folder: RunFolder | None) -> Iterator[Record]:
         """From the folder's newest checkpoint, if there is one."""
         self.since = self.saved_at = monotonic()
-        if folder is None:
-            return
-        saved = folder.newest()
+        with self.team.together():
+            saved = None if folder is None else folder.newest()
+        saved = self.team.told(saved)
         if saved is not None:
             self._load(saved)
             yield from self._other_machine(saved.state["facts"])
-        folder.begin_metrics(self.lines, step=self.step)
-        yield from folder.told()
+        with self.team.together():
+            if folder is not None:
+                folder.begin_metrics(self.lines, step=self.step)
+        if folder is not None:
+            yield from folder.told()
 
     def _load(self, saved: Checkpoint) -> None:
         self.learner.load(saved)
@@ -65,8 +70,8 @@ class Middle:
         self.before, self.since = saved.state["seconds"], monotonic()
 
     def _other_machine(self, before: Mapping[str, Any]) -> Iterator[Record]:
-        now = facts(self.device)
-        apart = [f"{key} {before[key]} then, {now[key]} now" for key in SAME_BITS if before.get(key) != now[key]]
+        then, now = ({"ranks": 1, **told} for told in (before, team_facts(self.device, self.team)))
+        apart = [f"{key} {then[key]} then, {now[key]} now" for key in SAME_BITS if then.get(key) != now[key]]
         if apart:
             yield Note(f"going on elsewhere ({'; '.join(apart)}): right, but perhaps not to the same bits")
 
@@ -78,9 +83,14 @@ class Middle:
             "sums": self.tally.sums,
             "lines": self.lines,
             "seconds": self.seconds(),
-            "facts": facts(self.device),
+            "facts": team_facts(self.device, self.team),
             **self.learner.state(),
         }
         path = folder.save(self.step, Checkpoint(self.learner.tensors(), state))
         self.saved_at = monotonic()
         return Saved(path, self.step)
+
+
+def team_facts(device: torch.device, team: Team) -> dict[str, Any]:
+    """What a number was measured with, and on how many ranks, if there are several."""
+    return facts(device) | ({"ranks": team.size} if team.size > 1 else {})

@@ -29,6 +29,14 @@ class BusyError(RunError):
     """Another process is at work in that folder: its message begins so."""
 
 
+class ElsewhereError(RunError):
+    """Another process of those that train a model together could not go on, so none of them does."""
+
+
+class RefusedElsewhereError(ElsewhereError, ValueError):
+    """What another process was asked for makes no sense."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Started:
     """Where a training begins: at step 0, or where a checkpoint left it."""

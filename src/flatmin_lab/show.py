@@ -63,6 +63,11 @@ def terminal() -> Console:
     return Console(file=cast(TextIO, Lasting(sys.stderr)), highlight=False, soft_wrap=True)
 
 
+def nowhere() -> Console:
+    """For a process that has nothing to say: another one speaks."""
+    return Console(quiet=True)
+
+
 def say(console: Console, text: str, style: str = "") -> None:
     """As it is: brackets in file names and package names are not markup."""
     console.print(Text(text, style=style))

@@ -21,7 +21,7 @@ class Job(Protocol):
 
 def in_ranks(jobs: Mapping[str, Job], ranks: int, folder: Path, *, limit: float = 240) -> list[dict[str, Any]]:
     """What every job returned, for each rank."""
-    processes = spawn(_work, args=(jobs, ranks, str(folder)), nprocs=ranks, join=False)
+    processes = spawn(work, args=(jobs, ranks, str(folder)), nprocs=ranks, join=False)
     assert processes is not None
     end = time.monotonic() + limit
     while not processes.join(timeout=1):
@@ -33,7 +33,7 @@ def in_ranks(jobs: Mapping[str, Job], ranks: int, folder: Path, *, limit: float 
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def _work(rank: int, jobs: Mapping[str, Job], ranks: int, folder: str) -> None:
+def work(rank: int, jobs: Mapping[str, Job], ranks: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")

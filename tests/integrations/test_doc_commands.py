@@ -47,6 +47,14 @@ NOT_RUN = {  # and why
     "ray start --head --port 6379": "stays when the test has ended; test_cluster.py has a cluster of its own",
     "ray start --address head:6379": "needs another machine",
     "flatmin reproduce table1 --protocol paper --executor ray --address head:6379": "needs the other machine",
+    "torchrun --nproc-per-node 2 -m flatmin_lab train --data digits --method amp --out runs/digits": (
+        "two processes, which test_train_ranks.py has"
+    ),
+    **{
+        f"torchrun --nnodes 2 --node-rank {number} --nproc-per-node 4 --rdzv-endpoint first:29500 -m flatmin_lab train "
+        "--data cifar10 --out runs/cifar10": "two machines with GPUs"
+        for number in (0, 1)
+    },
 }
 BEFORE = {  # what a page takes for granted
     "examining.md": [

@@ -1,0 +1,128 @@
+"""A team: the processes that train one model together, each with a share of every batch.
+
+    Team()                       one process: it answers its own questions, and sends nothing
+    Ranks(rank=0, size=2)        one of two, in a process group that is open: all of them answer as one
+
+What a process decides for itself, a team must decide as one: when to stop, when to save, whether a loss is finite. A
+rank that left while the others wait for it would hold them up for ever. So whatever may end a training is asked of all
+ranks at the same place, and an error of one is an error of all (`together`). Clocks and files are the first rank's.
+
+Every method but `part` must be called by all ranks, in the same order.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from flatmin import ranks
+from flatmin_lab.records import ElsewhereError, RefusedElsewhereError
+
+T = TypeVar("T")
+REFUSED = (ValueError, TypeError, ImportError, FileNotFoundError, FileExistsError)  # a request that makes no sense
+
+
+class Team:
+    """A team of one.
+
+    >>> alone = Team()
+    >>> alone.leads, alone.part(10), alone.first(None), alone.leading(True, False)
+    (True, slice(0, 10, None), None, [True, False])
+    """
+
+    rank, size = 0, 1
+    shared: Exception | None = None  # an error that all ranks know of
+
+    @property
+    def leads(self) -> bool:
+        """Is this the rank that has the folder, and speaks?"""
+        return self.rank == 0
+
+    def part(self, count: int) -> slice:
+        """The rank's share of so many things in a row; shares differ by one at most.
+
+        >>> [Ranks(rank=rank, size=3).part(10) for rank in range(3)]
+        [slice(0, 3, None), slice(3, 6, None), slice(6, 10, None)]
+        """
+        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def any(self, flag: bool) -> bool:
+        """Does it hold on any rank?"""
+        return flag
+
+    def leading(self, *flags: bool) -> list[bool]:
+        """What holds on the first rank: its clock counts."""
+        return list(flags)
+
+    def gathered(self, thing: T) -> list[T]:
+        """Every rank's, in their order."""
+        return [thing]
+
+    def told(self, thing: T) -> T:
+        """The first rank's."""
+        return thing
+
+    def first(self, thing: T | None) -> T | None:
+        """That of the first rank that has one."""
+        return next((found for found in self.gathered(thing) if found is not None), None)
+
+    def compare(self, mine: Mapping[str, object], *, way_out: str) -> None:
+        """An error on every rank if these things are not the same on all of them."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block without messages: after it all ranks go on, or all have an error."""
+        return nullcontext()
+
+
+class Ranks(Team):
+    """One of several. Small things travel through the host, so that no rank waits for its device."""
+
+    def __init__(self, *, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def any(self, flag: bool) -> bool:
+        number = torch.tensor(int(flag))
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+        return bool(number)
+
+    def leading(self, *flags: bool) -> list[bool]:
+        numbers = torch.tensor([int(flag) for flag in flags])
+        torch.distributed.broadcast(numbers, src=0)
+        return [bool(number) for number in numbers]
+
+    def gathered(self, thing: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, thing)
+        return found
+
+    def told(self, thing: T) -> T:
+        things: list[Any] = [thing if self.leads else None]
+        torch.distributed.broadcast_object_list(things, src=0)
+        told: T = things[0]
+        return told
+
+    def compare(self, mine: Mapping[str, object], *, way_out: str) -> None:
+        everyone = torch.distributed.group.WORLD
+        with self.together():
+            ranks.compare(mine, [everyone], device=torch.device("cpu"), way_out=way_out)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        own: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        found = self.gathered(None if own is None else (_said(own), isinstance(own, REFUSED)))
+        for rank, what in enumerate(found):
+            if what is not None:
+                text, is_refused = what
+                elsewhere = RefusedElsewhereError if is_refused else ElsewhereError
+                self.shared = own or elsewhere(f"rank {rank} of {self.size}: {text}")
+                raise self.shared
+
+
+def _said(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, (*REFUSED, OSError, RuntimeError)) else f"{type(error).__name__}: {text}"
