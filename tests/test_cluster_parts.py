@@ -1,5 +1,6 @@
 """What a cluster is made of, without one: folders that travel, nodes that have room, runs that are dealt out."""
 
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from flatmin_lab.cluster.parcels import Watched, content, put
 from flatmin_lab.cluster.spread import _Runs
 from flatmin_lab.ledger import Ledger
 from flatmin_lab.recipe import Job
-from flatmin_lab.records import Failed, Finished, Note, Progress, Saved, Stopped
+from flatmin_lab.records import Failed, Finished, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.runs import How, Run, Task, on_data
 from flatmin_lab.workers import Died
 from small_runs import lasting, same, tiny_data, tiny_recipe
@@ -163,6 +164,23 @@ def test_gpus_are_used_where_there_are_some() -> None:
     assert nodes.in_words([plain, with_gpus]) == "2 nodes with 8 CPUs and 2 GPUs"
     with pytest.raises(ValueError, match="takes 1 CPU and 1 GPU of one node, and none of the cluster's 1 node"):
         nodes.chosen([plain], "cuda", None)
+
+
+def test_a_cluster_that_is_dead_by_now_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the latest that was started here nor one that the environment names."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(RunError, match="no Ray cluster was started here"), nodes.connected("auto"):
+        pass
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray/ray_current_cluster").write_text(f"{address}\n")
+        with pytest.raises(RunError, match=f"no Ray cluster answers at {address}"), nodes.connected("auto"):
+            pass
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(RunError, match=f"no Ray cluster answers at {address}"), nodes.connected(None):
+            pass
 
 
 @pytest.mark.parametrize(

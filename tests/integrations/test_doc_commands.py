@@ -41,9 +41,8 @@ from official_files import made as drawn
 NOT_RUN = {  # and why
     "make demo": "flatmin demo, in an environment that it makes first",
     "make test": "these tests",
-    "pip install .": "fetches packages",
     "pip install '.[lab]'": "fetches packages",
-    "pip install 'flatmin[cluster]'": "fetches packages",
+    "pip install '.[cluster]'": "fetches packages",
     "ray start --head --port 6379": "stays when the test has ended; test_cluster.py has a cluster of its own",
     "ray start --address head:6379": "needs another machine",
     "flatmin reproduce table1 --protocol paper --executor ray --address head:6379": "needs the other machine",

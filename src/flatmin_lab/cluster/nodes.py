@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flatmin_lab.extras import need
@@ -15,7 +16,6 @@ from flatmin_lab.records import RunError
 
 ANSWER = 5.0  # seconds that an address has to answer
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2 that says nothing; its fourth byte is its kind
-HERE = ("auto", "local")  # addresses that are no places
 
 
 class Share(NamedTuple):
@@ -43,6 +43,7 @@ class Node(NamedTuple):
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
     """Ray, connected to the cluster at that address; without one, to RAY_ADDRESS, or to one that is started here."""
+    address = _named(address)
     _check(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: it would report to its makers
     ray: Any = need("ray", "--executor ray", extra="cluster")
@@ -57,9 +58,22 @@ def connected(address: str | None) -> Iterator[Any]:
                 ray.shutdown()
 
 
-def _check(address: str | None) -> None:
+def _named(address: str | None) -> str:
+    """Said in full. Ray itself would take any cluster that was ever started here, also one that is dead by now."""
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address != "auto":
+        return address
+    latest = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if not latest.exists():
+        raise RunError(
+            "no Ray cluster was started on this machine; start one with `ray start --head`, or name HOST:PORT"
+        )
+    return latest.read_text().strip()
+
+
+def _check(address: str) -> None:
     """Does anything answer there? Ray itself would ask for minutes."""
-    if address is None or address in HERE:
+    if address == "local":
         return
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
@@ -84,21 +98,28 @@ def _greet(host: str, port: int) -> None:
             raise ConnectionError("what answers there is no Ray")
 
 
-def _open(ray: Any, address: str | None) -> None:
+def _open(ray: Any, address: str) -> None:
+    started: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **_local(address))
+        with _without("RAY_ADDRESS"):  # which Ray would prefer
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
     except Exception as error:  # of many kinds: what answers is no Ray, or another version of it
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise RunError(
-            f"no Ray cluster can be joined at {address or 'this machine'} ({reason}); start one with "
+            f"no Ray cluster can be joined at {address} ({reason}); start one with "
             "`ray start --head`, or leave out --address to start one on this machine"
         ) from error
 
 
-def _local(address: str | None) -> dict[str, Any]:
-    """Settings of a cluster that is started here; one that is joined has its own."""
-    starts = address == "local" or (address is None and not os.environ.get("RAY_ADDRESS"))
-    return {"include_dashboard": False} if starts else {}
+@contextmanager
+def _without(name: str) -> Iterator[None]:
+    """A variable of the environment, put aside."""
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
 
 
 def alive(ray: Any) -> list[Node]:
