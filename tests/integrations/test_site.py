@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from runpy import run_path
@@ -105,6 +106,35 @@ def test_a_docstring_becomes_markdown() -> None:
     text = "Adds.\n\n    a + b\n\nfirst    a number\nsecond   another, |b|,\n         or none\n\n>>> 1 + 1\n2"
     table = "| | |\n|---|---|\n| `first` | a number |\n| `second` | another, &#124;b&#124;, or none |"
     assert hook["markdown"](text) == f"Adds.\n\n    a + b\n\n{table}\n\n```pycon\n>>> 1 + 1\n2\n```"
+
+
+def test_columns_become_a_table_and_equations_do_not() -> None:
+    markdown = run_path(str(ROOT / "docs" / "site_hooks" / "docstrings.py"))["markdown"]
+    columns = "    line, plane   |J|*\n    Theorem 1     a,  b    c_d\n                  and e\n    f(x) = y      g"
+    rows = "| `line`, `plane` | &#124;J&#124;\\* |\n| Theorem 1 | a, b · c\\_d and e |\n| `f(x) = y` | g |"
+    assert markdown(columns) == f"| | |\n|---|---|\n{rows}"
+    for text in (
+        "    a = b,   c = d",
+        "    a = b   and c\n    d = e,    and f",
+        "    a = f(b)   # one\n    c = f(d)   # two",
+    ):
+        assert markdown(text) == text
+
+
+def words(page: Path) -> str:
+    """Its text without tags, on one line."""
+    text = page.read_text(encoding="utf-8")
+    return " ".join(unescape(re.sub(r"<[^>]+>", "", text)).split())
+
+
+def test_signatures_are_as_they_are_meant(site: Path) -> None:
+    """What catches wrong calls is hidden; a NamedTuple has its fields; what is said of a field is in a table."""
+    optimizers, flatness_ = words(site / "reference" / "optimizers.html"), words(site / "reference" / "flatness.html")
+    assert "perturbed(*, scaler: GradScaler | None = None) -> Iterator[None]" in optimizers
+    assert "misplaced" not in optimizers
+    assert "Trace(value: Tensor, error: Tensor, products: int)" in flatness_
+    assert "delta where it was found, a tensor for each parameter" in flatness_
+    assert "flatmin.flatness.Trace.value" not in (site / "reference" / "flatness.html").read_text(encoding="utf-8")
 
 
 def test_every_flag_of_the_command_is_on_its_page(site: Path) -> None:
