@@ -137,6 +137,30 @@ def test_signatures_are_as_they_are_meant(site: Path) -> None:
     assert "flatmin.flatness.Trace.value" not in (site / "reference" / "flatness.html").read_text(encoding="utf-8")
 
 
+def test_the_home_page_is_called_so_and_does_not_say_how_to_build_itself(site: Path) -> None:
+    assert "site/index.html" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "site/index.html" not in words(site / "index.html")
+    for page in pages(site):
+        assert not re.search(r"<a [^>]*>README</a>", page.read_text(encoding="utf-8")), page.name
+
+
+def test_every_feature_that_is_compared_names_its_tests() -> None:
+    text = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    features = [row[0] for row in rows if len(row) == 7][1:]
+    proofs = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert len(features) > 30
+    for feature in features:
+        assert re.fullmatch(r"`test_\w+`(, `test_\w+`)*", proofs[feature]), feature
+
+
+def test_long_names_in_tables_break_between_words_and_nowhere_else(site: Path) -> None:
+    text = (site / "compared.html").read_text(encoding="utf-8")
+    assert "test_<wbr>a_<wbr>copy_<wbr>steps_<wbr>its_<wbr>own_<wbr>weights" in text
+    assert "<code>KeyError</code>" in text
+    assert all("<wbr>" not in block for block in re.findall(r"<pre.*?</pre>", text, re.DOTALL))
+
+
 def test_every_flag_of_the_command_is_on_its_page(site: Path) -> None:
     text = (site / "command.html").read_text(encoding="utf-8")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -151,6 +175,7 @@ def test_pictures_are_small_and_as_their_program_draws_them(tmp_path: Path) -> N
     subprocess.run(program, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=True)
     drawn = sorted(path.name for path in tmp_path.iterdir())
     assert drawn == ["ball.png", "minima.png"]
+    assert (ROOT / "docs" / "spiral.png").stat().st_size < 100_000
     for name in drawn:
         kept = (ROOT / "docs" / name).stat().st_size
         assert kept < 100_000
