@@ -138,7 +138,6 @@ def test_signatures_are_as_they_are_meant(site: Path) -> None:
 
 
 def test_the_home_page_is_called_so_and_does_not_say_how_to_build_itself(site: Path) -> None:
-    assert "site/index.html" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert "site/index.html" not in words(site / "index.html")
     for page in pages(site):
         assert not re.search(r"<a [^>]*>README</a>", page.read_text(encoding="utf-8")), page.name
