@@ -6,7 +6,8 @@
     the typer app   -> command.md, where its marker stands
 
 Written once, so that they cannot differ from what they are made from. Links are rewritten to fit: on GitHub the README
-points to docs/, and pages to ../README.md.
+points to docs/, and pages to ../README.md, which here is the home page. And what Markdown cannot say: which page is as
+wide as its table, and where long names in tables may break.
 """
 
 import re
@@ -25,6 +26,9 @@ from flatmin_lab.cli import app
 ROOT = Path(__file__).parents[2]
 MADE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 ELSEWHERE = r"\[([^\]]+)\]\(CITATION\.cff\)"  # not a page: its name is enough
+OF_THE_SITE = r" *`make docs`\s+builds[^`]*`site/index\.html`\."  # its reader has it
+WIDE = {"compared.md"}  # a table of seven columns needs the place of the table of contents
+IN_TABLE = re.compile(r"(?<=<code>)[^<]{15,}(?=</code>)")
 KINDS = {str: "TEXT", int: "INT", float: "NUMBER", Path: "PATH"}
 MARKER = "<!-- every subcommand with its flags stands here when the site is built -->"
 
@@ -32,7 +36,7 @@ MARKER = "<!-- every subcommand with its flags stands here when the site is buil
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for page, source in MADE.items():
         text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
-        text = re.sub(ELSEWHERE, r"`\1`", text)
+        text = re.sub(OF_THE_SITE, "", re.sub(ELSEWHERE, r"`\1`", text))
         files.append(File.generated(config, page, content=text))
     return files
 
@@ -40,7 +44,25 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     for made, source in MADE.items():
         markdown = re.sub(rf"\]\((\.\./)*{re.escape(source)}", f"]({made}", markdown)
+    markdown = markdown.replace("[README](index.md", "[home page](index.md")
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     return markdown.replace(MARKER, "\n".join(commands())) if MARKER in markdown else markdown
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return re.sub(
+        r"<td.*?</td>", lambda cell: IN_TABLE.sub(lambda name: breakable(name[0]), cell[0]), html, flags=re.DOTALL
+    )
+
+
+def breakable(name: str) -> str:
+    """Where a long name may break, if its column is narrow: where its words end, not amid letters.
+
+    >>> breakable("test_a_zero_gradient")
+    'test_<wbr>a_<wbr>zero_<wbr>gradient'
+    """
+    return re.sub(r"(?<=\w)([_.(,=/]+)(?=[\w&])", r"\1<wbr>", name)
 
 
 def commands() -> Iterator[str]:
@@ -67,7 +89,7 @@ def _flag(param: Any, annotation: Any) -> str:
     kinds = [kind for kind in (get_args(annotation) or [annotation]) if kind is not type(None)]
     kinds = [kind for given in kinds for kind in (get_args(given) or [given])]  # a list or a pair of something
     takes = "" if param.is_flag else " " + " ".join(KINDS[kind] for kind in kinds)
-    return ", ".join(f"`{name}`" for name in [*param.opts, *param.secondary_opts]) + takes
+    return ", ".join(f'<code class="flag">{name}</code>' for name in [*param.opts, *param.secondary_opts]) + takes
 
 
 def _what(param: Any) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from runpy import run_path
@@ -107,6 +108,58 @@ def test_a_docstring_becomes_markdown() -> None:
     assert hook["markdown"](text) == f"Adds.\n\n    a + b\n\n{table}\n\n```pycon\n>>> 1 + 1\n2\n```"
 
 
+def test_columns_become_a_table_and_equations_do_not() -> None:
+    markdown = run_path(str(ROOT / "docs" / "site_hooks" / "docstrings.py"))["markdown"]
+    columns = "    line, plane   |J|*\n    Theorem 1     a,  b    c_d\n                  and e\n    f(x) = y      g"
+    rows = "| `line`, `plane` | &#124;J&#124;\\* |\n| Theorem 1 | a, b · c\\_d and e |\n| `f(x) = y` | g |"
+    assert markdown(columns) == f"| | |\n|---|---|\n{rows}"
+    for text in (
+        "    a = b,   c = d",
+        "    a = b   and c\n    d = e,    and f",
+        "    a = f(b)   # one\n    c = f(d)   # two",
+    ):
+        assert markdown(text) == text
+
+
+def words(page: Path) -> str:
+    """Its text without tags, on one line."""
+    text = page.read_text(encoding="utf-8")
+    return " ".join(unescape(re.sub(r"<[^>]+>", "", text)).split())
+
+
+def test_signatures_are_as_they_are_meant(site: Path) -> None:
+    """What catches wrong calls is hidden; a NamedTuple has its fields; what is said of a field is in a table."""
+    optimizers, flatness_ = words(site / "reference" / "optimizers.html"), words(site / "reference" / "flatness.html")
+    assert "perturbed(*, scaler: GradScaler | None = None) -> Iterator[None]" in optimizers
+    assert "misplaced" not in optimizers
+    assert "Trace(value: Tensor, error: Tensor, products: int)" in flatness_
+    assert "delta where it was found, a tensor for each parameter" in flatness_
+    assert "flatmin.flatness.Trace.value" not in (site / "reference" / "flatness.html").read_text(encoding="utf-8")
+
+
+def test_the_home_page_is_called_so_and_does_not_say_how_to_build_itself(site: Path) -> None:
+    assert "site/index.html" not in words(site / "index.html")
+    for page in pages(site):
+        assert not re.search(r"<a [^>]*>README</a>", page.read_text(encoding="utf-8")), page.name
+
+
+def test_every_feature_that_is_compared_names_its_tests() -> None:
+    text = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    features = [row[0] for row in rows if len(row) == 7][1:]
+    proofs = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert len(features) > 30
+    for feature in features:
+        assert re.fullmatch(r"`test_\w+`(, `test_\w+`)*", proofs[feature]), feature
+
+
+def test_long_names_in_tables_break_between_words_and_nowhere_else(site: Path) -> None:
+    text = (site / "compared.html").read_text(encoding="utf-8")
+    assert "test_<wbr>a_<wbr>copy_<wbr>steps_<wbr>its_<wbr>own_<wbr>weights" in text
+    assert "<code>KeyError</code>" in text
+    assert all("<wbr>" not in block for block in re.findall(r"<pre.*?</pre>", text, re.DOTALL))
+
+
 def test_every_flag_of_the_command_is_on_its_page(site: Path) -> None:
     text = (site / "command.html").read_text(encoding="utf-8")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -121,6 +174,7 @@ def test_pictures_are_small_and_as_their_program_draws_them(tmp_path: Path) -> N
     subprocess.run(program, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=True)
     drawn = sorted(path.name for path in tmp_path.iterdir())
     assert drawn == ["ball.png", "minima.png"]
+    assert (ROOT / "docs" / "spiral.png").stat().st_size < 100_000
     for name in drawn:
         kept = (ROOT / "docs" / name).stat().st_size
         assert kept < 100_000

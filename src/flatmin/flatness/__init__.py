@@ -1,8 +1,10 @@
-"""How flat is the minimum that a model lies in? Five ways to look at the loss L around its weights θ:
+"""How flat is the minimum that a model lies in? The loss L around its weights θ, looked at in several ways:
 
     line, plane        L(θ + αd) and L(θ + xd₁ + yd₂), along random directions scaled filter by filter
-    worst_case_loss    max over ‖Δ‖ ≤ ε of L(θ + Δ), the AMP loss, from below; mean_loss, the mean over the same ball
-    sharpness          L(θ + ε∇L/‖∇L‖) − L(θ), which SAM minimises; gradient_norm, ‖∇L‖
+    worst_case_loss    max over ‖Δ‖ ≤ ε of L(θ + Δ), the AMP loss, from below
+    mean_loss          the mean of L(θ + Δ) over the same ball
+    sharpness          L(θ + ε∇L/‖∇L‖) − L(θ), which SAM minimises
+    gradient_norm      ‖∇L‖
     top_eigenvalues    of the Hessian of L, by Lanczos' method
     trace              of the Hessian, by Hutch++
 

@@ -32,6 +32,7 @@ class WorstCase(NamedTuple):
 
     @property
     def rise(self) -> Tensor:
+        """Of the loss, from the centre to there."""
         return self.loss - self.centre
 
 
