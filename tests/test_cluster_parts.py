@@ -1,6 +1,7 @@
 """What a cluster is made of, without one: folders that travel, nodes that have room, runs that are dealt out."""
 
 import socket
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,8 @@ import pytest
 
 from command_line import flatmin, words
 from flatmin_lab.cluster import hand, nodes, parcels
-from flatmin_lab.cluster.crew import Crew, Lost
-from flatmin_lab.cluster.hand import Changed, Hand
+from flatmin_lab.cluster.crew import Crew, Ended, Lost
+from flatmin_lab.cluster.hand import Changed, Hand, Unable
 from flatmin_lab.cluster.nodes import Node, Share
 from flatmin_lab.cluster.parcels import Watched, content, put
 from flatmin_lab.cluster.spread import _Runs
@@ -65,11 +66,11 @@ def test_a_place_may_be_a_file_and_may_not_be_there_yet(tmp_path: Path) -> None:
     assert (tmp_path / "third.json").read_text() == "{}"
 
 
-def test_a_result_is_put_after_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_run_it_is_is_put_first_and_a_result_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is killed in between finds a run that is not finished, and goes on with it."""
     here, order = tmp_path / "here", list[str]()
     here.mkdir()
-    for name in ("result.json", "checkpoint-00000009.safetensors", "state.json", "a", "z"):
+    for name in ("result.json", "checkpoint-00000009.safetensors", "config.json", "state.json", "a", "z"):
         (here / name).write_text(name)
     whole = content(here)
 
@@ -79,8 +80,8 @@ def test_a_result_is_put_after_all_else(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(parcels, "written_whole", noted)
     put(tmp_path / "there", whole)
-    assert order[-1] == "result.json"
-    assert len(order) == 5
+    assert (order[0], order[-1]) == ("config.json", "result.json")
+    assert len(order) == 6
 
 
 # ---- a hand
@@ -141,6 +142,21 @@ def test_what_cannot_be_done_is_told_with_the_readers_names(tmp_path: Path) -> N
     assert said[-1] == Died(f"{errand.places()[1]} is damaged")
 
 
+def test_a_machine_that_cannot_go_on_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    def full(errand: Task, data: Any, stop: Any) -> Any:
+        yield 7, Note("begun")
+        raise OSError(28, "No space left on device", str(errand.places()[0]))
+
+    errand = task(tmp_path)
+    said = list(Hand(None).do(0, full, errand, [content(place) for place in errand.places()], tiny_data()))
+    assert isinstance(said[-1], Unable)
+    assert f"No space left on device: '{errand.places()[0]}'" in said[-1].why
+    dead = Path(tempfile.gettempdir()) / f"{hand.FOLDER}{2**22 + 1}-left"  # no process can have that number
+    dead.mkdir(exist_ok=True)
+    Hand(None).hello("cpu")
+    assert not dead.exists()
+
+
 def test_the_source_is_known_by_its_content() -> None:
     assert len(hand.source()) == 64
     assert hand.introduced("cpu").version.startswith("flatmin 0.")
@@ -151,7 +167,7 @@ def test_the_source_is_known_by_its_content() -> None:
 
 def test_room_on_a_node_follows_from_its_cpus_and_gpus() -> None:
     node = Node("key", "name", 8.0, 2.0)
-    assert [node.room(Share(gpus=gpus)) for gpus in (0.0, 1.0, 0.5, 0.3, 1 / 3, 0.1)] == [8, 2, 4, 6, 6, 8]
+    assert [node.room(Share(gpus=gpus)) for gpus in (0.0, 1.0, 0.5, 0.4, 0.3, 1 / 3, 0.1)] == [8, 2, 4, 4, 6, 6, 8]
     assert Node("key", "name", 0.0, 2.0).room(Share()) == 0
 
 
@@ -216,7 +232,7 @@ def dealt(tmp_path: Path, count: int, *, gpus: float, held: ExitStack, **how: An
 
 def taken(queue: _Runs, hands: int) -> list[list[int]]:
     found = []
-    while (given := queue.take(hands)) is not None:
+    while (given := queue.take(hands, "here", others=True)) is not None:
         found.append(list(given[0].runs))
     return found
 
@@ -232,20 +248,31 @@ def test_runs_share_a_gpu_as_long_as_there_is_work_for_all_hands(tmp_path: Path)
 def test_what_was_lost_together_is_tried_again_alone_and_not_for_ever(tmp_path: Path) -> None:
     with ExitStack() as held:
         queue = dealt(tmp_path, 3, gpus=1.0, held=held)
-        given = queue.take(1)
+        given = queue.take(1, "here", others=True)
         assert given is not None
         errand = given[0]
         assert list(errand.runs) == [0, 1, 2]
-        assert next(queue.heard(errand, (1, Finished({"seed": 1}))))[0] == 1
-        told = list(queue.heard(errand, Lost("far", "it burnt")))
+        assert next(queue.heard(errand, (1, Finished({"seed": 1})), "here"))[0] == 1
+        told = list(queue.heard(errand, Lost("far", "it burnt"), "here"))
         assert [(number, type(record)) for number, record in told] == [(0, Note), (2, Note)]
-        assert sorted(taken(queue, 1)) == [[0], [2]]  # the one that has finished is not among them
-        one = errand._replace(runs={0: errand.runs[0]})
-        assert isinstance(next(queue.heard(one, Lost("far", "it burnt")))[1], Note)
-        failed = next(queue.heard(one, Lost("far", "it burnt")))[1]
+        assert taken(queue, 1) == []  # not on the same node, where there are others
+        assert list(queue.heard(errand, Ended(), "here")) == []
+        assert list(queue.heard(errand, (0, Note("from the dead")), "here")) == []
+        for where, kind in (("there", Note), ("elsewhere", Failed)):
+            again = queue.take(1, where, others=True)
+            assert again is not None
+            assert list(again[0].runs) == [0]
+            failed = next(queue.heard(again[0], Lost("far", "it burnt"), where))[1]
+            assert isinstance(failed, kind)
         assert isinstance(failed, Failed)
         assert "lost 3 times with its worker, at last on node far: it burnt" in failed.what
         assert queue.left() == [2]
+        alone = queue.take(1, "here", others=False)  # the only node that is left
+        assert alone is not None
+        assert list(alone[0].runs) == [2]
+        full = (2, Failed("the disk is full", later=True))  # there, not here
+        assert isinstance(next(queue.heard(alone[0], full, "here"))[1], Note)
+        assert queue.waiting() == 1
         assert queue.how.ledger.state(queue.runs[0].job) == "failed"
 
 

@@ -96,7 +96,8 @@ class Learner:
         self.optimizer = wrapped if isinstance(wrapped, Wrapper) else flatmin.AMP(base, epsilon=0.0)
         batch: Any = _batch_of(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
         if shares is not None:
-            batch = shares.batch_of(batch, self.batches.split.y, mixes=regulariser.name == "mixup")
+            asks = self.model if regulariser.name == "adversarial" else None
+            batch = shares.batch_of(batch, self.batches.split.y, mixes=regulariser.name == "mixup", asks=asks)
         self.taken = flatmin.captured_step(
             model,
             _loss_of(regulariser, shares),

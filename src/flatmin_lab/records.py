@@ -72,6 +72,13 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Of a training that has finished, one part of what is measured afterwards has been written down."""
+
+    part: str
+
+
+@dataclass(frozen=True)
 class Note:
     """Something that the reader should know: a damaged checkpoint that was passed over, another torch."""
 
@@ -105,4 +112,4 @@ class Finished:
     result: Mapping[str, Any]
 
 
-Record = Started | Progress | Epoch | Saved | Note | Stopped | Failed | Finished
+Record = Started | Progress | Epoch | Saved | Measured | Note | Stopped | Failed | Finished

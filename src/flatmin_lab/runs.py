@@ -23,7 +23,7 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.ledger import Ledger, curves_of, tidy
 from flatmin_lab.machine import facts
 from flatmin_lab.recipe import Job
-from flatmin_lab.records import Failed, Finished, Record, RunError, Stopped
+from flatmin_lab.records import Failed, Finished, Measured, Record, RunError, Stopped
 from flatmin_lab.replicas import together
 from flatmin_lab.results import split_of
 from flatmin_lab.run_config import OtherRunError, read_json
@@ -173,12 +173,13 @@ def on_data(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int, Re
         for place, record in records:
             number = numbers[place]
             ended = isinstance(record, Finished)
-            yield number, finished(task.runs[number], how, data, device, stop) if ended else record
+            for told in finished(task.runs[number], how, data, device, stop) if ended else [record]:
+                yield number, told
     except RunError:  # of those that failed, each of which has said so
         pass
 
 
-def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop) -> Record:
+def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop) -> Iterator[Record]:
     """Measure what was trained, and write it down; what is in the result file already is not measured again."""
     job, ledger = run.job, how.ledger
     folder = ledger.folder(job)
@@ -186,21 +187,25 @@ def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop
         weights = trained.find(folder)
         if weights.place()["epoch"] != job.recipe.epochs:
             (folder / "result.json").replace(folder / "result.json.damaged")
-            return Failed("its last weights are damaged; the same command trains it on from those before", later=True)
+            yield Failed("its last weights are damaged; the same command trains it on from those before", later=True)
+            return
         known = ledger.result(job) or _whole(folder, at_once=how.at_once)
         subject = trained.subject_of(weights, data, averaged=False, device=device)
         if "clean_train_nll" not in known:
             known = _added(ledger, job, known, afterwards.always(subject, job.recipe))
+            yield Measured("always")
         effort = afterwards.EFFORTS.get(job.recipe.name.partition("/")[0], afterwards.Effort())
         for part in run.parts:
             if stop():
-                return Stopped(stop() or "", 0)
+                yield Stopped(stop() or "", 0)
+                return
             if part not in known:
                 known = _added(ledger, job, known, afterwards.further(subject, part, effort))
+                yield Measured(part)
         tidy(folder, weights.path)
-        return Finished(known)
+        yield Finished(known)
     except Exception as error:
-        return Failed(f"it was trained, and could not be measured: {type(error).__name__}: {error}", later=True)
+        yield Failed(f"it was trained, and could not be measured: {type(error).__name__}: {error}", later=True)
 
 
 def _added(ledger: Ledger, job: Job, known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:

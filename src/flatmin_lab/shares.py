@@ -76,15 +76,20 @@ class Shares:
     # ---- a step
 
     def batch_of(
-        self, made: Callable[[Tensor, Tensor], Made], labels: Tensor, *, mixes: bool
+        self, made: Callable[[Tensor, Tensor], Made], labels: Tensor, *, mixes: bool, asks: nn.Module | None
     ) -> Callable[[Tensor, Tensor], tuple[Tensor, Any, slice]]:
-        """From a function that makes any batch, one that makes this rank's part, with the target of the whole."""
+        """From a function that makes any batch, one that makes this rank's part, with the target of the whole.
+
+        It may be one that `mixes` pictures, or one that `asks` a model, whose statistics must be the first rank's.
+        """
 
         def batch(index: Tensor, u: Tensor) -> tuple[Tensor, Any, slice]:
             part = self.team.part(len(index))
             if mixes:
                 x, target = made(index, u)
                 return x[part], target, part
+            if asks is not None:
+                same_buffers([asks], self.team)
             with self.own_numbers():
                 x, _ = made(index[part], u[part])
             return x, labels[index], part

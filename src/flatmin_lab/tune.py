@@ -77,7 +77,7 @@ def tune(
         tasks = tuning.tasks()
         told: Iterator[tuple[Task, tuple[int, Record] | Died]]
         if crew is not None:
-            told = spread_trials(tasks, tuning.left(), data, crew, stop)
+            told = spread_trials(tasks, tuning.left(), data, crew, tuning.pruned, stop)
         else:
             told = _here(tasks, data, stop) if workers == 1 else in_processes(work, tasks, workers=workers, stop=stop)
         for task, said in told:
@@ -197,7 +197,8 @@ class _Tuning:
         number = task.draw.number
         self.pruned.add(number)
         self.study.end(number, "pruned", self.last[number])
-        (task.folder / PRUNED).write_text(f"after epoch {epoch}: worse than the median of the finished trials\n")
+        if task.folder.exists():  # or it is on another machine still, which is told otherwise
+            (task.folder / PRUNED).write_text(f"after epoch {epoch}: worse than the median of the finished trials\n")
 
     def write(self) -> None:
         search = self.study.search

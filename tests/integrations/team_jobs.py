@@ -35,6 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
 APART: dict[str, dict[str, Any]] = {  # not as one process does it, but the same every time, and on all ranks
     "dropout": {"method": "dropout", "settings": {"rate": 0.3}, **MLP},
     "convnet": {"method": "amp", "settings": {"epsilon": 0.2}, "ema": 0.9, "batch_size": 11},
+    "adversarial, BatchNorm": {"method": "adversarial", "settings": {"epsilon": 0.1}},
     "fp16": {"method": "amp", "settings": {"epsilon": 0.2}, "precision": "fp16", **MLP},
     "a perturbation a rank": {"method": "amp", "settings": {"epsilon": 0.2, "sync_perturbation": False}, **MLP},
 }

@@ -7,6 +7,7 @@ that loses its power: its Ray processes and its workers, all at once, with SIGKI
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -26,14 +27,15 @@ from flatmin_lab.cluster.nodes import Share
 from flatmin_lab.cluster.spread import spread
 from flatmin_lab.ledger import Ledger
 from flatmin_lab.recipe import Job
-from flatmin_lab.records import Failed, Finished, Note, Record, Started
+from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started
 from flatmin_lab.run_opening import hold
 from flatmin_lab.runs import How, Run
 from small_runs import lasting, same, tiny_data, tiny_recipe
 
 ROOT = Path(__file__).parents[2]
 SOURCE = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "COLUMNS": "250"}
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+ENVIRONMENT = {**os.environ, **TOKEN, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "COLUMNS": "250"}
 SIZE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100_000_000}
 SMOKE = ["reproduce", "table1", "--protocol", "smoke", "--data", "cifar10", "--methods", "erm,amp", "--seeds", "0"]
 TIMES = re.compile("seconds|at_once|epoch_s")  # what may differ between two machines
@@ -41,8 +43,7 @@ TIMES = re.compile("seconds|at_once|epoch_s")  # what may differ between two mac
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["PYTHONPATH"] = SOURCE  # of the nodes
+    os.environ.update({**TOKEN, "PYTHONPATH": SOURCE})  # also of the nodes
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     head = {**SIZE, "num_cpus": 0, "include_dashboard": False}
     there = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
@@ -147,9 +148,9 @@ def test_a_node_is_killed_in_the_middle_and_every_run_ends_once_with_the_bits_of
     asked = [*SMOKE, "--checkpoint-epochs", "1"]
     with command(*asked, "--executor", "ray", "--address", cluster.address, at=there) as process:
         until(lambda: list(there.glob("out/smoke/runs/smoke/*/checkpoint-*")), process, there)
+        kill(processes(doomed))
         done = finishes(there)
         add()
-        kill(processes(doomed))
         assert process.wait(150) == 0, said(there)
     assert len(done) < 4
     assert "lost on node" in said(there)
@@ -222,6 +223,63 @@ def test_a_run_that_is_lost_three_times_has_failed_and_the_others_go_on(
     assert re.match("lost 3 times with its worker, at last on node .* try again with --retry", failed.what)
     assert sum(isinstance(record, Note) and "tried again" in record.text for _, record in told) == 2
     assert [how.ledger.state(run.job) for run in runs] == ["failed", "done"]
+
+
+def slow_runs(count: int, epochs: int = 600) -> list[Run]:
+    """Of some seconds each."""
+    return [Run(Job(tiny_recipe(name="slow", epochs=epochs), seed)) for seed in range(count)]
+
+
+def test_a_node_that_kills_whatever_works_there_fails_no_run(
+    cluster: Any, add: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As one does whose memory is too small: what it lost goes to another, and it rests."""
+    bad, _ = add(), add()
+    how = How(Ledger(tmp_path / "results", tmp_path / "runs"), checkpoint_epochs=100)
+    told: list[tuple[int, Record]] = []
+    with joined(cluster.address) as crew:
+        for number, record in spread(slow_runs(4), how, crew, {"tiny": tiny_data()}):
+            told.append((number, record))
+            if isinstance(record, Started | Epoch):
+                kill(workers(bad))
+    assert sorted(number for number, record in told if isinstance(record, Finished)) == [0, 1, 2, 3]
+    assert not [record for _, record in told if isinstance(record, Failed)]
+    assert 1 <= sum(isinstance(record, Note) and "lost on node" in record.text for _, record in told) <= 3
+
+
+def test_a_node_where_others_work_holds_nothing_up(
+    cluster: Any, add: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatmin_lab.cluster.crew.SLOW", 3.0)
+    full = add(num_cpus=2)
+    how = How(Ledger(tmp_path / "results", tmp_path / "runs"))
+    heard: list[str] = []
+    with joined(cluster.address, say=heard.append) as crew:
+
+        class Other:
+            def here(self) -> bool:
+                return True
+
+        other = crew.ray.remote(Other).options(num_cpus=2).remote()
+        assert crew.ray.get(other.here.remote())
+        add()
+        begun = time.monotonic()
+        told = list(spread(slow_runs(2, epochs=3), how, crew, {"tiny": tiny_data()}))
+        assert time.monotonic() - begun < 60
+        crew.ray.kill(other)
+    assert sorted(number for number, record in told if isinstance(record, Finished)) == [0, 1]
+    assert not any(full.node_id[:6] in text for text in heard if "left out" in text)
+
+
+def test_a_trial_is_pruned_on_another_machine(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
+    """Before it has sent back anything."""
+    add()
+    asked = ["tune", "--data", "digits", "--model", "mlp", "--trials", "10", "--epochs", "4", "--seed", "1"]
+    asked += ["--checkpoint-epochs", "10", "--workers", "1", "--out", "tuning"]
+    assert ended(*asked, "--executor", "ray", "--address", cluster.address, at=tmp_path) == 0, said(tmp_path)
+    states = [trial["state"] for trial in json.loads((tmp_path / "tuning/tuning.json").read_text())["trials"]]
+    assert len(states) == 10
+    assert "pruned" in states
 
 
 # ---- what is wrong is said

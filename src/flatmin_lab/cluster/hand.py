@@ -7,6 +7,7 @@ all that is needed to give one out again: what is lost with a machine is what it
 
 import hashlib
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +23,11 @@ import flatmin
 from flatmin_lab.cluster.parcels import Change, Watched, put
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.machine import facts
-from flatmin_lab.records import Failed, Finished, Note, Progress, Record, Saved, Stopped
+from flatmin_lab.records import Failed, Finished, Measured, Note, Progress, Record, RunError, Saved, Stopped
 from flatmin_lab.workers import Died, Stop, died_of, one_thread
 
 Own = TypeVar("Own")
+FOLDER = "flatmin-hand-"  # and the number of its process
 
 
 class Errand(Protocol):
@@ -44,6 +46,12 @@ class Changed(NamedTuple):
     """By the places' numbers."""
 
     changes: dict[int, Change]
+
+
+class Unable(NamedTuple):
+    """A machine that cannot go on with it, because its disk is full or its memory gone. Another one may."""
+
+    why: str
 
 
 class Hello(NamedTuple):
@@ -82,6 +90,7 @@ class Hand:
         self.asked: tuple[int, str] | None = None
 
     def hello(self, device: str) -> Hello:
+        _sweep()
         return introduced(device)
 
     def stop(self, number: int, reason: str) -> None:
@@ -90,30 +99,53 @@ class Hand:
 
     def do(
         self, number: int, do: Do, errand: Errand, given: Sequence[Change], data: Dataset
-    ) -> Iterator[tuple[int, Record] | Changed | Died]:
-        """All that is said of an errand; `Died` where it could not be done."""
-        named = errand.places()
-        with tempfile.TemporaryDirectory(prefix="flatmin-") as folder:
-            here = errand.moved(Path(folder))
-            places = here.places()
-            for place, parts in zip(places, given, strict=True):
-                put(place, parts)
-            watched = [Watched(place) for place in places]
-            spoken = {str(there): str(name) for there, name in zip(places, named, strict=True)}
+    ) -> Iterator[tuple[int, Record] | Changed | Died | Unable]:
+        """All that is said of an errand; `Died` where it cannot be done, `Unable` where it cannot be done here."""
+        names: dict[str, str] = {}
+        try:
+            with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as folder:
+                here = errand.moved(Path(folder))
+                names = {str(there): str(name) for there, name in zip(here.places(), errand.places(), strict=True)}
+                for place, parts in zip(here.places(), given, strict=True):
+                    put(place, parts)
+                yield from self._done(number, do, here, data, names)
+        except (OSError, RunError, MemoryError, torch.OutOfMemoryError) as error:
+            yield Unable(_with_names(died_of(error).why, names))
+        except Exception as error:
+            yield Died(_with_names(died_of(error).why, names))
 
-            def stop() -> str | None:
-                return self.asked[1] if self.asked is not None and self.asked[0] == number else None
+    def _done(
+        self, number: int, do: Do, here: Errand, data: Dataset, names: dict[str, str]
+    ) -> Iterator[tuple[int, Record] | Changed]:
+        watched = [Watched(place) for place in here.places()]
 
-            try:
-                with one_thread() if errand.device == "cpu" else nullcontext():
-                    for which, record in do(here, data, stop):
-                        if isinstance(record, Saved | Finished | Stopped | Failed):
-                            yield _changed(watched)
-                        if not isinstance(record, Progress):
-                            yield which, _translated(record, spoken)
-            except Exception as error:
-                yield _changed(watched)
-                yield Died(_with_names(died_of(error).why, spoken))
+        def stop() -> str | None:
+            return self.asked[1] if self.asked is not None and self.asked[0] == number else None
+
+        with one_thread() if here.device == "cpu" else nullcontext():
+            for which, record in do(here, data, stop):
+                if isinstance(record, Saved | Measured | Finished | Stopped | Failed):
+                    yield _changed(watched)
+                if not isinstance(record, Progress):
+                    yield which, _translated(record, names)
+
+
+def _sweep() -> None:
+    """Remove what hands that were killed have left on this machine."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        number = left.name.removeprefix(FOLDER).partition("-")[0]
+        if number.isdecimal() and not _lives(int(number)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _lives(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True
 
 
 def _changed(watched: Sequence[Watched]) -> Changed:

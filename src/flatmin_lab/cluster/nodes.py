@@ -5,7 +5,9 @@ keeps the books of CPUs and GPUs only: whether the memory suffices is seen when 
 """
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,8 +38,10 @@ class Node(NamedTuple):
 
     def room(self, share: Share) -> int:
         """For how many trainings, if nobody else worked there."""
-        fits = [self.cpus / share.cpus] + ([self.gpus / share.gpus] if share.gpus else [])
-        return int(min(fits) + 1e-6)  # three tenths of three thirds are three
+        fits = int(self.cpus / share.cpus)
+        if not share.gpus:
+            return fits
+        return min(fits, int(self.gpus) * int(1 / share.gpus + 1e-6))  # no share is of two GPUs
 
 
 @contextmanager
@@ -65,9 +69,7 @@ def _named(address: str | None) -> str:
         return address
     latest = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     if not latest.exists():
-        raise RunError(
-            "no Ray cluster was started on this machine; start one with `ray start --head`, or name HOST:PORT"
-        )
+        raise RunError("no Ray cluster was started here; start one with `ray start --head`, or name HOST:PORT")
     return latest.read_text().strip()
 
 
@@ -101,13 +103,14 @@ def _greet(host: str, port: int) -> None:
 def _open(ray: Any, address: str) -> None:
     started: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        with _without("RAY_ADDRESS"):  # which Ray would prefer
+        # Ray would prefer that address; and what is started here must outlive a closed terminal until all is saved
+        with _without("RAY_ADDRESS"), _ignored("SIGHUP"):
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
     except Exception as error:  # of many kinds: what answers is no Ray, or another version of it
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise RunError(
-            f"no Ray cluster can be joined at {address} ({reason}); start one with "
-            "`ray start --head`, or leave out --address to start one on this machine"
+            f"no Ray cluster can be joined at {address} ({reason}); where it asks for a token, set RAY_AUTH_MODE=token "
+            "and have the same token here; else see `ray status` there, or leave out --address to start one here"
         ) from error
 
 
@@ -120,6 +123,20 @@ def _without(name: str) -> Iterator[None]:
     finally:
         if value is not None:
             os.environ[name] = value
+
+
+@contextmanager
+def _ignored(name: str) -> Iterator[None]:
+    """A signal, also for the processes that are started inside."""
+    number = getattr(signal, name, None)
+    if number is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def alive(ray: Any) -> list[Node]:

@@ -5,8 +5,8 @@
     back    Watched(other).change()  what has changed since it was last looked at
             put(place, change)       the same change, here
 
-Files are written whole or not at all, and a result after all else: who is killed in between finds a run that is not
-finished, and goes on with it.
+Files are written whole or not at all, what says which run it is before all else, and a result after it: who is killed
+in between finds a run that is not finished, and goes on with it.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flatmin_lab.files import BESIDE, written_whole
 
 LOCK = ".lock"  # whoever holds a folder here holds it for all others
-LAST = "result.json"
+FIRST, LAST = "config.json", "result.json"
 Stamp = tuple[int, int, int]
 
 
@@ -35,7 +35,7 @@ def content(place: Path) -> Change:
 
 
 def put(place: Path, change: Change) -> None:
-    for name in sorted(change.files, key=lambda name: (name == LAST, name)):
+    for name in sorted(change.files, key=lambda name: (name == LAST, name != FIRST, name)):
         path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as file:

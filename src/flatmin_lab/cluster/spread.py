@@ -10,14 +10,15 @@ trained.
 """
 
 import math
-from collections import Counter, deque
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO
+from typing import IO, cast
 
 import torch
 
-from flatmin_lab.cluster.crew import Crew, Lost, NoNodeError
+from flatmin_lab.cluster.crew import Crew, Ended, Lost, NoNodeError, Said
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.machine import facts
 from flatmin_lab.records import Failed, Finished, Note, Record, RunError, Stopped
@@ -38,8 +39,8 @@ def spread(
     with ExitStack() as held:
         queue = _Runs(runs, how, crew, sets, stop, held)
         try:
-            for task, said in crew.work(on_data, queue):
-                yield from queue.heard(task, said)
+            for task, said, node in crew.work(on_data, queue):
+                yield from queue.heard(task, said, node)
                 yield from queue.told()
         except NoNodeError as error:
             for number in queue.left():
@@ -63,10 +64,11 @@ class _Runs:
     ) -> None:
         self.runs, self.crew, self.sets, self.stop, self.held = runs, crew, sets, stop, held
         self.how = how if crew.share.gpus else how._replace(at_once=1)  # a core of its own
-        self.pending = deque(range(len(runs)))
+        self.pending = list(range(len(runs)))  # in their order
         self.done: set[int] = set()
-        self.lost: Counter[int] = Counter()
+        self.lost: dict[int, list[str]] = defaultdict(list)  # the nodes that lost a run
         self.holding: dict[int, IO[bytes]] = {}
+        self.given: dict[int, Task] = {}  # those that are being trained, by whose errand
         self.to_tell: list[tuple[int, Record]] = []
 
     def left(self) -> list[int]:
@@ -84,21 +86,26 @@ class _Runs:
     def asked(self, errand: Task) -> str | None:
         return self.stop()
 
-    def take(self, hands: int) -> tuple[Task, Dataset] | None:
-        """On a GPU some that have one data set, no more than leaves work for the other hands."""
+    def take(self, hands: int, node: str, *, others: bool) -> tuple[Task, Dataset] | None:
+        """On a GPU some that have one data set, no more than leaves work for the other hands.
+
+        What a node has lost goes to another one, if there is one.
+        """
         size = min(self.how.at_once or TOGETHER, math.ceil(len(self.pending) / max(hands, 1)))
         taken: list[int] = []
-        while self.waiting() and len(taken) < (size if self.crew.share.gpus else 1):
-            number = self.pending[0]
-            if taken and not self._goes_with(number, taken[0]):
+        for number in list(self.pending) if self.waiting() else ():
+            if len(taken) == (size if self.crew.share.gpus else 1) or (taken and not self._goes_with(number, taken[0])):
                 break
-            self.pending.popleft()
+            if others and node in self.lost[number]:
+                continue
+            self.pending.remove(number)
             if self._may_begin(number):
                 taken.append(number)
         if not taken:
             return None
-        runs = {number: self.runs[number] for number in taken}
-        return Task(runs, self.crew.device, self.how), self._data(taken[0])
+        task = Task({number: self.runs[number] for number in taken}, self.crew.device, self.how)
+        self.given |= dict.fromkeys(taken, task)
+        return task, self._data(taken[0])
 
     def _goes_with(self, number: int, other: int) -> bool:
         return self._data(number) is self._data(other) and not self.lost[number] and not self.lost[other]
@@ -123,25 +130,35 @@ class _Runs:
 
     # ---- what becomes of it
 
-    def heard(self, task: Task, said: tuple[int, Record] | Died | Lost) -> Iterator[tuple[int, Record]]:
+    def heard(self, task: Task, said: Said, node: str) -> Iterator[tuple[int, Record]]:
+        if isinstance(said, Ended):
+            said = Lost(node[:6], "it ended without a word")
         if isinstance(said, Lost | Died):
-            for number in [number for number in task.runs if number not in self.done]:
-                yield self._missed(number, said) if isinstance(said, Lost) else self.ended(number, Failed(said.why))
+            for number in [number for number, own in self.given.items() if own is task]:
+                died = isinstance(said, Died)
+                yield self.ended(number, Failed(said.why)) if died else self._missed(number, cast(Lost, said), node)
             return
         number, record = said
-        yield self.ended(number, record) if isinstance(record, Finished | Failed | Stopped) else (number, record)
+        if self.given.get(number) is not task:  # another hand has it by now
+            return
+        if isinstance(record, Failed) and record.later:  # nothing is wrong with it: that machine could not
+            yield self._missed(number, Lost(node[:6], record.what), node)
+        else:
+            yield self.ended(number, record) if isinstance(record, Finished | Failed | Stopped) else (number, record)
 
-    def _missed(self, number: int, lost: Lost) -> tuple[int, Record]:
+    def _missed(self, number: int, lost: Lost, node: str) -> tuple[int, Record]:
         """Its hand has gone: again, from its last checkpoint, with another one."""
-        self.lost[number] += 1
+        self.given.pop(number)
+        self.lost[number].append(node)
+        count = len(self.lost[number])
         if reason := self.stop():
             return self.ended(number, Stopped(reason, 0))
-        if self.lost[number] == TRIES:
+        if count == TRIES:
             what = f"lost {TRIES} times with its worker, at last on node {lost.where}: {lost.why}"
             way_out = "its last checkpoint is kept; look at that node's memory and disk, and try again with --retry"
             return self.ended(number, Failed(f"{what}; {way_out}"))
-        self.pending.appendleft(number)
-        return number, Note(f"lost on node {lost.where}: {lost.why}; tried again, {self.lost[number] + 1} of {TRIES}")
+        insort(self.pending, number)
+        return number, Note(f"lost on node {lost.where}: {lost.why}; tried again, {count + 1} of {TRIES}")
 
     def ended(self, number: int, record: Record) -> tuple[int, Record]:
         ledger, job = self.how.ledger, self.runs[number].job
@@ -152,6 +169,7 @@ class _Runs:
                 job, record.what, record.step, {**facts(torch.device("cpu")), "hardware": self.crew.hardware}
             )
         self.done.add(number)
+        self.given.pop(number, None)
         if number in self.holding:
             self.holding[number].close()
         return number, record
