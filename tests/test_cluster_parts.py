@@ -11,7 +11,8 @@ import pytest
 
 from command_line import flatmin, words
 from flatmin_lab.cluster import hand, nodes, parcels
-from flatmin_lab.cluster.crew import Crew, Ended, Lost
+from flatmin_lab.cluster.crew import Crew
+from flatmin_lab.cluster.errands import Ended, Lost
 from flatmin_lab.cluster.hand import Changed, Hand, Unable
 from flatmin_lab.cluster.nodes import Node, Share
 from flatmin_lab.cluster.parcels import Watched, content, put

@@ -250,7 +250,7 @@ def test_a_node_that_kills_whatever_works_there_fails_no_run(
 def test_a_node_where_others_work_holds_nothing_up(
     cluster: Any, add: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatmin_lab.cluster.crew.SLOW", 3.0)
+    monkeypatch.setattr("flatmin_lab.cluster.hiring.SLOW", 3.0)
     full = add(num_cpus=2)
     how = How(Ledger(tmp_path / "results", tmp_path / "runs"))
     heard: list[str] = []

@@ -18,7 +18,9 @@ from typing import IO, cast
 
 import torch
 
-from flatmin_lab.cluster.crew import Crew, Ended, Lost, NoNodeError, Said
+from flatmin_lab.cluster.crew import Crew
+from flatmin_lab.cluster.errands import Ended, Lost, Said
+from flatmin_lab.cluster.hiring import NoNodeError
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.machine import facts
 from flatmin_lab.records import Failed, Finished, Note, Record, RunError, Stopped

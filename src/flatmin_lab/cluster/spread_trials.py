@@ -7,7 +7,8 @@ failed, and the others go on. A trial that is to be pruned is told so.
 from collections import defaultdict
 from collections.abc import Iterator, Set
 
-from flatmin_lab.cluster.crew import Crew, Ended, Lost
+from flatmin_lab.cluster.crew import Crew
+from flatmin_lab.cluster.errands import Ended, Lost
 from flatmin_lab.cluster.spread import TRIES
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.records import Failed, Note, Record, Stopped
