@@ -114,7 +114,8 @@ def _read(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Ten
         if rows and row.shape != rows[0].shape:
             raise ValueError(
                 f"all pictures must have one size: {first} is {rows[0].shape[1]} by {rows[0].shape[0]}, "
-                f"{file} is {row.shape[1]} by {row.shape[0]}; give size=(height, width) to bring them to one"
+                f"{file} is {row.shape[1]} by {row.shape[0]}; give size=(height, width), or --size HEIGHT WIDTH, to "
+                "bring them to one"
             )
         rows.append(row)
     x = torch.from_numpy(np.stack(rows))
