@@ -28,6 +28,7 @@ import torch
 
 from flatmin_lab import checkpoint, files
 from flatmin_lab.cli import app
+from forked import forked
 
 import_module("torch._dynamo")  # which every optimizer imports when it is made
 if find_spec("tensorboard"):
@@ -38,23 +39,12 @@ WAITS = 60.0  # seconds for a child that is not killed
 
 def child(arguments: list[str], log: Path, prepare: Callable[[], None] = lambda: None) -> int:
     """A process that runs the command; its number."""
-    number = os.fork()
-    if number:
-        return number
-    code = 99
-    try:
-        with log.open("a") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        torch.set_num_threads(1)
+
+    def act() -> None:
         prepare()
         app(arguments)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    return forked(act, log)
 
 
 def ended(number: int, seconds: float) -> int | None:

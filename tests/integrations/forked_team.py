@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import sklearn.datasets  # noqa: F401  # not while the clock ticks
-import torch
 
 import flatmin
 from flatmin_lab.cli import app
 from flatmin_lab.learner import Learner
+from forked import forked
 from integrations import ranks
 from integrations.team_jobs import JOBS
 
@@ -69,25 +69,13 @@ def free_port() -> int:
 
 def child(rank: int, size: int, port: int, case: dict[str, Any], log: Path) -> int:
     """A process of that rank; its number."""
-    number = os.fork()
-    if number:
-        return number
-    code = 99
-    try:
-        with log.open("wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        torch.set_num_threads(1)
+
+    def begin() -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), COLUMNS="300")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
         act(rank, size, case, log.parent)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    return forked(begin, log)
 
 
 def act(rank: int, size: int, case: dict[str, Any], folder: Path) -> None:
