@@ -3,12 +3,15 @@
 Who has errands (a `Queue`) hands them out one by one, and decides what becomes of one whose hand was lost.
 """
 
+from collections import defaultdict
 from typing import Any, NamedTuple, Protocol
 
 from flatmin_lab.cluster.hand import Errand
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.records import Record
+from flatmin_lab.records import Failed, Note, Record
 from flatmin_lab.workers import Died
+
+TRIES = 3  # hands that may be lost over one thing
 
 
 class Lost(NamedTuple):
@@ -23,6 +26,28 @@ class Ended(NamedTuple):
 
 
 Said = tuple[int, Record] | Died | Lost | Ended
+
+
+class Losses:
+    """How often each errand's number has lost its hand, and on which nodes: the third time is the last."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, list[str]] = defaultdict(list)
+
+    def add(self, number: int, lost: Lost, node: str) -> Note | Failed:
+        """One more: it is to be tried again, or has failed."""
+        self.nodes[number].append(node)
+        count = len(self.nodes[number])
+        if count == TRIES:
+            return Failed(f"lost {TRIES} times with its worker, at last on node {lost.where}: {lost.why}")
+        return Note(f"lost on node {lost.where}: {lost.why}; tried again, {count + 1} of {TRIES}")
+
+    def any(self, number: int) -> bool:
+        return bool(self.nodes[number])
+
+    def barred(self, number: int, node: str, *, others: bool) -> bool:
+        """Was it lost there, and is there another node for it?"""
+        return others and node in self.nodes[number]
 
 
 class Queue(Protocol):

@@ -8,7 +8,6 @@ all that is needed to give one out again: what is lost with a machine is what it
 import hashlib
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -55,9 +54,8 @@ class Unable(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """Who works there, with what."""
+    """What a hand works with."""
 
-    where: str
     flatmin: str
     source: str
     facts: dict[str, Any]
@@ -68,7 +66,7 @@ class Hello(NamedTuple):
 
 
 def introduced(device: str) -> Hello:
-    return Hello(socket.gethostname(), flatmin.__version__, source(), facts(torch.device(device)))
+    return Hello(flatmin.__version__, source(), facts(torch.device(device)))
 
 
 @cache

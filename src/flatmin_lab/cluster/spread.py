@@ -11,7 +11,6 @@ trained.
 
 import math
 from bisect import insort
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, cast
@@ -19,18 +18,17 @@ from typing import IO, cast
 import torch
 
 from flatmin_lab.cluster.crew import Crew
-from flatmin_lab.cluster.errands import Ended, Lost, Said
+from flatmin_lab.cluster.errands import Ended, Losses, Lost, Said
 from flatmin_lab.cluster.hiring import NoNodeError
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.machine import facts
-from flatmin_lab.records import Failed, Finished, Note, Record, RunError, Stopped
+from flatmin_lab.records import Failed, Finished, Record, RunError, Stopped
 from flatmin_lab.run_config import OtherRunError
 from flatmin_lab.run_opening import check, hold
 from flatmin_lab.runs import How, Run, Task, on_data
 from flatmin_lab.train import config_of
 from flatmin_lab.workers import Died, Stop
 
-TRIES = 3  # hands that a run may lose
 TOGETHER = 4  # trainings that share a GPU in one process, at most: more gain little
 
 
@@ -68,7 +66,7 @@ class _Runs:
         self.how = how if crew.share.gpus else how._replace(at_once=1)  # a core of its own
         self.pending = list(range(len(runs)))  # in their order
         self.done: set[int] = set()
-        self.lost: dict[int, list[str]] = defaultdict(list)  # the nodes that lost a run
+        self.losses = Losses()
         self.holding: dict[int, IO[bytes]] = {}
         self.given: dict[int, Task] = {}  # those that are being trained, by whose errand
         self.to_tell: list[tuple[int, Record]] = []
@@ -98,7 +96,7 @@ class _Runs:
         for number in list(self.pending) if self.waiting() else ():
             if len(taken) == (size if self.crew.share.gpus else 1) or (taken and not self._goes_with(number, taken[0])):
                 break
-            if others and node in self.lost[number]:
+            if self.losses.barred(number, node, others=others):
                 continue
             self.pending.remove(number)
             if self._may_begin(number):
@@ -110,7 +108,7 @@ class _Runs:
         return task, self._data(taken[0])
 
     def _goes_with(self, number: int, other: int) -> bool:
-        return self._data(number) is self._data(other) and not self.lost[number] and not self.lost[other]
+        return self._data(number) is self._data(other) and not self.losses.any(number) and not self.losses.any(other)
 
     def _data(self, number: int) -> Dataset:
         return self.sets[self.runs[number].job.recipe.data]
@@ -151,16 +149,14 @@ class _Runs:
     def _missed(self, number: int, lost: Lost, node: str) -> tuple[int, Record]:
         """Its hand has gone: again, from its last checkpoint, with another one."""
         self.given.pop(number)
-        self.lost[number].append(node)
-        count = len(self.lost[number])
         if reason := self.stop():
             return self.ended(number, Stopped(reason, 0))
-        if count == TRIES:
-            what = f"lost {TRIES} times with its worker, at last on node {lost.where}: {lost.why}"
+        told = self.losses.add(number, lost, node)
+        if isinstance(told, Failed):
             way_out = "its last checkpoint is kept; look at that node's memory and disk, and try again with --retry"
-            return self.ended(number, Failed(f"{what}; {way_out}"))
+            return self.ended(number, Failed(f"{told.what}; {way_out}"))
         insort(self.pending, number)
-        return number, Note(f"lost on node {lost.where}: {lost.why}; tried again, {count + 1} of {TRIES}")
+        return number, told
 
     def ended(self, number: int, record: Record) -> tuple[int, Record]:
         ledger, job = self.how.ledger, self.runs[number].job

@@ -4,14 +4,12 @@ Where a hand is lost, its trial is trained on from its last checkpoint by anothe
 failed, and the others go on. A trial that is to be pruned is told so.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Set
 
 from flatmin_lab.cluster.crew import Crew
-from flatmin_lab.cluster.errands import Ended, Lost
-from flatmin_lab.cluster.spread import TRIES
+from flatmin_lab.cluster.errands import Ended, Losses, Lost
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.records import Failed, Note, Record, Stopped
+from flatmin_lab.records import Note, Record, Stopped
 from flatmin_lab.trials import PRUNED, Task, on_data
 from flatmin_lab.workers import Died, Stop
 
@@ -36,7 +34,7 @@ class _Trials:
     def __init__(self, tasks: Iterator[Task], count: int, data: Dataset, pruned: Set[int], stop: Stop) -> None:
         self.tasks, self.count, self.data, self.pruned, self.stop = tasks, count, data, pruned, stop
         self.again: list[Task] = []
-        self.lost: dict[int, list[str]] = defaultdict(list)  # the nodes that lost a trial
+        self.losses = Losses()
 
     def waiting(self) -> int:
         return 0 if self.stop() else self.count + len(self.again)
@@ -48,7 +46,7 @@ class _Trials:
         if self.stop():
             return None
         for task in self.again:
-            if not others or node not in self.lost[task.draw.number]:
+            if not self.losses.barred(task.draw.number, node, others=others):
                 self.again.remove(task)
                 return task, self.data
         new = next(self.tasks, None)
@@ -57,11 +55,9 @@ class _Trials:
 
     def missed(self, task: Task, lost: Lost, node: str) -> Record:
         """Its hand has gone: again, with another one."""
-        number = task.draw.number
-        if number in self.pruned:
+        if task.draw.number in self.pruned:
             return Stopped(PRUNED, 0)
-        self.lost[number].append(node)
-        if len(self.lost[number]) == TRIES:
-            return Failed(f"lost {TRIES} times with its worker, at last on node {lost.where}: {lost.why}")
-        self.again.append(task)
-        return Note(f"lost on node {lost.where}: {lost.why}; tried again, {len(self.lost[number]) + 1} of {TRIES}")
+        told = self.losses.add(task.draw.number, lost, node)
+        if isinstance(told, Note):
+            self.again.append(task)
+        return told
