@@ -80,6 +80,9 @@ def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:
     assert "25.00 24.31 ± 0.30 yes" not in text  # of another length
     assert "25.00 24.31 ± 0.30 no" not in text
     assert "VGG16" not in text  # nothing of it was trained
+    assert "method n error, % paper agree? NLL paper agree?" in text
+    assert "method n ECE, % paper CIFAR-10" in text  # without a deviation there is no agreeing
+    assert "Settings of PreActResNet18: Dropout (rate 0.1); AMP (ε 0.5, ζ 1, N 1, ball global, norm l2)." in text
 
 
 def test_claims_plans_failures_and_costs_are_told(page: str) -> None:

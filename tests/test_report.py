@@ -65,6 +65,33 @@ def test_the_words_and_the_table_are_made_from_the_numbers(whole: str) -> None:
     assert "L∞, radius 4/255; PGD: 10 steps of 1/255, no random start; 100 test examples" in shown
 
 
+def test_the_settings_are_said_where_all_rows_have_them(tmp_path: Path) -> None:
+    for number, radius in enumerate((0.5, 0.1)):
+        knobs = {"epsilon": radius, "inner_lr": 1.0}
+        write(tmp_path / f"amp-{number}", result("amp", 0, 0.04, settings=knobs))
+    write(tmp_path / "adversarial", result("adversarial", 0, 0.05, settings={"epsilon": 1 / 255}))
+    shown = text_of(page_of(tmp_path))
+    assert "Settings: AMP (ζ 1); adversarial (ε 0.00392)." in shown
+    assert "AMP (ε 0.5)" in shown  # the row's own name
+
+
+def test_groups_of_one_network_are_told_apart_by_their_titles(tmp_path: Path) -> None:
+    held_out = {"validation_error": 0.06, "validation_nll": 0.2, "validation_ece": 0.03, "validation": True}
+    write(tmp_path / "short", result("erm", 0, 0.06))
+    write(tmp_path / "long", result("erm", 0, 0.05, epochs=6))
+    write(tmp_path / "tuned", result("erm", 0, 0.06, **held_out))
+    write(tmp_path / "cut", result("erm", 0, 0.05, augment="cutout"))
+    write(tmp_path / "vgg", result("erm", 0, 0.05, model="vgg16"))
+    titles = [html.unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page_of(tmp_path))]
+    assert sorted(titles) == [
+        "PreActResNet18 on CIFAR-10, 3 epochs, Cutout",
+        "PreActResNet18 on CIFAR-10, 3 epochs, crops and flips",
+        "PreActResNet18 on CIFAR-10, 3 epochs, on a held-out tenth, crops and flips",
+        "PreActResNet18 on CIFAR-10, 6 epochs, crops and flips",
+        "VGG16 on CIFAR-10",
+    ]
+
+
 def test_the_papers_values_stand_beside_ours(whole: str) -> None:
     shown = text_of(whole)
     assert "paper 3.97 ± 0.09" in shown  # AMP's error

@@ -26,6 +26,7 @@ SETTING = (
     "momentum", "nesterov", "weight_decay", "schedule", "milestones", "gamma", "warmup", "clip_norm", "precision",
     "data_sha256",
 )  # fmt: skip
+UNSAID = ("validation", "data_sha256")  # in a title: the first is the split, the second says nothing to a reader
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class Group:
         return shown[0].upper() + shown[1:]
 
     @property
+    def knobs(self) -> list[str]:
+        """The settings of each method, but for those in which its rows differ, which are named there."""
+        return settings_of([(row.method, run.result["settings"]) for row in self.rows for run in row.runs])
+
+    @property
     def protocol(self) -> str:
         """How they were trained, but for what stands in the rows; nothing where each was trained in its own way."""
         said = {str(run.result.get("protocol") or "own").partition(", but")[0] for row in self.rows for run in row.runs}
@@ -85,6 +91,25 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
         setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING}}
         settings.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
     return [_group(json.loads(key), own) for key, own in settings.items()]
+
+
+def titles_of(groups: Sequence[Group]) -> list[str]:
+    """Each with that in which it differs from others of the same data and network."""
+    found = []
+    for group in groups:
+        others = [other.setting for other in groups if other.title == group.title]
+        apart = [key for key in ("epochs", "split", *SETTING) if any(o[key] != group.setting[key] for o in others)]
+        shown = [_apart(key, group.setting[key]) for key in dict.fromkeys(apart) if key not in UNSAID]
+        found.append(", ".join([group.title, *filter(None, shown)]))
+    return found
+
+
+def _apart(key: str, value: Any) -> str:
+    if key == "epochs":
+        return f"{value} epochs"
+    if key == "split":
+        return "on a held-out tenth" if value == "validation" else ""
+    return TITLES[value] if isinstance(value, str) and value in TITLES else f"{key.replace('_', ' ')} {_setting(value)}"
 
 
 def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
@@ -122,8 +147,19 @@ def _name(method: str, settings: Mapping[str, Any], others: Sequence[Mapping[str
     return f"{NAMES[method]} ({knobs})" if knobs else NAMES[method]
 
 
+def settings_of(trained: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Of each method in turn the settings that all its trainings have, as in "AMP (ε 0.5, ζ 1, N 1)"."""
+    found = []
+    for method in dict.fromkeys(name for name, _ in trained):
+        own = [settings for name, settings in trained if name == method]
+        common = [key for key in own[0] if all(other.get(key) == own[0][key] for other in own)]
+        if common:
+            found.append(f"{NAMES[method]} ({', '.join(f'{_knob(key)} {_setting(own[0][key])}' for key in common)})")
+    return found
+
+
 def _setting(value: object) -> str:
-    return f"{value:g}" if is_number(value) else str(value)
+    return f"{value:.3g}" if is_number(value) else str(value)
 
 
 def _knob(key: str) -> str:

@@ -6,9 +6,11 @@ from typing import Any, get_args
 
 from flatmin_lab.recipes import EXHIBITS, SETS, Protocol
 from flatmin_lab.report.claims import NOTHING, Judged, best_radius, judged
-from flatmin_lab.report.collected import Broken, Collected, Failure
+from flatmin_lab.report.collected import Broken, Collected, Failure, Run
+from flatmin_lab.report.compared import settings_of
 from flatmin_lab.report.deviations import deviations
 from flatmin_lab.report.exhibits import Filled, by_recipe, filled
+from flatmin_lab.report.names import TITLES
 
 PAIRS = ("ball", "compute", "precision")
 TABLES = (
@@ -32,6 +34,7 @@ class Under:
     tables: list[Filled]
     claims: list[Judged]
     waiting: int  # claims of which one side has not been trained yet
+    settings: list[str]  # of each network's methods
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,24 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
             radii = [best for data in SETS if (best := best_radius(runs, protocol, data))]
             said = [] if protocol == "smoke" else [*judged(runs, protocol), *radii]
             told = [claim for claim in said if claim.verdict != NOTHING]
-            parts.append(Under(protocol, shown, told, len(said) - len(told)))
+            parts.append(Under(protocol, shown, told, len(said) - len(told), _settings(shown)))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
     missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done | failed]
     every = [run for own in runs.values() for run in own]
     return Evidence(parts, deviations(every), len(found.planned), len(failed), missing, found.failures, found.costs)
+
+
+def _settings(tables: Sequence[Filled]) -> list[str]:
+    """Of what was trained for the two large tables, network by network."""
+    trained: dict[str, list[Run]] = {}
+    for row in (row for table in tables if table.exhibit.name in ("table1", "table2") for row in table.rows):
+        if row.main:
+            trained.setdefault(row.recipe.model, []).extend(row.runs)
+    knobs = {
+        model: settings_of([(run.method, run.result["settings"]) for run in own]) for model, own in trained.items()
+    }
+    return [f"{TITLES.get(model, model)}: {'; '.join(own)}." for model, own in knobs.items() if own]
 
 
 def _says_something(table: Filled) -> bool:

@@ -93,6 +93,11 @@ class Filled:
         return [any(row.cells[place].paper for row in self.rows) for place in range(len(self.columns))]
 
     @property
+    def with_agreement(self) -> list[bool]:
+        """Of each column, whether it can be said of any cell if it agrees with the paper's."""
+        return [any(row.cells[place].agrees is not None for row in self.rows) for place in range(len(self.columns))]
+
+    @property
     def title(self) -> str:
         name, title = self.exhibit.name, self.exhibit.title
         return f"Table {name[-1]}: {title}" if name.startswith("table") else title[0].upper() + title[1:]

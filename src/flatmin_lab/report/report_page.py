@@ -17,7 +17,7 @@ from flatmin_lab.figures.drawn import Drawn, sample, svg
 from flatmin_lab.report import landscape_part, tuning_part, words
 from flatmin_lab.report.collected import Collected, Run
 from flatmin_lab.report.columns import COLUMNS, Column
-from flatmin_lab.report.compared import Group, Row, groups_of
+from flatmin_lab.report.compared import Group, Row, groups_of, titles_of
 from flatmin_lab.report.evidence import evidence
 from flatmin_lab.report.names import TITLES
 from flatmin_lab.report.page import link, pooled, render
@@ -38,6 +38,7 @@ class Section(NamedTuple):
     """Everything that the page says about a group."""
 
     group: Group
+    title: str
     words: list[str]
     first: list[Column]  # of the first table: error, calibration, cost
     second: list[Column]  # robustness, flatness
@@ -55,7 +56,8 @@ class Section(NamedTuple):
 def report_page(found: Collected) -> str:
     broken = list(found.broken)
     shown_evidence = evidence(found, broken)
-    sections = [_section(group) for group in groups_of(found.runs)]
+    groups = groups_of(found.runs)
+    sections = [_section(group, title) for group, title in zip(groups, titles_of(groups), strict=True)]
     made = [
         f"{before}{value}"
         for key, before in (("hardware", ""), ("torch", "torch "), ("commit", "commit "))
@@ -93,11 +95,12 @@ def shown(drawn: Drawn, file: str) -> Shown:
     return Shown(Markup(svg(drawn)), link(drawn.data), f"{file}.json")
 
 
-def _section(group: Group) -> Section:
+def _section(group: Group, title: str) -> Section:
     rows = _one_a_method(group)
     name = f"{_slug(group.setting['data'])}-{_slug(group.setting['model'])}"
     return Section(
         group,
+        title,
         words.summary(group),
         [column for column in _shown_columns(group) if not column.command],
         [column for column in _shown_columns(group) if column.command],
