@@ -318,7 +318,7 @@ def test_an_error_nobody_thought_of_is_one_line_too(tmp_path: Path, monkeypatch:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("flatmin_lab.cli.training", broken)
+    monkeypatch.setattr("flatmin_lab.cli_train.training", broken)
     result = flatmin(*FAST, "--out", tmp_path / "run")
     assert result.exit_code == 1
     assert "ZeroDivisionError: division by zero (run it again with --debug to see where)" in words(result.stderr)

@@ -199,6 +199,34 @@ def test_erm_has_nothing_to_tune_but_what_every_recipe_has(data: Path, tmp_path:
     )
 
 
+def test_every_flag_of_the_training_comes_back_in_the_command_that_trains_with_the_chosen_values(
+    data: Path, tmp_path: Path
+) -> None:
+    own: list[object] = ["--momentum", 0.5, "--milestones", "0.25,0.5", "--warmup", 0.5, "--clip-norm", 1.5]
+    own += ["--batch-size", 30, "--weight-decay", 0.01, "--label-noise", 0.1, "--deterministic"]
+    done = flatmin(*asked(data, tmp_path / "out", "--trials", 1, *own))
+    assert done.exit_code == 0, done.output
+    tried = json.loads((tmp_path / "out" / "trial-0" / "config.json").read_text())["recipe"]
+    assert (tried["momentum"], tried["milestones"], tried["warmup"]) == (0.5, [0.25, 0.5], 0.5)
+    command = tuning_of(tmp_path / "out").command()
+    assert command[0] == "flatmin"
+    recipes = []
+    for place, words_of in (("named", command[1:]), ("tuned", ["train", "--tuned", tmp_path / "out" / FILE])):
+        trained = flatmin(*words_of, "--device", "cpu", "--out", tmp_path / place)
+        assert trained.exit_code == 0, trained.output
+        recipes.append(json.loads((tmp_path / place / "config.json").read_text())["recipe"])
+    assert recipes == [{**tried, "validation": False}] * 2
+
+
+def test_without_momentum_it_is_tuned_and_trained_without_nesterovs(data: Path, tmp_path: Path) -> None:
+    done = flatmin(*asked(data, tmp_path / "out", "--trials", 1, "--epochs", 1, "--momentum", 0))
+    assert done.exit_code == 0, done.output
+    trained = flatmin(*tuning_of(tmp_path / "out").command()[1:], "--device", "cpu", "--out", tmp_path / "run")
+    assert trained.exit_code == 0, trained.output
+    recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    assert (recipe["momentum"], recipe["nesterov"]) == (0.0, False)
+
+
 def test_what_is_fixed_is_not_tuned() -> None:
     assert [knob.name for knob in knobs_of("amp", fixed=["inner_lr", "inner_iter"])] == ["epsilon"]
     with pytest.raises(ValueError, match="a number is fixed or tuned, got epsilon as both"):
@@ -418,6 +446,7 @@ def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
         (["--knobs", "colour"], "--knobs of amp are epsilon, inner_lr, lr, weight_decay, got colour"),
         (["--set", "colour=1"], "got colour"),
         (["--batch-size", "100000"], "the batch size must be"),
+        (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belong to the schedule multi_step, got cosine"),
         (["--storage", "nonsense"], "--storage takes a database's address"),
         (["--set", "epsilon=0.1", "--set", "inner_lr=1"], "amp has all its knobs fixed"),
     ],

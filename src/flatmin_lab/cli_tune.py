@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatmin_lab import methods as all_methods
-from flatmin_lab import models, show, tuning_file, tuning_words
+from flatmin_lab import show, tuning_file, tuning_words
 from flatmin_lab.cli_parts import (
     DATA,
     Address,
@@ -25,15 +25,34 @@ from flatmin_lab.cli_parts import (
     settings_given,
     workplace,
 )
+from flatmin_lab.cli_training import (
+    TRAINING,
+    Augment,
+    BatchSize,
+    ChannelsLast,
+    ClipNorm,
+    Compile,
+    Data,
+    Deterministic,
+    LabelNoise,
+    Lr,
+    Milestones,
+    Model,
+    Momentum,
+    Precision,
+    Schedule,
+    Size,
+    Warmup,
+    WeightDecay,
+    asked_for,
+    check_milestones,
+)
 from flatmin_lab.cluster.crew import Crew
 from flatmin_lab.data import DATA_SETS
-from flatmin_lab.data.augment import KINDS
 from flatmin_lab.extras import need
 from flatmin_lab.machine import hardware
-from flatmin_lab.recipe import PRECISIONS
 from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started, Stopped
 from flatmin_lab.request import place, read
-from flatmin_lab.schedules import SCHEDULES
 from flatmin_lab.search import Measure, Search, in_words, knobs_of
 from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.study import Draw, named
@@ -43,12 +62,12 @@ from flatmin_lab.tune import tune as tuning
 from flatmin_lab.tuned import Tuning
 from flatmin_lab.tuning_file import FILE
 
-TRAINING, HOW = "The training that is tuned for", "How"
+HOW = "How"
 TUNING = Path("tuning")
 
 
 def tune(
-    data: Annotated[str | None, option(f"{', '.join(DATA_SETS)}, an .npz file or a folder of pictures.")] = None,
+    data: Data = None,
     method: Annotated[str, typer.Option(help=f"{', '.join(all_methods.METHODS)}.")] = "amp",
     trials: Annotated[int, typer.Option(help="Trainings, those of an earlier call included.", min=1)] = 20,
     measure: Annotated[
@@ -58,33 +77,30 @@ def tune(
         str | None, option("What is tuned, as in epsilon or lr,weight_decay; else all that is the method's own.")
     ] = None,
     out: Annotated[Path | None, option("The tuning's folder; else tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
-    model: Annotated[
-        str | None, option(f"{', '.join(models.MODELS)}; else what suits the data set.", panel=TRAINING)
-    ] = None,
+    model: Model = None,
     epochs: Annotated[
         int | None,
         option("As many as you will train: the best radius grows with them. Else the data set's own.", panel=TRAINING),
     ] = None,
-    batch_size: Annotated[int | None, option("Pictures a step (the paper: 50).", panel=TRAINING)] = None,
-    lr: Annotated[float | None, option("The top learning rate (the paper: 0.1).", panel=TRAINING)] = None,
-    weight_decay: Annotated[float | None, option("The paper: 1e-4.", panel=TRAINING)] = None,
-    schedule: Annotated[str | None, option(f"{', '.join(SCHEDULES)} (the paper: multi_step).", panel=TRAINING)] = None,
-    augment: Annotated[str | None, option(f"{', '.join(KINDS)} (the paper: vanilla).", panel=TRAINING)] = None,
-    label_noise: Annotated[
-        float | None, option("Share of the training labels replaced by a wrong one.", panel=TRAINING)
-    ] = None,
-    size: Annotated[
-        tuple[int, int] | None, option("Height and width to bring a folder's pictures to.", panel=TRAINING)
-    ] = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    momentum: Momentum = None,
+    weight_decay: WeightDecay = None,
+    schedule: Schedule = None,
+    milestones: Milestones = None,
+    warmup: Warmup = None,
+    augment: Augment = None,
+    clip_norm: ClipNorm = None,
+    label_noise: LabelNoise = None,
+    size: Size = None,
     settings: Annotated[
         list[str] | None,
         option("A setting of the method that is fixed, not tuned: inner_iter=2.", "--set", panel=TRAINING),
     ] = None,
-    precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else fp32.", panel=TRAINING)] = None,
-    channels_last: Annotated[
-        bool | None, option("Pictures as NHWC in memory.", "--channels-last", panel=TRAINING)
-    ] = None,
-    compile_: Annotated[bool | None, option("Use torch.compile, on a GPU.", "--compile", panel=TRAINING)] = None,
+    precision: Precision = None,
+    channels_last: ChannelsLast = None,
+    compile_: Compile = None,
+    deterministic: Deterministic = None,
     seed: Annotated[
         int, typer.Option(help="What is drawn, and the split and first weights of all trials.", rich_help_panel=HOW)
     ] = 0,
@@ -114,26 +130,30 @@ def tune(
     debug: Debug = False,
 ) -> None:
     """Choose AMP's ε and ζ, or another method's knobs, without the test set; killed, the same command goes on."""
-    fields = {
-        "model": model,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "schedule": schedule,
-        "augment": augment,
-        "label_noise": label_noise,
-        "size": size,
-        "precision": precision,
-        "channels_last": channels_last,
-        "compile": compile_,
-    }
     with reported(debug):
         optuna: Any = need("optuna", "flatmin tune")
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it did is said here
         if data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
-        asked = {key: value for key, value in fields.items() if value is not None}
+        asked = asked_for(
+            model=model,
+            epochs=epochs,
+            batch_size=batch_size,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            schedule=schedule,
+            milestones=milestones,
+            warmup=warmup,
+            augment=augment,
+            clip_norm=clip_norm,
+            label_noise=label_noise,
+            size=size,
+            precision=precision,
+            channels_last=channels_last,
+            compile=compile_,
+            deterministic=deterministic,
+        )
         fixed = settings_given(settings)
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
         tuned_for = knobs_of(method, names, fixed=[*fixed, *asked])
@@ -146,6 +166,7 @@ def tune(
             pruning=not no_pruning,
             asked=asked,
         )
+        check_milestones(milestones, search.recipe)
         folder = out or TUNING / named(search.recipe, pictures)
         console = show.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}

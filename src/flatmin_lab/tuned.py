@@ -15,6 +15,7 @@ from flatmin_lab.search import Knob, Measure, apart, knobs_of
 
 State = Literal["finished", "pruned", "failed", "running"]
 FLAGS = ("epsilon", "inner_lr", "inner_iter", "ball", "norm")  # settings with a flag of their own
+FOLLOWING = ("nesterov",)  # fields without a flag: this follows from the momentum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class Tuning:
         words = ["flatmin", "train", "--data", self.data, "--method", self.method]
         _, chosen = apart(self._chosen().settings)
         for name, value in {**self.asked, "epochs": self.epochs, **chosen}.items():
-            words += _flag(name, value)
+            words += _flag(name, value) if name not in FOLLOWING else []
         for name, value in self.settings().items():
             words += _flag(name, value) if name in FLAGS else ["--set", f"{name}={_plain(value)}"]
         return words
@@ -116,7 +117,8 @@ def _flag(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag] if value else []
-    return [flag, *(_plain(part) for part in (value if isinstance(value, list | tuple) else [value]))]
+    parts = [_plain(part) for part in (value if isinstance(value, list | tuple) else [value])]
+    return [flag, *([",".join(parts)] if name == "milestones" else parts)]
 
 
 def _plain(value: Any) -> str:

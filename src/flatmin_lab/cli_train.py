@@ -1,0 +1,209 @@
+"""`flatmin train`: what is asked for, turned into a plan; and what is said when it has ended."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flatmin_lab import methods, show
+from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported, settings_given
+from flatmin_lab.cli_ranks import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
+from flatmin_lab.cli_seeds import train_seeds
+from flatmin_lab.cli_training import (
+    SPEED,
+    TRAINING,
+    Augment,
+    BatchSize,
+    ChannelsLast,
+    ClipNorm,
+    Compile,
+    Data,
+    Deterministic,
+    LabelNoise,
+    Lr,
+    Milestones,
+    Model,
+    Momentum,
+    Precision,
+    Schedule,
+    Size,
+    Warmup,
+    WeightDecay,
+    asked_for,
+    check_milestones,
+)
+from flatmin_lab.cli_tuned import Chosen
+from flatmin_lab.machine import hardware
+from flatmin_lab.records import Finished, Stopped
+from flatmin_lab.request import Plan, Request
+from flatmin_lab.signals import CODES, asked_to_stop
+from flatmin_lab.team import Team
+from flatmin_lab.train import train as training
+
+METHOD, SAVING = "The method", "Checkpoints"
+
+
+def train(
+    data: Data = None,
+    method: Annotated[str | None, option(f"{', '.join(methods.METHODS)}; else amp.")] = None,
+    model: Model = None,
+    data_dir: DataDir = DATA,
+    download: Download = False,
+    size: Size = None,
+    out: Annotated[Path | None, option("The run's folder; else runs/DATA-MODEL-METHOD-SEED.")] = None,
+    resume: Annotated[
+        bool,
+        option("Go on with the run in --out, with its own settings; begin it (--data) if there is none.", "--resume"),
+    ] = False,
+    epochs: Annotated[
+        int | None, option("How often the training set is seen (the paper: 200).", panel=TRAINING)
+    ] = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    momentum: Momentum = None,
+    weight_decay: WeightDecay = None,
+    schedule: Schedule = None,
+    milestones: Milestones = None,
+    warmup: Warmup = None,
+    augment: Augment = None,
+    epsilon: Annotated[
+        float | None,
+        option("ε: the radius of AMP (else it follows the length), RMP and adversarial training.", panel=METHOD),
+    ] = None,
+    inner_lr: Annotated[float | None, option("ζ: AMP's rate of ascent.", panel=METHOD)] = None,
+    inner_iter: Annotated[int | None, option("N: AMP's steps of ascent.", panel=METHOD)] = None,
+    ball: Annotated[str | None, option("What ε bounds: global, group or tensor.", panel=METHOD)] = None,
+    norm: Annotated[str | None, option("l2 or linf.", panel=METHOD)] = None,
+    settings: Annotated[
+        list[str] | None, option("Another setting of the method: smoothing=0.1.", "--set", panel=METHOD)
+    ] = None,
+    tuned: Annotated[
+        Path | None,
+        option(
+            "A tuning.json of flatmin tune: its data, method, model, length and chosen values; other flags win.",
+            panel=METHOD,
+        ),
+    ] = None,
+    clip_norm: ClipNorm = None,
+    ema: Annotated[
+        float | None, option("Decay of a running average of the weights, measured beside them.", panel=TRAINING)
+    ] = None,
+    label_noise: LabelNoise = None,
+    validation: Annotated[
+        bool | None,
+        option(
+            "For tuning: hold out a tenth, and measure on it instead of the test set.", "--validation", panel=TRAINING
+        ),
+    ] = None,
+    seed: Annotated[int | None, option("First weights, order and noise; else 0.", panel=TRAINING)] = None,
+    seeds: Annotated[
+        int, option("Train so many seeds, from --seed on, each in a folder of its own.", min=1, panel=TRAINING)
+    ] = 1,
+    together: Annotated[
+        int | None,
+        option("With --seeds: so many at once; else, on a GPU, as many as make it faster.", min=1, panel=SPEED),
+    ] = None,
+    device: Device = None,
+    precision: Precision = None,
+    channels_last: ChannelsLast = None,
+    compile_: Compile = None,
+    no_capture: Annotated[bool, option("Without CUDA graphs.", "--no-capture", panel=SPEED)] = False,
+    deterministic: Deterministic = None,
+    checkpoint_epochs: Annotated[
+        int, typer.Option(help="A checkpoint every so many epochs …", min=1, rich_help_panel=SAVING)
+    ] = 1,
+    checkpoint_minutes: Annotated[
+        float, typer.Option(help="… and every so many minutes.", min=0, rich_help_panel=SAVING)
+    ] = 10.0,
+    debug: Debug = False,
+) -> None:
+    """Train a model after the paper's protocol; kill it when you like, and go on with --resume.
+
+    Under torchrun (torchrun --nproc-per-node 2 -m flatmin_lab train …) several processes train one model.
+    """
+    knobs = {"epsilon": epsilon, "inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
+    how: dict[str, Any] = {
+        "resume": resume,
+        "capture": not no_capture,
+        "checkpoint_epochs": checkpoint_epochs,
+        "checkpoint_minutes": checkpoint_minutes,
+    }
+    with reported(debug):
+        with among_ranks() as team:
+            with team.together():
+                changes = asked_for(
+                    model=model,
+                    size=size,
+                    epochs=epochs,
+                    batch_size=batch_size,
+                    lr=lr,
+                    momentum=momentum,
+                    weight_decay=weight_decay,
+                    schedule=schedule,
+                    milestones=milestones,
+                    warmup=warmup,
+                    augment=augment,
+                    clip_norm=clip_norm,
+                    ema=ema,
+                    label_noise=label_noise,
+                    validation=validation,
+                    precision=precision,
+                    channels_last=channels_last,
+                    compile=compile_,
+                    deterministic=deterministic,
+                )
+                given = {key: value for key, value in knobs.items() if value is not None} | settings_given(settings)
+                how["device"] = device_of(device, team)
+                chosen = None if tuned is None else Chosen.of(tuned, data=data, method=method)
+                if chosen is not None:
+                    data, method = data or chosen.tuning.data, chosen.tuning.method
+                    changes, given = chosen.changes(changes), chosen.settings(given)
+                request = Request(
+                    data=data,
+                    method=method,
+                    seed=seed,
+                    out=out,
+                    resume=resume,
+                    data_dir=data_dir,
+                    download=download,
+                    changes=changes,
+                    settings=given,
+                )
+                if together is not None and seeds == 1:
+                    raise ValueError("--together needs --seeds of 2 or more; add them, or leave it out")
+                check_one_model(team, seeds=seeds)
+            plans = request.plans(seeds) if team.size == 1 else [plan_of(request, team)]
+            plan = plans[0]
+            console = show.terminal() if team.leads else show.nowhere()
+            with team.together():
+                check_milestones(milestones, plan.recipe)
+                if chosen is not None:
+                    chosen.check(plan.data)
+                    for note in chosen.notes(plan):
+                        show.say(console, f"note: {note}", style="yellow")
+            if seeds > 1:
+                train_seeds(plans, console, count=together, **how)
+                return
+            ended = _trained(plan, team, console, **how)
+        if isinstance(ended, Stopped):
+            show.say(console, f"stopped by {ended.reason}, {_saved(ended, plan, team, data_dir)}")
+            raise typer.Exit(CODES[ended.reason])
+        if team.leads:
+            show.outcome(ended.result, plan.folder)
+
+
+def _trained(plan: Plan, team: Team, console: Console, **how: Any) -> Finished | Stopped:
+    headline = show.headline(plan.recipe, plan.seed, f"{in_words(team)}{hardware(how['device'])}")
+    with asked_to_stop() as stop:
+        records = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, team=team, **how)
+        return show.follow(records, console, headline)
+
+
+def _saved(ended: Stopped, plan: Plan, team: Team, data_dir: Path) -> str:
+    """How far it came, and the command that goes on."""
+    if not ended.step:
+        return "before its first step"
+    again = ["--out", str(plan.folder), "--resume", *([] if data_dir == DATA else ["--data-dir", str(data_dir)])]
+    return f"saved after step {ended.step}; go on with: {command_of(team)} train {shlex.join(again)}"

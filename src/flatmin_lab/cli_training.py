@@ -1,0 +1,59 @@
+"""The flags of a training, which `flatmin train` and `flatmin tune` have in common, and what they ask of its recipe."""
+
+from typing import Annotated, Any
+
+from flatmin_lab import models
+from flatmin_lab.cli_parts import option
+from flatmin_lab.data import DATA_SETS
+from flatmin_lab.data.augment import KINDS
+from flatmin_lab.recipe import PRECISIONS, Recipe
+from flatmin_lab.schedules import SCHEDULES
+
+TRAINING, SPEED = "The training", "Device and speed"
+
+Data = Annotated[str | None, option(f"{', '.join(DATA_SETS)}, an .npz file or a folder of pictures.")]
+Model = Annotated[str | None, option(f"{', '.join(models.MODELS)}; else what suits the data set.")]
+Size = Annotated[tuple[int, int] | None, option("Height and width to bring a folder's pictures to.")]
+BatchSize = Annotated[int | None, option("Pictures a step (the paper: 50).", panel=TRAINING)]
+Lr = Annotated[float | None, option("The top learning rate (the paper: 0.1).", panel=TRAINING)]
+Momentum = Annotated[float | None, option("SGD's momentum, Nesterov's (the paper's code: 0.9).", panel=TRAINING)]
+WeightDecay = Annotated[float | None, option("The paper: 1e-4.", panel=TRAINING)]
+Schedule = Annotated[str | None, option(f"{', '.join(SCHEDULES)} (the paper: multi_step).", panel=TRAINING)]
+Milestones = Annotated[
+    str | None,
+    option(
+        "For multi_step: the shares of the training after which the rate is divided by ten, as in 0.5,0.75.",
+        panel=TRAINING,
+    ),
+]
+Warmup = Annotated[float | None, option("Epochs of a linear warm-up.", panel=TRAINING)]
+Augment = Annotated[str | None, option(f"{', '.join(KINDS)} (the paper: vanilla).", panel=TRAINING)]
+ClipNorm = Annotated[float | None, option("Clip the norm of the gradient that the step takes.", panel=TRAINING)]
+LabelNoise = Annotated[float | None, option("Share of the training labels replaced by a wrong one.", panel=TRAINING)]
+Precision = Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else fp32.", panel=SPEED)]
+ChannelsLast = Annotated[bool | None, option("Pictures as NHWC in memory.", "--channels-last", panel=SPEED)]
+Compile = Annotated[
+    bool | None, option("Use torch.compile, on a GPU; the first steps take longer.", "--compile", panel=SPEED)
+]
+Deterministic = Annotated[bool | None, option("The same bits every time on CUDA too.", "--deterministic", panel=SPEED)]
+
+
+def asked_for(*, milestones: str | None, momentum: float | None, **fields: Any) -> dict[str, Any]:
+    """The recipe's fields that were asked for, by their names."""
+    known = {"momentum": momentum, "nesterov": None if momentum is None else momentum > 0, **fields}
+    shares = {} if milestones is None else {"milestones": numbers_in(milestones)}
+    return {key: value for key, value in known.items() if value is not None} | shares
+
+
+def check_milestones(milestones: str | None, recipe: Recipe) -> None:
+    if milestones is not None and recipe.schedule != "multi_step":
+        raise ValueError(f"--milestones belong to the schedule multi_step, got {recipe.schedule}")
+
+
+def numbers_in(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.replace("x", ",").split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"numbers must be given with commas between, as in 0.5,0.75 or 3,32,32, got {text!r}"
+        ) from error
