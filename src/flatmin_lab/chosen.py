@@ -33,7 +33,7 @@ class Chosen:
         return [exhibit for exhibit in self.exhibits if not exhibit.trials]
 
     def state(self, job: Job) -> State:
-        return self.states[key(job)]
+        return self.states[job.key]
 
     def due(self, *, retry: bool, limit: int | None) -> list[Run]:
         """Those that are not done, in their order; of what failed before only with `retry`."""
@@ -94,7 +94,7 @@ def choose(
         raise ValueError("no training of these has that method, data, network and seed; name others, or leave them out")
     runs = _measured(runs, _words(measure, set(afterwards.PARTS), "--measure") if measure else set())
     shown = exhibits or [EXHIBITS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
-    states = {key(run.job): ledger.state(run.job, run.parts) for run in runs}
+    states = {run.job.key: ledger.state(run.job, run.parts) for run in runs}
     return Chosen(exhibits=shown, runs=runs, states=states)
 
 
@@ -102,15 +102,11 @@ def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:
     """Each training once, with all that is asked of it."""
     parts: dict[tuple[str, int], set[str]] = {}
     for run in runs:
-        parts.setdefault(key(run.job), set(asked)).update(run.parts)
-    if any("boundary" in parts[key(run.job)] and run.job.recipe.data != "spiral" for run in runs):
+        parts.setdefault(run.job.key, set(asked)).update(run.parts)
+    if any("boundary" in parts[run.job.key] and run.job.recipe.data != "spiral" for run in runs):
         raise ValueError("--measure boundary is for points of a plane: name the exhibit spiral alone, or leave it out")
-    jobs = {key(run.job): run.job for run in runs}
+    jobs = {run.job.key: run.job for run in runs}
     return [Run(job, tuple(p for p in afterwards.PARTS if p in parts[name])) for name, job in jobs.items()]
-
-
-def key(job: Job) -> tuple[str, int]:
-    return job.recipe.name, job.seed
 
 
 def _names(job: Job) -> tuple[str, str, str, str]:

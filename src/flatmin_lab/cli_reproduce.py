@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from flatmin_lab import afterwards, cost, estimate, show, show_runs
-from flatmin_lab.chosen import Chosen, choose, exhibits_named, key
+from flatmin_lab.chosen import Chosen, choose, exhibits_named
 from flatmin_lab.cli_parts import (
     DATA,
     Address,
@@ -174,7 +174,7 @@ def _dry_run(
     on_cpu = device.type == "cpu"
     with show.busy(console) as say, one_thread() if on_cpu else nullcontext():
         seconds = estimate.seconds_of_all(training, sets, device=device, say=say)
-    show_runs.would_run(todo, chosen, {key(job): took for job, took in zip(training, seconds, strict=True)})
+    show_runs.would_run(todo, chosen, {job.key: took for job, took in zip(training, seconds, strict=True)})
     if not training:
         return
     if isinstance(where, Crew):

@@ -114,7 +114,7 @@ class Ledger:
         """
         known = self.planned()
         there = {(run["name"], run["seed"]) for run in known}
-        fresh = [(job, parts) for job, parts in runs if (job.recipe.name, job.seed) not in there]
+        fresh = [(job, parts) for job, parts in runs if job.key not in there]
         if late := [job for job, _ in fresh if self.state(job) != "missing"]:
             names = ", ".join(f"{job.recipe.name} with seed {job.seed}" for job in late[:3])
             raise ValueError(

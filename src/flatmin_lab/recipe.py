@@ -153,6 +153,11 @@ class Job(NamedTuple):
     recipe: Recipe
     seed: int
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What it is known by among the paper's."""
+        return self.recipe.name, self.seed
+
 
 def differences(here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
     """What one recipe has and the other has not, in words."""

@@ -136,7 +136,7 @@ def would_run(todo: Sequence[Run], chosen: Chosen, seconds: Mapping[tuple[str, i
     """What would be run, and how long each would take by itself."""
     table = Table("training", "seed", "now", "time", box=None, pad_edge=False)
     for job, _ in todo:
-        took = seconds.get((job.recipe.name, job.seed))
+        took = seconds.get(job.key)
         table.add_row(job.recipe.name, str(job.seed), chosen.state(job), "" if took is None else time(took))
     wide().print(table)
 
