@@ -12,7 +12,7 @@ from flatmin_lab.report.deviations import deviations
 from flatmin_lab.report.exhibits import Filled, by_recipe, filled
 from flatmin_lab.report.names import TITLES
 
-PAIRS = ("ball", "compute", "precision")
+PAIRS = ("ball", "adversary", "compute", "precision")
 TABLES = (
     "table1",
     "table2",

@@ -30,6 +30,7 @@ COLUMNS = {
     "sweep": ("clean_train_nll", "nll"),
     "curves": ("train_loss", "nll"),
     "landscape": ("landscape_rise",),
+    "adversary": ("error", "nll", "ece", "pgd_normalised"),
     "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace"),
 }
 OTHERS = ("error", "nll", "ece")
