@@ -124,7 +124,7 @@ def _values(runs: Runs, name: str, claim: Claim) -> list[float]:
 def _judge(claim: Claim, lower: list[float], higher: list[float], p: float | None) -> Judged:
     digits, says, ours = named(claim.measure).digits, claim.says, claim.ours
     numbers = f"{spread(lower, digits) if lower else '–'} and {spread(higher, digits) if higher else '–'}"
-    numbers += f" (n\u00a0=\u00a0{len(lower)} and\u00a0{len(higher)})"
+    numbers = numbers.replace(" ± ", "\u00a0±\u00a0") + f" (n\u00a0=\u00a0{len(lower)}\u00a0and\u00a0{len(higher)})"
     if not lower or not higher:
         return Judged(says, NOTHING, numbers, ours=ours)
     if p is None and min(len(lower), len(higher)) >= FEW:

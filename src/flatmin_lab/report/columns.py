@@ -123,7 +123,7 @@ COLUMNS = (
 FURTHER = (
     Column("clean_train_nll", "risk on the training set", 3, _own("clean_train_nll")),
     Column("train_loss", "training loss", 3, _own("train_loss")),
-    Column("worst_at_half", "worst loss, radius 0.5", 3, _worst_at_half),
+    Column("worst_at_half", "worst loss, radius 0.5", 1, _worst_at_half),
     Column("landscape_rise", "rise of the training loss", 3, _landscape_rise),
 )
 

@@ -1,7 +1,8 @@
 """A part of the report: the paper's tables as far as they were trained, what it claims, what we did otherwise."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, get_args
 
 from flatmin_lab.recipes import EXHIBITS, SETS, Protocol
@@ -88,7 +89,9 @@ def _says_something(table: Filled) -> bool:
 
 
 def _with_something(table: Filled) -> Filled:
-    """Only the places of a table, data and network, of which something has been trained; and no empty rows."""
+    """Only the places of a table, data and network, of which something has been trained; no empty rows and columns."""
     places = {row.place for row in table.rows if row.has_values}
     rows = [row for row in table.rows if row.place in places and (row.has_values or any(c.paper for c in row.cells))]
-    return Filled(table.exhibit, table.columns, rows)
+    there = [any(row.cells[n].values or row.cells[n].paper for row in rows) for n in range(len(table.columns))]
+    rows = [replace(row, cells=list(compress(row.cells, there))) for row in rows]
+    return Filled(table.exhibit, list(compress(table.columns, there)), rows)
