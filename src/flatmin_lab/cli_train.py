@@ -7,33 +7,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from flatmin_lab import cli_training as flags
 from flatmin_lab import methods, show
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported, settings_given
 from flatmin_lab.cli_ranks import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
 from flatmin_lab.cli_seeds import train_seeds
-from flatmin_lab.cli_training import (
-    SPEED,
-    TRAINING,
-    Augment,
-    BatchSize,
-    ChannelsLast,
-    ClipNorm,
-    Compile,
-    Data,
-    Deterministic,
-    LabelNoise,
-    Lr,
-    Milestones,
-    Model,
-    Momentum,
-    Precision,
-    Schedule,
-    Size,
-    Warmup,
-    WeightDecay,
-    asked_for,
-    check_milestones,
-)
+from flatmin_lab.cli_training import SPEED, TRAINING, asked_for, check_milestones
 from flatmin_lab.cli_tuned import Chosen
 from flatmin_lab.machine import hardware
 from flatmin_lab.records import Finished, Stopped
@@ -46,12 +25,12 @@ METHOD, SAVING = "The method", "Checkpoints"
 
 
 def train(
-    data: Data = None,
+    data: flags.Data = None,
     method: Annotated[str | None, option(f"{', '.join(methods.METHODS)}; else amp.")] = None,
-    model: Model = None,
+    model: flags.Model = None,
     data_dir: DataDir = DATA,
     download: Download = False,
-    size: Size = None,
+    size: flags.Size = None,
     out: Annotated[Path | None, option("The run's folder; else runs/DATA-MODEL-METHOD-SEED.")] = None,
     resume: Annotated[
         bool,
@@ -60,14 +39,14 @@ def train(
     epochs: Annotated[
         int | None, option("How often the training set is seen (the paper: 200).", panel=TRAINING)
     ] = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    momentum: Momentum = None,
-    weight_decay: WeightDecay = None,
-    schedule: Schedule = None,
-    milestones: Milestones = None,
-    warmup: Warmup = None,
-    augment: Augment = None,
+    batch_size: flags.BatchSize = None,
+    lr: flags.Lr = None,
+    momentum: flags.Momentum = None,
+    weight_decay: flags.WeightDecay = None,
+    schedule: flags.Schedule = None,
+    milestones: flags.Milestones = None,
+    warmup: flags.Warmup = None,
+    augment: flags.Augment = None,
     epsilon: Annotated[
         float | None,
         option("ε: the radius of AMP (else it follows the length), RMP and adversarial training.", panel=METHOD),
@@ -86,11 +65,11 @@ def train(
             panel=METHOD,
         ),
     ] = None,
-    clip_norm: ClipNorm = None,
+    clip_norm: flags.ClipNorm = None,
     ema: Annotated[
         float | None, option("Decay of a running average of the weights, measured beside them.", panel=TRAINING)
     ] = None,
-    label_noise: LabelNoise = None,
+    label_noise: flags.LabelNoise = None,
     validation: Annotated[
         bool | None,
         option(
@@ -106,11 +85,11 @@ def train(
         option("With --seeds: so many at once; else, on a GPU, as many as make it faster.", min=1, panel=SPEED),
     ] = None,
     device: Device = None,
-    precision: Precision = None,
-    channels_last: ChannelsLast = None,
-    compile_: Compile = None,
+    precision: flags.Precision = None,
+    channels_last: flags.ChannelsLast = None,
+    compile_: flags.Compile = None,
     no_capture: Annotated[bool, option("Without CUDA graphs.", "--no-capture", panel=SPEED)] = False,
-    deterministic: Deterministic = None,
+    deterministic: flags.Deterministic = None,
     checkpoint_epochs: Annotated[
         int, typer.Option(help="A checkpoint every so many epochs …", min=1, rich_help_panel=SAVING)
     ] = 1,

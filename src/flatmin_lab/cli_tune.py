@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from flatmin_lab import cli_training as flags
 from flatmin_lab import methods as all_methods
 from flatmin_lab import show, tuning_file, tuning_words
 from flatmin_lab.cli_parts import (
@@ -25,28 +26,7 @@ from flatmin_lab.cli_parts import (
     settings_given,
     workplace,
 )
-from flatmin_lab.cli_training import (
-    TRAINING,
-    Augment,
-    BatchSize,
-    ChannelsLast,
-    ClipNorm,
-    Compile,
-    Data,
-    Deterministic,
-    LabelNoise,
-    Lr,
-    Milestones,
-    Model,
-    Momentum,
-    Precision,
-    Schedule,
-    Size,
-    Warmup,
-    WeightDecay,
-    asked_for,
-    check_milestones,
-)
+from flatmin_lab.cli_training import TRAINING, asked_for, check_milestones
 from flatmin_lab.cluster.crew import Crew
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.extras import need
@@ -67,7 +47,7 @@ TUNING = Path("tuning")
 
 
 def tune(
-    data: Data = None,
+    data: flags.Data = None,
     method: Annotated[str, typer.Option(help=f"{', '.join(all_methods.METHODS)}.")] = "amp",
     trials: Annotated[int, typer.Option(help="Trainings, those of an earlier call included.", min=1)] = 20,
     measure: Annotated[
@@ -77,30 +57,30 @@ def tune(
         str | None, option("What is tuned, as in epsilon or lr,weight_decay; else all that is the method's own.")
     ] = None,
     out: Annotated[Path | None, option("The tuning's folder; else tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
-    model: Model = None,
+    model: flags.Model = None,
     epochs: Annotated[
         int | None,
         option("As many as you will train: the best radius grows with them. Else the data set's own.", panel=TRAINING),
     ] = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    momentum: Momentum = None,
-    weight_decay: WeightDecay = None,
-    schedule: Schedule = None,
-    milestones: Milestones = None,
-    warmup: Warmup = None,
-    augment: Augment = None,
-    clip_norm: ClipNorm = None,
-    label_noise: LabelNoise = None,
-    size: Size = None,
+    batch_size: flags.BatchSize = None,
+    lr: flags.Lr = None,
+    momentum: flags.Momentum = None,
+    weight_decay: flags.WeightDecay = None,
+    schedule: flags.Schedule = None,
+    milestones: flags.Milestones = None,
+    warmup: flags.Warmup = None,
+    augment: flags.Augment = None,
+    clip_norm: flags.ClipNorm = None,
+    label_noise: flags.LabelNoise = None,
+    size: flags.Size = None,
     settings: Annotated[
         list[str] | None,
         option("A setting of the method that is fixed, not tuned: inner_iter=2.", "--set", panel=TRAINING),
     ] = None,
-    precision: Precision = None,
-    channels_last: ChannelsLast = None,
-    compile_: Compile = None,
-    deterministic: Deterministic = None,
+    precision: flags.Precision = None,
+    channels_last: flags.ChannelsLast = None,
+    compile_: flags.Compile = None,
+    deterministic: flags.Deterministic = None,
     seed: Annotated[
         int, typer.Option(help="What is drawn, and the split and first weights of all trials.", rich_help_panel=HOW)
     ] = 0,
