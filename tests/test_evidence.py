@@ -85,6 +85,15 @@ def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:
     assert "Settings of PreActResNet18: Dropout (rate 0.1); AMP (ε 0.5, ζ 1, N 1, ball global, norm l2)." in text
 
 
+def test_settings_are_told_by_network_and_augmentation(tmp_path: Path) -> None:
+    for augment in ("vanilla", "cutout"):
+        write_result(tmp_path, cell("paper", "cifar10", "wideresnet28_10", "amp", augment=augment), 0, 0.03)
+    text = text_of(report_page(collect([tmp_path])))
+    rest = "N 1, ball global, norm l2"
+    assert f"Settings of WideResNet-28-10: AMP (ε 0.5, ζ 1, {rest})." in text
+    assert f"WideResNet-28-10 with Cutout: AMP (ε 0.3, ζ 0.5, {rest})." in text
+
+
 def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
     text = text_of(page)
     assert "AMP has a lower error than ERM on CIFAR-10 holds" in text

@@ -71,7 +71,7 @@ def test_the_settings_are_said_where_all_rows_have_them(tmp_path: Path) -> None:
         write(tmp_path / f"amp-{number}", result("amp", 0, 0.04, settings=knobs))
     write(tmp_path / "adversarial", result("adversarial", 0, 0.05, settings={"epsilon": 1 / 255}))
     shown = text_of(page_of(tmp_path))
-    assert "Settings: AMP (ζ 1); adversarial (ε 0.00392)." in shown
+    assert "Settings: AMP (ζ 1); adversarial (ε 0.00392157)." in shown
     assert "AMP (ε 0.5)" in shown  # the row's own name
 
 
@@ -82,13 +82,15 @@ def test_groups_of_one_network_are_told_apart_by_their_titles(tmp_path: Path) ->
     write(tmp_path / "tuned", result("erm", 0, 0.06, **held_out))
     write(tmp_path / "cut", result("erm", 0, 0.05, augment="cutout"))
     write(tmp_path / "vgg", result("erm", 0, 0.05, model="vgg16"))
+    write(tmp_path / "clipped", result("erm", 0, 0.05, model="vgg16", clip_norm=1.5, batch_size=1024))
     titles = [html.unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page_of(tmp_path))]
     assert sorted(titles) == [
         "PreActResNet18 on CIFAR-10, 3 epochs, Cutout",
         "PreActResNet18 on CIFAR-10, 3 epochs, crops and flips",
         "PreActResNet18 on CIFAR-10, 3 epochs, on a held-out tenth, crops and flips",
         "PreActResNet18 on CIFAR-10, 6 epochs, crops and flips",
-        "VGG16 on CIFAR-10",
+        "VGG16 on CIFAR-10, batch size 1024, clip norm 1.5",
+        "VGG16 on CIFAR-10, batch size 50",
     ]
 
 

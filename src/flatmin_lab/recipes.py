@@ -183,6 +183,7 @@ def adversary(protocol: Protocol) -> Exhibit:
     """Adversarial training on CIFAR-10 with the step of 1 as 1/255 of a pixel's range, and of the normalised inputs.
 
     The latter, which the published code takes, is a quarter of the former: 0.00095 to 0.00103 of the range, by colour.
+    That code also starts at random, which neither does here.
     """
     recipes = [
         cell(protocol, "cifar10", RESNET, "adversarial"),

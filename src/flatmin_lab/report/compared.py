@@ -105,6 +105,8 @@ def titles_of(groups: Sequence[Group]) -> list[str]:
 
 
 def _apart(key: str, value: Any) -> str:
+    if value is None or value == {}:
+        return ""
     if key == "epochs":
         return f"{value} epochs"
     if key == "split":
@@ -159,7 +161,9 @@ def settings_of(trained: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def _setting(value: object) -> str:
-    return f"{value:.3g}" if is_number(value) else str(value)
+    if isinstance(value, list):
+        return " and ".join(map(_setting, value))
+    return f"{value:g}" if is_number(value) and not isinstance(value, int) else str(value)
 
 
 def _knob(key: str) -> str:

@@ -31,8 +31,8 @@ ALWAYS = (
     "normalised inputs (“small radius”), beside which the paper's numbers stand: the published code makes its "
     "adversarial examples of normalised pictures, and so read the paper's numbers come out. The reading was chosen, so "
     "agreement there is no test of it.",
-    "Adversarial training takes its step of 1 per pixel as 1/255 of a pixel's range, without a random start. (The "
-    "published code: of the normalised inputs, a quarter of that for CIFAR, with a random start.)",
+    "Adversarial training takes its step of 1 per pixel as 1/255 of a pixel's range, unless a row says ε 0.001, "
+    "and has no random start. (The published code: of the normalised inputs, a quarter of that for CIFAR, with one.)",
     "Beside the paper's NLL of label smoothing stands our smoothed loss: 0.998, 1.038 and 2.099 are far above "
     "any NLL that networks with such errors have here, and the published code's evaluation returns the loss that was "
     "trained with. Ours is smoothed over all classes, theirs over the others, whose least value is higher (0.940 "

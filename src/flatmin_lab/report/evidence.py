@@ -35,7 +35,7 @@ class Under:
     tables: list[Filled]
     claims: list[Judged]
     waiting: int  # claims of which one side has not been trained yet
-    settings: list[str]  # of each network's methods
+    settings: list[str]  # of the methods, by network and augmentation
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
 
 
 def _settings(tables: Sequence[Filled]) -> list[str]:
-    """Of what was trained for the two large tables, network by network."""
+    """Of what was trained for the two large tables, by network and augmentation."""
     trained: dict[str, list[Run]] = {}
     for row in (row for table in tables if table.exhibit.name in ("table1", "table2") for row in table.rows):
+        _, model, augment = row.place
+        name = TITLES[model] if augment == "vanilla" else f"{TITLES[model]} with {TITLES[augment]}"
         if row.main:
-            trained.setdefault(row.recipe.model, []).extend(row.runs)
-    knobs = {
-        model: settings_of([(run.method, run.result["settings"]) for run in own]) for model, own in trained.items()
-    }
-    return [f"{TITLES.get(model, model)}: {'; '.join(own)}." for model, own in knobs.items() if own]
+            trained.setdefault(name, []).extend(row.runs)
+    knobs = {name: settings_of([(run.method, run.result["settings"]) for run in own]) for name, own in trained.items()}
+    return [f"{name}: {'; '.join(own)}." for name, own in knobs.items() if own]
 
 
 def _says_something(table: Filled) -> bool:
