@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.estimate import begun, seconds_of, taken
+from flatmin_lab.estimate import Pace, begun, seconds_a_look, seconds_of, taken
 from flatmin_lab.machine import facts
 from flatmin_lab.recipe import Recipe
 
@@ -43,7 +43,7 @@ def cost(recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, 
         found[method] = {
             "ms": 1000 * middle,
             "ms_quartiles": [1000 * low, 1000 * high],
-            "hours": seconds_of(recipe, data, middle) / 3600,
+            "hours": seconds_of(recipe, data, Pace(middle, seconds_a_look(recipe, data, device=device))) / 3600,
         }
     first = next(iter(recipes.values()))
     known = {"data": first.data, "model": first.model, "epochs": first.epochs, "precision": first.precision}

@@ -1,24 +1,30 @@
-"""How long will it take? A few steps of each kind of training are measured, and multiplied.
+"""How long will it take? A few steps of each kind of training, and a look at a few test pictures, are measured.
 
 What takes the time of a step is the network, its pictures and the number of passes; so of trainings that are alike in
-these one is measured. The evaluation after each epoch is one more pass over the test set, without gradients.
+these one is measured. After each epoch all pictures of the test set are looked at, in large batches: on a small network
+one of them takes a hundredth of its share in a step.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from flatmin_lab.answering import FULL, Answers
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.evaluate import logits_of, measured
+from flatmin_lab.learner import build_model, method_of
+from flatmin_lab.prepared import prepared
 from flatmin_lab.recipe import Job, Recipe
-from flatmin_lab.records import Record
+from flatmin_lab.records import Epoch, Record
 from flatmin_lab.train import moments
 
 WARM, SECONDS, MOST = 3, 1.5, 400  # steps before the clock starts; how long, and how many steps, it runs
-FORWARD = 1 / 3  # the share of a pass through a network that is not backward
+FEW = 50  # pictures of a first look: a large batch of a large network takes a CPU minutes
 Moments = Generator[Record | None, None, None]
 
 
@@ -48,32 +54,71 @@ def begun(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[Mo
         records.close()
 
 
-def taken(records: Moments, steps: int, device: torch.device) -> int:
+def taken(records: Moments, steps: int, device: torch.device) -> None:
     """So many steps, done on the device too."""
     left = steps
     while left:
         left -= next(records) is None
+    _wait(device)
+
+
+def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return steps
+
+
+class Pace(NamedTuple):
+    """Seconds of a step, and of each picture that is looked at after an epoch."""
+
+    step: float
+    look: float
+
+
+def pace(recipe: Recipe, data: Dataset, *, device: torch.device) -> Pace:
+    return Pace(seconds_a_step(recipe, data, device=device), seconds_a_look(recipe, data, device=device))
 
 
 def seconds_a_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
+    """On average; steps that come after the end of an epoch, with its look at the test set, only where all do."""
+    plain: list[float] = []
+    others: list[float] = []
     with begun(recipe, data, device=device) as records:
         taken(records, WARM, device)
-        start, steps = perf_counter(), 0
-        while steps < MOST and perf_counter() - start < SECONDS:
-            steps += taken(records, 1, device)
-        return (perf_counter() - start) / steps
+        start = perf_counter()
+        while len(plain) + len(others) < MOST and (perf_counter() - start < SECONDS or not (plain or others)):
+            begin, times = perf_counter(), plain
+            while (record := next(records)) is not None:
+                times = others if isinstance(record, Epoch) else times
+            _wait(device)
+            times.append(perf_counter() - begin)
+    return fmean(plain or others)
 
 
-def seconds_of(recipe: Recipe, data: Dataset, step: float) -> float:
-    """A whole training, given the time of a step; with a measurement after each epoch."""
+@torch.no_grad()
+def seconds_a_look(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
+    """With the network as it begins."""
+    known, _, _, normalise = prepared(recipe, data.to(device), seed=0)
+    answers = Answers(build_model(recipe, known, method_of(recipe, normalise)).to(device))
+    found = 0.0
+    for size in (FEW, FULL):
+        split = known.test.at(torch.arange(min(size, len(known.test)), device=device))
+        if found * len(split) > SECONDS:
+            break
+        for _ in range(2):  # the first one warms up
+            start = perf_counter()
+            logits = logits_of(answers, split, normalise)
+            assert logits is not None
+            measured(logits, split.y)
+            found = (perf_counter() - start) / len(split)
+    return found
+
+
+def seconds_of(recipe: Recipe, data: Dataset, pace: Pace) -> float:
+    """A whole training at that pace, with a measurement after each epoch."""
     share = 0.9 if recipe.validation else 1.0
     train = share * len(data.train)
-    measured = (1 - share) * len(data.train) if recipe.validation else len(data.test)
-    picture = step / recipe.batch_size / passes(recipe)
-    return recipe.epochs * (step * train / recipe.batch_size + FORWARD * picture * measured)
+    looked_at = (1 - share) * len(data.train) if recipe.validation else len(data.test)
+    return recipe.epochs * (pace.step * train / recipe.batch_size + pace.look * looked_at)
 
 
 def seconds_of_all(
@@ -84,12 +129,12 @@ def seconds_of_all(
     say: Callable[[str], object] = lambda _: None,
 ) -> list[float]:
     """Of each training by itself."""
-    steps: dict[tuple[Any, ...], float] = {}
+    paces: dict[tuple[Any, ...], Pace] = {}
     found = []
     for job in jobs:
         key = kind(job.recipe, data[job.recipe.data])
-        if key not in steps:
+        if key not in paces:
             say(f"measuring {job.recipe.name}")
-            steps[key] = seconds_a_step(job.recipe, data[job.recipe.data], device=device)
-        found.append(seconds_of(job.recipe, data[job.recipe.data], steps[key]))
+            paces[key] = pace(job.recipe, data[job.recipe.data], device=device)
+        found.append(seconds_of(job.recipe, data[job.recipe.data], paces[key]))
     return found
