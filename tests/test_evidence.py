@@ -191,6 +191,13 @@ def test_a_part_of_a_result_that_makes_no_sense_is_left_out_alone(
     assert "is not used" in found.broken[0].why
 
 
+def test_the_page_says_that_the_spiral_was_chosen_where_there_is_one(page: str, tmp_path: Path) -> None:
+    write_result(tmp_path, EXHIBITS["spiral"]("paper").recipes[0], 0, 0.05)
+    chosen = "That problem and AMP's radius in it were chosen because the two methods differ there"
+    assert chosen in text_of(report_page(collect([tmp_path])))
+    assert chosen not in text_of(page)
+
+
 def test_a_boundary_is_drawn_for_the_spiral(tmp_path: Path) -> None:
     for recipe in EXHIBITS["spiral"]("short").recipes:
         side = [-1.2, -0.4, 0.4, 1.2]
