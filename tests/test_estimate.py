@@ -116,7 +116,9 @@ def test_a_step_is_measured_on_a_training_that_leaves_nothing() -> None:
     recipe = cell("smoke", "cifar10", "vgg16", "amp")
     data = tiny_data(train=20)
     small = tiny_recipe(method="amp", settings={"epsilon": 0.1})
+    before = torch.get_rng_state()
     found = estimate.pace(small, data, device=torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
     assert 0 < found.step < 5
     assert 0 < found.look < 1
     assert Job(recipe, 0).seed == 0

@@ -145,8 +145,7 @@ def _lacking(run: Run, usual: Mapping[str, commands.Condition]) -> list[str]:
 def _name(method: str, settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
     """The method's, and the knobs in which it differs from others of the same one."""
     apart = [key for key in settings if any(other.get(key) != settings[key] for other in others)]
-    knobs = ", ".join(f"{_knob(key)} {_setting(settings[key])}" for key in apart)
-    return f"{NAMES[method]} ({knobs})" if knobs else NAMES[method]
+    return _with_knobs(method, settings, apart) if apart else NAMES[method]
 
 
 def settings_of(trained: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -156,18 +155,18 @@ def settings_of(trained: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         own = [settings for name, settings in trained if name == method]
         common = [key for key in own[0] if all(other.get(key) == own[0][key] for other in own)]
         if common:
-            found.append(f"{NAMES[method]} ({', '.join(f'{_knob(key)} {_setting(own[0][key])}' for key in common)})")
+            found.append(_with_knobs(method, own[0], common))
     return found
+
+
+def _with_knobs(method: str, settings: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return f"{NAMES[method]} ({', '.join(f'{SIGNS.get(key, key)} {_setting(settings[key])}' for key in keys)})"
 
 
 def _setting(value: object) -> str:
     if isinstance(value, list):
         return " and ".join(map(_setting, value))
     return f"{value:g}" if is_number(value) and not isinstance(value, int) else str(value)
-
-
-def _knob(key: str) -> str:
-    return SIGNS.get(key, key)
 
 
 def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str, commands.Condition]) -> list[Row]:
