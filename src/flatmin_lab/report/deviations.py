@@ -38,8 +38,10 @@ ALWAYS = (
     "trained with. Ours is smoothed over all classes, theirs over the others, whose least value is higher (0.940 "
     "against 0.867 for ten classes): the two are not to be compared. That evaluation also floods the test loss of "
     "flooding, which can only raise the paper's NLL of it. Methods are compared by NLL.",
-    "SGD has Nesterov's momentum of 0.9. (The paper says momentum; the published code has Nesterov's, but not in its "
-    "version with the baselines.) No gradient is clipped. (The published code: to a norm of 50.)",
+    "SGD has Nesterov's momentum of 0.9, and pictures of CIFAR are cropped after padding by 4 with grey, unless a row "
+    "says otherwise. (The paper says momentum and crops; the published code has both as we have, but not in its "
+    "version with the baselines: no Nesterov's, padding by 2 with black.) No gradient is clipped. (The published code: "
+    "to a norm of 50.)",
 )
 SHORT = (
     "Under the protocol “short” trainings have 60 epochs in place of 200, the rate is divided after 30 and 45, and AMP "

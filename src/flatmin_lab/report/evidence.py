@@ -13,7 +13,7 @@ from flatmin_lab.report.deviations import deviations
 from flatmin_lab.report.exhibits import Filled, by_recipe, filled
 from flatmin_lab.report.names import TITLES
 
-PAIRS = ("ball", "adversary", "compute", "precision")
+PAIRS = ("ball", "adversary", "earlier", "compute", "precision")  # each row beside another
 TABLES = (
     "table1",
     "table2",
@@ -57,7 +57,7 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
     parts = []
     for protocol in get_args(Protocol):
         tables = [filled(EXHIBITS[name](protocol), runs) for name in TABLES]
-        shown = [_with_something(table) for table in tables if _says_something(table)]
+        shown = [table for table in map(_with_something, tables) if table.rows]
         if shown:
             radii = [best for data in SETS if (best := best_radius(runs, protocol, data))]
             said = [] if protocol == "smoke" else [*judged(runs, protocol), *radii]
@@ -82,16 +82,17 @@ def _settings(tables: Sequence[Filled]) -> list[str]:
     return [f"{name}: {'; '.join(own)}." for name, own in knobs.items() if own]
 
 
-def _says_something(table: Filled) -> bool:
-    """Whether something has been trained of it; of a comparison of two, both."""
-    trained = [row for row in table.rows if row.has_values]
-    return len(trained) == len(table.rows) if table.exhibit.name in PAIRS else bool(trained)
-
-
 def _with_something(table: Filled) -> Filled:
-    """Only the places of a table, data and network, of which something has been trained; no empty rows and columns."""
-    places = {row.place for row in table.rows if row.has_values}
-    rows = [row for row in table.rows if row.place in places and (row.has_values or any(c.paper for c in row.cells))]
+    """Only the places of a table, data and network, of which something has been trained; no empty rows and columns.
+
+    Of pairs, only the data sets of which everything has been.
+    """
+    rows = table.rows
+    if table.exhibit.name in PAIRS:
+        lacking = {row.data for row in rows if not row.has_values}
+        rows = [row for row in rows if row.data not in lacking]
+    places = {row.place for row in rows if row.has_values}
+    rows = [row for row in rows if row.place in places and (row.has_values or any(c.paper for c in row.cells))]
     there = [any(row.cells[n].values or row.cells[n].paper for row in rows) for n in range(len(table.columns))]
     rows = [replace(row, cells=list(compress(row.cells, there))) for row in rows]
     return Filled(table.exhibit, list(compress(table.columns, there)), rows)
