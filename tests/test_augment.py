@@ -27,7 +27,7 @@ def test_a_stage_is_the_pillow_loop(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "svhn"])
-@pytest.mark.parametrize("kind", ["none", "slight", "vanilla", "cutout"])
+@pytest.mark.parametrize("kind", ["none", "vanilla", "cutout"])
 def test_stages_follow_each_other_as_in_the_loop(kind: str, data: str) -> None:
     augment = augmentation(kind, data)  # type: ignore[arg-type]
     x = various()
@@ -53,15 +53,6 @@ PAPER = {
 def test_each_data_set_has_the_published_augmentation(kind: str, data: str) -> None:
     assert augmentation(kind, data).stages == PAPER[kind, data]  # type: ignore[arg-type]
     assert all(stage.fill == 128 for stage in PAPER[kind, data] if isinstance(stage, Crop))
-
-
-def test_slight_is_the_earlier_version_s_two_pixels_of_black() -> None:
-    assert augmentation("slight", "cifar10").stages == (Crop(2, fill=0), Flip())
-    assert augmentation("slight", "cifar100").stages == (Crop(2, fill=0), Flip())
-    assert augmentation("slight", "svhn").stages == (Crop(2, fill=0),)
-    assert augmentation("slight", "digits").stages == (Crop(1, fill=0),)
-    assert augmentation("slight", load("digits")).stages == (Crop(1, fill=0),)
-    assert augmentation("slight", own(3, 64, 48)).stages == (Crop(3, fill=0), Flip())
 
 
 def own(*shape: int, name: str = "pets") -> Dataset:

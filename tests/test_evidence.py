@@ -68,17 +68,17 @@ def page(results: Path) -> str:
 
 
 def test_a_comparison_is_shown_for_the_data_of_which_both_sides_are_trained(tmp_path: Path) -> None:
-    recipes = EXHIBITS["earlier"]("paper").recipes
+    def table() -> str:
+        return text_of(report_page(collect([tmp_path]))).partition("Fp32 beside bf16")[2].partition("Ours beside")[0]
+
+    recipes = EXHIBITS["precision"]("paper").recipes
     for recipe in recipes[:-1]:
         write_result(tmp_path, recipe, 0, 0.05)
-    title = "As the published code's earlier version trains"
-    before = text_of(report_page(collect([tmp_path]))).partition(title)[2]
-    assert "CIFAR-10, PreActResNet18, slight crops and flips" in before
-    assert "AMP (ball tensor, no Nesterov) 1 5.00" in before
-    assert "CIFAR-100" not in before.partition("CIFAR-10, PreActResNet18, slight")[2].partition("Ours beside")[0]
+    assert "CIFAR-10, PreActResNet18" in table()
+    assert "AMP (fp32) 1 5.00" in table()
+    assert "CIFAR-100" not in table()
     write_result(tmp_path, recipes[-1], 0, 0.05)
-    after = text_of(report_page(collect([tmp_path]))).partition(title)[2]
-    assert "CIFAR-100, PreActResNet18, slight crops and flips" in after
+    assert "ERM (fp32) 1 5.00" in table().partition("CIFAR-100, PreActResNet18")[2]
 
 
 def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:

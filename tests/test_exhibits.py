@@ -175,7 +175,7 @@ def test_rows_beside_come_where_they_belong_and_only_if_trained(ledger: Ledger) 
     place = next(number for number, row in enumerate(rows) if row.name == "AMP (ball tensor)")
     assert rows[place].place == rows[place - 1].place == ("cifar10", "preactresnet18", "vanilla")
     assert rows[place].cells[0].paper is None
-    (single,) = [recipe for recipe in table1("paper").beside if recipe.name.endswith("-fp32")]
+    (single,) = [recipe for recipe in table1("paper").beside if recipe.name.endswith("amp-fp32")]
     before = {row.recipe.method: row.cells[0].p for row in rows if row.main}
     for seed in range(3):
         write_result(ledger.results, single, seed, 0.041 + seed / 1000)

@@ -113,18 +113,16 @@ class Recipe:
     def protocol(self) -> str:
         """`paper` or `short` for a cell of the paper's tables, but for precision and the like; `smoke`; or `own`.
 
-        Where only the method's settings, the split, a doubled length, or what the published code had otherwise in its
-        earlier version (crops, momentum) differ it says so: "paper, but ball tensor".
+        Where only the method's settings, the split or a doubled length differ it says so: "paper, but ball tensor".
         """
         kinds = ("vanilla",) if self.model in TABLE_1 else ("vanilla", "cutout", "autoaugment")
         lengths = {count: name for name, epochs in PROTOCOLS.items() for count in (epochs, 2 * epochs)}
         name = lengths.get(self.epochs)
         if self.data not in (MADE if name == "smoke" else OFFICIAL) or self.model not in TABLE_1 + TABLE_2:
             return "own"
-        if name is None or self.augment not in (*kinds, "slight"):
+        if name is None or self.augment not in kinds:
             return "own"
-        known = ("method", "augment", "nesterov", "epochs", "name", "validation", *SPEED)
-        free = {key: getattr(self, key) for key in known}
+        free = {key: getattr(self, key) for key in ("method", "augment", "epochs", "name", "validation", *SPEED)}
         free |= {"model_settings": self.model_settings, "batch_size": self.batch_size} if name == "smoke" else {}
         plain = Recipe(data=self.data, model=self.model, **free)
         if replace(self, settings={}) != plain:
@@ -133,7 +131,6 @@ class Recipe:
         settings = methods.resolved(self.method, perturbation(usual) if self.method == "amp" else {})
         mine = methods.resolved(self.method, self.settings)
         apart = [f"{key} {mine.get(key)}" for key in {**settings, **mine} if mine.get(key) != settings.get(key)]
-        apart += ["slight augmentation"] * (self.augment not in kinds) + ["no Nesterov"] * (not self.nesterov)
         apart += ["validation"] * self.validation + [f"{self.epochs} epochs"] * (self.epochs != usual.epochs)
         return f"{name}, but {', '.join(apart)}" if apart else name
 

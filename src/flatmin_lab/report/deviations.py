@@ -29,8 +29,8 @@ ALWAYS = (
     "none of these.)",
     "The radius of the attacks, 4 per pixel, is taken in two ways: 4/255 of a pixel's range, and 4/255 of the "
     "normalised inputs (“small radius”), beside which the paper's numbers stand: the published code makes its "
-    "adversarial examples of normalised pictures, and so read the paper's numbers come out. The reading was chosen, so "
-    "agreement there is no test of it.",
+    "adversarial examples of normalised pictures, and so read the paper's numbers on CIFAR-10 come out. The reading "
+    "was chosen, so agreement there is no test of it.",
     "Adversarial training takes its step of 1 per pixel as 1/255 of a pixel's range, unless a row says ε 0.001, "
     "and has no random start. (The published code: of the normalised inputs, a quarter of that for CIFAR, with one.)",
     "Beside the paper's NLL of label smoothing stands our smoothed loss: 0.998, 1.038 and 2.099 are far above "
@@ -38,10 +38,9 @@ ALWAYS = (
     "trained with. Ours is smoothed over all classes, theirs over the others, whose least value is higher (0.940 "
     "against 0.867 for ten classes): the two are not to be compared. That evaluation also floods the test loss of "
     "flooding, which can only raise the paper's NLL of it. Methods are compared by NLL.",
-    "SGD has Nesterov's momentum of 0.9, and pictures of CIFAR are cropped after padding by 4 with grey, unless a row "
-    "says otherwise. (The paper says momentum and crops; the published code has both as we have, but not in its "
-    "version with the baselines: no Nesterov's, padding by 2 with black.) No gradient is clipped. (The published code: "
-    "to a norm of 50.)",
+    "SGD has Nesterov's momentum of 0.9, and pictures of CIFAR are padded by 4 with grey before they are cropped. (The "
+    "paper says momentum and crops. The published code has both so, but for its first version, before the paper's wide "
+    "networks: no Nesterov's, padding by 2 with black.) No gradient is clipped. (The published code: to a norm of 50.)",
 )
 SHORT = (
     "Under the protocol “short” trainings have 60 epochs in place of 200, the rate is divided after 30 and 45, and AMP "
@@ -69,7 +68,8 @@ def deviations(runs: Sequence[Run]) -> list[str]:
     if precisions != ["fp32"]:
         found.append(
             f"Precision: {', '.join(precisions)}. In bf16 the passes are computed in bfloat16 (autocast); weights, "
-            "their perturbation, the update and every measurement are in float32."
+            "their perturbation, the update and every measurement are in float32. (A GPU that has TF32 convolves "
+            "float32 in it, as torch has it by default.)"
         )
     checksums = {run.result.get("data_sha256") for run in runs}
     found += [text for checksum, text in COPIES.items() if checksum in checksums]

@@ -74,9 +74,9 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The method, and in what it differs from the paper's, but for the augmentation: its place has that."""
-        parts = [*self.recipe.protocol.partition(", but ")[2].split(", "), self.precision]
-        apart = ", ".join(part for part in parts if part and not part.endswith(" augmentation"))
+        """The method, and in what it differs from the paper's."""
+        apart = self.recipe.protocol.partition(", but ")[2]
+        apart = ", ".join(filter(None, [apart, self.precision]))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
         return f"{NAMES[self.recipe.method]}{f' ({apart})' if apart else ''}"
