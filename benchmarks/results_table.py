@@ -14,6 +14,7 @@ from flatmin_lab.ledger import Ledger
 from flatmin_lab.recipes import EXHIBITS, Protocol
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import Column, named
+from flatmin_lab.report.deviations import of_the_data
 from flatmin_lab.report.exhibits import Row, cell_of, filled, read_all
 from flatmin_lab.report.names import TITLES
 from flatmin_lab.report.page import as_printed, spread
@@ -74,8 +75,7 @@ def _measured(runs: Sequence[Run]) -> str:
         f"Test numbers of the last epoch: mean ± deviation over n seeds, fewer than three singly; the paper's are of "
         f"10 trainings with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {all_of('precision')}, commit "
         f"{all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the paper, "
-        "attacks, flatness, curves, and what we did otherwise (109 of the 60,000 pictures of CIFAR-10 are JPEG copies; "
-        "10 test pictures of CIFAR-100 are in its training set too)."
+        f"attacks, flatness, curves, and what we did otherwise. {' '.join(of_the_data(runs))}"
     )
 
 

@@ -71,14 +71,18 @@ def deviations(runs: Sequence[Run]) -> list[str]:
             "their perturbation, the update and every measurement are in float32. (A GPU that has TF32 convolves "
             "float32 in it, as torch has it by default.)"
         )
-    checksums = {run.result.get("data_sha256") for run in runs}
-    found += [text for checksum, text in COPIES.items() if checksum in checksums]
-    found += _repeated(runs)
+    found += of_the_data(runs)
     if any(run.result["data"] == "spiral" for run in runs):
         found.append(SPIRAL)
     if _has(runs, "smoke"):
         found.append(SMOKE)
     return [*found, *ALWAYS]
+
+
+def of_the_data(runs: Sequence[Run]) -> list[str]:
+    """Where what these runs were trained on is not the official data, or overlaps with what they are judged by."""
+    checksums = {run.result.get("data_sha256") for run in runs}
+    return [*(text for checksum, text in COPIES.items() if checksum in checksums), *_repeated(runs)]
 
 
 def _has(runs: Iterable[Run], protocol: str) -> bool:
