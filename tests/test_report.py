@@ -103,6 +103,24 @@ def test_the_papers_values_stand_beside_ours(whole: str) -> None:
     assert "10 trainings with 200 epochs" in shown
 
 
+def test_of_a_held_out_part_there_is_what_was_measured_and_the_best_radius_is_drawn(tmp_path: Path) -> None:
+    """As in the sweep: result files, nothing attacked, four radii of which the third is best."""
+    errors = {0.0: 0.061, 0.03: 0.059, 0.06: 0.055, 0.12: 0.051, 0.25: 0.056}
+    for radius, error in errors.items():
+        found = {"validation_error": error, "validation_nll": 4 * error, "validation_ece": 0.03, "validation": True}
+        knobs = {"settings": {"epsilon": radius}} if radius else {}
+        kept = {"clean_train_nll": radius, **found, **knobs}
+        (tmp_path / f"{radius}.json").write_text(json.dumps(result("amp" if radius else "erm", 0, 0.5, **kept)))
+    shown = text_of(page := page_of(tmp_path))
+    assert "Validation error: AMP (ε 0.12) 5.10 %, ERM 6.10 %" in shown
+    assert "Reliability of AMP (ε 0.12), n = 1" in page
+    assert "Reliability of AMP (ε 0.03)" not in page
+    assert "Robustness and flatness" not in shown
+    assert re.findall(r"paper \d", shown) == []  # its numbers are of the test set
+    assert "◇" not in shown
+    assert "What the radius does" in shown
+
+
 def test_only_a_significant_difference_is_marked_and_the_test_is_scipys(runs: Path, whole: str) -> None:
     group = only_group(runs)
     assert [row.method for row in group.rows] == ["erm", "amp", "mixup"]

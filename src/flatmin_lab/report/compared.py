@@ -80,6 +80,11 @@ class Group:
     def split(self) -> str:
         return self.rows[0].runs[0].split
 
+    @property
+    def beside_paper(self) -> bool:
+        """Whether the paper has numbers of any of it."""
+        return any(cell.paper for row in self.rows for cell in row.cells.values())
+
     def row(self, method: str) -> Row | None:
         return next((row for row in self.rows if row.method == method), None)
 
@@ -181,6 +186,13 @@ def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str,
             lacking = [run for run in row.runs if column.value(run) is None and column.command and not column.optional]
             missing = [command for run in lacking if (command := commands.measuring(run, [column.part], usual))]
             otherwise = any(commands.OTHERWISE in run.evaluation.get(column.part, {}) for run in lacking)
-            theirs = reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "")
-            cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, theirs.get(column.paper))
+            paper = _theirs(setting, row.method).get(column.paper)
+            cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, paper)
     return [Row(row.method, row.name, row.runs, cells[place]) for place, row in enumerate(rows)]
+
+
+def _theirs(setting: Mapping[str, Any], method: str) -> Mapping[str, Value]:
+    """The paper's numbers are of the test set: beside those of a held-out part they would mislead."""
+    if setting["split"] != "test":
+        return {}
+    return reported_by_paper(setting["data"], setting["model"], method, setting["augment"] or "")

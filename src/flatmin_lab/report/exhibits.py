@@ -27,10 +27,10 @@ COLUMNS = {
     "table2": ("error",),
     "table3": ("fgsm_normalised", "pgd_normalised", "fgsm_error", "pgd_error"),
     "ece": ("ece",),
-    "sweep": ("clean_train_nll", "nll"),
+    "sweep": ("clean_train_nll", "nll", "error", "ece"),
     "curves": ("train_loss", "nll"),
     "landscape": ("landscape_rise",),
-    "adversary": ("error", "nll", "ece", "pgd_normalised"),
+    "adversary": ("error", "nll", "fgsm_normalised", "pgd_normalised"),
     "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace"),
 }
 OTHERS = ("error", "nll", "ece")

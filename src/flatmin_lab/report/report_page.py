@@ -117,7 +117,14 @@ def _section(group: Group, title: str) -> Section:
 
 
 def _shown_columns(group: Group) -> list[Column]:
-    return [c for c in COLUMNS if not c.optional or any(row.cells[c.name].values for row in group.rows)]
+    """Those that have something, and those for which there is a command that fills them."""
+    own = {c.name: [row.cells[c.name] for row in group.rows] for c in COLUMNS}
+    return [
+        c
+        for c in COLUMNS
+        if any(cell.values for cell in own[c.name])
+        or (not c.optional and (not c.command or any(cell.missing for cell in own[c.name])))
+    ]
 
 
 def _commands(group: Group, rows: Sequence[Row]) -> list[str]:
@@ -133,12 +140,12 @@ def _slug(text: str) -> str:
 
 
 def _one_a_method(group: Group) -> list[Row]:
-    """In a figure a method has one line: of several settings the one with the most runs, the first of those."""
-    chosen: dict[str, Row] = {}
-    for row in group.rows:
-        if row.method not in chosen or len(row.runs) > len(chosen[row.method].runs):
-            chosen[row.method] = row
-    return list(chosen.values())
+    """In a figure a method has one line: of several settings the one with the most runs, of as many the best."""
+    methods = dict.fromkeys(row.method for row in group.rows)
+    return [
+        min((row for row in group.rows if row.method == method), key=lambda row: (-len(row.runs), words.error_of(row)))
+        for method in methods
+    ]
 
 
 def _conditions(group: Group) -> list[str]:

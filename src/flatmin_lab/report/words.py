@@ -25,7 +25,7 @@ def summary(group: Group) -> list[str]:
     amps = [row for row in group.rows if row.method == "amp"]
     if erm is None or not amps:
         return [_without_both(group)]
-    amp = min(amps, key=_error)
+    amp = min(amps, key=error_of)
     chosen = ""
     if len(amps) > 1:
         chosen = f" Of {len(amps)} settings of AMP it has the lowest {group.split} error: chosen with the labels."
@@ -45,20 +45,21 @@ def summary(group: Group) -> list[str]:
     return [f"{sentences[0]}{chosen}", *sentences[1:]]
 
 
-def _error(row: Row) -> float:
+def error_of(row: Row) -> float:
+    """The mean of its trainings, in percent."""
     return mean(row.cells["error"].values)
 
 
 def _best(group: Group) -> list[Row]:
     """The rows with the lowest mean error: several where they tie."""
-    lowest = min(map(_error, group.rows))
-    return [row for row in group.rows if math.isclose(_error(row), lowest, rel_tol=1e-9, abs_tol=1e-12)]
+    lowest = min(map(error_of, group.rows))
+    return [row for row in group.rows if math.isclose(error_of(row), lowest, rel_tol=1e-9, abs_tol=1e-12)]
 
 
 def _lowest(group: Group, best: list[Row]) -> str:
     names = " and ".join(row.name for row in best)
     return (
-        f"{names} {'has' if len(best) == 1 else 'have'} the lowest mean {group.split} error: {_error(best[0]):.2f} %."
+        f"{names} {'has' if len(best) == 1 else 'have'} the lowest mean {group.split} error: {error_of(best[0]):.2f} %."
     )
 
 
