@@ -69,7 +69,7 @@ def _measured(runs: Sequence[Run]) -> str:
     if any(run.result["protocol"] == "short" for run in runs):
         notes += (
             " For 60 epochs AMP's ε was chosen by the test error of earlier, shorter and longer trainings on CIFAR-10, "
-            "and the other methods have the paper's settings for 200."
+            "and the other methods have the paper's settings for 200, unless a row says otherwise."
         )
     return (
         f"Test numbers of the last epoch: mean ± deviation over n seeds, fewer than three singly; the paper's are of "

@@ -116,8 +116,8 @@ def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
     assert "are not there yet" not in text  # one failed, three are done
     assert "the loss of step 9 is nan <b>" in text
     assert "<b>" not in page
-    assert "1.41 2.65 1.88 0.08 0.15" in text
-    assert "the paper, V100, 200 epochs 1.8 2.4 4.2" in text
+    assert "1.41 2.65 1.88 0.08 0.15 1.88" in text
+    assert "the paper, V100, 200 epochs 2.4 4.2 1.8" in text
     assert "left out" not in text
 
 
@@ -156,6 +156,7 @@ def test_runs_of_one_s_own_have_no_such_part(tmp_path: Path) -> None:
         ("paper/x-0.failed.json", {"name": "x", "seed": "0", "error": "e"}),
         ("paper/cost-x.json", {**COST, "methods": {"erm": {}}}),
         ("paper/cost-x.json", {**COST, "ratio": "much"}),
+        ("paper/cost-y.json", {**COST, "methods": {**COST["methods"], "erm": {"ms": 1.41, "hours": 0}}}),
         ("paper/cost-x.json", {key: value for key, value in COST.items() if key != "precision"}),
     ],
     ids=str,

@@ -17,6 +17,7 @@ from flatmin_lab.recipe import Recipe
 from flatmin_lab.recipes import EXHIBITS, SETS, Protocol, cell, table1, table2
 from flatmin_lab.report.claims import best_radius, claims, judged
 from flatmin_lab.report.collected import Broken, read_result
+from flatmin_lab.report.deviations import HELD_OUT, deviations
 from flatmin_lab.report.exhibits import by_recipe, filled, read_all
 from flatmin_lab.welch import holm
 from report_files import evaluation, write_result
@@ -237,7 +238,7 @@ def test_the_four_claims_of_the_paper_s_words_are_among_them() -> None:
     assert sum("flooding is better calibrated than" in text for text in said) == len(METHODS) - 1
     assert "MixUp has a lower error than AMP with VGG16 on CIFAR-10" in said
     assert sum("AMP has a lower error than ERM with" in text for text in said) == 3 + 18  # VGG16, and table 2
-    known = {recipe.name for recipe in (*table1("paper").recipes, *table2("paper").recipes)}
+    known = {recipe.name for make in (table1, table2, EXHIBITS["compute"]) for recipe in make("paper").recipes}
     assert all({claim.lower, claim.higher} <= known for claim in claims("paper"))
 
 
@@ -253,6 +254,44 @@ def test_the_best_radius_is_told_when_all_were_tried(tmp_path: Path) -> None:
     assert best is not None
     assert best.verdict == "lowest at 0.06"
     assert best_radius(read_all(ledger), "short", "svhn") is None
+
+
+def test_the_sweep_shows_risk_error_and_calibration_and_is_said_to_be_held_out(tmp_path: Path) -> None:
+    recipes = [recipe for recipe in EXHIBITS["sweep"]("short").recipes if "cifar10-" in recipe.name]
+    for recipe in recipes:
+        held_out = {"validation_error": 0.051, "validation_nll": 0.148, "validation_ece": 0.0045}
+        write_result(tmp_path, recipe, 0, 0.1, **held_out, clean_train_nll=0.02)
+    runs = read_all(Ledger(tmp_path, tmp_path))
+    rows = [row for row in filled(EXHIBITS["sweep"]("short"), runs).rows if row.runs]
+    assert len(rows) == len(recipes)
+    for row in rows:
+        assert [mean(each.values) for each in row.cells] == pytest.approx([0.02, 0.148, 5.1, 0.45])
+    told = deviations([run for own in runs.values() for run in own])
+    assert HELD_OUT in told
+    write_result(tmp_path, cell("short", "cifar10", "preactresnet18", "erm"), 0, 0.05)
+    assert HELD_OUT not in deviations(read_all(Ledger(tmp_path, tmp_path))["short/cifar10-preactresnet18-erm"])
+
+
+def test_adversarial_trainings_are_compared_in_error_and_under_the_small_attacks(tmp_path: Path) -> None:
+    attack = {**evaluation(0.9)["attack"], "fgsm_error": 0.14, "pgd_error": 0.145}
+    for recipe in EXHIBITS["adversary"]("short").recipes:
+        write_result(tmp_path, recipe, 0, 0.06, test_nll=0.25, attack_normalised=attack)
+    rows = filled(EXHIBITS["adversary"]("short"), read_all(Ledger(tmp_path, tmp_path))).rows
+    for row in rows:
+        assert [mean(each.values) for each in row.cells] == pytest.approx([6, 0.25, 14, 14.5])
+
+
+def test_at_equal_compute_amp_is_tested_against_erm_at_twice_the_epochs(tmp_path: Path) -> None:
+    amp, twice = EXHIBITS["compute"]("paper").recipes
+    for seed in range(3):
+        write_result(tmp_path, amp, seed, 0.050 + 0.0002 * seed)
+        write_result(tmp_path, twice, seed, 0.058 + 0.0003 * seed)
+    ledger = Ledger(tmp_path, tmp_path)
+    rows = {row.name: row for row in filled(EXHIBITS["compute"]("paper"), read_all(ledger)).rows}
+    assert list(rows) == ["AMP", "ERM (400 epochs)"]
+    assert rows["AMP"].cells[0].better is True
+    assert rows["ERM (400 epochs)"].cells[0].p is None
+    assert verdicts(ledger)["AMP has a lower error than ERM at twice the epochs on CIFAR-10"] == "holds"
 
 
 def test_attacks_in_both_readings_are_in_table_3(tmp_path: Path) -> None:

@@ -100,25 +100,65 @@ def test_the_papers_values_stand_beside_ours(whole: str) -> None:
     assert "paper 0.239 ± 0.009" in shown  # ERM's NLL
     assert "paper 1.25" in shown  # AMP's ECE
     assert "paper 49.7 ± 0.8" not in shown  # under PGD, of another radius
-    assert "10 trainings with 200 epochs" in shown
+    assert "10 trainings of the method with 200 epochs" in shown
 
 
-def test_of_a_held_out_part_there_is_what_was_measured_and_the_best_radius_is_drawn(tmp_path: Path) -> None:
-    """As in the sweep: result files, nothing attacked, four radii of which the third is best."""
-    errors = {0.0: 0.061, 0.03: 0.059, 0.06: 0.055, 0.12: 0.051, 0.25: 0.056}
-    for radius, error in errors.items():
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a sweep: result files of a held-out part, nothing attacked, four radii of which the third is best."""
+    folder = tmp_path_factory.mktemp("swept")
+    for radius, error in {0.0: 0.061, 0.03: 0.059, 0.06: 0.055, 0.12: 0.051, 0.25: 0.056}.items():
         found = {"validation_error": error, "validation_nll": 4 * error, "validation_ece": 0.03, "validation": True}
         knobs = {"settings": {"epsilon": radius}} if radius else {}
-        kept = {"clean_train_nll": radius, **found, **knobs}
-        (tmp_path / f"{radius}.json").write_text(json.dumps(result("amp" if radius else "erm", 0, 0.5, **kept)))
-    shown = text_of(page := page_of(tmp_path))
-    assert "Validation error: AMP (ε 0.12) 5.10 %, ERM 6.10 %" in shown
-    assert "Reliability of AMP (ε 0.12), n = 1" in page
-    assert "Reliability of AMP (ε 0.03)" not in page
-    assert "Robustness and flatness" not in shown
-    assert re.findall(r"paper \d", shown) == []  # its numbers are of the test set
+        kept = {"clean_train_nll": radius, "at_once": 4, **found, **knobs}
+        (folder / f"{radius}.json").write_text(json.dumps(result("amp" if radius else "erm", 0, 0.5, **kept)))
+    return page_of(folder)
+
+
+def test_the_papers_numbers_are_of_the_test_set_and_not_beside_others(swept: str, whole: str) -> None:
+    shown = text_of(swept)
+    assert re.findall(r"paper \d", shown) == []
+    assert "200 epochs" not in shown
     assert "◇" not in shown
-    assert "What the radius does" in shown
+    assert "◇: the paper's value" in text_of(whole)
+
+
+def test_of_result_files_only_what_was_measured_is_shown(swept: str, whole: str) -> None:
+    shown, all_shown = text_of(swept), text_of(whole)
+    assert "Robustness and flatness" not in shown
+    assert "seconds" not in shown  # four at once: they say nothing about the method
+    assert "Calibration error and robustness" not in shown
+    assert "Calibration error and robustness" in all_shown
+    assert "Robustness and flatness" in all_shown
+
+
+def test_what_is_always_measured_is_shown_where_it_is_not_finite(tmp_path: Path) -> None:
+    write(tmp_path / "erm", result("erm", 0, 0.9, test_nll=None, test_ece=None, data="digits"))
+    shown = text_of(page_of(tmp_path))
+    assert "error, % NLL ECE, %" in shown
+    assert "90.00 not finite not finite" in shown
+
+
+def test_the_best_radius_is_in_the_words_and_drawn(swept: str) -> None:
+    assert "Validation error: AMP (ε 0.12) 5.10 %, ERM 6.10 %" in text_of(swept)
+    assert "Reliability of AMP (ε 0.12), n = 1" in swept
+    assert "Reliability of AMP (ε 0.03)" not in swept
+    assert "What the radius does" in text_of(swept)
+    assert "of as many the one with the lowest mean validation error" in text_of(swept)
+
+
+def test_of_several_settings_the_one_with_the_most_trainings_is_drawn(tmp_path: Path) -> None:
+    for seed, (radius, error) in enumerate([(0.5, 0.05), (0.5, 0.05), (0.1, 0.03)]):
+        write(tmp_path / f"{seed}", result("amp", seed, error, settings={"epsilon": radius}))
+    page = page_of(tmp_path)
+    assert "Reliability of AMP (ε 0.5), n = 2" in page
+    assert "Reliability of AMP (ε 0.1)" not in page
+
+
+def test_seconds_of_several_at_once_are_not_called_infinite(tmp_path: Path) -> None:
+    write(tmp_path / "erm", result("erm", 0, 0.05))
+    write(tmp_path / "amp", result("amp", 0, 0.04, at_once=4))
+    assert "not finite" not in text_of(page_of(tmp_path))
 
 
 def test_only_a_significant_difference_is_marked_and_the_test_is_scipys(runs: Path, whole: str) -> None:

@@ -151,4 +151,8 @@ def costs(found: Mapping[str, Any], where: str) -> None:
     console = wide()
     show.say(console, f"\ncost: {found['model']} on {found['data']}, {found['epochs']} epochs")
     console.print(table)
-    show.say(console, f"AMP takes {found['ratio']:.2f} times as long as ERM (the paper: {cost.RATIO}); kept in {where}")
+    longer = found["methods"]["amp"]["hours"] / found["methods"]["erm"]["hours"]
+    show.say(
+        console, f"AMP takes {longer:.2f} times as long as ERM (the paper: {cost.RATIO}), a step {found['ratio']:.2f}"
+    )
+    show.say(console, f"kept in {where}")

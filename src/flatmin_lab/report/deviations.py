@@ -44,8 +44,12 @@ ALWAYS = (
 )
 SHORT = (
     "Under the protocol “short” trainings have 60 epochs in place of 200, the rate is divided after 30 and 45, and AMP "
-    "has a radius of at most 0.1: baselines at the paper's values, AMP's radius chosen for that length, from trainings "
-    "of 30 to 70 epochs on CIFAR-10 that are not among these, by their test error."
+    "has a radius of at most 0.1, unless a row says another: baselines at the paper's values, AMP's radius chosen for "
+    "that length, from trainings of 30 to 70 epochs on CIFAR-10 that are not among these, by their test error."
+)
+HELD_OUT = (
+    "The sweep over the radius trains on nine tenths of the training set and is judged on the last tenth. (The paper: "
+    "on the test set.)"
 )
 SPIRAL = (
     "The spiral is our own, for the paper does not say how its points were drawn: 400 of them on two arms, a fifth "
@@ -64,6 +68,8 @@ def deviations(runs: Sequence[Run]) -> list[str]:
         found.append(f"Trials: {most} of each, where the paper has {TRIALS}.")
     if _has(runs, "short"):
         found.append(SHORT)
+    if any(run.split == "validation" for run in runs):
+        found.append(HELD_OUT)
     precisions = sorted({str(run.result.get("precision")) for run in runs})
     if precisions != ["fp32"]:
         found.append(

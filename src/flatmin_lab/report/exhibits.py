@@ -119,14 +119,14 @@ def filled(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> Filled:
 
 
 def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
-    """Each cell against ERM's in the same place, with Holm's rule over the methods of that place and column.
+    """Each cell against ERM's in the same place, with Holm's rule over the rows of that place and column.
 
     Rows that are beside the exhibit are not tested: they would be more comparisons than the paper makes.
     """
     cells = [list(row.cells) for row in rows]
     for place in dict.fromkeys(row.place for row in rows):
         numbers = [number for number, row in enumerate(rows) if row.place == place and row.main]
-        base = next((n for n in numbers if rows[n].name == NAMES["erm"]), None)
+        base = next((n for n in numbers if rows[n].recipe.method == "erm"), None)
         for number, column in enumerate(columns):
             if base is None or not column.compared:
                 continue

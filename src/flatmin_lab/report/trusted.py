@@ -152,7 +152,7 @@ def cost(found: dict[str, Any]) -> dict[str, Any]:
     for method in ("erm", "amp"):
         _object(found["methods"].get(method), method)
         for name in ("ms", "hours"):
-            _check(found["methods"][method], name, is_number, "a number")
+            _check(found["methods"][method], name, lambda value: is_number(value) and value > 0, "a number above 0")
     return found
 
 
