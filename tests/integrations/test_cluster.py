@@ -85,7 +85,15 @@ def kill(numbers: list[int]) -> None:
 
 def workers(node: Any) -> list[int]:
     """Those of its processes that train."""
-    return [pid for pid in processes(node) if b"ray::Hand" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in processes(node) if b"ray::Hand" in words_of(pid)]
+
+
+def words_of(pid: int) -> bytes:
+    """The command of a process; nothing of one that has ended since it was listed, as one that was killed does."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 @contextmanager
