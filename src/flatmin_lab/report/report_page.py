@@ -97,13 +97,14 @@ def shown(drawn: Drawn, file: str) -> Shown:
 
 def _section(group: Group, title: str) -> Section:
     rows = _one_a_method(group)
+    shown_columns = [column for column in COLUMNS if _is_shown(column, group)]
     name = f"{_slug(group.setting['data'])}-{_slug(group.setting['model'])}"
     return Section(
         group,
         title,
         words.summary(group),
-        [column for column in _shown_columns(group) if not column.command],
-        [column for column in _shown_columns(group) if column.command],
+        [column for column in shown_columns if not column.command],
+        [column for column in shown_columns if column.command],
         _conditions(group),
         [shown(drawn, f"{name}-{place}") for place, drawn in enumerate(_curves(rows, group.split))],
         [(Markup(sample(row.method)), row.name) for row in rows],
@@ -116,15 +117,12 @@ def _section(group: Group, title: str) -> Section:
     )
 
 
-def _shown_columns(group: Group) -> list[Column]:
-    """Those that have something, and those for which there is a command that fills them."""
-    own = {c.name: [row.cells[c.name] for row in group.rows] for c in COLUMNS}
-    return [
-        c
-        for c in COLUMNS
-        if any(cell.values for cell in own[c.name])
-        or (not c.optional and (not c.command or any(cell.missing for cell in own[c.name])))
-    ]
+def _is_shown(column: Column, group: Group) -> bool:
+    """Where it has something, or where a command would fill it; what every training measures always."""
+    cells = [row.cells[column.name] for row in group.rows]
+    if any(cell.values for cell in cells):
+        return True
+    return not column.optional and (not column.command or any(cell.missing for cell in cells))
 
 
 def _commands(group: Group, rows: Sequence[Row]) -> list[str]:
