@@ -6,6 +6,7 @@ What stands between the two markers in the README is written anew; with --check 
 is 1 where it is out of date.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
     return found
 
 
+def _precision(runs: Sequence[Run]) -> str:
+    """That of most trainings; the row of another says so itself."""
+    (usual, _), *others = Counter(run.result["precision"] for run in runs).most_common()
+    return f"{usual} unless a row says otherwise" if others else usual
+
+
 def _measured(runs: Sequence[Run]) -> str:
     def all_of(key: str) -> str:
         return ", ".join(sorted({str(run.result[key]) for run in runs if run.result.get(key)}))
@@ -73,7 +80,7 @@ def _measured(runs: Sequence[Run]) -> str:
         )
     return (
         f"Test numbers of the last epoch: mean ± deviation over n seeds, fewer than three singly; the paper's are of "
-        f"10 trainings with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {all_of('precision')}, commit "
+        f"10 trainings with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {_precision(runs)}, commit "
         f"{all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the paper, "
         f"attacks, flatness, curves, and what we did otherwise. {' '.join(of_the_data(runs))}"
     )

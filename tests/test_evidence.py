@@ -69,7 +69,11 @@ def page(results: Path) -> str:
 
 def test_a_comparison_is_shown_for_the_data_of_which_both_sides_are_trained(tmp_path: Path) -> None:
     def table() -> str:
-        return text_of(report_page(collect([tmp_path]))).partition("Fp32 beside bf16")[2].partition("Ours beside")[0]
+        return (
+            text_of(report_page(collect([tmp_path])))
+            .partition("Float32 beside bfloat16")[2]
+            .partition("Ours beside")[0]
+        )
 
     recipes = EXHIBITS["precision"]("paper").recipes
     for recipe in recipes[:-1]:
@@ -180,7 +184,7 @@ def test_a_result_that_cannot_be_read_does_not_vanish(tmp_path: Path, content: b
 
 def test_the_two_readings_of_the_ball_have_a_table_of_their_own(page: str) -> None:
     assert "The two readings of the ball" in text_of(page)
-    assert "Fp32 beside bf16" not in text_of(page)  # one of two
+    assert "Float32 beside bfloat16" not in text_of(page)  # one of two
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def precision(protocol: Protocol) -> Exhibit:
     for data, method in (("cifar10", "amp"), ("cifar100", "erm")):
         recipes.append(cell(protocol, data, RESNET, method))
         recipes.append(cell(protocol, data, RESNET, method, variant="fp32", precision="fp32"))
-    return _exhibit("precision", "fp32 beside bf16", protocol, recipes, trials=1)
+    return _exhibit("precision", "float32 beside bfloat16", protocol, recipes, trials=1)
 
 
 EXHIBITS: dict[str, Callable[[Protocol], Exhibit]] = {
