@@ -7,8 +7,11 @@ from statistics import mean
 from typing import Any, get_args
 
 import pytest
+import torch
 from scipy import stats
+from torch.nn.functional import cross_entropy
 
+from flatmin.regularisers import label_smoothing
 from flatmin_lab.agreement import agrees, tolerance
 from flatmin_lab.ledger import Ledger
 from flatmin_lab.methods import resolved
@@ -17,8 +20,10 @@ from flatmin_lab.recipe import Recipe
 from flatmin_lab.recipes import EXHIBITS, SETS, Protocol, cell, table1, table2
 from flatmin_lab.report.claims import best_radius, claims, judged
 from flatmin_lab.report.collected import Broken, read_result
+from flatmin_lab.report.columns import named
+from flatmin_lab.report.compared import groups_of
 from flatmin_lab.report.deviations import HELD_OUT, deviations
-from flatmin_lab.report.exhibits import by_recipe, filled, read_all
+from flatmin_lab.report.exhibits import Cell, by_recipe, cell_of, filled, read_all
 from flatmin_lab.welch import holm
 from report_files import evaluation, write_result
 
@@ -130,11 +135,27 @@ def test_each_is_tested_against_erm_with_holm_and_two_are_not_tested(ledger: Led
 
 def test_the_smoothed_loss_stands_beside_the_paper_s_nll_of_label_smoothing(ledger: Ledger) -> None:
     recipe = cell("paper", "cifar10", "preactresnet18", "label_smoothing")
-    write_result(ledger.results, recipe, 0, 0.0485, test_smoothed_loss=1.0379, test_nll=0.33)
-    found = filled(table1("paper"), read_all(ledger))
-    (row,) = [row for row in found.rows if row.runs and row.recipe.method == "label_smoothing"]
-    assert row.cells[1].values == [1.0379]
-    assert row.cells[1].agrees
+    draw = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(50, 10, generator=draw, dtype=torch.float64), torch.randint(10, (50,), generator=draw)
+    logits[range(50), labels] += 4.0
+    ours, theirs = (label_smoothing(0.2, over=over).loss(logits, labels).item() for over in ("all", "others"))
+    nll = cross_entropy(logits, labels).item()
+    write_result(ledger.results, recipe, 0, 0.0485, test_smoothed_loss=ours, test_nll=nll)
+    found = nll_of_label_smoothing(ledger)
+    assert found.values == pytest.approx([theirs], rel=1e-12)  # over the other classes, as the published code has it
+    assert found.compared == [nll]
+    assert found.smoothed(3) == f"(smoothed: {theirs:.3f})"
+    assert found.paper == Value(1.038, 0.003)
+
+
+@pytest.mark.parametrize(("smoothed", "agree"), [(1.038, True), (1.047, False)])  # 2 · 0.003 · √1.1 is 0.0063
+def test_the_smoothed_loss_is_what_agrees_or_not(ledger: Ledger, smoothed: float, agree: bool) -> None:
+    recipe = cell("paper", "cifar10", "preactresnet18", "label_smoothing")
+    recipe = replace(recipe, settings={**recipe.settings, "over": "others"})
+    run = read_result(write_result(ledger.results, recipe, 0, 0.0485, test_smoothed_loss=smoothed, test_nll=0.33))
+    found = cell_of(cell("paper", "cifar10", "preactresnet18", "label_smoothing"), [run], named("nll"))
+    assert found.values == [smoothed]  # it is over the others already
+    assert found.agrees is agree
 
 
 def test_methods_are_compared_by_nll_and_not_by_the_smoothed_loss(ledger: Ledger) -> None:
@@ -143,10 +164,29 @@ def test_methods_are_compared_by_nll_and_not_by_the_smoothed_loss(ledger: Ledger
         write_result(
             ledger.results, recipe, seed, 0.0485, test_smoothed_loss=1.03 + seed / 1000, test_nll=0.1 + seed / 1000
         )
+    found = nll_of_label_smoothing(ledger)
+    assert min(found.values) > 1
+    assert found.better  # 0.1 against some 0.2
+
+
+def test_setting_by_setting_the_paper_s_numbers_stand_beside_its_own_settings_alone(tmp_path: Path) -> None:
+    recipes = [*EXHIBITS["ball"]("paper").recipes, *EXHIBITS["compute"]("paper").recipes[1:]]
+    recipes.append(cell("paper", "cifar10", "preactresnet18", "label_smoothing"))
+    files = [write_result(tmp_path, recipe, 0, 0.05, test_smoothed_loss=1.0) for recipe in recipes]
+    ours, twice = groups_of([read_result(file) for file in files])
+    assert (ours.protocol, twice.protocol) == ("paper", "paper, but 400 epochs")
+    beside = {row.name: {name for name, cell in row.cells.items() if cell.paper} for row in ours.rows}
+    assert {"error", "nll", "ece"} <= beside["AMP (ball global)"]
+    assert beside["AMP (ball tensor)"] == set()
+    assert {"error", "ece"} <= beside["label smoothing"]
+    assert "nll" not in beside["label smoothing"]  # there the paper has the smoothed loss
+    assert not twice.beside_paper
+
+
+def nll_of_label_smoothing(ledger: Ledger) -> Cell:
     found = filled(table1("paper"), read_all(ledger))
     (row,) = [row for row in found.rows if row.runs and row.recipe.method == "label_smoothing"]
-    assert row.cells[1].values == pytest.approx([1.03, 1.031, 1.032])
-    assert row.cells[1].better  # 0.1 against some 0.2
+    return row.cells[1]
 
 
 def test_a_seed_counts_once_and_other_data_do_not_count(ledger: Ledger) -> None:

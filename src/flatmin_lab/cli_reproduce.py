@@ -249,4 +249,4 @@ def _cost(
     with show.busy(console) as say:
         say("steps of ERM and AMP in turns")
         found = cost.cost(recipes, pictures, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
-    show_runs.costs(found, str(ledger.write_cost(exhibit.protocol, found)))
+    show_runs.costs(found, exhibit.protocol, str(ledger.write_cost(exhibit.protocol, found)))

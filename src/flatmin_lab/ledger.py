@@ -97,7 +97,7 @@ class Ledger:
     def write_cost(self, protocol: str, found: Mapping[str, Any]) -> Path:
         """One file a kind of hardware."""
         machine = "".join(c if c.isalnum() else "-" for c in str(found["hardware"]).lower())
-        _write(self.results / protocol / f"{COST}{machine}.json", found)
+        _write(self.results / protocol / f"{COST}{machine}.json", {"protocol": protocol, **found})
         return self.results / protocol / f"{COST}{machine}.json"
 
     # ---- what was planned

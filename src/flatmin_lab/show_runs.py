@@ -111,6 +111,10 @@ def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
     console.print(table)
     if any(cell.better is not None for row in found.rows for cell in row.cells):
         show.say(console, "▼ ▲: significantly below or above ERM's (Welch's test with Holm's correction)")
+    if any(cell.smoothed(0) for row in found.rows for cell in row.cells):
+        show.say(console, "smoothed: the smoothed loss, which the paper's NLL of label smoothing seems to be")
+    if exhibit.protocol == "short":
+        show.say(console, "short: baselines at the paper's values for 200 epochs, AMP's radius chosen for 60")
     if exhibit.protocol == "smoke":
         show.say(console, "smoke: pictures made on the spot, narrow networks, 3 epochs. These numbers are no evidence")
     show.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(ledger.results))}")
@@ -119,7 +123,8 @@ def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
 def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
     for column, in_paper, cell in zip(found.columns, found.in_paper, row.cells, strict=True):
         mark = {None: "", True: " ▼", False: " ▲"}[cell.better]
-        yield f"{page.spread(cell.values, column.digits)}{mark}" if cell.values else "–"
+        shown = f"{page.spread(cell.compared, column.digits)}{mark} {cell.smoothed(column.digits)}".rstrip()
+        yield shown if cell.compared else "–"
         if in_paper:
             yield "" if cell.paper is None else page.as_printed(cell.paper, column.digits)
         if in_paper and found.exhibit.protocol == "paper":
@@ -141,7 +146,7 @@ def would_run(todo: Sequence[Run], chosen: Chosen, seconds: Mapping[tuple[str, i
     wide().print(table)
 
 
-def costs(found: Mapping[str, Any], where: str) -> None:
+def costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
     """Milliseconds and hours of ERM and AMP, beside the paper's."""
     table = Table("", "ms a step", "quartiles", "hours", "paper, hours (V100)", box=None, pad_edge=False)
     for method, one in found["methods"].items():
@@ -149,7 +154,7 @@ def costs(found: Mapping[str, Any], where: str) -> None:
         hours = f"{one['hours']:.3g}"
         table.add_row(method, f"{one['ms']:.3g}", f"{low:.3g} to {high:.3g}", hours, f"{cost.HOURS[method]:g}")
     console = wide()
-    show.say(console, f"\ncost: {found['model']} on {found['data']}, {found['epochs']} epochs")
+    show.say(console, f"\ncost: {found['model']} on {found['data']}, {found['epochs']} epochs; protocol {protocol}")
     console.print(table)
     longer = found["methods"]["amp"]["hours"] / found["methods"]["erm"]["hours"]
     show.say(

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flatmin_lab.data.made import CLASSES, stands_for
 from flatmin_lab.report.collected import Run
+from flatmin_lab.report.trusted import is_number
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,25 @@ def as_in_paper(run: Run, column: Column) -> float | None:
 
     The paper has 0.998, 1.038 and 2.099 there: far above an NLL at such errors, and what the smoothed loss is.
     """
-    if column.name == "nll" and run.method == "label_smoothing":
-        return _result("smoothed_loss")(run)
-    return column.value(run)
+    return _smoothed_over_others(run) if is_smoothed(column, run.method) else column.value(run)
+
+
+def is_smoothed(column: Column, method: str) -> bool:
+    """Whether the paper's number is a smoothed loss, and not what the column has."""
+    return column.name == "nll" and method == "label_smoothing"
+
+
+def _smoothed_over_others(run: Run) -> float | None:
+    """The smoothed loss with s on the other classes, as the published code has it, of a result that has s on all K.
+
+    With N = −log p of the label, R the sum of the others' and S = (1 − s) N + (s/K) (N + R), wanted is
+    (1 − s) N + s/(K − 1) R. All are linear, so their means over the pictures will do.
+    """
+    smoothed, nll = _result("smoothed_loss")(run), _result("nll")(run)
+    share, classes = run.result["settings"].get("smoothing"), CLASSES.get(stands_for(str(run.result["data"])))
+    if smoothed is None or nll is None or run.result["settings"].get("over") == "others":
+        return smoothed
+    if not is_number(share) or classes is None:
+        return None
+    label = (1 - float(share)) * nll
+    return label + (classes * (smoothed - label) - float(share) * nll) / (classes - 1)

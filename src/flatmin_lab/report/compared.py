@@ -16,7 +16,7 @@ from flatmin_lab.paper import Value
 from flatmin_lab.paper import reported as reported_by_paper
 from flatmin_lab.report import commands
 from flatmin_lab.report.collected import Run
-from flatmin_lab.report.columns import COLUMNS
+from flatmin_lab.report.columns import COLUMNS, is_smoothed
 from flatmin_lab.report.names import SIGNS, TITLES
 from flatmin_lab.report.trusted import is_number
 from flatmin_lab.welch import LEVEL, against
@@ -73,8 +73,8 @@ class Group:
     @property
     def protocol(self) -> str:
         """How they were trained, but for what stands in the rows; nothing where each was trained in its own way."""
-        said = {str(run.result.get("protocol") or "own").partition(", but")[0] for row in self.rows for run in row.runs}
-        return "" if said == {"own"} else ", ".join(sorted(said))
+        said = {_without_knobs(str(run.result.get("protocol") or "own")) for row in self.rows for run in row.runs}
+        return "" if said == {"own"} else "; ".join(sorted(said))
 
     @property
     def split(self) -> str:
@@ -87,6 +87,17 @@ class Group:
 
     def row(self, method: str) -> Row | None:
         return next((row for row in self.rows if row.method == method), None)
+
+
+def _without_knobs(protocol: str) -> str:
+    """Without the method's settings, which stand in the rows.
+
+    >>> _without_knobs("short, but epsilon 0.03, validation"), _without_knobs("paper, but ball tensor")
+    ('short, but validation', 'paper')
+    """
+    name, _, apart = protocol.partition(", but ")
+    left = [one for one in apart.split(", ") if one == "validation" or one.endswith(" epochs")]
+    return f"{name}, but {', '.join(left)}" if left else name
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
@@ -186,13 +197,13 @@ def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str,
             lacking = [run for run in row.runs if column.value(run) is None and column.command and not column.optional]
             missing = [command for run in lacking if (command := commands.measuring(run, [column.part], usual))]
             otherwise = any(commands.OTHERWISE in run.evaluation.get(column.part, {}) for run in lacking)
-            paper = _theirs(setting, row.method).get(column.paper)
+            paper = None if is_smoothed(column, row.method) else _theirs(setting, row).get(column.paper)
             cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, paper)
     return [Row(row.method, row.name, row.runs, cells[place]) for place, row in enumerate(rows)]
 
 
-def _theirs(setting: Mapping[str, Any], method: str) -> Mapping[str, Value]:
-    """The paper's numbers are of the test set: beside those of a held-out part they would mislead."""
-    if setting["split"] != "test":
+def _theirs(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
+    """The paper's numbers are of the test set and its own settings: beside others they would mislead."""
+    if setting["split"] != "test" or any(", but" in str(run.result.get("protocol")) for run in row.runs):
         return {}
-    return reported_by_paper(setting["data"], setting["model"], method, setting["augment"] or "")
+    return reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "")

@@ -33,11 +33,11 @@ ALWAYS = (
     "was chosen, so agreement there is no test of it.",
     "Adversarial training takes its step of 1 per pixel as 1/255 of a pixel's range, unless a row says ε 0.001, "
     "and has no random start. (The published code: of the normalised inputs, a quarter of that for CIFAR, with one.)",
-    "Beside the paper's NLL of label smoothing stands our smoothed loss: 0.998, 1.038 and 2.099 are far above "
-    "any NLL that networks with such errors have here, and the published code's evaluation returns the loss that was "
-    "trained with. Ours is smoothed over all classes, theirs over the others, whose least value is higher (0.940 "
-    "against 0.867 for ten classes): the two are not to be compared. That evaluation also floods the test loss of "
-    "flooding, which can only raise the paper's NLL of it. Methods are compared by NLL.",
+    "The paper's NLL of label smoothing seems to be the smoothed loss: 0.998, 1.038 and 2.099 are far above any NLL "
+    "that networks with such errors have here, and the published code's evaluation returns the loss that was trained "
+    "with. So ours stands beside it in brackets, smoothed as there: over the other classes. (We train with it over "
+    "all; the one follows from the other and the NLL.) That evaluation also floods the test loss of flooding, which "
+    "can only raise the paper's NLL of it. Methods are compared by NLL.",
     "SGD has Nesterov's momentum of 0.9, and pictures of CIFAR are padded by 4 with grey before they are cropped. (The "
     "paper says momentum and crops. The published code has both so, but for its first version, before the paper's wide "
     "networks: no Nesterov's, padding by 2 with black.) No gradient is clipped. (The published code: to a norm of 50.)",

@@ -34,7 +34,7 @@ class Under:
     protocol: str
     tables: list[Filled]
     claims: list[Judged]
-    waiting: int  # claims of which one side has not been trained yet
+    waiting: list[str]  # claims of which one side has not been trained yet
     settings: list[str]  # of the methods, by network and augmentation
 
 
@@ -62,7 +62,8 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
             radii = [best for data in SETS if (best := best_radius(runs, protocol, data))]
             said = [] if protocol == "smoke" else [*judged(runs, protocol), *radii]
             told = [claim for claim in said if claim.verdict != NOTHING]
-            parts.append(Under(protocol, shown, told, len(said) - len(told), _settings(shown)))
+            waiting = [claim.says for claim in said if claim.verdict == NOTHING]
+            parts.append(Under(protocol, shown, told, waiting, _settings(shown)))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
     missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done | failed]

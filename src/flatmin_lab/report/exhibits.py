@@ -20,6 +20,7 @@ from flatmin_lab.recipes import Exhibit, by_name
 from flatmin_lab.report.collected import Broken, Run, read_result
 from flatmin_lab.report.columns import Column, as_in_paper, named
 from flatmin_lab.report.names import SIGNS
+from flatmin_lab.report.page import spread
 from flatmin_lab.welch import LEVEL, against
 
 COLUMNS = {
@@ -43,7 +44,12 @@ class Cell:
     agrees: bool | None  # None where it cannot be said
     p: float | None = None  # against ERM, after Holm
     better: bool | None = None  # than ERM; None where that cannot be said
-    compared: list[float] = field(default_factory=list)  # with other methods, where these are others than the paper's
+    compared: list[float] = field(default_factory=list)  # with other methods
+
+    def smoothed(self, digits: int) -> str:
+        """In words, where the paper's stands beside another number than methods are compared by."""
+        apart = self.values and self.values != self.compared
+        return f"(smoothed: {spread(self.values, digits)})" if apart else ""
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def failure(found: Mapping[str, Any]) -> tuple[str, int, str]:
 
 def cost(found: dict[str, Any]) -> dict[str, Any]:
     """What a step of ERM and of AMP takes."""
-    for name in ("hardware", "data", "precision"):
+    for name in ("hardware", "data", "precision", "protocol"):
         _check(found, name, lambda value: isinstance(value, str), "a name")
     _check(found, "epochs", is_count, "a whole number above 0")
     _check(found, "ratio", is_number, "a number")
