@@ -15,7 +15,7 @@ from flatmin_lab.ledger import Ledger
 from flatmin_lab.recipes import EXHIBITS, Protocol
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import Column, named
-from flatmin_lab.report.deviations import of_the_data
+from flatmin_lab.report.deviations import TF32, of_the_data
 from flatmin_lab.report.exhibits import Row, cell_of, filled, read_all
 from flatmin_lab.report.names import TITLES
 from flatmin_lab.report.page import as_printed, spread
@@ -60,20 +60,18 @@ def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
 def _precision(runs: Sequence[Run]) -> str:
     """That of most trainings; the row of another says so itself."""
     (usual, _), *others = Counter(run.result["precision"] for run in runs).most_common()
-    if not others:
-        return str(usual)
-    return f"{usual} unless a row says otherwise (fp32: convolutions in TF32, torch's default)"
+    return f"{usual} unless a row says otherwise" if others else str(usual)
 
 
 def _measured(runs: Sequence[Run]) -> str:
     def all_of(key: str) -> str:
         return ", ".join(sorted({str(run.result[key]) for run in runs if run.result.get(key)}))
 
-    notes = ""
+    notes = f" {TF32}" if any(run.result["precision"] == "fp32" for run in runs) else ""
     if any(run.method == "label_smoothing" for run in runs):
         notes += (
-            " The paper's NLL of label smoothing seems to be the smoothed loss, which stands in brackets: over the "
-            "other classes, as the published code has it, where we train with it over all."
+            " The paper's NLL of label smoothing seems to be the smoothed loss; ours stands in brackets, smoothed over "
+            "the other classes, as the published code has it, though trained with it over all."
         )
     if any(run.result["protocol"] == "short" for run in runs):
         notes += (

@@ -18,7 +18,7 @@ from flatmin_lab.methods import resolved
 from flatmin_lab.paper import METHODS, Value, reported
 from flatmin_lab.recipe import Recipe
 from flatmin_lab.recipes import EXHIBITS, SETS, Protocol, cell, table1, table2
-from flatmin_lab.report.claims import best_radius, claims, judged
+from flatmin_lab.report.claims import NOTHING, best_radius, claims, judged
 from flatmin_lab.report.collected import Broken, read_result
 from flatmin_lab.report.columns import named
 from flatmin_lab.report.compared import groups_of
@@ -169,6 +169,13 @@ def test_methods_are_compared_by_nll_and_not_by_the_smoothed_loss(ledger: Ledger
     assert found.better  # 0.1 against some 0.2
 
 
+def test_without_an_nll_the_smoothed_loss_over_the_other_classes_is_not_known(ledger: Ledger) -> None:
+    recipe = cell("paper", "cifar10", "preactresnet18", "label_smoothing")
+    write_result(ledger.results, recipe, 0, 0.0485, test_smoothed_loss=0.98, test_nll=None)
+    found = nll_of_label_smoothing(ledger)
+    assert (found.values, found.compared, found.smoothed(3), found.agrees) == ([], [], "", None)
+
+
 def test_setting_by_setting_the_paper_s_numbers_stand_beside_its_own_settings_alone(tmp_path: Path) -> None:
     recipes = [*EXHIBITS["ball"]("paper").recipes, *EXHIBITS["compute"]("paper").recipes[1:]]
     recipes.append(cell("paper", "cifar10", "preactresnet18", "label_smoothing"))
@@ -249,9 +256,9 @@ def test_claims_are_judged_by_the_numbers(ledger: Ledger) -> None:
     assert said["AMP has a lower error than ERM on CIFAR-10"] == "holds"
     assert said["RMP is no better than ERM on CIFAR-10"] == "not contradicted"  # no test shows that two are the same
     assert said["AMP has a lower error than Dropout on CIFAR-10"] == "points the other way, too few to test"
-    assert said["label smoothing worsens calibration on CIFAR-10"] == "not trained yet"
-    assert said["AMP is more robust than ERM on CIFAR-10 (PGD)"] == "not trained yet"
-    assert {verdict for says, verdict in said.items() if "SVHN" in says} == {"not trained yet"}
+    assert said["label smoothing worsens calibration on CIFAR-10"] == NOTHING
+    assert said["AMP is more robust than ERM on CIFAR-10 (PGD)"] == NOTHING
+    assert {verdict for says, verdict in said.items() if "SVHN" in says} == {NOTHING}
     ps = [claim.p for claim in judged(read_all(ledger), "paper") if claim.p is not None]
     assert len(ps) > 3
     assert max(ps) <= 1
@@ -287,13 +294,12 @@ def test_the_best_radius_is_told_when_all_were_tried(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, tmp_path)
     for place, recipe in enumerate(recipes):
         if place == len(recipes) - 1:
-            assert best_radius(read_all(ledger), "short", "cifar10") is None
+            assert best_radius(read_all(ledger), "short", "cifar10").verdict == NOTHING
         changes = {"validation_error": 0.1, "validation_nll": 0.5 - 0.01 * (place == 2)}
         write_result(tmp_path, recipe, 0, 0.1, **changes, validation_ece=0.01)
     best = best_radius(read_all(ledger), "short", "cifar10")
-    assert best is not None
     assert best.verdict == "lowest at 0.06"
-    assert best_radius(read_all(ledger), "short", "svhn") is None
+    assert best_radius(read_all(ledger), "short", "svhn").verdict == NOTHING
 
 
 def test_the_sweep_shows_risk_error_and_calibration_and_is_said_to_be_held_out(tmp_path: Path) -> None:

@@ -68,6 +68,29 @@ def test_the_list_says_what_is_there(tmp_path: Path) -> None:
     assert lines["table3"][-2:] == ["72", "72"] or lines["table3"][-3:] == ["72", "0", "72"]  # it has no attack
 
 
+def test_a_filled_table_says_what_was_chosen_and_what_is_smoothed(tmp_path: Path) -> None:
+    def shown(exhibit: str, *arguments: str) -> str:
+        how = ["--protocol", "short", "--seeds", "0", "--models", "preactresnet18", *arguments, *places(tmp_path)]
+        found = flatmin("reproduce", exhibit, *how)
+        assert found.exit_code == 0, found.output
+        return words(found.stdout)
+
+    ours = {"test_nll": 0.35, "test_smoothed_loss": 0.98}
+    for data in ("cifar10", "cifar100"):
+        write_result(tmp_path / "results", cell("short", data, "preactresnet18", "erm"), 0, 0.05)
+    write_result(tmp_path / "results", cell("short", "cifar10", "preactresnet18", "label_smoothing"), 0, 0.05, **ours)
+    text = shown("table1", "--data", "cifar10", "--methods", "erm,label_smoothing")
+    assert "0.350 (smoothed: 1.050)" in text
+    assert "smoothed: the loss smoothed over the other classes" in text
+    assert "short: baselines at the paper's values for 200 epochs, AMP's radius chosen for 60" in text
+    assert "smoothed:" not in shown("table1", "--data", "cifar100", "--methods", "erm")
+    swept = [recipe for recipe in EXHIBITS["sweep"]("short").recipes if recipe.data == "cifar10"]
+    for recipe in swept:
+        risk = {"validation_nll": 0.2, "validation_error": 0.05, "validation_ece": 0.01}
+        write_result(tmp_path / "results", recipe, 0, 0.05, **risk)
+    assert "AMP's radius chosen for 60" not in shown("sweep", "--data", "cifar10")
+
+
 def test_a_dry_run_lists_and_estimates_and_trains_nothing(tmp_path: Path) -> None:
     shown = flatmin("reproduce", "table1", *SOME, "--methods", "erm,amp", "--dry-run", *places(tmp_path))
     assert shown.exit_code == 0, shown.output

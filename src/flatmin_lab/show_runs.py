@@ -99,9 +99,8 @@ def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
         for label in (column.label, *(["paper", *agreeing] if in_paper else [])):
             table.add_column(label.replace("\u00a0", " "), no_wrap=True)
     before = None
-    for row in found.rows:
-        if row.place[:2] not in wanted or not (row.has_values or row.recipe.name in asked):
-            continue
+    rows = [row for row in found.rows if row.place[:2] in wanted and (row.has_values or row.recipe.name in asked)]
+    for row in rows:
         if row.place != before:
             before = row.place
             table.add_row(Text(", ".join(name for name in row.place if name not in ("vanilla", "none")), style="bold"))
@@ -109,12 +108,13 @@ def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
     console = wide()
     show.say(console, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}")
     console.print(table)
-    if any(cell.better is not None for row in found.rows for cell in row.cells):
+    if any(cell.better is not None for row in rows for cell in row.cells):
         show.say(console, "▼ ▲: significantly below or above ERM's (Welch's test with Holm's correction)")
-    if any(cell.smoothed(0) for row in found.rows for cell in row.cells):
-        show.say(console, "smoothed: the smoothed loss, which the paper's NLL of label smoothing seems to be")
-    if exhibit.protocol == "short":
-        show.say(console, "short: baselines at the paper's values for 200 epochs, AMP's radius chosen for 60")
+    if any(cell.smoothed(0) for row in rows for cell in row.cells):
+        show.say(console, "smoothed: the loss smoothed over the other classes, as the paper's NLL seems to be")
+    if exhibit.protocol == "short" and any(row.recipe.protocol == "short" for row in rows):
+        what = "baselines at the paper's values for 200 epochs, AMP's radius chosen for 60"
+        show.say(console, f"short: {what}, unless a row says otherwise")
     if exhibit.protocol == "smoke":
         show.say(console, "smoke: pictures made on the spot, narrow networks, 3 epochs. These numbers are no evidence")
     show.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(ledger.results))}")

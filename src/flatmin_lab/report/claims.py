@@ -31,7 +31,7 @@ HOLDS, POINTS, OPEN, AGAINST, FAILS, UNREFUTED, ALIKE, NOTHING = (
     "does not hold",
     "not contradicted",
     "no spread to judge by",
-    "not trained yet",
+    "not trained or not measured yet",
 )
 
 MEASURES = {"error": "a lower error", "nll": "a lower NLL", "ece": "better calibration"}
@@ -151,8 +151,9 @@ def _judge(claim: Claim, lower: list[float], higher: list[float], p: float | Non
 # ---- the radius, which is no comparison of two
 
 
-def best_radius(runs: Runs, protocol: Protocol, data: str) -> Judged | None:
-    """Where the risk is lowest on the mean, of the radii that were tried; the paper: near 0.06."""
+def best_radius(runs: Runs, protocol: Protocol, data: str) -> Judged:
+    """Where the risk is lowest on the mean, of the sweep's radii, once all were tried; the paper: near 0.06."""
+    says = f"the risk on held-out pictures of {TITLES[data]} (the paper: on test pictures) is lowest near ε = 0.06"
     swept = [r for r in recipes.sweep(protocol).recipes if r.method == "amp" and stands_for(r.data) == data]
     names = {float(recipe.settings["epsilon"]): recipe.name for recipe in swept}
     means = {
@@ -161,10 +162,9 @@ def best_radius(runs: Runs, protocol: Protocol, data: str) -> Judged | None:
         if (values := [v for run in runs.get(name, ()) if (v := named("nll").value(run)) is not None])
     }
     if len(means) < len(names):
-        return None
+        return Judged(says, NOTHING, "")
     best = min(means, key=lambda radius: means[radius])
     numbers = ", ".join(f"{radius:g}: {value:.3f}" for radius, value in means.items())
     count = {len(runs[name]) for name in names.values()}
-    says = f"the risk on held-out pictures of {TITLES[data]} (the paper: on test pictures) is lowest near ε = 0.06"
     counted = f"n = {min(count)}" if len(count) == 1 else f"n = {min(count)} to {max(count)}"
     return Judged(says, f"lowest at {best:g}", f"NLL {numbers} ({counted} each, no test)")

@@ -104,7 +104,7 @@ def _add_ledger(path: Path, found: Collected) -> None:
                 if file.name == PLANNED:
                     found.planned.extend(trusted.planned(content))
                 elif file.name.startswith(COST):
-                    found.costs.append(trusted.cost({"protocol": file.parent.name, **content}))
+                    found.costs.append(trusted.cost({"protocol": file.resolve().parent.name, **content}))
                 elif not file.with_name(f"{file.name.removesuffix(FAILED)}.json").exists():  # it has succeeded since
                     found.failures.append(Failure(*trusted.failure(content)))
             except (ValueError, OSError) as error:

@@ -155,9 +155,9 @@ def _smoothed_over_others(run: Run) -> float | None:
     """
     smoothed, nll = _result("smoothed_loss")(run), _result("nll")(run)
     share, classes = run.result["settings"].get("smoothing"), CLASSES.get(stands_for(str(run.result["data"])))
-    if smoothed is None or nll is None or run.result["settings"].get("over") == "others":
+    if smoothed is None or run.result["settings"].get("over") == "others":
         return smoothed
-    if not is_number(share) or classes is None:
+    if nll is None or not is_number(share) or classes is None:
         return None
     label = (1 - float(share)) * nll
     return label + (classes * (smoothed - label) - float(share) * nll) / (classes - 1)

@@ -56,6 +56,7 @@ SPIRAL = (
     "with the wrong label. That problem and AMP's radius in it were chosen because the two methods differ there: it "
     "shows what AMP does, not how much it helps."
 )
+TF32 = "A GPU that has TF32 convolves float32 in it, as torch has it by default."
 SMOKE = "Under the protocol “smoke” pictures are made on the spot and networks narrow: these numbers are no evidence."
 
 
@@ -74,8 +75,7 @@ def deviations(runs: Sequence[Run]) -> list[str]:
     if precisions != ["fp32"]:
         found.append(
             f"Precision: {', '.join(precisions)}. In bf16 the passes are computed in bfloat16 (autocast); weights, "
-            "their perturbation, the update and every measurement are in float32. (A GPU that has TF32 convolves "
-            "float32 in it, as torch has it by default.)"
+            f"their perturbation, the update and every measurement are in float32. ({TF32})"
         )
     found += of_the_data(runs)
     if any(run.result["data"] == "spiral" for run in runs):

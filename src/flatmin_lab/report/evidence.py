@@ -34,7 +34,7 @@ class Under:
     protocol: str
     tables: list[Filled]
     claims: list[Judged]
-    waiting: list[str]  # claims of which one side has not been trained yet
+    waiting: list[Judged]  # of which one side has not been trained, or not measured, yet
     settings: list[str]  # of the methods, by network and augmentation
 
 
@@ -59,10 +59,10 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
         tables = [filled(EXHIBITS[name](protocol), runs) for name in TABLES]
         shown = [table for table in map(_with_something, tables) if table.rows]
         if shown:
-            radii = [best for data in SETS if (best := best_radius(runs, protocol, data))]
+            radii = [best_radius(runs, protocol, data) for data in SETS]
             said = [] if protocol == "smoke" else [*judged(runs, protocol), *radii]
             told = [claim for claim in said if claim.verdict != NOTHING]
-            waiting = [claim.says for claim in said if claim.verdict == NOTHING]
+            waiting = [claim for claim in said if claim.verdict == NOTHING]
             parts.append(Under(protocol, shown, told, waiting, _settings(shown)))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)

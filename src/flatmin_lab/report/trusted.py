@@ -44,7 +44,7 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it has the unknown method {found['method']!r}; it may be of another flatmin")
     split = split_of(found)
     _check(found, f"{split}_error", is_share, "a share from 0 to 1")
-    for name in (f"{split}_nll", f"{split}_ece", "label_noise", "train_loss"):
+    for name in (f"{split}_nll", f"{split}_ece", f"{split}_smoothed_loss", "label_noise", "train_loss"):
         _check(found, name, lambda value: value is None or is_number(value), "a number")
     _check(found, "seconds", is_number, "a number")
     _check(found, "epochs", is_count, "a whole number above 0")
