@@ -18,7 +18,7 @@ from flatmin_lab.report.columns import Column, named
 from flatmin_lab.report.deviations import TF32, of_the_data
 from flatmin_lab.report.exhibits import Row, cell_of, filled, read_all
 from flatmin_lab.report.names import TITLES
-from flatmin_lab.report.page import as_printed, spread
+from flatmin_lab.report.page import as_printed
 
 RESULTS = Path(__file__).parent.parent / "results"
 PART = "results table"
@@ -52,8 +52,7 @@ def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
     found = []
     for column in columns:
         cell = cell_of(row.recipe, row.runs, column)
-        ours = f"{spread(cell.compared, column.digits)} {cell.smoothed(column.digits)}".rstrip()
-        found += [ours, as_printed(cell.paper, column.digits) if cell.paper else ""]
+        found += [cell.shown(column.digits), as_printed(cell.paper, column.digits) if cell.paper else ""]
     return found
 
 

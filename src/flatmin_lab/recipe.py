@@ -147,6 +147,15 @@ class Recipe:
         return Recipe(**values)
 
 
+def exceptions(protocol: str) -> list[str]:
+    """In what a training says that it differs from a cell of its protocol.
+
+    >>> exceptions("paper, but ball tensor, 400 epochs"), exceptions("paper")
+    (['ball tensor', '400 epochs'], [])
+    """
+    return list(filter(None, protocol.partition(", but ")[2].split(", ")))
+
+
 class Job(NamedTuple):
     """A training: what, and with which random numbers."""
 

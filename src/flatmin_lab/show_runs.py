@@ -123,8 +123,7 @@ def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
 def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
     for column, in_paper, cell in zip(found.columns, found.in_paper, row.cells, strict=True):
         mark = {None: "", True: " ▼", False: " ▲"}[cell.better]
-        shown = f"{page.spread(cell.compared, column.digits)}{mark} {cell.smoothed(column.digits)}".rstrip()
-        yield shown if cell.compared else "–"
+        yield cell.shown(column.digits, mark) if cell.compared else "–"
         if in_paper:
             yield "" if cell.paper is None else page.as_printed(cell.paper, column.digits)
         if in_paper and found.exhibit.protocol == "paper":

@@ -14,6 +14,7 @@ from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.methods import METHODS
 from flatmin_lab.paper import Value
 from flatmin_lab.paper import reported as reported_by_paper
+from flatmin_lab.recipe import exceptions
 from flatmin_lab.report import commands
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import COLUMNS, is_smoothed
@@ -95,8 +96,8 @@ def _without_knobs(protocol: str) -> str:
     >>> _without_knobs("short, but epsilon 0.03, validation"), _without_knobs("paper, but ball tensor")
     ('short, but validation', 'paper')
     """
-    name, _, apart = protocol.partition(", but ")
-    left = [one for one in apart.split(", ") if one == "validation" or one.endswith(" epochs")]
+    left = [one for one in exceptions(protocol) if one == "validation" or one.endswith(" epochs")]
+    name = protocol.partition(",")[0]
     return f"{name}, but {', '.join(left)}" if left else name
 
 
@@ -204,7 +205,7 @@ def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str,
 
 def _theirs(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
     """None beside a held-out part, wrong labels, or what says itself that it is not quite the paper's."""
-    apart = any(", but" in str(run.result.get("protocol")) for run in row.runs)
+    apart = any(exceptions(str(run.result.get("protocol"))) for run in row.runs)
     if setting["split"] != "test" or setting["label_noise"] or apart:
         return {}
     return reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "")

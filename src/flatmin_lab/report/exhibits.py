@@ -15,7 +15,7 @@ from flatmin_lab.data.made import stands_for
 from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.ledger import Ledger, differs
 from flatmin_lab.paper import Value, reported
-from flatmin_lab.recipe import Job, Recipe
+from flatmin_lab.recipe import Job, Recipe, exceptions
 from flatmin_lab.recipes import Exhibit, by_name
 from flatmin_lab.report.collected import Broken, Run, read_result
 from flatmin_lab.report.columns import Column, as_in_paper, named
@@ -45,6 +45,10 @@ class Cell:
     p: float | None = None  # against ERM, after Holm
     better: bool | None = None  # than ERM; None where that cannot be said
     compared: list[float] = field(default_factory=list)  # with other methods
+
+    def shown(self, digits: int, mark: str = "") -> str:
+        """In words: what methods are compared by, and the other number where there is one."""
+        return f"{spread(self.compared, digits)}{mark} {self.smoothed(digits)}".rstrip()
 
     def smoothed(self, digits: int) -> str:
         """In words, where the paper's stands beside another number than methods are compared by."""
@@ -81,8 +85,7 @@ class Row:
     @property
     def name(self) -> str:
         """The method, and in what it differs from the paper's."""
-        apart = self.recipe.protocol.partition(", but ")[2]
-        apart = ", ".join(filter(None, [apart, self.precision]))
+        apart = ", ".join(filter(None, [*exceptions(self.recipe.protocol), self.precision]))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
         return f"{NAMES[self.recipe.method]}{f' ({apart})' if apart else ''}"
@@ -185,6 +188,6 @@ def cell_of(recipe: Recipe, runs: Sequence[Run], column: Column) -> Cell:
     values = [value for run in runs if (value := as_in_paper(run, column)) is not None]
     compared = [value for run in runs if (value := column.value(run)) is not None]
     cell = reported(stands_for(recipe.data), recipe.model, recipe.method, recipe.augment)
-    theirs = cell.get(column.paper) if ", but" not in recipe.protocol else None
+    theirs = cell.get(column.paper) if not exceptions(recipe.protocol) else None
     said = agrees(values, theirs) if recipe.protocol == "paper" else None
     return Cell(values, theirs, said, compared=compared)
