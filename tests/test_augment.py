@@ -27,7 +27,7 @@ def test_a_stage_is_the_pillow_loop(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "svhn"])
-@pytest.mark.parametrize("kind", ["none", "vanilla", "cutout"])
+@pytest.mark.parametrize("kind", ["none", "vanilla", "vanilla_v1", "cutout"])
 def test_stages_follow_each_other_as_in_the_loop(kind: str, data: str) -> None:
     augment = augmentation(kind, data)  # type: ignore[arg-type]
     x = various()
@@ -53,6 +53,19 @@ PAPER = {
 def test_each_data_set_has_the_published_augmentation(kind: str, data: str) -> None:
     assert augmentation(kind, data).stages == PAPER[kind, data]  # type: ignore[arg-type]
     assert all(stage.fill == 128 for stage in PAPER[kind, data] if isinstance(stage, Crop))
+
+
+def test_the_first_version_pads_by_two_pixels_of_black() -> None:
+    assert augmentation("vanilla_v1", "cifar10").stages == (Crop(2, fill=0), Flip())
+    assert augmentation("vanilla_v1", "cifar100").stages == (Crop(2, fill=0), Flip())
+    assert augmentation("vanilla_v1", "svhn").stages == (Crop(2, fill=0),)
+    assert augmentation("vanilla_v1", "digits").stages == (Crop(1, fill=0),)
+    assert augmentation("vanilla_v1", load("digits")).stages == (Crop(1, fill=0),)
+    assert augmentation("vanilla_v1", own(3, 64, 48)).stages == (Crop(3, fill=0), Flip())
+    white = torch.full((1, 3, 32, 32), 255, dtype=torch.uint8)
+    corner = augmentation("vanilla_v1", "cifar100")(white, torch.tensor([[0.0, 0.0, 0.9]]))  # up and left, no flip
+    assert (corner == 0).sum() == 3 * (32 * 32 - 30 * 30)
+    assert torch.equal(corner[..., 2:, 2:], white[..., 2:, 2:])
 
 
 def own(*shape: int, name: str = "pets") -> Dataset:

@@ -85,6 +85,21 @@ def test_a_comparison_is_shown_for_the_data_of_which_both_sides_are_trained(tmp_
     assert "ERM (fp32) 1 5.00" in table().partition("CIFAR-100, PreActResNet18")[2]
 
 
+def test_the_first_version_s_trainings_stand_under_their_crops(tmp_path: Path) -> None:
+    for recipe in EXHIBITS["first_version"]("paper").recipes:
+        if recipe.data == "cifar100":
+            write_result(tmp_path, recipe, 0, 0.2431)
+    text = text_of(report_page(collect([tmp_path])))
+    table = text.partition("As the published code's first version trains")[2].partition("Ours beside")[0]
+    ours, _, theirs = table.partition("CIFAR-100, PreActResNet18, first version's crops and flips")
+    assert "CIFAR-10, " not in table
+    assert "CIFAR-100, PreActResNet18 ERM 1 24.31 24.31 ± 0.30 yes" in ours
+    assert "ERM (no Nesterov) 1 24.31" in ours
+    assert "ERM (first version's crops, no Nesterov, clipped to 50) 1 24.31" in theirs
+    assert "AMP (ball tensor, first version's crops, no Nesterov, clipped to 50) 1 24.31" in theirs
+    assert "paper, but first version's crops, no Nesterov, clipped to 50" in text  # of the setting, and not of a method
+
+
 def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:
     text = text_of(page)
     assert "The paper's tables, protocol “paper”" in text

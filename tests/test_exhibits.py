@@ -328,6 +328,36 @@ def test_adversarial_trainings_are_compared_in_error_and_under_the_small_attacks
         assert [mean(each.values) for each in row.cells] == pytest.approx([6, 0.25, 14, 14.5])
 
 
+def test_the_first_version_is_tried_whole_and_one_change_at_a_time(tmp_path: Path) -> None:
+    named = {recipe.name: recipe for recipe in EXHIBITS["first_version"]("paper").recipes}
+    for data in ("cifar10", "cifar100"):
+        start = f"paper/{data}-preactresnet18"
+        erm, amp = (cell("paper", data, "preactresnet18", method) for method in ("erm", "amp"))
+        whole: dict[str, Any] = {"augment": "vanilla_v1", "nesterov": False, "clip_norm": 50.0}
+        assert named.pop(erm.name) == erm
+        assert named.pop(amp.name) == amp
+        tensor = {**amp.settings, "ball": "tensor"}
+        for variant, expected in {
+            "erm-v1": replace(erm, **whole),
+            "erm-v1-crops": replace(erm, augment="vanilla_v1"),
+            "erm-v1-momentum": replace(erm, nesterov=False),
+            "amp-v1": replace(amp, **whole, settings=tensor),
+        }.items():
+            assert named.pop(f"{start}-{variant}") == replace(expected, name=f"{start}-{variant}")
+    assert named == {}
+    for recipe in EXHIBITS["first_version"]("paper").recipes:
+        write_result(tmp_path, recipe, 0, 0.2)
+    rows = filled(EXHIBITS["first_version"]("paper"), read_all(Ledger(tmp_path, tmp_path))).rows
+    assert [(row.name, row.cells[0].paper is not None) for row in rows if row.data == "cifar100"] == [
+        ("ERM", True),
+        ("AMP", True),
+        ("ERM (no Nesterov)", False),
+        ("ERM (first version's crops, no Nesterov, clipped to 50)", False),
+        ("ERM (first version's crops)", False),
+        ("AMP (ball tensor, first version's crops, no Nesterov, clipped to 50)", False),
+    ]
+
+
 def test_at_equal_compute_amp_is_tested_against_erm_at_twice_the_epochs(tmp_path: Path) -> None:
     amp, twice = EXHIBITS["compute"]("paper").recipes
     for seed in range(3):

@@ -99,6 +99,7 @@ def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
         {"epochs": 100},
         {"lr": 0.05},
         {"augment": "none"},
+        {"momentum": 0.0, "nesterov": False},
         {"augment": "cutout", "settings": {"epsilon": 0.3, "inner_lr": 0.5}},  # only wide ones have it in the paper
         {"model": "convnet"},
         {"model_settings": {"stem": 7}},
@@ -118,6 +119,10 @@ def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes:
         ({"epochs": 60}, "short, but epsilon 0.5"),  # with the long training's radius
         ({"epochs": 400}, "paper, but 400 epochs"),
         ({"validation": True}, "paper, but validation"),
+        ({"augment": "vanilla_v1"}, "paper, but first version's crops"),
+        ({"nesterov": False}, "paper, but no Nesterov"),
+        ({"clip_norm": 50.0}, "paper, but clipped to 50"),
+        ({"clip_norm": 0.5, "epochs": 60}, "short, but epsilon 0.5, clipped to 0.5"),
         ({"model": "vgg16"}, "paper, but epsilon 0.5, inner_lr 1.0"),  # which has another radius
         ({"settings": {"epsilon": 0.4, "inner_lr": 1.0}}, "paper, but epsilon 0.4"),
         ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "ball": "tensor"}}, "paper, but ball tensor"),

@@ -294,6 +294,13 @@ def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
             assert Path(options["--out"]).parent == tmp_path / name
 
 
+def test_without_nesterovs_alone_there_is_no_command_that_trains_alike(tmp_path: Path) -> None:
+    for name, more, count in (("heavy ball", {"momentum": 0.9}, 0), ("none", {"momentum": 0.0}, len(METHODS) - 1)):
+        write(tmp_path / name / "erm-0", result("erm", 0, 0.05, nesterov=False, **more))
+        (group,) = groups_of(collect([tmp_path / name]).runs)
+        assert len(group.untrained) == count
+
+
 def planned(options: dict[str, str]) -> Recipe:
     """The recipe that `flatmin train` would train with these options."""
     plans: list[Any] = []

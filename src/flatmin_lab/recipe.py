@@ -113,16 +113,18 @@ class Recipe:
     def protocol(self) -> str:
         """`paper` or `short` for a cell of the paper's tables, but for precision and the like; `smoke`; or `own`.
 
-        Where only the method's settings, the split or a doubled length differ it says so: "paper, but ball tensor".
+        Where only the method's settings, the split, a doubled length, or what the first version of the published code
+        has otherwise (crops, momentum, clipping) differ, it says so: "paper, but ball tensor, no Nesterov".
         """
         kinds = ("vanilla",) if self.model in TABLE_1 else ("vanilla", "cutout", "autoaugment")
         lengths = {count: name for name, epochs in PROTOCOLS.items() for count in (epochs, 2 * epochs)}
         name = lengths.get(self.epochs)
         if self.data not in (MADE if name == "smoke" else OFFICIAL) or self.model not in TABLE_1 + TABLE_2:
             return "own"
-        if name is None or self.augment not in kinds:
+        if name is None or self.augment not in (*kinds, "vanilla_v1"):
             return "own"
-        free = {key: getattr(self, key) for key in ("method", "augment", "epochs", "name", "validation", *SPEED)}
+        known = ("method", "augment", "nesterov", "clip_norm", "epochs", "name", "validation", *SPEED)
+        free = {key: getattr(self, key) for key in known}
         free |= {"model_settings": self.model_settings, "batch_size": self.batch_size} if name == "smoke" else {}
         plain = Recipe(data=self.data, model=self.model, **free)
         if replace(self, settings={}) != plain:
@@ -131,6 +133,8 @@ class Recipe:
         settings = methods.resolved(self.method, perturbation(usual) if self.method == "amp" else {})
         mine = methods.resolved(self.method, self.settings)
         apart = [f"{key} {mine.get(key)}" for key in {**settings, **mine} if mine.get(key) != settings.get(key)]
+        apart += ["first version's crops"] * (self.augment not in kinds) + ["no Nesterov"] * (not self.nesterov)
+        apart += [f"clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
         apart += ["validation"] * self.validation + [f"{self.epochs} epochs"] * (self.epochs != usual.epochs)
         return f"{name}, but {', '.join(apart)}" if apart else name
 

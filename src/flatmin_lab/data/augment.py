@@ -19,7 +19,7 @@ from flatmin_lab.data.autoaugment import AutoAugment
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.made import stands_for
 
-Kind = Literal["none", "vanilla", "cutout", "autoaugment"]
+Kind = Literal["none", "vanilla", "vanilla_v1", "cutout", "autoaugment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -150,8 +150,10 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
     """The paper's augmentations, with what its published code adds: padding, fill, lengths, and no flips for digits.
 
     "none" is nothing, "vanilla" is crop and flip, "cutout" adds the hole, "autoaugment" adds the policy before the
-    hole, on SVHN in place of the crop. A data set of one's own is taken as photographs: padded by an eighth of the
-    side, with a hole of half of it, and with the CIFAR-10 policy.
+    hole, on SVHN in place of the crop. "vanilla_v1" is crop and flip as in the first version of the published code:
+    padded by 2 with black, where later versions pad CIFAR by 4 with grey. A data set of one's own is taken as
+    photographs: padded by an eighth of the side (v1: a sixteenth), with a hole of half of it, and with the CIFAR-10
+    policy.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown augmentation {kind!r}; choose from {', '.join(KINDS)}")
@@ -166,14 +168,15 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
         return Augmentation()
     if isinstance(data, Dataset) and not data.train.pictures:
         raise ValueError(f"only pictures can be augmented, got the points of {data.name}; use the augmentation 'none'")
-    side = 32 if isinstance(data, str) else min(data.train.shape[1:])
-    stages: list[Stage] = [CROPS.get(name, Crop(max(side // 8, 1)))]
+    side = min(SHAPES[name][1:] if isinstance(data, str) else data.train.shape[1:])
+    first_version, usual = Crop(max(side // 16, 1), fill=0), CROPS.get(name, Crop(max(side // 8, 1)))
+    stages: list[Stage] = [first_version if kind == "vanilla_v1" else usual]
     if name not in UPRIGHT:
         stages.append(Flip())
     if kind == "autoaugment":
         policy = AutoAugment("svhn" if name == "svhn" else "cifar10")
         stages = [policy] if name == "svhn" else [*stages, policy]
-    if kind != "vanilla":
+    if kind in ("cutout", "autoaugment"):
         stages.append(CUTOUTS.get(name, Cutout(max(side // 2, 1))))
     result = Augmentation(tuple(stages))
     if isinstance(data, Dataset):

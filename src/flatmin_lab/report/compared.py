@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Any
 
 from flatmin_lab.figures.drawn import NAMES
-from flatmin_lab.methods import METHODS
+from flatmin_lab.methods import METHODS, resolved
 from flatmin_lab.paper import Value
 from flatmin_lab.paper import reported as reported_by_paper
 from flatmin_lab.recipe import exceptions
@@ -27,6 +27,7 @@ SETTING = (
     "momentum", "nesterov", "weight_decay", "schedule", "milestones", "gamma", "warmup", "clip_norm", "precision",
     "data_sha256",
 )  # fmt: skip
+KNOBS = {key for method in METHODS for key in resolved(method, {})}
 UNSAID = ("validation", "data_sha256")  # in a title: the first is the split, the second says nothing to a reader
 
 
@@ -95,8 +96,10 @@ def _without_knobs(protocol: str) -> str:
 
     >>> _without_knobs("short, but epsilon 0.03, validation"), _without_knobs("paper, but ball tensor")
     ('short, but validation', 'paper')
+    >>> _without_knobs("paper, but ball tensor, no Nesterov, clipped to 50")
+    'paper, but no Nesterov, clipped to 50'
     """
-    left = [one for one in exceptions(protocol) if one == "validation" or one.endswith(" epochs")]
+    left = [one for one in exceptions(protocol) if one.partition(" ")[0] not in KNOBS]
     name = protocol.partition(",")[0]
     return f"{name}, but {', '.join(left)}" if left else name
 

@@ -38,9 +38,10 @@ ALWAYS = (
     "with. So ours stands beside it in brackets, smoothed as there: over the other classes. (We train with it over "
     "all; the one follows from the other and the NLL.) That evaluation also floods the test loss of flooding, which "
     "can only raise the paper's NLL of it. Methods are compared by NLL.",
-    "SGD has Nesterov's momentum of 0.9, and pictures of CIFAR are padded by 4 with grey before they are cropped. (The "
-    "paper says momentum and crops. The published code has both so, but for its first version, before the paper's wide "
-    "networks: no Nesterov's, padding by 2 with black.) No gradient is clipped. (The published code: to a norm of 50.)",
+    "SGD has Nesterov's momentum of 0.9, pictures of CIFAR are padded by 4 with grey before they are cropped, and no "
+    "gradient is clipped, unless a row says otherwise. (The paper says momentum and crops. The published code has both "
+    "so from its second version on; its first, with all commands of table 1, has no Nesterov's and pads by 2 with "
+    "black. It clips to a norm of 50.)",
 )
 SHORT = (
     "Under the protocol “short” trainings have 60 epochs in place of 200, the rate is divided after 30 and 45, and AMP "

@@ -13,7 +13,7 @@ from flatmin_lab.report.deviations import deviations
 from flatmin_lab.report.exhibits import Filled, by_recipe, filled
 from flatmin_lab.report.names import TITLES
 
-PAIRS = ("ball", "adversary", "compute", "precision")  # each row beside another
+PAIRS = ("ball", "adversary", "first_version", "compute", "precision")  # each row beside another
 TABLES = (
     "table1",
     "table2",
