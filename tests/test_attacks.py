@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from flatmin.attacks import fgsm, pgd
 from flatmin.ball import NORMS, Norm
-from flatmin.modes import evaluating
+from flatmin.core.model_state import evaluating
 from waiting import without_sync
 
 norms = st.sampled_from(NORMS)

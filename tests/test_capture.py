@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import flatmin
 from cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
 from flatmin.capture import CapturedStep, captured_step
-from flatmin.host_random import HostRandom
+from flatmin.core.model_state import HostRandom
 from flatmin.packed import Packed
 from flatmin.passes import Masks, Passes, StandIns
 from flatmin.recording import REPLACED, _check_result, _Knobs, no_waiting

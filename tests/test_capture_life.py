@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import flatmin
 from cases import same
-from flatmin import lists
 from flatmin.capture import CapturedStep, captured_step
+from flatmin.core import multi_tensor
 from flatmin.passes import Masks, Passes, StandIns
 from flatmin.recording import StateMissingError, _kept, _Knobs, _Numbers
 from flatmin.task import Task, undone
@@ -53,7 +53,7 @@ class Again:
         self.knobs = _Knobs(task.optimizer, task.device)
         self.rates: _Numbers | None = None
         if by_kernel:
-            self.rates = _Numbers(lambda: lists.rates_of(task.base), torch.float64, task.device)
+            self.rates = _Numbers(lambda: multi_tensor.rates_of(task.base), torch.float64, task.device)
         self.inside = by_kernel or by_torch
         self.passes = Passes(
             task,
@@ -66,7 +66,7 @@ class Again:
         )
         with undone(task), self.knobs.in_groups():
             gradients = self.passes.run()
-            if self.rates is not None and not lists.has_state(task.base, gradients):
+            if self.rates is not None and not multi_tensor.has_state(task.base, gradients):
                 raise StateMissingError
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatmin.capture.Recording", Again)
     monkeypatch.setattr("flatmin.capture.Workspace", lambda task: StandIns())
     monkeypatch.setattr(CapturedStep, "reason", property(lambda step: step._failure))
-    monkeypatch.setattr(lists, "sgd", sgd_by_torch)
+    monkeypatch.setattr(multi_tensor, "sgd", sgd_by_torch)
     real = CapturedStep._look
 
     def look(step: CapturedStep) -> None:

@@ -14,7 +14,7 @@ import torch_alone
 
 LIBRARY = Path(flatmin.__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}
-WITH_TRITON = ("kernels.py", "lists.py")  # the second looks whether it is there
+WITH_TRITON = ("triton_kernels.py", "multi_tensor.py")  # the second looks whether it is there
 INTEGRATIONS = {  # each imports its own trainer
     "accelerate.py": {"accelerate"},
     "lightning.py": {"lightning", "pytorch_lightning", "torchmetrics"},

@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 import flatmin
 from cases import Method, Setup, same, setup
-from flatmin.snapshot import Snapshot
+from flatmin.core.model_state import Snapshot
 
 
 @pytest.mark.parametrize("form", ["closure", "blocks"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cases import same
-from flatmin.tensors import Copies, choose_, choose_at_once, choose_one_by_one, keep_, plain
+from flatmin.core.tensors import Copies, choose_, choose_at_once, choose_one_by_one, keep_, plain
 
 SPECIAL = [0.0, -0.0, 1.0, -1.5, float("inf"), float("-inf"), float("nan"), 1e-40, 3.4e38]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]

@@ -23,8 +23,8 @@ from torch.linalg import vector_norm
 from torch.nn.functional import cross_entropy
 
 from flatmin.ball import NORMS, Norm, shrink
-from flatmin.modes import with_gradients
-from flatmin.tensors import moved_within, widest
+from flatmin.core.model_state import with_gradients
+from flatmin.core.tensors import moved_within, widest
 
 __all__ = ["fgsm", "pgd"]
 

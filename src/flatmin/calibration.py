@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatmin.answers import checked
-from flatmin.tensors import wide
+from flatmin.core.tensors import wide
 
 __all__ = ["temperature"]
 

@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from flatmin import lists
+from flatmin.core import multi_tensor
+from flatmin.core.tensors import ORDINARY
 from flatmin.recording import MOVED, PLAIN, REPLACED, Recording, StateMissingError, Workspace, captures_itself
 from flatmin.shell import what
 from flatmin.task import CannotCaptureError, Task, in_a_line
-from flatmin.tensors import ORDINARY
 
 SHAPES = 8  # recordings that are kept
 WORTH = 50  # replays that a capture must have to pay
@@ -228,9 +228,9 @@ class CapturedStep:
         """At what the graphs to come will stand on."""
         self._forget()
         self._check()
-        lists.lay_out_momentum(self.task.base)
+        multi_tensor.lay_out_momentum(self.task.base)
         self._modules = self.task.modules()
-        self._suits = lists.suit([p for group in self.task.base.param_groups for p in group["params"]])
+        self._suits = multi_tensor.suit([p for group in self.task.base.param_groups for p in group["params"]])
         self._addresses = self._found_addresses()
 
     def _replayed(self, recording: Recording, inputs: Sequence[Any]) -> Any:
@@ -286,7 +286,7 @@ class CapturedStep:
         return [REPLACED[0], *(tensor.data_ptr() for tensor in tensors)]
 
     def _takes_sgd(self) -> bool:
-        return self._suits and self.task.scaler is None and lists.is_plain_sgd(self.task.base)
+        return self._suits and self.task.scaler is None and multi_tensor.is_plain_sgd(self.task.base)
 
     def _by_torch(self) -> bool:
         return self._changes <= CHANGES and captures_itself(self.task)
@@ -318,7 +318,7 @@ class CapturedStep:
             shape,
             tuple(map(_kind, leaves)),
             tuple(settings),
-            (*flags, *modes, *own, lists.has_hooks(base), around),
+            (*flags, *modes, *own, multi_tensor.has_hooks(base), around),
         )
 
 

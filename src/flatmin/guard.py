@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from flatmin.core.tensors import Copies, choose_, keep_
 from flatmin.scaling import Owners, step_fused, step_scaled
-from flatmin.tensors import Copies, choose_, keep_
 
 
 def step_unless(

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from flatmin.ball import combine, norms
+from flatmin.core.tensors import plain, wide
 from flatmin.scaling import Owners, notes_of, put_back_notes
-from flatmin.tensors import plain, wide
 
 
 class MeanGradient:

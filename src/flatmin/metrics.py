@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from flatmin.answers import checked
 from flatmin.calibration import temperature
+from flatmin.core.tensors import wide
 from flatmin.resampling import Interval, bootstrap
-from flatmin.tensors import wide
 
 __all__ = [
     "Interval",

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
-from flatmin import lists
-from flatmin.ball import Ball, Norm, clamp_, combine, norms, radii, shrink
+from flatmin.ball import Ball, Norm, clamp_, combine, fill_with_noise, norms, radii, scales, shrink
+from flatmin.core import multi_tensor
+from flatmin.core.tensors import ORDINARY, Copies, copy_, is_dense, keep_, lies_like, plain, wide
 from flatmin.shell import Group, whole_number
-from flatmin.tensors import ORDINARY, Copies, copy_, is_dense, keep_, lies_like, plain, wide
-from flatmin.uniform import fill_with_noise, scales
 from flatmin.wrapper import Wrapper
 
 
@@ -124,9 +123,9 @@ class AMP(Wrapper):
         at_once = n == 0 and is_last and self.norm == "l2"  # Δ = rate · factor · ∇J, which nobody asks for later
         for step, factor in zip(steps, found.factors, strict=True):
             in_one = self.ball != "tensor" and step.suits_one_kernel()
-            if at_once and self._aside is not None and lists.suit(step.params):
+            if at_once and self._aside is not None and multi_tensor.suit(step.params):
                 moved = [self._moved(p) for p in step.params]
-                lists.move(
+                multi_tensor.move(
                     step.params, step.directions, moved, step.rate * factor, finite, rounded_once=self.ball != "tensor"
                 )
             elif at_once and in_one and all(self._moved(p).dtype == p.dtype for p in step.params):

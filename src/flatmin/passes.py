@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from flatmin import lists
+from flatmin.core import multi_tensor
+from flatmin.core.model_state import random_state, set_random_state
+from flatmin.core.tensors import copy_, is_dense, lies_like
 from flatmin.guard import step_unless
 from flatmin.last import loss_in
 from flatmin.optim import AMP
 from flatmin.perturbing import Aside
 from flatmin.scaling import inverse_scale, step_scaled
 from flatmin.shadow import cast_once, in_place_of
-from flatmin.snapshot import random_state, set_random_state
 from flatmin.task import Task, undone
-from flatmin.tensors import copy_, is_dense, lies_like
 
 Gradients = dict[Tensor, Tensor]
 
@@ -128,7 +128,7 @@ class Passes:
         gradients = self.run()
         self.gradients = {}
         if self.rates is not None:
-            lists.sgd(self.task.base, gradients, self.rates, self.skip)
+            multi_tensor.sgd(self.task.base, gradients, self.rates, self.skip)
             return
         self.gradients = {p: gradient.to(p.dtype) for p, gradient in gradients.items()}
         if self.base_too:

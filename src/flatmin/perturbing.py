@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from flatmin import lists, ranks
 from flatmin.ball import Norm, combine, norms
+from flatmin.core import distributed, multi_tensor
+from flatmin.core.model_state import Snapshot
+from flatmin.core.tensors import Copies
 from flatmin.guard import step_unless
 from flatmin.last import Last, detached_loss
 from flatmin.scaling import Owners, check_in_use, inverse_scale, new_gradients_come, step_scaled
 from flatmin.shell import Shell
-from flatmin.snapshot import Snapshot
-from flatmin.tensors import Copies
 
 Closure = Callable[[], Any]
 
@@ -63,7 +63,7 @@ class Perturbing(Shell, ABC):
         # so a step ends, and there an exception in a block leads back to.
         self._at_start = None if model is None else Snapshot(model)
         self._at_clean = None if model is None else Snapshot(model)
-        self._replicas = ranks.replicas_in(model)
+        self._replicas = distributed.replicas_in(model)
         self._process_groups: list[Any] | None = None  # of the ranks that share the model, once they have met
         self._is_new = True
 
@@ -99,7 +99,7 @@ class Perturbing(Shell, ABC):
 
     def _ascent_pass(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around a pass: all but the last are the ascent's, where each rank may keep its own gradient."""
-        return nullcontext() if is_last or self.sync_perturbation else ranks.without_sync(self._replicas)
+        return nullcontext() if is_last or self.sync_perturbation else distributed.without_sync(self._replicas)
 
     def _move(self, n: int, scaler: GradScaler | None) -> None:
         unscale: float | Tensor = 1.0
@@ -148,7 +148,7 @@ class Perturbing(Shell, ABC):
         skip: Tensor
         length, skip = self._fast(_judged)(self._lengths(gradients), self._sound, norm=self.norm)
         if not self.sync_perturbation:  # else the gradients, and so the flags, are the same everywhere
-            skip = ranks.on_any(skip, self._process_groups or [])
+            skip = distributed.on_any(skip, self._process_groups or [])
         if "grad_norm" not in self._measured:  # RMP, or nothing to perturb had a gradient in the clean pass
             self._measured["grad_norm"] = length * inverse_scale(scaler, self._owners, self._home)
         return skip
@@ -184,8 +184,8 @@ class Perturbing(Shell, ABC):
     def _lengths(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of each of these gradients, or other directions."""
         may_be_fast = self._aside is not None and self._aside.compiled is not None and self.norm == "l2"
-        if may_be_fast and lists.measurable(tensors):
-            return lists.lengths(tensors)
+        if may_be_fast and multi_tensor.measurable(tensors):
+            return multi_tensor.lengths(tensors)
         return norms(tensors, norm=self.norm).to(self._home)
 
     def _fast(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,14 +207,14 @@ class Perturbing(Shell, ABC):
 
     def _meet_ranks(self) -> None:
         """At the first step: one perturbation a rank needs replicas, and all ranks need the same settings."""
-        ranks.check_layout(self._replicas, self._params(), sync_perturbation=self.sync_perturbation)
-        groups = ranks.groups_of(self._replicas, self._params())
+        distributed.check_layout(self._replicas, self._params(), sync_perturbation=self.sync_perturbation)
+        groups = distributed.groups_of(self._replicas, self._params())
         if groups:  # reading ε may wait for the device
             settings = {
                 **{key: [float(group[key]) for group in self.param_groups] for key in self._hyperparameters},
                 **{name: getattr(self, name) for name in self._same_on_all_ranks},
             }
-            ranks.compare(settings, groups, device=self._home, way_out="give every rank the same settings")
+            distributed.compare(settings, groups, device=self._home, way_out="give every rank the same settings")
         self._process_groups = groups
 
     def _compare_gradients(self) -> None:
@@ -224,7 +224,7 @@ class Perturbing(Shell, ABC):
         named = [] if self.model is None else self.model.named_parameters()
         names: dict[Tensor, str] = {param: name for name, param in named}
         missing = [names.get(p, f"number {place}") for place, p in enumerate(self._params()) if p.grad is None]
-        ranks.compare(
+        distributed.compare(
             {"parameters without a gradient": missing},
             self._process_groups,
             device=self._home,
@@ -233,7 +233,7 @@ class Perturbing(Shell, ABC):
         if self._replicas:
             gradients = [p.grad for p in self._params() if p.grad is not None]
             length = float(combine(self._lengths(gradients), norm=self.norm))
-            ranks.compare(
+            distributed.compare(
                 {"‖∇J‖": f"{length:.9g}"},  # in digits: nan is nan
                 self._process_groups,
                 device=self._home,

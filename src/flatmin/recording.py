@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from flatmin import lists
-from flatmin.host_random import HostRandom
+from flatmin.core import multi_tensor
+from flatmin.core.model_state import HostRandom
 from flatmin.last import Last, loss_in
 from flatmin.packed import Packed
 from flatmin.passes import Gradients, Masks, Passes, StandIns
@@ -68,7 +68,7 @@ class Recording:
         self.knobs = _Knobs(task.optimizer, task.device)
         self.rates: _Numbers | None = None
         if by_kernel:  # our own, for SGD
-            self.rates = _Numbers(lambda: lists.rates_of(task.base), torch.float64, task.device)
+            self.rates = _Numbers(lambda: multi_tensor.rates_of(task.base), torch.float64, task.device)
         self.inside = by_kernel or by_torch
         count = task.wrapper.inner_iter if task.wrapper is not None and task.wrapper._shares_a_step() else 0
         self.masks = _Clones(task.device, count)
@@ -106,10 +106,10 @@ class Recording:
             with no_waiting():
                 self._run()
             if self.rates is not None:
-                if not lists.has_state(self.task.base, gradients):
+                if not multi_tensor.has_state(self.task.base, gradients):
                     raise StateMissingError
                 skip = torch.zeros((), dtype=torch.bool, device=self.task.device)
-                lists.rehearse_sgd(self.task.base, gradients, self.rates.there, skip)
+                multi_tensor.rehearse_sgd(self.task.base, gradients, self.rates.there, skip)
 
     def _run(self) -> Gradients:
         self.masks.step_begins()
@@ -125,7 +125,7 @@ class Recording:
         with ExitStack() as around:
             for generator in (self.masks.origin, *own):
                 around.enter_context(sound_generator(generator, task.device))
-            self.tables = around.enter_context(lists.bound(task.params, passes))
+            self.tables = around.enter_context(multi_tensor.bound(task.params, passes))
             graph = torch.cuda.graph(
                 self.graph, pool=space.pool, stream=space.stream, capture_error_mode="thread_local"
             )
@@ -288,7 +288,7 @@ def _check_result(result: Any, device: torch.device) -> None:
 def captures_itself(task: Task) -> bool:
     """Can torch capture the base's step, with lr as a tensor? Hooks are Python, which a graph does not run again."""
     base = task.base
-    if task.scaler is not None or lists.has_hooks(base):
+    if task.scaler is not None or multi_tensor.has_hooks(base):
         return False
     in_torch = type(base).__module__.startswith("torch.optim.")
     return in_torch and all(group.get("capturable", group.get("fused")) for group in base.param_groups)

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from flatmin.tensors import plain
+from flatmin.core.tensors import plain
 
 Owners = tuple[Optimizer, Optimizer]  # the wrapper and its base
 

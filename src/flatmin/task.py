@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from flatmin.host_random import HostRandom
+from flatmin.core.model_state import HostRandom, Snapshot
 from flatmin.last import loss_in
-from flatmin.snapshot import Snapshot
 from flatmin.wrapper import Wrapper
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import LBFGS
 
+from flatmin.core.model_state import Snapshot
+from flatmin.core.tensors import plain
 from flatmin.kept_gradients import Gradients, MeanGradient
 from flatmin.last import Last, detached_loss, mean_loss, mean_of
 from flatmin.perturbing import Closure, Perturbing
 from flatmin.scaling import new_gradients_come, step_as_told
 from flatmin.shell import what
-from flatmin.snapshot import Snapshot
-from flatmin.tensors import plain
 
 Closures = list[Closure] | tuple[Closure, ...]  # one a micro-batch
 

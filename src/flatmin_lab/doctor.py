@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import flatmin
+from flatmin.core.model_state import evaluating
 from flatmin.doctor import Crash, Finding, MakeTraining, examine, own_lines
-from flatmin.modes import evaluating
 from flatmin_lab import models, own_model, show
 from flatmin_lab.data.catalogue import EMBEDDED, OFFICIAL, load
 from flatmin_lab.data.seeds import generator

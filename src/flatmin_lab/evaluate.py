@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatmin import metrics
 from flatmin.answers import is_answer
-from flatmin.modes import evaluating
+from flatmin.core.model_state import evaluating
 from flatmin_lab.answering import FULL
 from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split

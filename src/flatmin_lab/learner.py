@@ -23,8 +23,8 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 import flatmin
+from flatmin.core.model_state import random_state, set_random_state
 from flatmin.regularisers import Mixed, Regulariser
-from flatmin.snapshot import random_state, set_random_state
 from flatmin.wrapper import Wrapper
 from flatmin_lab import methods, models
 from flatmin_lab.averaging import Average

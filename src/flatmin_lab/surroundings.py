@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from flatmin.snapshot import random_state, set_random_state
+from flatmin.core.model_state import random_state, set_random_state
 
 State = Tensor | torch.Generator
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from flatmin import ranks
+from flatmin.core import distributed
 from flatmin_lab.records import ElsewhereError, RefusedElsewhereError
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Ranks(Team):
     def compare(self, mine: Mapping[str, object], *, way_out: str) -> None:
         everyone = torch.distributed.group.WORLD
         with self.together():
-            ranks.compare(mine, [everyone], device=torch.device("cpu"), way_out=way_out)
+            distributed.compare(mine, [everyone], device=torch.device("cpu"), way_out=way_out)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flatmin.modes import evaluating
+from flatmin.core.model_state import evaluating
 from flatmin_lab.answering import Answers
 from flatmin_lab.data.augment import augmentation
 from flatmin_lab.data.batches import Batches

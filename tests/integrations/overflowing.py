@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cases import Setup
 from flatmin import AMP
-from flatmin.tensors import plain
+from flatmin.core.tensors import plain
 
 
 def whole(tensors: Iterable[Tensor]) -> list[Tensor]:

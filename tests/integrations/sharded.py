@@ -21,9 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from cases import Setup, setup
 from flatmin import AMP, RMP
-from flatmin.ball import BALLS, NORMS, norms, project_
-from flatmin.tensors import plain
-from flatmin.uniform import uniform_
+from flatmin.ball import BALLS, NORMS, norms, project_, uniform_
+from flatmin.core.tensors import plain
 from integrations.overflowing import overflow_once, whole
 
 BASES: dict[str, Any] = {

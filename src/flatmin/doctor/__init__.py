@@ -10,6 +10,7 @@ error on the way ends it, because what follows would tell nothing.
 
 from collections.abc import Iterator
 
+from flatmin.core.distributed import several
 from flatmin.doctor import ranks, steps
 from flatmin.doctor.base import cost, epsilon_zero
 from flatmin.doctor.call import observe, settle
@@ -29,7 +30,6 @@ from flatmin.doctor.moment import Moment, alike
 from flatmin.doctor.radius import climbs, first_guess, inside, radius
 from flatmin.doctor.repeats import repeated, rounding_of
 from flatmin.doctor.set_up import MakeTraining, SetUp, fresh, generators_kept
-from flatmin.ranks import several
 
 __all__ = ["Crash", "Finding", "MakeTraining", "Verdict", "during", "examine", "first_guess", "has_error", "own_lines"]
 

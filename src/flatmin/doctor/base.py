@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from flatmin.core.tensors import plain
 from flatmin.doctor.finding import Finding
 from flatmin.doctor.moment import same_bits
 from flatmin.doctor.ranks import anywhere
 from flatmin.doctor.set_up import MakeTraining, SetUp, fresh
 from flatmin.optim import AMP
-from flatmin.tensors import plain
 
 STEPS = 3
 TURNS = 5

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
+from flatmin.core.model_state import HostRandom, Snapshot, random_state, set_random_state
+from flatmin.core.tensors import Copies, plain
 from flatmin.doctor.finding import Finding
 from flatmin.doctor.set_up import EPSILON, SetUp
-from flatmin.host_random import HostRandom
-from flatmin.snapshot import Snapshot, random_state, set_random_state
-from flatmin.tensors import Copies, plain
 
 
 class Moment:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from flatmin.core.distributed import replicas_in, several
+from flatmin.core.tensors import ORDINARY, plain, widest
 from flatmin.doctor.call import Call
 from flatmin.doctor.finding import Finding, few
 from flatmin.doctor.set_up import SetUp
-from flatmin.ranks import replicas_in, several
-from flatmin.tensors import ORDINARY, plain, widest
 
 NAME = "ranks"
 

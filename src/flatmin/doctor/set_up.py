@@ -21,8 +21,8 @@ from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from flatmin.core.model_state import HostRandom
 from flatmin.doctor.finding import during
-from flatmin.host_random import HostRandom
 from flatmin.optim import AMP
 from flatmin.scaling import new_gradients_come
 from flatmin.shell import what

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from flatmin.ball import combine, norms
+from flatmin.core.model_state import random_state
+from flatmin.core.tensors import plain, wide
 from flatmin.doctor.finding import Finding, few
 from flatmin.doctor.moment import same_bits
 from flatmin.doctor.set_up import SetUp
 from flatmin.last import Last
-from flatmin.snapshot import random_state
-from flatmin.tensors import plain, wide
 
 STEPS = 5
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatmin.ball import norms
+from flatmin.core.tensors import wide
 from flatmin.flatness.risk import INDEPENDENT, Part, checked, gradient_of
 from flatmin.flatness.weights import Weights, own_generator
-from flatmin.tensors import wide
 
 Product = Callable[[Tensor], Tensor]
 _ROW = 4096

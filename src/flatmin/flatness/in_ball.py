@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatmin.ball import BALLS, NORMS, Ball, Norm, combine, norms, project_, radii
+from flatmin.ball import BALLS, NORMS, Ball, Norm, combine, norms, project_, radii, uniform_
 from flatmin.flatness.risk import Loss, Part, parts_of
 from flatmin.flatness.weights import Weights, check_radius, own_generator
-from flatmin.uniform import uniform_
 
 
 class WorstCase(NamedTuple):

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.linalg import vector_norm
 
+from flatmin.core.tensors import wide
 from flatmin.flatness.risk import Loss, Part, parts_of, summed
 from flatmin.flatness.weights import Weights, own_generator
-from flatmin.tensors import wide
 
 Direction = Sequence[Tensor]
 Vectors = Literal["zero", "scaled"]

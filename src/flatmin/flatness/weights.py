@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from flatmin.core.model_state import Snapshot, with_gradients
+from flatmin.core.tensors import Copies, moved_within, wide
 from flatmin.flatness.risk import Part, value, value_and_gradient
-from flatmin.modes import with_gradients
-from flatmin.snapshot import Snapshot
-from flatmin.tensors import Copies, moved_within, wide
 
 
 class Weights:

@@ -7,7 +7,7 @@ own numbers are among those: put back, its Δ would be the same in every step.
 from collections.abc import Callable
 from typing import Any
 
-from flatmin.snapshot import Snapshot
+from flatmin.core.model_state import Snapshot
 from flatmin.wrapper import Wrapper
 
 

@@ -44,10 +44,10 @@ except ModuleNotFoundError:  # the same under its older name
     )
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
+from flatmin.core.model_state import Snapshot
 from flatmin.integrations.again import Again
 from flatmin.optim import AMP, RMP
 from flatmin.shell import what
-from flatmin.snapshot import Snapshot
 from flatmin.wrapper import Wrapper
 
 __all__ = ["FlatMinima", "PerturbedOptimizer"]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatmin.tensors import is_dense, lies_like
+from flatmin.core.tensors import is_dense, lies_like
 
 ALIGNED = 16  # bytes
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -61,33 +61,33 @@ def move(
 
     `rounded_once`: the product is not rounded before the sum, as in torch's fused SGD.
     """
-    from flatmin import kernels
+    from flatmin.core import triton_kernels
 
     beside = [_like(gradient, p) for gradient, p in zip(gradients, theta, strict=True)]
     factors = factors.float().contiguous()
     for kind in _kinds(beside, moved):
         lists = [[tensors[i] for i in kind] for tensors in (theta, beside, moved)]
         types = _triton_type(lists[1][0]), _triton_type(lists[2][0])
-        table, chunks = _table(lists, kind, kernels.BLOCK)
-        arguments = (table, chunks, factors, finite, *types, rounded_once, kernels.BLOCK)
-        kernels.move[(chunks,)](*arguments, **kernels.OPTIONS)
+        table, chunks = _table(lists, kind, triton_kernels.BLOCK)
+        arguments = (table, chunks, factors, finite, *types, rounded_once, triton_kernels.BLOCK)
+        triton_kernels.move[(chunks,)](*arguments, **triton_kernels.OPTIONS)
 
 
 def lengths(tensors: Sequence[Tensor]) -> Tensor:
     """‖t‖₂ of each tensor, in float32: the squares of a chunk are added up, then the sums of a tensor's chunks."""
-    from flatmin import kernels
+    from flatmin.core import triton_kernels
 
-    counts = [_chunks(tensor.numel(), kernels.BLOCK) for tensor in tensors]
+    counts = [_chunks(tensor.numel(), triton_kernels.BLOCK) for tensor in tensors]
     firsts = [sum(counts[:place]) for place in range(len(counts))]
     sums = torch.empty(sum(counts), device=tensors[0].device)
     for kind in _kinds(tensors):
         places = [firsts[i] for i in kind]
-        table, chunks = _table([[tensors[i] for i in kind]], places, kernels.BLOCK, one_each=True)
-        arguments = (table, chunks, sums, _triton_type(tensors[kind[0]]), kernels.BLOCK)
-        kernels.squares[(chunks,)](*arguments, **kernels.OPTIONS)
+        table, chunks = _table([[tensors[i] for i in kind]], places, triton_kernels.BLOCK, one_each=True)
+        arguments = (table, chunks, sums, _triton_type(tensors[kind[0]]), triton_kernels.BLOCK)
+        triton_kernels.squares[(chunks,)](*arguments, **triton_kernels.OPTIONS)
     found = torch.empty(len(tensors), device=sums.device)
     ends = _constant(torch.tensor([*firsts, len(sums)]), sums.device)
-    kernels.roots[(len(tensors),)](ends, sums, found, kernels.ROOTS)
+    triton_kernels.roots[(len(tensors),)](ends, sums, found, triton_kernels.ROOTS)
     return found
 
 
@@ -154,10 +154,10 @@ def rates_of(base: Optimizer) -> list[list[float]]:
 
 
 def _sgd(group: dict[str, Any], lists: Sequence[Sequence[Tensor]], rates: Tensor, skip: Tensor) -> None:
-    from flatmin import kernels
+    from flatmin.core import triton_kernels
 
-    table, chunks = _table(lists, range(len(lists[0])), kernels.BLOCK)
-    kernels.sgd[(chunks,)](
+    table, chunks = _table(lists, range(len(lists[0])), triton_kernels.BLOCK)
+    triton_kernels.sgd[(chunks,)](
         table,
         chunks,
         rates,
@@ -167,8 +167,8 @@ def _sgd(group: dict[str, Any], lists: Sequence[Sequence[Tensor]], rates: Tensor
         group["weight_decay"] != 0,
         group["nesterov"],
         group["maximize"],
-        kernels.BLOCK,
-        **kernels.OPTIONS,
+        triton_kernels.BLOCK,
+        **triton_kernels.OPTIONS,
     )
 
 
@@ -208,9 +208,9 @@ class Tables:
     """
 
     def __init__(self, params: Sequence[Tensor], passes: int) -> None:
-        from flatmin import kernels
+        from flatmin.core import triton_kernels
 
-        chunks = sum(_chunks(p.numel(), kernels.BLOCK) for p in params)
+        chunks = sum(_chunks(p.numel(), triton_kernels.BLOCK) for p in params)
         # `lengths` for each pass, `move` and `sgd`: five words for a chunk at most, and the ends of their tables
         words = (passes + 2) * (5 * chunks + 4 * len(params) + 2)
         self.room = torch.empty(words, dtype=torch.int64, device=params[0].device)

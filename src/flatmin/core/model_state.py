@@ -1,0 +1,189 @@
+"""The state of a model beside its weights: buffers, random generators, train or eval mode. Saved, and put back.
+
+A step of AMP runs the model N + 1 times on one batch. Each forward pass moves BatchNorm's running statistics and draws
+dropout masks, so without care the statistics would mix those of θ with those of θ + Δ, and the ascent would climb one
+network's loss and descend another's. A `Snapshot` holds a model's buffers and the states of the random generators
+(torch's, and Python's and numpy's, which some models and augmentations draw from) at one moment and puts them back:
+buffers by copying in place (no attribute of a module is touched, so nothing that torch.compile guards on changes),
+generators by setting their state.
+
+A CUDA graph repeats for ever a number that was drawn on the host, so a step that draws some must not be captured:
+`HostRandom` tells. A generator that a user keeps (`numpy.random.default_rng()`) cannot be seen from here.
+"""
+
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from flatmin.core.tensors import Copies
+
+Place = tuple[int, str]  # of a buffer: its module, and its name there
+
+
+class Snapshot:
+    """A model's buffers and some devices' random states, as they were at the last `take_buffers` and `take_random`.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> snapshot = Snapshot(norm)
+    >>> snapshot.take_buffers()
+    >>> _ = norm(torch.tensor([[1.0], [3.0]]))
+    >>> snapshot.put_back_buffers()
+    >>> norm.running_mean, norm.num_batches_tracked
+    (tensor([0.]), tensor(0))
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._buffers: Copies[Place] = Copies()
+        self._random: dict[torch.device, Tensor] = {}
+        self._host: HostRandom | None = None
+
+    def take_buffers(self) -> None:
+        self._buffers.forget()
+        self._buffers.take({place: buffer for place, buffer in self._found() if not is_lazy(buffer)})
+
+    def put_back_buffers(self) -> None:
+        self._buffers.put_back(dict(self._found()))
+
+    def _found(self) -> Iterator[tuple[Place, Tensor]]:
+        """The model's buffers by place, twice a step; `named_buffers` takes five times longer to go through it."""
+        seen, ahead = set[nn.Module](), [self.model]
+        while ahead:
+            module = ahead.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            ahead += [child for child in module._modules.values() if child is not None]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (id(module), name), buffer
+
+    def take_random(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
+        """`since`: an earlier moment, which is returned to first."""
+        self._host = HostRandom(since=None if since is None else since._host)
+        self._random = {device: random_state(device) for device in devices if device.type != "cpu"}
+
+    def put_back_random(self) -> None:
+        if self._host is not None:
+            self._host.put_back()
+        for device, state in self._random.items():
+            set_random_state(device, state)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of the generator that a device draws from by default."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module = torch.get_device_module(device)
+    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+        return
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
+# ---- the random generators of the host
+
+
+class HostRandom:
+    """Their states as they are now.
+
+    >>> before = HostRandom()
+    >>> _ = random.random()
+    >>> before.has_moved()
+    True
+    >>> before.put_back()
+    >>> before.has_moved()
+    False
+    """
+
+    def __init__(self, *, since: "HostRandom | None" = None) -> None:
+        """`since`: an earlier moment. If numpy stood still from there to here, both leave it so: it is slow to set."""
+        self.torch, self.python = torch.get_rng_state(), random.getstate()
+        self.numpy = None if (numpy := _numpy_random()) is None else numpy.get_state(legacy=False)
+        self._sets_numpy = self.numpy is not None
+        if since is not None and _same(self.numpy, since.numpy):
+            self._sets_numpy = since._sets_numpy = False
+
+    def has_moved(self) -> bool:
+        """Has anyone drawn from one since?"""
+        return not torch.equal(self.torch, torch.get_rng_state()) or bool(self.moved_besides_torch())
+
+    def moved_besides_torch(self) -> list[str]:
+        """Those of Python and numpy that someone has drawn from since, in words."""
+        now = HostRandom()
+        python = ["Python's random"] if self.python != now.python else []
+        numpy = ["numpy.random"] if self.numpy is not None and not _same(self.numpy, now.numpy) else []
+        return python + numpy
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        if self._sets_numpy:
+            _numpy_random().set_state(self.numpy)
+
+
+def _same(state: Any, other: Any) -> bool:
+    """Of numpy's states."""
+    if state is None or other is None or not state["bit_generator"] == other["bit_generator"] == "MT19937":
+        return pickle.dumps(state) == pickle.dumps(other)
+    here, there = state["state"], other["state"]
+    alike = here["pos"] == there["pos"] and state["has_gauss"] == other["has_gauss"]
+    return alike and bool((here["key"] == there["key"]).all())
+
+
+def _numpy_random() -> Any:
+    return sys.modules.get("numpy.random")
+
+
+# ---- train and eval mode
+
+
+@contextmanager
+def evaluating(model: object) -> Iterator[None]:
+    """Every module in eval mode; afterwards, also after an exception, each in the mode it had.
+
+    >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(1).eval())
+    >>> with evaluating(model):
+    ...     [module.training for module in model.modules()]
+    [False, False, False]
+    >>> [module.training for module in model.modules()]
+    [True, True, False]
+    """
+    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def with_gradients(model: object) -> Iterator[None]:
+    """Eval mode for whoever takes gradients: cuDNN's recurrent networks have none in it, and torch's own stand in."""
+    recurrent = isinstance(model, nn.Module) and any(isinstance(module, nn.RNNBase) for module in model.modules())
+    cudnn = torch.backends.cudnn
+    enabled = cudnn.enabled
+    try:
+        cudnn.enabled = enabled and not recurrent
+        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+            yield
+    finally:
+        cudnn.enabled = enabled
