@@ -264,7 +264,7 @@ def aside(case: Setup, optimizer: Optimizer, **settings: Any) -> Callable[[], An
     def step() -> Any:
         passes.step()
         if isinstance(optimizer, flatmin.AMP | flatmin.RMP):
-            optimizer._aside = None
+            optimizer._store_in_place()
         return passes.result
 
     return step

@@ -79,7 +79,7 @@ class Again:
         with self.knobs.in_groups():
             self.passes.step()
         if self.task.wrapper is not None:
-            self.task.wrapper._aside = None
+            self.task.wrapper._store_in_place()
             self.task.wrapper._forget_step()
         if not self.inside:
             self.passes.step_base()

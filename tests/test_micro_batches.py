@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import flatmin
 from cases import MakeBase, Method, Setup, same, setup, tensors_in
-from flatmin.kept_gradients import MeanGradient
+from flatmin.optim.accumulation import MeanGradient
 
 Closure = Callable[[], Tensor]
 

@@ -6,9 +6,7 @@ loss = optimizer.step(closure)
 
 from flatmin import attacks, ball, doctor, flatness, metrics, regularisers, theory
 from flatmin.capture import captured_step
-from flatmin.last import Last
-from flatmin.optim import AMP, RMP
-from flatmin.selection import groups
+from flatmin.optim import AMP, RMP, Last, groups
 
 __version__ = "0.1.0"
 

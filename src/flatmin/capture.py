@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from flatmin.core import multi_tensor
 from flatmin.core.tensors import ORDINARY
+from flatmin.optim.wrapper import what
 from flatmin.recording import MOVED, PLAIN, REPLACED, Recording, StateMissingError, Workspace, captures_itself
-from flatmin.shell import what
 from flatmin.task import CannotCaptureError, Task, in_a_line
 
 SHAPES = 8  # recordings that are kept

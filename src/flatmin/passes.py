@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_map_only
 from flatmin.core import multi_tensor
 from flatmin.core.model_state import random_state, set_random_state
 from flatmin.core.tensors import copy_, is_dense, lies_like
-from flatmin.guard import step_unless
-from flatmin.last import loss_in
-from flatmin.optim import AMP
-from flatmin.perturbing import Aside
-from flatmin.scaling import inverse_scale, step_scaled
+from flatmin.optim.amp import AMP
+from flatmin.optim.grad_scaler import inverse_scale, step_scaled
+from flatmin.optim.skip_step import step_unless
+from flatmin.optim.step_info import loss_in
+from flatmin.optim.weight_storage import Beside
 from flatmin.shadow import cast_once, in_place_of
 from flatmin.task import Task, undone
 
@@ -164,9 +164,10 @@ class Passes:
         moved = {p: there for p, there in self.moved.items() if p in gradients or not starts_clean}
         _copy_beside(self.buffers)
         for n in range(wrapper.inner_iter):
-            wrapper._aside = Aside(self.moved, gradients, self.compiled)
+            storage = Beside(self.moved, gradients, self.compiled)
+            wrapper._storage = storage
             wrapper._perturb(n, inverse_scale(task.scaler, wrapper._owners, task.device))
-            wrapper._aside.gradients = gradients = {}  # the next ones may have their memory
+            storage.gradients = gradients = {}  # the next ones may have their memory
             with self.masks.drawn_again(n) if self.as_if_once else nullcontext():
                 latest, gradients = self._pass(made, {**self.half, **moved, **self.buffers})
             result = latest if result is None else result

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from flatmin.core import multi_tensor
 from flatmin.core.model_state import HostRandom
-from flatmin.last import Last, loss_in
+from flatmin.optim.step_info import Last, loss_in
+from flatmin.optim.wrapper import Group
 from flatmin.packed import Packed
 from flatmin.passes import Gradients, Masks, Passes, StandIns
-from flatmin.shell import Group
 from flatmin.task import CannotCaptureError, Task, in_a_line, undone
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

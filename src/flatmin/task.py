@@ -14,8 +14,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from flatmin.core.model_state import HostRandom, Snapshot
-from flatmin.last import loss_in
-from flatmin.wrapper import Wrapper
+from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.step_info import loss_in
 
 
 class CannotCaptureError(RuntimeError):
@@ -43,12 +43,12 @@ class Task:
     scaler: GradScaler | None
 
     @property
-    def wrapper(self) -> Wrapper | None:
-        return self.optimizer if isinstance(self.optimizer, Wrapper) else None
+    def wrapper(self) -> PerturbedOptimizer | None:
+        return self.optimizer if isinstance(self.optimizer, PerturbedOptimizer) else None
 
     @property
     def base(self) -> Optimizer:
-        return self.optimizer.base if isinstance(self.optimizer, Wrapper) else self.optimizer
+        return self.optimizer.base if isinstance(self.optimizer, PerturbedOptimizer) else self.optimizer
 
     @property
     def params(self) -> list[Tensor]:
@@ -122,5 +122,5 @@ def undone(task: Task) -> Iterator[None]:
         for p in task.params:
             p.grad = None
         if task.wrapper is not None:
-            task.wrapper._aside = None
+            task.wrapper._store_in_place()
             task.wrapper._forget_step()

@@ -24,8 +24,8 @@ from torch.optim import SGD
 
 import flatmin
 from flatmin.core.model_state import random_state, set_random_state
+from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.regularisers import Mixed, Regulariser
-from flatmin.wrapper import Wrapper
 from flatmin_lab import methods, models
 from flatmin_lab.averaging import Average
 from flatmin_lab.checkpoint import Checkpoint
@@ -93,7 +93,7 @@ class Learner:
         recipe, regulariser = self.recipe, self.method.regulariser
         base = _sgd(recipe, self.model)
         wrapped = self.method.wrap(base, model)
-        self.optimizer = wrapped if isinstance(wrapped, Wrapper) else flatmin.AMP(base, epsilon=0.0)
+        self.optimizer = wrapped if isinstance(wrapped, PerturbedOptimizer) else flatmin.AMP(base, epsilon=0.0)
         batch: Any = _batch_of(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
         if shares is not None:
             asks = self.model if regulariser.name == "adversarial" else None

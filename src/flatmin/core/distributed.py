@@ -109,6 +109,31 @@ def compare(mine: Mapping[str, object], groups: Sequence[Any], *, device: torch.
                 )
 
 
+def compare_missing_gradients(
+    params: Sequence[Tensor], model: nn.Module | None, groups: Sequence[Any], *, device: torch.device
+) -> None:
+    """An error, on every rank, if a parameter has a gradient on some of them alone."""
+    names: dict[Tensor, str] = {param: name for name, param in ([] if model is None else model.named_parameters())}
+    missing = [names.get(p, f"number {place}") for place, p in enumerate(params) if p.grad is None]
+    compare(
+        {"parameters without a gradient": missing},
+        groups,
+        device=device,
+        way_out="use the same parameters in every rank's loss, or freeze them on every rank",
+    )
+
+
+def compare_gradient_norms(length: float, groups: Sequence[Any], *, device: torch.device) -> None:
+    """An error, on every rank, if the gradients of replicas were not synchronised."""
+    compare(
+        {"‖∇J‖": f"{length:.9g}"},  # in digits: nan is nan
+        groups,
+        device=device,
+        way_out="run the passes outside no_sync() (or use sync_perturbation=False), and only parameters of the "
+        "DistributedDataParallel model",
+    )
+
+
 def same_on_all_ranks(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """A number drawn at random, as the first rank drew it, where some of these tensors are spread over ranks."""
     meshes = [tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")]

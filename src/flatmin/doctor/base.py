@@ -11,7 +11,7 @@ from flatmin.doctor.finding import Finding
 from flatmin.doctor.moment import same_bits
 from flatmin.doctor.ranks import anywhere
 from flatmin.doctor.set_up import MakeTraining, SetUp, fresh
-from flatmin.optim import AMP
+from flatmin.optim.amp import AMP
 
 STEPS = 3
 TURNS = 5

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 from flatmin.ball import combine, norms
 from flatmin.doctor.set_up import SetUp
-from flatmin.last import loss_in
+from flatmin.optim.step_info import loss_in
 
 HALVINGS = 24  # from the usual first scale, 2¹⁶, to far below 1
 

@@ -17,7 +17,7 @@ from statistics import median
 from flatmin.doctor.finding import Finding
 from flatmin.doctor.set_up import SetUp
 from flatmin.doctor.steps import Step
-from flatmin.optim import AMP
+from flatmin.optim.amp import AMP
 
 NAME = "radius"
 SAFE = 0.1

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from flatmin.core.model_state import HostRandom
 from flatmin.doctor.finding import during
-from flatmin.optim import AMP
-from flatmin.scaling import new_gradients_come
-from flatmin.shell import what
-from flatmin.wrapper import Wrapper
+from flatmin.optim.amp import AMP
+from flatmin.optim.grad_scaler import new_gradients_come
+from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.wrapper import what
 
 MakeTraining = Callable[[], Any]
 EPSILON = 0.1  # of an optimizer that is not wrapped yet
@@ -38,7 +38,7 @@ class SetUp:
     """What the user made, its optimizer wrapped."""
 
     model: nn.Module
-    optimizer: Wrapper
+    optimizer: PerturbedOptimizer
     closure: Callable[[], Any]
     scaler: GradScaler | None
     was_plain: bool
@@ -121,7 +121,9 @@ def fresh(make_training: MakeTraining) -> SetUp:
     model, optimizer, closure, scaler = (*made, None)[:4]
     _check(model, optimizer, closure, scaler)
     with during("flatmin.AMP(optimizer)"):
-        wrapped = optimizer if isinstance(optimizer, Wrapper) else AMP(optimizer, epsilon=EPSILON, model=model)
+        wrapped = (
+            optimizer if isinstance(optimizer, PerturbedOptimizer) else AMP(optimizer, epsilon=EPSILON, model=model)
+        )
     in_use = scaler if scaler is not None and scaler.is_enabled() else None
     return SetUp(model, wrapped, closure, in_use, was_plain=wrapped is not optimizer)
 

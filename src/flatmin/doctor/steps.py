@@ -17,7 +17,7 @@ from flatmin.core.tensors import plain, wide
 from flatmin.doctor.finding import Finding, few
 from flatmin.doctor.moment import same_bits
 from flatmin.doctor.set_up import SetUp
-from flatmin.last import Last
+from flatmin.optim.step_info import Last
 
 STEPS = 5
 

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flatmin.integrations.again import Again
-from flatmin.last import loss_in
-from flatmin.shell import what
-from flatmin.wrapper import Wrapper
+from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.step_info import loss_in
+from flatmin.optim.wrapper import what
 
 T = TypeVar("T")
 _TELLING: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -122,12 +122,12 @@ class Window:
         _TELLING[self.optimizer] = self.optimizer.register_step_post_hook(tell)
 
 
-def perturbing(optimizer: Optimizer) -> Wrapper:
+def perturbing(optimizer: Optimizer) -> PerturbedOptimizer:
     """The AMP or RMP inside what `accelerator.prepare` returned."""
     inner = optimizer
     while isinstance(inner, AcceleratedOptimizer):
         inner = inner.optimizer
-    if not isinstance(inner, Wrapper):
+    if not isinstance(inner, PerturbedOptimizer):
         raise TypeError(
             f"the optimizer must be a flatmin.AMP or flatmin.RMP, prepared by Accelerate or not, got {what(inner)}; "
             "write accelerator.prepare(model, flatmin.AMP(optimizer, epsilon=0.1, model=model))"

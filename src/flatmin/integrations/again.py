@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flatmin.core.model_state import Snapshot
-from flatmin.wrapper import Wrapper
+from flatmin.optim.perturbed import PerturbedOptimizer
 
 
 class Again:
@@ -17,7 +17,7 @@ class Again:
     They are put back where the optimizer knows its model, as in a step of its own.
     """
 
-    def __init__(self, run: Callable[[], Any], optimizer: Wrapper) -> None:
+    def __init__(self, run: Callable[[], Any], optimizer: PerturbedOptimizer) -> None:
         self._run = run
         self._devices = optimizer._devices()
         model = optimizer.model if optimizer._starts_clean else None

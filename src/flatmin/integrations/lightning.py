@@ -46,9 +46,8 @@ except ModuleNotFoundError:  # the same under its older name
 
 from flatmin.core.model_state import Snapshot
 from flatmin.integrations.again import Again
-from flatmin.optim import AMP, RMP
-from flatmin.shell import what
-from flatmin.wrapper import Wrapper
+from flatmin.optim import AMP, RMP, perturbed
+from flatmin.optim.wrapper import what
 
 __all__ = ["FlatMinima", "PerturbedOptimizer"]
 
@@ -66,7 +65,7 @@ class FlatMinima(pl.Callback):
     """
 
     def __init__(self, epsilon: float | None = None, *, method: type[AMP] | type[RMP] = AMP, **settings: Any) -> None:
-        if not (isinstance(method, type) and issubclass(method, Wrapper)):
+        if not (isinstance(method, type) and issubclass(method, perturbed.PerturbedOptimizer)):
             raise TypeError(f"method must be flatmin.AMP or flatmin.RMP, got {what(method)}")
         known = [name for name in signature(method).parameters if name not in ("base", "epsilon")]
         for name in settings.keys() - set(known):
@@ -96,7 +95,7 @@ class FlatMinima(pl.Callback):
     def _wrapped(self, optimizer: Optimizer, trainer: pl.Trainer) -> "Optimizer | PerturbedOptimizer":
         if isinstance(optimizer, LightningOptimizer):  # configure_optimizers may return one
             optimizer = optimizer._optimizer
-        if not isinstance(optimizer, Wrapper):
+        if not isinstance(optimizer, perturbed.PerturbedOptimizer):
             if self.epsilon is None:
                 return optimizer
             settings = {"model": trainer.strategy.model, **self.settings}
@@ -134,10 +133,10 @@ class PerturbedOptimizer(LightningOptimizer):
     `replaying` tells a `training_step` that keeps accounts of its own that this is a perturbed pass.
     """
 
-    _optimizer: Wrapper
+    _optimizer: perturbed.PerturbedOptimizer
     _strategy: pl.strategies.Strategy
 
-    def __init__(self, optimizer: Wrapper, *, configured: Optimizer) -> None:
+    def __init__(self, optimizer: perturbed.PerturbedOptimizer, *, configured: Optimizer) -> None:
         super().__init__(optimizer)
         self.replaying = False
         self._configured = configured

@@ -17,8 +17,8 @@ from transformers import Trainer
 
 from flatmin.integrations.accelerate import Window, check_strategy
 from flatmin.optim import AMP, RMP
-from flatmin.selection import groups
-from flatmin.wrapper import Wrapper
+from flatmin.optim.param_groups import groups
+from flatmin.optim.perturbed import PerturbedOptimizer
 
 
 class AMPTrainer(Trainer):
@@ -53,7 +53,7 @@ class AMPTrainer(Trainer):
         named = signature(super().__init__).bind_partial(*args, **kwargs).arguments
         given = (named.get("optimizers") or (None, None))[0]
         self._check_settings(given, settings, perturb)
-        if not isinstance(given, Wrapper):  # wrong values are told now, not when the training begins
+        if not isinstance(given, PerturbedOptimizer):  # wrong values are told now, not when the training begins
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
         self._method, self._settings, self._perturb = method, settings, perturb
         self._window: Window | None = None
@@ -62,12 +62,12 @@ class AMPTrainer(Trainer):
 
     @staticmethod
     def _check_settings(given: Optimizer | None, settings: dict[str, Any], perturb: object) -> None:
-        if isinstance(given, Wrapper) and settings:
+        if isinstance(given, PerturbedOptimizer) and settings:
             raise ValueError(
                 f"a {type(given).__name__} in optimizers= has settings of its own, got {', '.join(sorted(settings))} "
                 "beside it; leave them out, or give the optimizer inside it, `optimizer.base`"
             )
-        if not isinstance(given, Wrapper) and "epsilon" not in settings:
+        if not isinstance(given, PerturbedOptimizer) and "epsilon" not in settings:
             raise TypeError("AMPTrainer needs epsilon, the radius of the ball; write AMPTrainer(..., epsilon=0.1)")
         if given is not None and perturb is not None:
             raise ValueError(
@@ -80,7 +80,7 @@ class AMPTrainer(Trainer):
         made = self.optimizer is None
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
         self._window = None
-        if getattr(optimizer, "_is_accelerate_prepared", False) or isinstance(optimizer, Wrapper):
+        if getattr(optimizer, "_is_accelerate_prepared", False) or isinstance(optimizer, PerturbedOptimizer):
             return optimizer  # of an earlier train(), or the user's
         if made and self._perturb is not None:
             optimizer.param_groups = groups(self.model, perturb=self._perturb, among=optimizer.param_groups)

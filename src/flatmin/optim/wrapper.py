@@ -23,7 +23,7 @@ Group = dict[str, Any]
 _OF_A_MOMENT = ("step", "last", "grad_scale", "found_inf")
 
 
-class Shell(Optimizer):
+class OptimizerWrapper(Optimizer):
     """An optimizer around `base`, with hyper-parameters of its own in the base's groups."""
 
     base: Optimizer
@@ -83,9 +83,9 @@ class Shell(Optimizer):
     def model(self, model: nn.Module | None) -> None:
         _check_model(self.base, model)
         self._model = model
-        self._meet(model)
+        self._attach_model(model)
 
-    def _meet(self, model: nn.Module | None) -> None:
+    def _attach_model(self, model: nn.Module | None) -> None:
         """A model came, or another one."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
 
 
 def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None:
-    if isinstance(base, Shell):
+    if isinstance(base, OptimizerWrapper):
         raise TypeError(f"{name} cannot wrap {type(base).__name__}; wrap the optimizer inside it, `optimizer.base`")
     if not isinstance(base, Optimizer):
         raise TypeError(

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from flatmin.core.tensors import Copies, choose_, keep_
-from flatmin.scaling import Owners, step_fused, step_scaled
+from flatmin.optim.grad_scaler import Owners, step_fused, step_scaled
 
 
 def step_unless(

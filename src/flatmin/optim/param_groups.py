@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from flatmin.shell import Group, what
+from flatmin.optim.wrapper import Group, what
 
 
 def groups(

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from flatmin.ball import combine, norms
 from flatmin.core.tensors import plain, wide
-from flatmin.scaling import Owners, notes_of, put_back_notes
+from flatmin.optim.grad_scaler import Owners, notes_of, put_back_notes
 
 
 class MeanGradient:

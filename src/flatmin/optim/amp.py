@@ -1,4 +1,4 @@
-"""AMP and RMP: optimizers that wrap an optimizer.
+"""AMP: an optimizer that wraps an optimizer.
 
 Adversarial Model Perturbation (Zheng, Zhang, Mao; CVPR 2021) minimises the worst loss near the weights,
 
@@ -10,7 +10,7 @@ on a batch at a time. Its Algorithm 1, with J the loss of the batch:
     N times:  Δ ← Π(Δ + ζ ∇J(θ + Δ))          ascent, then back into the ball of radius ε
     θ ← base step at θ with ∇J(θ + Δ)
 
-ε is `epsilon`, ζ is `inner_lr`, N is `inner_iter`. Random Model Perturbation draws Δ uniformly in the same ball.
+ε is `epsilon`, ζ is `inner_lr`, N is `inner_iter`.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
-from flatmin.ball import Ball, Norm, clamp_, combine, fill_with_noise, norms, radii, scales, shrink
+from flatmin.ball import Ball, Norm, clamp_, combine, radii, shrink
 from flatmin.core import multi_tensor
 from flatmin.core.tensors import ORDINARY, Copies, copy_, is_dense, keep_, lies_like, plain, wide
-from flatmin.shell import Group, whole_number
-from flatmin.wrapper import Wrapper
+from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.weight_storage import Beside
+from flatmin.optim.wrapper import Group, whole_number
 
 
-class AMP(Wrapper):
+class AMP(PerturbedOptimizer):
     """Adversarial Model Perturbation around any torch optimizer.
 
         base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -66,7 +67,7 @@ class AMP(Wrapper):
 
     _starts_clean = True
     _hyperparameters = ("epsilon", "inner_lr")
-    _settings = (*Wrapper._settings, "sync_perturbation")
+    _settings = (*PerturbedOptimizer._settings, "sync_perturbation")
 
     def __init__(
         self,
@@ -112,24 +113,24 @@ class AMP(Wrapper):
             return
         lengths = [self._lengths(step.directions) for step in steps]
         rates, epsilons = [step.rate for step in steps], [step.epsilon for step in steps]
-        found = self._fast(bring_inside)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
+        found = self._storage.compiled(bring_inside)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
         if n == 0:
             self._measured["grad_norm"] = _times(found.length, unscale)
         self._measured |= {"delta_norm": found.delta_norm, "on_ball": found.on_ball}
         finite = found.finite
         self._sound = finite if self._sound is None else finite & self._sound
-        self._keep_theta(p for step in steps for p in step.params)
+        self._storage.keep_theta(p for step in steps for p in step.params)
         is_last = n + 1 == self.inner_iter
         at_once = n == 0 and is_last and self.norm == "l2"  # Δ = rate · factor · ∇J, which nobody asks for later
         for step, factor in zip(steps, found.factors, strict=True):
             in_one = self.ball != "tensor" and step.suits_one_kernel()
-            if at_once and self._aside is not None and multi_tensor.suit(step.params):
-                moved = [self._moved(p) for p in step.params]
+            if at_once and isinstance(self._storage, Beside) and multi_tensor.suit(step.params):
+                moved = [self._storage.perturbed(p) for p in step.params]
                 multi_tensor.move(
                     step.params, step.directions, moved, step.rate * factor, finite, rounded_once=self.ball != "tensor"
                 )
-            elif at_once and in_one and all(self._moved(p).dtype == p.dtype for p in step.params):
-                moved = [self._moved(p) for p in step.params]
+            elif at_once and in_one and all(self._storage.perturbed(p).dtype == p.dtype for p in step.params):
+                moved = [self._storage.perturbed(p) for p in step.params]
                 copy_((there, p) for there, p in zip(moved, step.params, strict=True) if there is not p)
                 step.climb(moved, step.rate * factor[0], unless=~finite)
             else:
@@ -139,7 +140,7 @@ class AMP(Wrapper):
     def _ascent(self, group: Group, n: int, unscale: float | Tensor) -> "_Ascent":
         """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
         rate = _times(group["inner_lr"], unscale)
-        gradients = {p: self._gradient_of(p) for p in group["params"]}
+        gradients = {p: self._storage.gradient_of(p) for p in group["params"]}
         found = {p: _laid_out(gradient, p) for p, gradient in gradients.items() if gradient is not None}
         if group.get("maximize"):  # what the base climbs, the worst case descends
             found = {p: -gradient for p, gradient in found.items()}
@@ -164,7 +165,7 @@ class AMP(Wrapper):
             delta = torch.mul(along.to(wide(along)), multiplier.to(along.device), out=room)
             if self.norm == "linf":
                 clamp_(delta, step.epsilon)
-            torch.add(plain(self._theta_of(p)), delta, out=plain(self._moved(p)))
+            torch.add(plain(self._storage.theta_of(p)), delta, out=plain(self._storage.perturbed(p)))
 
 
 class Inside(NamedTuple):
@@ -248,67 +249,6 @@ class _Ascent:
             dampening=0.0,
             nesterov=False,
         )
-
-
-class RMP(Wrapper):
-    """Random Model Perturbation: the gradient is taken at a point drawn uniformly in the ball of radius ε around θ.
-
-    The paper's baseline (there with ε = 0.1): what remains of AMP when Δ is not adversarial. One closure call a step.
-    In many dimensions nearly all of a ball lies at its edge: ‖Δ‖ = ε·u^(1/d) with u uniform in [0, 1].
-
-    >>> weight = nn.Parameter(torch.tensor([3.0, 4.0]))
-    >>> optimizer = RMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.5)
-    >>> def closure():
-    ...     optimizer.zero_grad()
-    ...     loss = weight.square().sum() / 2
-    ...     loss.backward()
-    ...     return loss
-    >>> loss = optimizer.step(closure)
-    >>> bool(optimizer.last.delta_norm <= 0.5)
-    True
-    """
-
-    _starts_clean = False
-    _hyperparameters = ("epsilon",)
-    _settings = (*Wrapper._settings, "generator")
-    _shown = ("ball", "norm")
-
-    def __init__(
-        self,
-        base: Optimizer,
-        *,
-        epsilon: float,
-        ball: Ball = "global",
-        norm: Norm = "l2",
-        generator: torch.Generator | None = None,
-        model: nn.Module | None = None,
-    ) -> None:
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
-        self.generator = generator
-        super().__init__(base, {"epsilon": epsilon}, inner_iter=1, ball=ball, norm=norm, model=model)
-
-    @torch.no_grad()
-    def _perturb(self, n: int, unscale: float | Tensor) -> None:
-        """Δ uniform in its ball, and the weights to θ + Δ: noise in the weights' own memory, scaled and moved to θ."""
-        groups = [group for group in self._perturbed_groups() if any(p.requires_grad for p in group["params"])]
-        if not groups:
-            return
-        params = [[p for p in group["params"] if p.requires_grad] for group in groups]
-        self._keep_theta(p for here in params for p in here)
-        everything = [p for here in params for p in here]
-        moved = [self._moved(p) for p in everything]
-        fill_with_noise(moved, like=everything, norm=self.norm, generator=self.generator)
-        lengths = [norms([self._moved(p) for p in here], norm=self.norm).to(self._home) for here in params]
-        epsilons = [group["epsilon"] for group in groups]
-        factors = scales(lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator)
-        for here, scale in zip(params, factors, strict=True):
-            for p, factor in zip(here, scale.unbind(), strict=True):
-                noise = plain(self._moved(p))
-                torch.add(plain(self._theta_of(p)), noise.to(wide(noise)) * factor.to(p.device), out=noise)
-        inside = torch.cat([length * scale for length, scale in zip(lengths, factors, strict=True)])
-        self._measured["delta_norm"] = combine(inside, norm=self.norm)
-        self._measured["on_ball"] = torch.zeros((), device=self._home)
 
 
 def _laid_out(gradient: Tensor, param: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""RMP: the gradient at a random point of the ball.
+
+    Δ uniform in {‖Δ‖ ≤ ε},   θ ← base step at θ with ∇J(θ + Δ)
+
+The paper's baseline for AMP: how much of the gain is the perturbation, and how much that it is adversarial?
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flatmin.ball import Ball, Norm, combine, fill_with_noise, norms, scales
+from flatmin.core.tensors import plain, wide
+from flatmin.optim.perturbed import PerturbedOptimizer
+
+
+class RMP(PerturbedOptimizer):
+    """Random Model Perturbation: the gradient is taken at a point drawn uniformly in the ball of radius ε around θ.
+
+    The paper's baseline (there with ε = 0.1): what remains of AMP when Δ is not adversarial. One closure call a step.
+    In many dimensions nearly all of a ball lies at its edge: ‖Δ‖ = ε·u^(1/d) with u uniform in [0, 1].
+
+    >>> weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = RMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.5)
+    >>> def closure():
+    ...     optimizer.zero_grad()
+    ...     loss = weight.square().sum() / 2
+    ...     loss.backward()
+    ...     return loss
+    >>> loss = optimizer.step(closure)
+    >>> bool(optimizer.last.delta_norm <= 0.5)
+    True
+    """
+
+    _starts_clean = False
+    _hyperparameters = ("epsilon",)
+    _settings = (*PerturbedOptimizer._settings, "generator")
+    _shown = ("ball", "norm")
+
+    def __init__(
+        self,
+        base: Optimizer,
+        *,
+        epsilon: float,
+        ball: Ball = "global",
+        norm: Norm = "l2",
+        generator: torch.Generator | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+        self.generator = generator
+        super().__init__(base, {"epsilon": epsilon}, inner_iter=1, ball=ball, norm=norm, model=model)
+
+    @torch.no_grad()
+    def _perturb(self, n: int, unscale: float | Tensor) -> None:
+        """Δ uniform in its ball, and the weights to θ + Δ: noise in the weights' own memory, scaled and moved to θ."""
+        groups = [group for group in self._perturbed_groups() if any(p.requires_grad for p in group["params"])]
+        if not groups:
+            return
+        params = [[p for p in group["params"] if p.requires_grad] for group in groups]
+        self._storage.keep_theta(p for here in params for p in here)
+        everything = [p for here in params for p in here]
+        moved = [self._storage.perturbed(p) for p in everything]
+        fill_with_noise(moved, like=everything, norm=self.norm, generator=self.generator)
+        lengths = [norms([self._storage.perturbed(p) for p in here], norm=self.norm).to(self._home) for here in params]
+        epsilons = [group["epsilon"] for group in groups]
+        factors = scales(lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator)
+        for here, scale in zip(params, factors, strict=True):
+            for p, factor in zip(here, scale.unbind(), strict=True):
+                noise = plain(self._storage.perturbed(p))
+                torch.add(plain(self._storage.theta_of(p)), noise.to(wide(noise)) * factor.to(p.device), out=noise)
+        inside = torch.cat([length * scale for length, scale in zip(lengths, factors, strict=True)])
+        self._measured["delta_norm"] = combine(inside, norm=self.norm)
+        self._measured["on_ball"] = torch.zeros((), device=self._home)
