@@ -22,13 +22,13 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import flatmin
 from cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
-from flatmin.capture import CapturedStep, captured_step
+from flatmin.capture.captured_step import CapturedStep, captured_step
+from flatmin.capture.functional_step import Masks, Passes, StandIns
+from flatmin.capture.graph import REPLACED, _check_result, _Knobs, no_waiting
+from flatmin.capture.packed_outputs import Packed
+from flatmin.capture.step_spec import CannotCaptureError, Task, undone
+from flatmin.capture.weight_swap import cast_once
 from flatmin.core.model_state import HostRandom
-from flatmin.packed import Packed
-from flatmin.passes import Masks, Passes, StandIns
-from flatmin.recording import REPLACED, _check_result, _Knobs, no_waiting
-from flatmin.shadow import cast_once
-from flatmin.task import CannotCaptureError, Task, undone
 from flatmin_lab.bench.clock import MIB, memory, peak_since, tidy, use_all_streams
 from waiting import never_waiting
 
@@ -216,8 +216,8 @@ def test_a_base_whose_settings_keep_moving_is_taken_out_of_the_graph(monkeypatch
     base = SGD(case.model.parameters(), lr=0.1, momentum=0.9, fused=True)
     step = captured_step(case.model, loss_fn, base, compile=False)
     step(case.x, case.y)
-    monkeypatch.setattr("flatmin.capture.Recording", recording)
-    monkeypatch.setattr("flatmin.capture.Workspace", lambda task: None)
+    monkeypatch.setattr("flatmin.capture.captured_step.Recording", recording)
+    monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda task: None)
     for number in range(10):
         base.param_groups[0]["momentum"] = 0.8 + number / 100
         step._recording((case.x, case.y))
@@ -489,8 +489,8 @@ def test_a_generator_that_was_replaced_makes_every_step_look_again() -> None:
 
 def test_more_shapes_than_it_keeps_are_not_captured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays between the captures do not excuse them, unless they are many."""
-    monkeypatch.setattr("flatmin.capture.Recording", lambda *_, **__: "a recording")
-    monkeypatch.setattr("flatmin.capture.Workspace", lambda task: None)
+    monkeypatch.setattr("flatmin.capture.captured_step.Recording", lambda *_, **__: "a recording")
+    monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda task: None)
     case, chosen = setup(), random.Random(0)
     for count, gives_up in ((8, False), (12, True)):
         step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1), compile=False)

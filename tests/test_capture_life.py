@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import flatmin
 from cases import same
-from flatmin.capture import CapturedStep, captured_step
+from flatmin.capture.captured_step import CapturedStep, captured_step
+from flatmin.capture.functional_step import Masks, Passes, StandIns
+from flatmin.capture.graph import StateMissingError, _kept, _Knobs, _Numbers
+from flatmin.capture.step_spec import Task, undone
 from flatmin.core import multi_tensor
-from flatmin.passes import Masks, Passes, StandIns
-from flatmin.recording import StateMissingError, _kept, _Knobs, _Numbers
-from flatmin.task import Task, undone
 
 STEPS = 14
 MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -108,8 +108,8 @@ def sgd_by_torch(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Ten
 
 @pytest.fixture
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatmin.capture.Recording", Again)
-    monkeypatch.setattr("flatmin.capture.Workspace", lambda task: StandIns())
+    monkeypatch.setattr("flatmin.capture.captured_step.Recording", Again)
+    monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda task: StandIns())
     monkeypatch.setattr(CapturedStep, "reason", property(lambda step: step._failure))
     monkeypatch.setattr(multi_tensor, "sgd", sgd_by_torch)
     real = CapturedStep._look

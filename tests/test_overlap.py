@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flatmin.overlap import TakeApart, weight_gradient
+from flatmin.capture.compiler import TakeApart, weight_gradient
 
 
 def backward_of(layer: nn.Conv2d, x: Tensor) -> tuple[torch.fx.GraphModule, tuple[Tensor, ...]]:

@@ -18,8 +18,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatmin
-from flatmin.capture import CapturedStep
-from flatmin.task import CannotCaptureError
+from flatmin.capture.captured_step import CapturedStep
+from flatmin.capture.step_spec import CannotCaptureError
 from flatmin_lab import checkpoint, methods
 from flatmin_lab.answering import Answers
 from flatmin_lab.data import Batches, Normalisation, augmentation

@@ -5,7 +5,7 @@ loss = optimizer.step(closure)
 """
 
 from flatmin import attacks, ball, doctor, flatness, metrics, regularisers, theory
-from flatmin.capture import captured_step
+from flatmin.capture.captured_step import captured_step
 from flatmin.optim import AMP, RMP, Last, groups
 
 __version__ = "0.1.0"

@@ -8,8 +8,8 @@ smaller batch of a split runs as it is, and so does everything on a CPU. The ker
 import torch
 from torch import Tensor, nn
 
+from flatmin.capture.graph import no_waiting, sound_generator
 from flatmin.core.model_state import evaluating
-from flatmin.recording import no_waiting, sound_generator
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flatmin.capture.step_spec import Task, undone
 from flatmin.core.model_state import random_state, set_random_state
-from flatmin.task import Task, undone
 from flatmin_lab.answering import FULL
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation

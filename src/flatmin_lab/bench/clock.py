@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from flatmin.task import in_a_line
+from flatmin.capture.step_spec import in_a_line
 
 LONGEST = 0.25  # seconds of a block, if that is more than a step
 MIB = 2**20

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatmin.task import computing_in
+from flatmin.capture.step_spec import computing_in
 from flatmin_lab import models
 from flatmin_lab.data.augment import Augmentation
 from flatmin_lab.data.batches import Batches

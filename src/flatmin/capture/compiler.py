@@ -72,7 +72,7 @@ class TakeApart(CustomGraphPass):
                 _take_apart(graph, node)
 
     def uuid(self) -> Any:
-        return "flatmin.overlap.TakeApart, 2"
+        return "flatmin.capture.compiler.TakeApart, 2"
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node) -> None:

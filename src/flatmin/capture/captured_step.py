@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from flatmin.capture.graph import MOVED, PLAIN, REPLACED, Recording, StateMissingError, Workspace, captures_itself
+from flatmin.capture.step_spec import CannotCaptureError, Task, in_a_line
 from flatmin.core import multi_tensor
 from flatmin.core.tensors import ORDINARY
 from flatmin.optim.wrapper import what
-from flatmin.recording import MOVED, PLAIN, REPLACED, Recording, StateMissingError, Workspace, captures_itself
-from flatmin.task import CannotCaptureError, Task, in_a_line
 
 SHAPES = 8  # recordings that are kept
 WORTH = 50  # replays that a capture must have to pay
@@ -271,9 +271,9 @@ class CapturedStep:
 
         if not self.compile:
             return forward
-        from flatmin import overlap
+        from flatmin.capture import compiler
 
-        return overlap.Compiled(forward)
+        return compiler.Compiled(forward)
 
     def _found_addresses(self) -> list[int]:
         """Where all that a graph reads and writes lies."""

@@ -1,9 +1,9 @@
 """A training step for inputs of one shape, as a CUDA graph.
 
-What it does is in passes.py; here it is run a few times to warm up, with nothing changed by it, and then recorded. What
-a scheduler moves (lr, ε, ζ) lies in device memory, and is written there before a replay where it has changed. A graph
-draws from the random generator as eager code would; for the extra passes it has clones of the generator, which are set
-before each replay to where the clean pass begins.
+What it does is in functional_step.py; here it is run a few times to warm up, with nothing changed by it, and then
+recorded. What a scheduler moves (lr, ε, ζ) lies in device memory, and is written there before a replay where it has
+changed. A graph draws from the random generator as eager code would; for the extra passes it has clones of the
+generator, which are set before each replay to where the clean pass begins.
 """
 
 import warnings
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from flatmin.capture.functional_step import Gradients, Masks, Passes, StandIns
+from flatmin.capture.packed_outputs import Packed
+from flatmin.capture.step_spec import CannotCaptureError, Task, in_a_line, undone
 from flatmin.core import multi_tensor
 from flatmin.core.model_state import HostRandom
 from flatmin.optim.step_info import Last, loss_in
 from flatmin.optim.wrapper import Group
-from flatmin.packed import Packed
-from flatmin.passes import Gradients, Masks, Passes, StandIns
-from flatmin.task import CannotCaptureError, Task, in_a_line, undone
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 MOVED = ("lr", "epsilon", "inner_lr")  # the values of a group that may change without a new capture

@@ -2,10 +2,10 @@
 
     batch → pass at θ → norm, projection, θ + Δ aside → pass at θ + Δ → is all finite? → the base's update
 
-Passes run with other tensors in the place of the weights (shadow.py): θ in the precision that a pass computes in, then
-θ + Δ. So nothing is kept and put back, and whenever Python looks, the weights are θ. In the same way the extra passes
-get buffers of their own, and random numbers from where the clean pass began: BatchNorm's statistics and the dropout
-masks are those of the clean pass. Gradients are asked for (`torch.autograd.grad`), not added up in `.grad`.
+Passes run with other tensors in the place of the weights (weight_swap.py): θ in the precision that a pass computes
+in, then θ + Δ. So nothing is kept and put back, and whenever Python looks, the weights are θ. In the same way the extra
+passes get buffers of their own, and random numbers from where the clean pass began: BatchNorm's statistics and the
+dropout masks are those of the clean pass. Gradients are asked for (`torch.autograd.grad`), not added up in `.grad`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from flatmin.capture.step_spec import Task, undone
+from flatmin.capture.weight_swap import cast_once, in_place_of
 from flatmin.core import multi_tensor
 from flatmin.core.model_state import random_state, set_random_state
 from flatmin.core.tensors import copy_, is_dense, lies_like
@@ -24,8 +26,6 @@ from flatmin.optim.grad_scaler import inverse_scale, step_scaled
 from flatmin.optim.skip_step import step_unless
 from flatmin.optim.step_info import loss_in
 from flatmin.optim.weight_storage import Beside
-from flatmin.shadow import cast_once, in_place_of
-from flatmin.task import Task, undone
 
 Gradients = dict[Tensor, Tensor]
 
