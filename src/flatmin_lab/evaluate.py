@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flatmin import metrics
-from flatmin.answers import is_answer
 from flatmin.core.model_state import evaluating
+from flatmin.metrics.inputs import is_answer
 from flatmin_lab.answering import FULL
 from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatmin.answers import checked
+from flatmin.metrics.inputs import checked
 
 __all__ = ["Interval", "bootstrap"]
 

@@ -1,4 +1,4 @@
-"""How good a classifier is, and how honest: pure functions of logits (N, K) and labels (N,), on their device.
+"""Error, likelihood and calibration of a classifier's answers: pure functions of logits (N, K) and labels (N,).
 
     error          the share of wrong answers
     nll            the mean of −log p(label)
@@ -6,12 +6,9 @@
     ece            the mean gap between confidence and accuracy, over bins of equal width
     adaptive_ece   the same over bins of equally many answers
     reliability    what ece is made of: the bins
-    temperature    what to divide logits by to make their confidence honest
-    bootstrap      any of these with an interval: how far chance in the choice of the N rows may have moved it
 
 The confidence is the largest probability. Bins are closed on the right, ((m−1)/M, m/M], as in the paper's appendix D.
-Everything is computed in float32 at least. A label that is no class and a row of logits that has no probabilities are
-errors, on every device.
+Everything is computed in float32 at least.
 """
 
 from typing import NamedTuple
@@ -20,23 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-from flatmin.answers import checked
-from flatmin.calibration import temperature
 from flatmin.core.tensors import wide
-from flatmin.resampling import Interval, bootstrap
-
-__all__ = [
-    "Interval",
-    "Reliability",
-    "adaptive_ece",
-    "bootstrap",
-    "brier",
-    "ece",
-    "error",
-    "nll",
-    "reliability",
-    "temperature",
-]
+from flatmin.metrics.inputs import checked
 
 
 def error(logits: Tensor, labels: Tensor) -> Tensor:

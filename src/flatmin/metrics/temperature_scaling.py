@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from flatmin.answers import checked
 from flatmin.core.tensors import wide
+from flatmin.metrics.inputs import checked
 
 __all__ = ["temperature"]
 

@@ -1,0 +1,32 @@
+"""How good a classifier is, and how honest: pure functions of logits (N, K) and labels (N,), on their device.
+
+    error          the share of wrong answers
+    nll            the mean of −log p(label)
+    brier          the mean of Σₖ (pₖ − [k = label])²
+    ece            the mean gap between confidence and accuracy, over bins of equal width
+    adaptive_ece   the same over bins of equally many answers
+    reliability    what ece is made of: the bins
+    temperature    what to divide logits by to make their confidence honest
+    bootstrap      any of these with an interval: how far chance in the choice of the N rows may have moved it
+
+The confidence is the largest probability. Bins are closed on the right, ((m−1)/M, m/M], as in the paper's appendix D.
+Everything is computed in float32 at least. A label that is no class and a row of logits that has no probabilities are
+errors, on every device.
+"""
+
+from flatmin.metrics.bootstrap_interval import Interval, bootstrap
+from flatmin.metrics.scores import Reliability, adaptive_ece, brier, ece, error, nll, reliability
+from flatmin.metrics.temperature_scaling import temperature
+
+__all__ = [
+    "Interval",
+    "Reliability",
+    "adaptive_ece",
+    "bootstrap",
+    "brier",
+    "ece",
+    "error",
+    "nll",
+    "reliability",
+    "temperature",
+]
