@@ -11,11 +11,10 @@ error on the way ends it, because what follows would tell nothing.
 from collections.abc import Iterator
 
 from flatmin.core.distributed import several
-from flatmin.doctor import ranks, steps
-from flatmin.doctor.base import cost, epsilon_zero
-from flatmin.doctor.call import observe, settle
-from flatmin.doctor.finding import Crash, Finding, Verdict, during, has_error, own_lines
-from flatmin.doctor.gradients import (
+from flatmin.doctor import check_ranks, check_steps
+from flatmin.doctor.check_baseline import cost, epsilon_zero
+from flatmin.doctor.check_determinism import repeated, rounding_of
+from flatmin.doctor.check_gradients import (
     complete,
     observe_elsewhere,
     observe_on_top,
@@ -26,10 +25,10 @@ from flatmin.doctor.gradients import (
     unclipped,
     zeroed,
 )
-from flatmin.doctor.moment import Moment, alike
-from flatmin.doctor.radius import climbs, first_guess, inside, radius
-from flatmin.doctor.repeats import repeated, rounding_of
-from flatmin.doctor.set_up import MakeTraining, SetUp, fresh, generators_kept
+from flatmin.doctor.check_radius import climbs, first_guess, inside, radius
+from flatmin.doctor.closure_call import observe, settle
+from flatmin.doctor.finding import Crash, Finding, Verdict, during, has_error, own_lines
+from flatmin.doctor.training import MakeTraining, Moment, SetUp, alike, fresh, generators_kept
 
 __all__ = ["Crash", "Finding", "MakeTraining", "Verdict", "during", "examine", "first_guess", "has_error", "own_lines"]
 
@@ -59,15 +58,15 @@ def examine(make_training: MakeTraining) -> list[Finding]:
         try:
             for part in _parts(make_training):
                 found += part
-                if ranks.anywhere(has_error(part)):  # all ranks stop together
+                if check_ranks.anywhere(has_error(part)):  # all ranks stop together
                     break
-        except ranks.Elsewhere as elsewhere:
+        except check_ranks.Elsewhere as elsewhere:
             found.append(elsewhere.finding())
         except Crash as crash:
             found.append(crash.finding())
-            ranks.gathered(None, crashed=True)
+            check_ranks.gathered(None, crashed=True)
         except BaseException:
-            ranks.gathered(None, crashed=True)
+            check_ranks.gathered(None, crashed=True)
             raise
     return found
 
@@ -76,7 +75,7 @@ def _parts(make_training: MakeTraining) -> Iterator[list[Finding]]:
     """One part after the other, each with what the ones before it have shown to hold."""
     set_up, another = fresh(make_training), fresh(make_training)
     yield [alike(set_up, another)]
-    if several() and (finding := ranks.agree(ranks.gathered(ranks.settings(set_up)))).verdict != "ok":
+    if several() and (finding := check_ranks.agree(check_ranks.gathered(check_ranks.settings(set_up)))).verdict != "ok":
         yield [finding]
     yield from _closure(set_up)
     del set_up  # a model may fill half of a device
@@ -99,7 +98,7 @@ def _closure(set_up: SetUp) -> Iterator[list[Finding]]:
         complete(set_up),
     ]
     if several():
-        yield [ranks.reduced(ranks.gathered(ranks.gradients(first, set_up)))]
+        yield [check_ranks.reduced(check_ranks.gathered(check_ranks.gradients(first, set_up)))]
     yield [repeated(first, set_up, moment)]
     moment.put_back()
     yield [zeroed(first, observe_on_top(first, set_up), set_up, rounding_of(set_up))]
@@ -110,5 +109,5 @@ def _steps(set_up: SetUp) -> list[Finding]:
     if set_up.is_idle():
         return [Finding("radius", "ok", "ε = 0 or N = 0: a step is the optimizer's own; there is no more to examine")]
     settle(set_up)
-    seen = steps.watch(set_up)
-    return [judge(seen, set_up) for judge in (*steps.JUDGES, inside, climbs, radius)]
+    seen = check_steps.watch(set_up)
+    return [judge(seen, set_up) for judge in (*check_steps.JUDGES, inside, climbs, radius)]

@@ -16,9 +16,9 @@ exception, its weights, buffers, gradients and modes are bit for bit as they wer
 """
 
 from flatmin.flatness.hutchpp import Trace, trace
-from flatmin.flatness.in_ball import MeanLoss, WorstCase, gradient_norm, mean_loss, sharpness, worst_case_loss
 from flatmin.flatness.lanczos import Eigenvalues, top_eigenvalue, top_eigenvalues
 from flatmin.flatness.landscape import Line, Plane, directions, line, plane
+from flatmin.flatness.loss_in_ball import MeanLoss, WorstCase, gradient_norm, mean_loss, sharpness, worst_case_loss
 from flatmin.flatness.risk import Loss, empirical_risk
 
 __all__ = [

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from flatmin.integrations.again import Again
+from flatmin.integrations.replay import Again
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.step_info import loss_in
 from flatmin.optim.wrapper import what

@@ -45,7 +45,7 @@ except ModuleNotFoundError:  # the same under its older name
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 from flatmin.core.model_state import Snapshot
-from flatmin.integrations.again import Again
+from flatmin.integrations.replay import Again
 from flatmin.optim import AMP, RMP, perturbed
 from flatmin.optim.wrapper import what
 

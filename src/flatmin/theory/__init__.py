@@ -14,9 +14,7 @@ Near a minimum μ the risk is taken for an inverted Gaussian, as wide in each di
 Everything is computed in float64. C − A·exp(−E) is C to the last bit from E = 37 on, so the exponents can be had too.
 """
 
-from flatmin.theory.minima import in_operational_region, operational_boundary, prefers_flatter
-from flatmin.theory.penalty import gradient_norm_penalty
-from flatmin.theory.pictures import (
+from flatmin.theory.examples import (
     kinked,
     kinked_adversarial_loss,
     kinked_amp_loss,
@@ -24,6 +22,8 @@ from flatmin.theory.pictures import (
     max_pooled,
     two_minima,
 )
+from flatmin.theory.minima import in_operational_region, operational_boundary, prefers_flatter
+from flatmin.theory.penalty import gradient_norm_penalty
 from flatmin.theory.surface import GaussianSurface
 
 __all__ = [

@@ -9,8 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from flatmin.theory.numbers import Number, double, radius_of
-from flatmin.theory.surface import GaussianSurface
+from flatmin.theory.surface import GaussianSurface, Number, double, radius_of
 
 
 def prefers_flatter(first: GaussianSurface, second: GaussianSurface, *, epsilon: float) -> bool:

@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from flatmin.theory.numbers import Number, double, radius_of
+from flatmin.theory.surface import Number, double, radius_of
 
 
 def gradient_norm_penalty(norm: Number, *, epsilon: float, inner_lr: float, as_printed: bool = False) -> Tensor:

@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flatmin.theory.numbers import Number, double, radius_of
+Number = float | Tensor
+
+
+def double(number: Number) -> Tensor:
+    return torch.as_tensor(number, dtype=torch.float64, device="cpu")
+
+
+def radius_of(epsilon: float) -> float:
+    if not (epsilon >= 0 and math.isfinite(epsilon)):
+        raise ValueError(f"epsilon must be at least 0 and finite, got {epsilon}")
+    return float(epsilon)
+
 
 _TINY = 1e-200  # a part of θ−μ along the narrowest direction below this share of ε moves no digit of the result
 _NEWTON_STEPS = 100  # 15 were the most among 10⁶ random problems, the hard ones included

@@ -15,8 +15,7 @@ from flatmin.ball import combine, norms
 from flatmin.core.model_state import random_state
 from flatmin.core.tensors import plain, wide
 from flatmin.doctor.finding import Finding, few
-from flatmin.doctor.moment import same_bits
-from flatmin.doctor.set_up import SetUp
+from flatmin.doctor.training import SetUp, same_bits
 from flatmin.optim.step_info import Last
 
 STEPS = 5

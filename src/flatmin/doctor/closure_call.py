@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from flatmin.ball import combine, norms
-from flatmin.doctor.set_up import SetUp
+from flatmin.doctor.training import SetUp
 from flatmin.optim.step_info import loss_in
 
 HALVINGS = 24  # from the usual first scale, 2¹⁶, to far below 1

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from flatmin.doctor.call import Call, observe
+from flatmin.doctor.closure_call import Call, observe
 from flatmin.doctor.finding import Finding, few
-from flatmin.doctor.moment import Moment, same_bits
-from flatmin.doctor.set_up import SetUp
+from flatmin.doctor.training import Moment, SetUp, same_bits
 
 NAME = "closure repeats"
 ROUNDING = {"cpu": 1e-6}  # the share by which two equal calls may differ

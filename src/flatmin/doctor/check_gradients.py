@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from flatmin.core.tensors import plain, widest
-from flatmin.doctor.call import Call, observe
+from flatmin.doctor.closure_call import Call, observe
 from flatmin.doctor.finding import Finding, few
-from flatmin.doctor.moment import Moment
-from flatmin.doctor.set_up import SetUp
+from flatmin.doctor.training import Moment, SetUp
 
 SCALES = (0.9, 1.1, 1.2)  # of the weights, where clipping is looked for
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from flatmin.theory.numbers import Number, double, radius_of
+from flatmin.theory.surface import Number, double, radius_of
 
 
 def max_pooled(risk: Tensor, *, spacing: float, epsilon: float) -> Tensor:

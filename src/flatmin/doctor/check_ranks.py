@@ -10,9 +10,9 @@ import torch
 
 from flatmin.core.distributed import replicas_in, several
 from flatmin.core.tensors import ORDINARY, plain, widest
-from flatmin.doctor.call import Call
+from flatmin.doctor.closure_call import Call
 from flatmin.doctor.finding import Finding, few
-from flatmin.doctor.set_up import SetUp
+from flatmin.doctor.training import SetUp
 
 NAME = "ranks"
 

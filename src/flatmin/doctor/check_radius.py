@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from math import floor, log10, sqrt
 from statistics import median
 
+from flatmin.doctor.check_steps import Step
 from flatmin.doctor.finding import Finding
-from flatmin.doctor.set_up import SetUp
-from flatmin.doctor.steps import Step
+from flatmin.doctor.training import SetUp
 from flatmin.optim.amp import AMP
 
 NAME = "radius"

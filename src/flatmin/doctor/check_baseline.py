@@ -7,10 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from flatmin.core.tensors import plain
+from flatmin.doctor.check_ranks import anywhere
 from flatmin.doctor.finding import Finding
-from flatmin.doctor.moment import same_bits
-from flatmin.doctor.ranks import anywhere
-from flatmin.doctor.set_up import MakeTraining, SetUp, fresh
+from flatmin.doctor.training import MakeTraining, SetUp, fresh, same_bits
 from flatmin.optim.amp import AMP
 
 STEPS = 3
