@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 
 import pillow_loop
 from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Flip, augmentation
-from flatmin_lab.machine import facts
+from flatmin_lab.system.machine import facts
 from machine import command, in_turns, line
 
 ROWS: dict[str, Augmentation] = {

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flatmin import attacks, flatness, metrics
-from flatmin_lab.machine import facts
+from flatmin_lab.system.machine import facts
 from machine import command, line
 
 Largest = tuple[float, int]  # the largest difference, and over how many comparisons

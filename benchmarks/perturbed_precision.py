@@ -26,7 +26,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from flatmin_lab import models
 from flatmin_lab.data import load
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.machine import facts
+from flatmin_lab.system.machine import facts
 from machine import command, line
 
 EPSILONS = (0.05, 0.1, 0.5)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 import flatmin
 from flatmin_lab import models
-from flatmin_lab.machine import facts
+from flatmin_lab.system.machine import facts
 from machine import command, in_turns, line
 
 FLOOR = 8

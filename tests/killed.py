@@ -26,8 +26,9 @@ from typing import Any, BinaryIO
 import sklearn.datasets  # noqa: F401  # not while the clock ticks
 import torch
 
-from flatmin_lab import checkpoint, files
+from flatmin_lab import checkpoint
 from flatmin_lab.cli import app
+from flatmin_lab.system import files
 from forked import forked
 
 import_module("torch._dynamo")  # which every optimizer imports when it is made

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flatmin_lab.data import Augmentation, Batches, Dataset, Normalisation, Split, augmentation, in_order, load
-from flatmin_lab.data.seeds import generator
+from flatmin_lab.system.rng import generator
 from official_files import made
 
 

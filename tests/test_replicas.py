@@ -16,7 +16,7 @@ from flatmin_lab import methods, replicas
 from flatmin_lab.recipe import Job
 from flatmin_lab.records import Epoch, Failed, Finished, Progress, Record, RunError, Saved, Started, Stopped
 from flatmin_lab.replicas import GAIN, SPOILT, WARM, WINDOW, Replica, Room, _by_turns, together
-from flatmin_lab.surroundings import Surroundings
+from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.train import train
 from small_runs import after, lasting, run, same, tiny_data, tiny_recipe
 

@@ -23,10 +23,9 @@ from flatmin.capture.step_spec import CannotCaptureError
 from flatmin_lab import checkpoint, methods
 from flatmin_lab.answering import Answers
 from flatmin_lab.data import Batches, Normalisation, augmentation
-from flatmin_lab.data.seeds import generator
 from flatmin_lab.learner import ClippedSGD, Learner, build_model
 from flatmin_lab.records import Epoch, Finished, Note, Progress, RunError, Started, Stopped
-from flatmin_lab.surroundings import Surroundings
+from flatmin_lab.system.rng import Surroundings, generator
 from flatmin_lab.train import train
 from small_runs import after, lasting, learner_of, pictures, run, same, tiny_data, tiny_recipe
 
@@ -421,7 +420,7 @@ class TestSurroundings:
 
         monkeypatch.setattr(torch.cuda, "device", entered)
         for name in ("_state", "_put", "_apart"):
-            monkeypatch.setattr(f"flatmin_lab.surroundings.{name}", lambda *_: torch.zeros(1))
+            monkeypatch.setattr(f"flatmin_lab.system.rng.{name}", lambda *_: torch.zeros(1))
         with Surroundings(torch.device("cuda", 1), deterministic=False).inside():
             assert current[-1] == "cuda:1"
         assert current == ["cuda:0"]

@@ -14,7 +14,7 @@ from flatmin_lab.data import Dataset, Normalisation, Split
 from flatmin_lab.evaluate import logits_of
 from flatmin_lab.recipe import PRECISIONS, Recipe
 from flatmin_lab.records import Finished, Note, Progress, Record, RunError, Stopped
-from flatmin_lab.surroundings import Surroundings
+from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.train import moments, train
 from small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe
 from waiting import never_waiting, without_sync

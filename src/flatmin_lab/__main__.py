@@ -2,7 +2,7 @@
 
 import sys
 
-from flatmin_lab.extras import need
+from flatmin_lab.system.optional_deps import need
 
 NEEDED = ("typer", "rich", "numpy", "safetensors")
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatmin_lab.extras import need
-from flatmin_lab.files import written_whole
+from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.optional_deps import need
 
 NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
 

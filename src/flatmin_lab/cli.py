@@ -15,9 +15,9 @@ from flatmin_lab import cli_bench, cli_judge, cli_reproduce, cli_train, cli_tune
 from flatmin_lab import doctor as examination
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, option, reported
 from flatmin_lab.cli_training import numbers_in
-from flatmin_lab.extras import need
-from flatmin_lab.machine import device_named
 from flatmin_lab.signals import ended_by_signals
+from flatmin_lab.system.machine import device_named
+from flatmin_lab.system.optional_deps import need
 
 app = typer.Typer(
     name="flatmin",

@@ -13,11 +13,11 @@ from flatmin_lab.bench import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measu
 from flatmin_lab.bench.steps import FORMS, METHODS
 from flatmin_lab.cli_parts import Debug, Device, option, reported
 from flatmin_lab.data.augment import KINDS, Kind
-from flatmin_lab.files import BESIDE, written_whole
-from flatmin_lab.machine import device_named
 from flatmin_lab.recipe import PRECISIONS
 from flatmin_lab.records import RunError
 from flatmin_lab.signals import ended_by_signals
+from flatmin_lab.system.files import BESIDE, written_whole
+from flatmin_lab.system.machine import device_named
 
 Names = list[str] | None
 

@@ -8,11 +8,11 @@ import typer
 
 from flatmin_lab import examine, judgements, landscapes, looked_at, show
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported
-from flatmin_lab.extras import need
-from flatmin_lab.files import written_whole
 from flatmin_lab.looked_at import Asked, Looked
-from flatmin_lab.machine import facts
 from flatmin_lab.signals import ended_by_signals
+from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.machine import facts
+from flatmin_lab.system.optional_deps import need
 
 OWN, ATTACK, FLATNESS = "A model of your own", "With --attack", "With --flatness"
 Model = Annotated[

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from flatmin_lab import show
 from flatmin_lab.cluster.crew import Crew, joined
-from flatmin_lab.machine import devices_named
 from flatmin_lab.records import RunError
+from flatmin_lab.system.machine import devices_named
 
 
 def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:

@@ -16,10 +16,10 @@ import torch
 import typer
 
 from flatmin_lab.cli_parts import explained
-from flatmin_lab.machine import device_named
 from flatmin_lab.recipe import Recipe
 from flatmin_lab.records import DivergedError, RunError
 from flatmin_lab.request import Plan, Request, read_for
+from flatmin_lab.system.machine import device_named
 from flatmin_lab.team import Ranks, Team
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -14,8 +14,8 @@ import torch
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.estimate import Pace, begun, seconds_a_look, seconds_of, taken
-from flatmin_lab.machine import facts
 from flatmin_lab.recipe import Recipe
+from flatmin_lab.system.machine import facts
 
 BLOCKS, WARM = 10, 5
 HOURS = {"erm": 2.4, "amp": 4.2}  # the paper's, on a V100

@@ -21,7 +21,7 @@ from flatmin_lab.learner import build_model, method_of
 from flatmin_lab.prepared import prepared
 from flatmin_lab.recipe import Job, Recipe
 from flatmin_lab.records import Epoch, Record
-from flatmin_lab.surroundings import Surroundings
+from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.train import moments
 
 WARM, SECONDS, MOST = 3, 1.5, 400  # steps before the clock starts; how long, and how many steps, it runs

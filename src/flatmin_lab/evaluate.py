@@ -16,7 +16,7 @@ from flatmin_lab.answering import FULL
 from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.json_numbers import number
+from flatmin_lab.system.json_data import number
 
 MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "error": metrics.error,

@@ -15,8 +15,8 @@ from flatmin import attacks, flatness, metrics
 from flatmin.ball import Norm
 from flatmin_lab import evaluate
 from flatmin_lab.evaluate import bins_of, logits_of
-from flatmin_lab.json_numbers import number
 from flatmin_lab.subject import Subject
+from flatmin_lab.system.json_data import number
 
 MEASURES = {**evaluate.MEASURES, "adaptive_ece": metrics.adaptive_ece, "brier": metrics.brier}
 LEVEL, SAMPLES = 0.95, 1000

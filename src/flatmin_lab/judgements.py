@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab.files import written_whole
-from flatmin_lab.run_config import read_json
+from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.json_data import read_json
 
 EVALUATION, LANDSCAPE = "evaluation.json", "landscape.json"
 

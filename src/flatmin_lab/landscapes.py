@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flatmin import flatness
-from flatmin_lab.json_numbers import numbers
 from flatmin_lab.subject import Subject
+from flatmin_lab.system.json_data import numbers
 
 POINTS, REACH, PICTURES = 41, 1.0, 1000
 

@@ -32,11 +32,10 @@ from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.data.seeds import generator
 from flatmin_lab.methods import Method
 from flatmin_lab.recipe import Recipe
 from flatmin_lab.shares import Shares
-from flatmin_lab.surroundings import drawn_from, seed_generators
+from flatmin_lab.system.rng import drawn_from, generator, seed_generators
 from flatmin_lab.team import Team
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

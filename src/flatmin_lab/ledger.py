@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatmin_lab import checkpoint, run_config
-from flatmin_lab.files import written_whole
-from flatmin_lab.json_numbers import numbers
 from flatmin_lab.methods import resolved
 from flatmin_lab.recipe import SPEED, Job
-from flatmin_lab.run_config import read_json
+from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.json_data import numbers, read_json
 
 State = Literal["done", "unmeasured", "without weights", "failed", "begun", "missing"]
 PLANNED, FAILED, COST = "planned.json", ".failed.json", "cost-"

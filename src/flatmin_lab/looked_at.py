@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flatmin_lab import own_model, show, trained
-from flatmin_lab.machine import device_named
 from flatmin_lab.request import read, read_for
 from flatmin_lab.subject import Subject, of_own
+from flatmin_lab.system.machine import device_named
 from flatmin_lab.trained import Trained
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatmin_lab.extras import need
 from flatmin_lab.own_function import find, is_own
+from flatmin_lab.system.optional_deps import need
 
 INSIDE = (
     "state_dict",

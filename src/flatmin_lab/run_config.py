@@ -3,7 +3,6 @@
 Two runs are the same if these three are; versions, machine and time may differ.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from flatmin_lab import checkpoint
 from flatmin_lab.checkpoint import Checkpoint, DamagedError
 from flatmin_lab.recipe import Recipe, differences
+from flatmin_lab.system.json_data import read_json
 
 IDENTITY = ("recipe", "seed", "data_sha256")
 
@@ -80,15 +80,3 @@ def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -
         apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
     if apart:
         raise OtherRunError(f"{path} is of another recipe: {'; '.join(apart)}.")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"{path} is damaged: it cannot be read as JSON ({error}); put a good copy there, or choose another folder"
-        ) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it must hold an object, got {type(content).__name__}")
-    return content

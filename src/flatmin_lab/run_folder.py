@@ -26,9 +26,10 @@ from typing import IO, Any
 from flatmin_lab import checkpoint
 from flatmin_lab.boards import Board
 from flatmin_lab.checkpoint import Checkpoint
-from flatmin_lab.files import written_whole
 from flatmin_lab.records import Note, RunError
-from flatmin_lab.run_config import IDENTITY, newest_whole, read_json
+from flatmin_lab.run_config import IDENTITY, newest_whole
+from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.json_data import read_json
 
 KEPT = 2
 

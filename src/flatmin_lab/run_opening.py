@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from flatmin_lab import checkpoint
-from flatmin_lab.files import BESIDE, lock, settle, standing, sweep
 from flatmin_lab.records import BusyError, RunError
 from flatmin_lab.run_config import check_same, exists, stored
 from flatmin_lab.run_folder import RunFolder
+from flatmin_lab.system.files import BESIDE, lock, settle, standing, sweep
 
 OURS = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", ".lock"}
 

@@ -21,13 +21,14 @@ from flatmin_lab import afterwards, trained
 from flatmin_lab.data.catalogue import load
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.ledger import Ledger, curves_of, tidy
-from flatmin_lab.machine import facts
 from flatmin_lab.recipe import Job
 from flatmin_lab.records import Failed, Finished, Measured, Record, RunError, Stopped
 from flatmin_lab.replicas import together
 from flatmin_lab.results import split_of
-from flatmin_lab.run_config import OtherRunError, read_json
+from flatmin_lab.run_config import OtherRunError
 from flatmin_lab.run_opening import check
+from flatmin_lab.system.json_data import read_json
+from flatmin_lab.system.machine import facts
 from flatmin_lab.train import config_of
 from flatmin_lab.workers import Died, Stop, cores, in_processes, one_thread
 

@@ -33,7 +33,7 @@ from flatmin_lab.answering import FULL
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.evaluate import logits_of
-from flatmin_lab.surroundings import drawn_from, seed_generators
+from flatmin_lab.system.rng import drawn_from, seed_generators
 from flatmin_lab.team import Team
 
 Made = tuple[Tensor, Any]  # a batch: inputs, and what the loss compares with

@@ -40,7 +40,7 @@ from flatmin_lab.run_opening import open_
 from flatmin_lab.same_training import check_batches, compare
 from flatmin_lab.schedules import rate
 from flatmin_lab.shares import logits_shared, same_buffers
-from flatmin_lab.surroundings import Surroundings
+from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.team import Team
 
 LOOK = 50  # steps after which the host asks for what the device measured, at the latest

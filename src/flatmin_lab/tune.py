@@ -23,12 +23,12 @@ from flatmin_lab import run_config, tuning_file
 from flatmin_lab.cluster.crew import Crew
 from flatmin_lab.cluster.spread_trials import spread_trials
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.files import lock, sweep
 from flatmin_lab.ledger import tidy
-from flatmin_lab.machine import facts
 from flatmin_lab.records import BusyError, Epoch, Failed, Finished, Record, RunError, Stopped
 from flatmin_lab.search import Search
 from flatmin_lab.study import Draw, Study, opened
+from flatmin_lab.system.files import lock, sweep
+from flatmin_lab.system.machine import facts
 from flatmin_lab.train import train
 from flatmin_lab.trials import PRUNED, Task, is_pruned, trained, work
 from flatmin_lab.tuned import Tuning

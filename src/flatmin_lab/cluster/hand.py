@@ -21,8 +21,8 @@ import torch
 import flatmin
 from flatmin_lab.cluster.parcels import Change, Watched, put
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.machine import facts
 from flatmin_lab.records import Failed, Finished, Measured, Note, Progress, Record, RunError, Saved, Stopped
+from flatmin_lab.system.machine import facts
 from flatmin_lab.workers import Died, Stop, died_of, one_thread
 
 Own = TypeVar("Own")

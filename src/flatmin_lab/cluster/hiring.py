@@ -15,9 +15,9 @@ from flatmin_lab.cluster import nodes
 from flatmin_lab.cluster.hand import Hand, Hello, introduced
 from flatmin_lab.cluster.nodes import Node, Share
 from flatmin_lab.cluster.told import told
-from flatmin_lab.extras import need
-from flatmin_lab.machine import commit
 from flatmin_lab.records import RunError
+from flatmin_lab.system.machine import commit
+from flatmin_lab.system.optional_deps import need
 
 LOOK = 1.0  # seconds between two looks at the nodes
 SLOW = 15.0  # seconds after which a hand that has not said hello is not counted on: its node may be full

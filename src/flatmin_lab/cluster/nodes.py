@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flatmin_lab.extras import need
 from flatmin_lab.records import RunError
+from flatmin_lab.system.optional_deps import need
 
 ANSWER = 5.0  # seconds that an address has to answer
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2 that says nothing; its fourth byte is its kind

@@ -12,7 +12,7 @@ in between finds a run that is not finished, and goes on with it.
 from pathlib import Path
 from typing import NamedTuple
 
-from flatmin_lab.files import BESIDE, written_whole
+from flatmin_lab.system.files import BESIDE, written_whole
 
 LOCK = ".lock"  # whoever holds a folder here holds it for all others
 FIRST, LAST = "config.json", "result.json"

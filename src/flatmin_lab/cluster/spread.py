@@ -21,11 +21,11 @@ from flatmin_lab.cluster.crew import Crew
 from flatmin_lab.cluster.errands import Ended, Losses, Lost, Said
 from flatmin_lab.cluster.hiring import NoNodeError
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.machine import facts
 from flatmin_lab.records import Failed, Finished, Record, RunError, Stopped
 from flatmin_lab.run_config import OtherRunError
 from flatmin_lab.run_opening import check, hold
 from flatmin_lab.runs import How, Run, Task, on_data
+from flatmin_lab.system.machine import facts
 from flatmin_lab.train import config_of
 from flatmin_lab.workers import Died, Stop
 

@@ -1,6 +1,6 @@
 """Data sets as tensors on a device, and batches of them: `load`, `augmentation`, `Normalisation`, `Batches`."""
 
-from flatmin_lab.extras import needed_by
+from flatmin_lab.system.optional_deps import needed_by
 
 with needed_by("flatmin_lab.data"):  # numpy
     from flatmin_lab.data.augment import Augmentation, Crop, Cutout, Flip, augmentation

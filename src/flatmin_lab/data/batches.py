@@ -18,7 +18,7 @@ from torch import Tensor
 from flatmin_lab.data.augment import Augmentation
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.data.seeds import generator
+from flatmin_lab.system.rng import generator
 
 HELP = {
     "split": "take data.train or data.test of a Dataset, and make one of a torch data set with from_torch",

@@ -14,7 +14,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from flatmin_lab.data.seeds import generator
+from flatmin_lab.system.rng import generator
 
 
 @dataclass(frozen=True, repr=False)

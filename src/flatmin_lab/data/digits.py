@@ -7,9 +7,9 @@ the same fifth always.
 import torch
 
 from flatmin_lab.data.dataset import Dataset, Split
-from flatmin_lab.data.seeds import generator
 from flatmin_lab.data.splitting import stratified
-from flatmin_lab.extras import need
+from flatmin_lab.system.optional_deps import need
+from flatmin_lab.system.rng import generator
 
 
 def load() -> Dataset:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from flatmin_lab.files import lock
+from flatmin_lab.system.files import lock
 
 Progress = Callable[[str, int, int], None]  # file, bytes there, bytes in all
 CHUNK = 1 << 18

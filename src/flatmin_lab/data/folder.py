@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flatmin_lab.data.dataset import Dataset, Split
-from flatmin_lab.data.seeds import generator
 from flatmin_lab.data.splitting import stratified
-from flatmin_lab.extras import need
+from flatmin_lab.system.optional_deps import need
+from flatmin_lab.system.rng import generator
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 GREY = ("1", "L", "LA")

@@ -20,7 +20,7 @@ from torch import Tensor
 from flatmin_lab.data import npz
 from flatmin_lab.data.dataset import Dataset, Split, numbered
 from flatmin_lab.data.folder import GREY, eight_bits
-from flatmin_lab.files import written_whole
+from flatmin_lab.system.files import written_whole
 
 PROBES = 16
 SPLITS = ("train", "test")

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from flatmin_lab.data.dataset import Dataset, Split
-from flatmin_lab.data.seeds import generator
+from flatmin_lab.system.rng import generator
 
 SUFFIX = "-made"
 CLASSES = {"svhn": 10, "cifar10": 10, "cifar100": 100}

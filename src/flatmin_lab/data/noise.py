@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatmin_lab.data.dataset import Dataset, Split
-from flatmin_lab.data.seeds import generator
+from flatmin_lab.system.rng import generator
 
 
 class Noisy(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatmin_lab.data.dataset import Dataset, Split
-from flatmin_lab.data.seeds import generator as seeded
+from flatmin_lab.system.rng import generator as seeded
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ drawn.figure.savefig("region.pdf")
 drawn.data["beta"]
 """
 
-from flatmin_lab.extras import needed_by
+from flatmin_lab.system.optional_deps import needed_by
 
 with needed_by("flatmin_lab.figures"):  # matplotlib
     from flatmin_lab.figures.drawn import Drawn

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatmin_lab.data.spiral import Spiral
 from flatmin_lab.figures.drawn import INK, Drawn, look
-from flatmin_lab.json_numbers import numbers
+from flatmin_lab.system.json_data import numbers
 
 COLOURS = ["#2a6f97", "#e07a3f"]
 REACH, POINTS = 1.2, 241

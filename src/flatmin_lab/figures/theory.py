@@ -11,7 +11,7 @@ from matplotlib.patches import Circle
 
 from flatmin import theory
 from flatmin_lab.figures.drawn import INK, STYLES, Drawn, line_of, look
-from flatmin_lab.json_numbers import numbers
+from flatmin_lab.system.json_data import numbers
 
 ERM, AMP = STYLES["erm"][0], STYLES["amp"][0]
 RATIOS = (0.25, 0.5, 1.0, 2.0)  # ε²/2σ₁²

@@ -1,6 +1,8 @@
-"""Numbers as JSON can say them: None for nan and infinity."""
+"""JSON: files that hold an object, and numbers as JSON can say them, None for nan and infinity."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 
@@ -26,3 +28,15 @@ def numbers(values: Any) -> list[Any]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} is damaged: it cannot be read as JSON ({error}); put a good copy there, or choose another folder"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it must hold an object, got {type(content).__name__}")
+    return content
