@@ -12,9 +12,9 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from flatmin_lab.data import operations
-from flatmin_lab.data.augment import Augmentation, Crop, Cutout, Flip
-from flatmin_lab.data.autoaugment import AutoAugment
+from flatmin_lab.data.augment import operations
+from flatmin_lab.data.augment.autoaugment import AutoAugment
+from flatmin_lab.data.augment.transforms import Augmentation, Crop, Cutout, Flip
 
 Picture = Image.Image
 FILL = (operations.FILL,) * 3

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import pillow_loop
 from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Dataset, Flip, Split, augmentation, load
-from flatmin_lab.data.augment import Stage, below
+from flatmin_lab.data.augment.transforms import Stage, below
 from pictures import various
 
 STAGES: list[Stage] = [Crop(4), Crop(2, fill=0), Crop(0), Flip(), Cutout(16), Cutout(8), Cutout(5), Cutout(20)]

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pillow_loop
-from flatmin_lab.data import Augmentation, AutoAugment, Batches, Normalisation, Split, augmentation, autoaugment
-from flatmin_lab.data.operations import OPERATIONS, SIGNED, TABLES
-from flatmin_lab.data.policies import POLICIES, Operation
+from flatmin_lab.data import Augmentation, AutoAugment, Batches, Normalisation, Split, augmentation
+from flatmin_lab.data.augment import autoaugment
+from flatmin_lab.data.augment.operations import OPERATIONS, SIGNED, TABLES
+from flatmin_lab.data.augment.policies import POLICIES, Operation
 from pictures import various
 
 policies = pytest.mark.parametrize("policy", POLICIES)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import official_files
 from flatmin_lab.data import DATA_SETS, Dataset, Split, augmentation, load
-from flatmin_lab.data.spiral import Spiral
-from flatmin_lab.data.spiral import load as load_spiral
+from flatmin_lab.data.sources.spiral import Spiral
+from flatmin_lab.data.sources.spiral import load as load_spiral
 from official_files import made
 
 

@@ -15,9 +15,10 @@ from typing import ClassVar
 
 import pytest
 
-from flatmin_lab.data import download, load
-from flatmin_lab.data.download import REMOTE, Remote, fetch
-from flatmin_lab.data.progress import download_bar
+from flatmin_lab.data import load
+from flatmin_lab.data.formats import download
+from flatmin_lab.data.formats.download import REMOTE, Remote, fetch
+from flatmin_lab.data.formats.download_progress import download_bar
 from official_files import cifar10_python, made, packed, svhn
 
 CONTENT = os.urandom(3_000_000)
@@ -112,7 +113,7 @@ def test_a_killed_process_has_lost_nothing(tmp_path: Path, server: str) -> None:
     """Killed for real in the middle of the file; the next call asks for the rest only."""
     Handler.slow = True
     code = (
-        "import sys; from pathlib import Path; from flatmin_lab.data.download import Remote, fetch;"
+        "import sys; from pathlib import Path; from flatmin_lab.data.formats.download import Remote, fetch;"
         "fetch(Remote('file.bin', sys.argv[1], int(sys.argv[2]), sys.argv[3]), Path(sys.argv[4]))"
     )
     source = remote(server)
@@ -221,7 +222,7 @@ def test_a_line_that_stalls_after_some_bytes_loses_none(
 def test_a_full_disk_is_named_and_what_came_is_kept(tmp_path: Path, server: str) -> None:
     """In a process that may write no file longer than a megabyte."""
     code = (
-        "import resource, sys; from pathlib import Path; from flatmin_lab.data.download import Remote, fetch;"
+        "import resource, sys; from pathlib import Path; from flatmin_lab.data.formats.download import Remote, fetch;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000));"
         "fetch(Remote('file.bin', sys.argv[1], int(sys.argv[2]), sys.argv[3]), Path(sys.argv[4]))"
     )

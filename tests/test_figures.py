@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatmin_lab import figures
-from flatmin_lab.data.spiral import Spiral
+from flatmin_lab.data.sources.spiral import Spiral
 from flatmin_lab.figures.drawn import BOLD, HATCHES, STYLES, Drawn, svg
 from flatmin_lab.methods import METHODS
 

@@ -12,7 +12,7 @@ from flatmin.attacks import pgd
 from flatmin.regularisers import adversarial, mixup
 from flatmin_lab import models
 from flatmin_lab.data import Batches, Dataset, Normalisation, Split, augmentation
-from flatmin_lab.data.augment import Kind
+from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.methods import METHODS
 from flatmin_lab.models import MODELS
 from official_files import made

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatmin_lab.data import load
-from flatmin_lab.data.noise import with_wrong_labels
+from flatmin_lab.data.label_noise import with_wrong_labels
 from small_runs import tiny_data
 
 

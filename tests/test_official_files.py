@@ -12,7 +12,8 @@ from scipy.io import loadmat, savemat
 from torch import Tensor
 
 import official_files
-from flatmin_lab.data import Dataset, load, matfile
+from flatmin_lab.data import Dataset, load
+from flatmin_lab.data.formats import mat
 from official_files import LAYOUTS, classes, made, packed
 
 Pair = tuple[Tensor, Tensor]
@@ -155,7 +156,7 @@ def test_matlab_files_are_read_as_scipy_reads_them(tmp_path: Path, order: str, k
             return  # scipy writes little-endian files; the big-endian one is made of its plain form
         content = matlab_big_endian(arrays)
         (tmp_path / "x.mat").write_bytes(content)
-    found, expected = matfile.load(content, ("X", "y", "text", "complex", "cell")), loadmat(tmp_path / "x.mat")
+    found, expected = mat.load(content, ("X", "y", "text", "complex", "cell")), loadmat(tmp_path / "x.mat")
     assert set(found) == {"X", "y"}
     for name, array in arrays.items():
         assert np.array_equal(found[name], expected[name])

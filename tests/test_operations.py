@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 import pillow_loop
-from flatmin_lab.data import AutoAugment, operations
-from flatmin_lab.data.operations import GEOMETRIC, LEVELS, OPERATIONS, SIGNED
-from flatmin_lab.data.policies import Operation
+from flatmin_lab.data import AutoAugment
+from flatmin_lab.data.augment import operations
+from flatmin_lab.data.augment.operations import GEOMETRIC, LEVELS, OPERATIONS, SIGNED
+from flatmin_lab.data.augment.policies import Operation
 from pictures import various
 
 NOTHING = Operation("invert", 0.0, 0)

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flatmin_lab.data import folder as picture_folder
 from flatmin_lab.data import load
+from flatmin_lab.data.sources import image_folder as picture_folder
 from official_files import made
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from flatmin_lab import afterwards
-from flatmin_lab.data.made import stands_for
+from flatmin_lab.data.sources.synthetic import stands_for
 from flatmin_lab.ledger import Ledger, State
 from flatmin_lab.models import canonical
 from flatmin_lab.recipe import Job

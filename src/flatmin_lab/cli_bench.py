@@ -12,7 +12,7 @@ from flatmin_lab import models, show
 from flatmin_lab.bench import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure, printed
 from flatmin_lab.bench.steps import FORMS, METHODS
 from flatmin_lab.cli_parts import Debug, Device, option, reported
-from flatmin_lab.data.augment import KINDS, Kind
+from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.recipe import PRECISIONS
 from flatmin_lab.records import RunError
 from flatmin_lab.signals import ended_by_signals

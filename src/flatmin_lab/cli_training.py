@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from flatmin_lab import models
 from flatmin_lab.cli_parts import option
 from flatmin_lab.data import DATA_SETS
-from flatmin_lab.data.augment import KINDS
+from flatmin_lab.data.augment.transforms import KINDS
 from flatmin_lab.recipe import PRECISIONS, Recipe
 from flatmin_lab.schedules import SCHEDULES
 

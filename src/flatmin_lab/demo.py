@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flatmin_lab.data.digits import load
+from flatmin_lab.data.sources.digits import load
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipe import Job
 from flatmin_lab.records import Epoch, Finished

@@ -22,7 +22,7 @@ import flatmin
 from flatmin.core.model_state import evaluating
 from flatmin.doctor import Crash, Finding, MakeTraining, examine, own_lines
 from flatmin_lab import models, own_model, show
-from flatmin_lab.data.catalogue import EMBEDDED, OFFICIAL, load
+from flatmin_lab.data.registry import EMBEDDED, OFFICIAL, load
 from flatmin_lab.own_function import find, is_own
 from flatmin_lab.system.machine import commit, hardware
 from flatmin_lab.system.rng import Surroundings, generator

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.noise import with_wrong_labels
+from flatmin_lab.data.label_noise import with_wrong_labels
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.recipe import Recipe
 

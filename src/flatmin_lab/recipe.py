@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from flatmin_lab import methods, models
-from flatmin_lab.data.augment import KINDS, Kind
-from flatmin_lab.data.catalogue import MADE, OFFICIAL
+from flatmin_lab.data.augment.transforms import KINDS, Kind
+from flatmin_lab.data.registry import MADE, OFFICIAL
 from flatmin_lab.schedules import SCHEDULES
 
 Precision = Literal["fp32", "bf16", "fp16"]

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
-from flatmin_lab.data.augment import Kind
-from flatmin_lab.data.made import SUFFIX
+from flatmin_lab.data.augment.transforms import Kind
+from flatmin_lab.data.sources.synthetic import SUFFIX
 from flatmin_lab.paper import METHODS
 from flatmin_lab.recipe import PROTOCOLS, TABLE_1, TABLE_2, Job, Recipe, perturbation
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from flatmin_lab import run_config
 from flatmin_lab.data import DATA_SETS, Dataset, load
-from flatmin_lab.data.progress import download_bar
+from flatmin_lab.data.formats.download_progress import download_bar
 from flatmin_lab.recipe import Recipe
 from flatmin_lab.suited import suited
 

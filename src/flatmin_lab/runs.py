@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flatmin_lab import afterwards, trained
-from flatmin_lab.data.catalogue import load
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.registry import load
 from flatmin_lab.ledger import Ledger, curves_of, tidy
 from flatmin_lab.recipe import Job
 from flatmin_lab.records import Failed, Finished, Measured, Record, RunError, Stopped

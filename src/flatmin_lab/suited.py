@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from flatmin_lab import models
-from flatmin_lab.data.augment import Kind
-from flatmin_lab.data.catalogue import DATA_SETS
+from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.recipe import BATCH, Recipe, perturbation
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from flatmin.core.model_state import evaluating
 from flatmin_lab.answering import Answers
-from flatmin_lab.data.augment import augmentation
+from flatmin_lab.data.augment.transforms import augmentation
 from flatmin_lab.data.batches import Batches
-from flatmin_lab.data.catalogue import DATA_SETS
 from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.evaluate import bins_of, measured
 from flatmin_lab.learner import Learner
 from flatmin_lab.middle import Middle, team_facts

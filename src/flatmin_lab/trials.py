@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from flatmin_lab.data.catalogue import load
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.registry import load
 from flatmin_lab.recipe import Recipe
 from flatmin_lab.records import DivergedError, Epoch, Failed, Finished, Progress, Record, Started, Stopped
 from flatmin_lab.study import Draw

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from flatmin_lab.data.catalogue import load
+from flatmin_lab.data.registry import load
 from flatmin_lab.recipe import Job
 from flatmin_lab.records import Progress, Record, RunError
 from flatmin_lab.train import train

@@ -34,7 +34,7 @@ from flatmin_lab import (
     tune,
     workers,
 )
-from flatmin_lab.data import made
+from flatmin_lab.data.sources import synthetic
 from flatmin_lab.recipe import Recipe
 from official_files import cifar10_python, cifar100_python, svhn
 from official_files import made as drawn
@@ -116,7 +116,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     digits = sklearn.load_digits()
     digits.images, digits.target = digits.images[:DIGITS], digits.target[:DIGITS]
     monkeypatch.setattr(sklearn, "load_digits", lambda: digits)
-    monkeypatch.setattr(made, "TRAIN", 40)
+    monkeypatch.setattr(synthetic, "TRAIN", 40)
     narrow = {"preactresnet18": {"width": 4}, "vgg16": {"width": 4, "hidden": 16}}
     for name, settings in narrow.items():
         monkeypatch.setitem(models.MODELS, name, partial(models.MODELS[name], **settings))

@@ -23,7 +23,7 @@ from flatmin_lab.bench.rows import ratios
 from flatmin_lab.bench.steps import EPSILON, FORMS, METHODS, RHO, SETTINGS, left_out
 from flatmin_lab.bench.table import Contenders
 from flatmin_lab.bench.work import CLASSES, PICTURES, Work, random_pictures
-from flatmin_lab.data.augment import KINDS, Kind, augmentation
+from flatmin_lab.data.augment.transforms import KINDS, Kind, augmentation
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.learner import AUTOCAST

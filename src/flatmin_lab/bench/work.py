@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatmin.capture.step_spec import computing_in
 from flatmin_lab import models
-from flatmin_lab.data.augment import Augmentation
+from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation

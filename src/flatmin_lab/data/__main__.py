@@ -8,7 +8,7 @@ from time import perf_counter
 from rich.console import Console
 
 from flatmin_lab.data import DATA_SETS, Dataset, Normalisation, load
-from flatmin_lab.data.progress import download_bar
+from flatmin_lab.data.formats.download_progress import download_bar
 
 
 def describe(data: Dataset, seconds: float) -> str:

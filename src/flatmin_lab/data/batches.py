@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatmin_lab.data.augment import Augmentation
+from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.system.rng import generator

@@ -155,3 +155,13 @@ def _check(name: str, which: str, split: Split, num_classes: int) -> None:
             f"{name}: {which} labels must be 0 to {num_classes - 1} for {num_classes} classes, got {wrong} "
             f"(at {int((y == wrong).nonzero()[0])} of {len(y)}); number the classes from 0, or name them all"
         )
+
+
+def stratified(labels: Tensor, *, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Indices of two parts in their old order; the second has that share of every class, rounded."""
+    chosen = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique().tolist():
+        members = (labels == label).nonzero().flatten()
+        order = torch.randperm(len(members), generator=generator)
+        chosen[members[order[: round(share * len(members))]]] = True
+    return (~chosen).nonzero().flatten(), chosen.nonzero().flatten()

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from flatmin_lab.data.spiral import Spiral
+from flatmin_lab.data.sources.spiral import Spiral
 from flatmin_lab.figures.drawn import INK, Drawn, look
 from flatmin_lab.system.json_data import numbers
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import mean
 
 from flatmin_lab import recipes
-from flatmin_lab.data.augment import Kind
-from flatmin_lab.data.made import stands_for
+from flatmin_lab.data.augment.transforms import Kind
+from flatmin_lab.data.sources.synthetic import stands_for
 from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.paper import METHODS
 from flatmin_lab.recipe import TABLE_2

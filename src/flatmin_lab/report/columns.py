@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flatmin_lab.data.made import CLASSES, stands_for
+from flatmin_lab.data.sources.synthetic import CLASSES, stands_for
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.trusted import is_number
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flatmin_lab import examine
-from flatmin_lab.data.catalogue import DATA_SETS
+from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.methods import METHODS
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.trusted import is_number

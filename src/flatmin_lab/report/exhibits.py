@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 
 from flatmin_lab.agreement import agrees
-from flatmin_lab.data.made import stands_for
+from flatmin_lab.data.sources.synthetic import stands_for
 from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.ledger import Ledger, differs
 from flatmin_lab.paper import Value, reported

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 import flatmin
 from flatmin_lab import cost, figures
-from flatmin_lab.data import spiral
+from flatmin_lab.data.sources import spiral
 from flatmin_lab.figures import spiral as spiral_figure
 from flatmin_lab.figures.drawn import Drawn, sample, svg
 from flatmin_lab.report import landscape_part, tuning_part, words

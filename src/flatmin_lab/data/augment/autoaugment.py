@@ -2,7 +2,7 @@
 
 A picture draws five numbers: its sub-policy, and for each of the two operations whether it is done and with which sign.
 From them it gets a row number; every row of a stage has its own map of places, table of grey levels and factor, worked
-out once a device and picture size (`flatmin_lab.data.operations`), and the last row does nothing. So all pictures take
+out once a device and picture size (operations.py), and the last row does nothing. So all pictures take
 the same way through the same operations, most of which leave most of them alone, and the shapes never depend on what
 was drawn: the whole can be captured in a CUDA graph after one call outside.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flatmin_lab.data import operations
-from flatmin_lab.data.operations import (
+from flatmin_lab.data.augment import operations
+from flatmin_lab.data.augment.operations import (
     BLENDS,
     FACTORS,
     FILL,
@@ -27,7 +27,7 @@ from flatmin_lab.data.operations import (
     SIGNED,
     TABLES,
 )
-from flatmin_lab.data.policies import POLICIES, SubPolicy
+from flatmin_lab.data.augment.policies import POLICIES, SubPolicy
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A policy is a list of sub-policies; every picture draws one of them. A sub-policy is two operations that follow each
 other, each with the probability that it is done at all and a level from 0 to 9. What the level means depends on the
-operation (`flatmin_lab.data.operations`): an angle, a shift, a factor, or nothing.
+operation (`flatmin_lab.data.augment.operations`): an angle, a shift, a factor, or nothing.
 
 The tables are facts of Cubuk et al., AutoAugment (CVPR 2019), tables 7 and 9, as the published AMP code has them. The
 CIFAR-10 policy serves CIFAR-100 too.

@@ -6,8 +6,7 @@ the same fifth always.
 
 import torch
 
-from flatmin_lab.data.dataset import Dataset, Split
-from flatmin_lab.data.splitting import stratified
+from flatmin_lab.data.dataset import Dataset, Split, stratified
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flatmin_lab.data import matfile
 from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.formats import mat
 
 FILES = ("train_32x32.mat", "test_32x32.mat")
 
@@ -22,7 +22,7 @@ def load(source: Path) -> Dataset:
 
 def _split(path: Path) -> Split:
     try:
-        content = matfile.load(path.read_bytes(), ("X", "y"))
+        content = mat.load(path.read_bytes(), ("X", "y"))
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(
             f"{path} cannot be read: it may be damaged or cut short ({error!s:.200}); fetch it again"

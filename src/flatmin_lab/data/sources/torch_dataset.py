@@ -5,7 +5,7 @@
 A picture is a PIL image, a uint8 array or tensor, or floats from 0 to 1 (which is what ToTensor makes): tensors with
 the channels first, arrays with the channels last. A float vector is a point. Random transforms do not belong in the
 data set: they would be frozen by the reading, so one that answers differently the second time is refused. Augmentation
-is `flatmin_lab.data.augment`.
+is `flatmin_lab.data.augment.transforms`.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatmin_lab.data import npz
 from flatmin_lab.data.dataset import Dataset, Split, numbered
-from flatmin_lab.data.folder import GREY, eight_bits
+from flatmin_lab.data.sources import npz
+from flatmin_lab.data.sources.image_folder import GREY, eight_bits
 from flatmin_lab.system.files import written_whole
 
 PROBES = 16

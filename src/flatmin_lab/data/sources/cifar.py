@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatmin_lab.data import archive, unpickle
 from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.formats import safe_pickle, tar
 
 PIXELS = 3 * 32 * 32
 CIFAR10_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -55,7 +55,7 @@ class Layout:
             return []
         if self.binary:
             return content.decode("utf-8", errors="replace").split()
-        found = unpickle.load(content, f"{where}/{self.meta}").get(key, [])
+        found = safe_pickle.load(content, f"{where}/{self.meta}").get(key, [])
         listed = found if isinstance(found, list) else []
         names = [name.decode("latin1") if isinstance(name, bytes) else name for name in listed]
         return [name for name in names if isinstance(name, str)]
@@ -82,7 +82,7 @@ LAYOUTS = {
 
 def load(name: str, source: Path, layout: Layout) -> Dataset:
     """`cifar10` or `cifar100` from a folder or archive of that layout."""
-    files = archive.read(source, layout.folder, [*layout.train, layout.test], optional=[layout.meta])
+    files = tar.read(source, layout.folder, [*layout.train, layout.test], optional=[layout.meta])
     label, key, count = ("labels", "label_names", 10) if name == "cifar10" else ("fine_labels", "fine_label_names", 100)
     where = str(source)
     names = layout.names(files.pop(layout.meta, None), key, where)
@@ -98,7 +98,7 @@ def load(name: str, source: Path, layout: Layout) -> Dataset:
 
 
 def _from_pickle(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]:
-    batch = unpickle.load(content, what)
+    batch = safe_pickle.load(content, what)
     for key in ("data", label):
         if key not in batch:
             raise ValueError(f"{what} must hold 'data' and {label!r}, got {', '.join(map(repr, batch)) or 'nothing'}")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flatmin_lab.data.autoaugment import AutoAugment
+from flatmin_lab.data.augment.autoaugment import AutoAugment
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.made import stands_for
+from flatmin_lab.data.sources.synthetic import stands_for
 
 Kind = Literal["none", "vanilla", "vanilla_v1", "cutout", "autoaugment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from flatmin_lab.data import cifar, digits, folder, made, npz, spiral, svhn
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.download import REMOTE, Progress, fetch
+from flatmin_lab.data.formats.download import REMOTE, Progress, fetch
+from flatmin_lab.data.sources import cifar, digits, image_folder, npz, spiral, svhn, synthetic
 
 
 def _cifar(name: str, root: Path) -> Dataset | None:
@@ -35,7 +35,7 @@ def _svhn(name: str, root: Path) -> Dataset | None:
 
 OFFICIAL: dict[str, Callable[[str, Path], Dataset | None]] = {"cifar10": _cifar, "cifar100": _cifar, "svhn": _svhn}
 EMBEDDED: dict[str, Callable[[], Dataset]] = {"digits": digits.load, "spiral": spiral.load}
-MADE = tuple(f"{name}{made.SUFFIX}" for name in OFFICIAL)
+MADE = tuple(f"{name}{synthetic.SUFFIX}" for name in OFFICIAL)
 DATA_SETS = (*OFFICIAL, *EMBEDDED)  # those that are real; the spiral is the paper's own
 
 
@@ -63,7 +63,7 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
     if name in EMBEDDED:
         return EMBEDDED[name]()
     if name in MADE:
-        return made.load(name)
+        return synthetic.load(name)
     if name in OFFICIAL:
         found = OFFICIAL[name](name, root)
         if found is None and download:
@@ -76,7 +76,7 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
         return found
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return folder.load(path, size=size)
+        return image_folder.load(path, size=size)
     if path.suffix == ".npz" and path.is_file():
         return npz.load(path)
     if path.suffix == ".npz" or len(path.parts) > 1:

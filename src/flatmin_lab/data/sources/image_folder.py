@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatmin_lab.data.dataset import Dataset, Split
-from flatmin_lab.data.splitting import stratified
+from flatmin_lab.data.dataset import Dataset, Split, stratified
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-from flatmin_lab.data.download import Progress
+from flatmin_lab.data.formats.download import Progress
 
 
 @contextmanager
