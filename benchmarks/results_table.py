@@ -12,7 +12,7 @@ from pathlib import Path
 
 import readme
 from flatmin_lab.ledger import Ledger
-from flatmin_lab.recipes import EXHIBITS, Protocol
+from flatmin_lab.recipes.paper_tables import EXHIBITS, Protocol
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import Column, named
 from flatmin_lab.report.deviations import TF32, of_the_data

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flatmin_lab.methods import resolved
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 
 BINS = {"number": [0] * 14 + [100], "confidence": [0.0] * 14 + [0.9], "accuracy": [0.0] * 14 + [0.8]}
 AXIS = [-1.0, 0.0, 1.0]

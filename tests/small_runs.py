@@ -9,7 +9,7 @@ import torch
 from flatmin_lab import checkpoint
 from flatmin_lab.data import Batches, Dataset, Normalisation, Split, augmentation
 from flatmin_lab.learner import Learner
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.records import Record, Saved
 from flatmin_lab.train import train
 

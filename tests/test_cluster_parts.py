@@ -18,7 +18,7 @@ from flatmin_lab.cluster.nodes import Node, Share
 from flatmin_lab.cluster.parcels import Watched, content, put
 from flatmin_lab.cluster.spread import _Runs
 from flatmin_lab.ledger import Ledger
-from flatmin_lab.recipe import Job
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Failed, Finished, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.runs import How, Run, Task, on_data
 from flatmin_lab.workers import Died

@@ -11,10 +11,10 @@ import torch
 
 from flatmin_lab import estimate
 from flatmin_lab.data import load
-from flatmin_lab.recipe import Job
-from flatmin_lab.recipes import EXHIBITS, cell
+from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Epoch, Finished, Progress, Record
-from flatmin_lab.suited import suited
 from flatmin_lab.train import train
 from small_runs import learner_of, tiny_data, tiny_recipe
 

@@ -14,8 +14,8 @@ import readme
 import results_table
 from command_line import flatmin
 from flatmin_lab.ledger import Ledger
-from flatmin_lab.recipe import Job
-from flatmin_lab.recipes import EXHIBITS, cell
+from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.collected import collect
 from flatmin_lab.report.deviations import COPIES
 from flatmin_lab.report.exhibits import by_recipe

@@ -15,9 +15,9 @@ from flatmin.regularisers import label_smoothing
 from flatmin_lab.agreement import agrees, tolerance
 from flatmin_lab.ledger import Ledger
 from flatmin_lab.methods import resolved
-from flatmin_lab.paper import METHODS, Value, reported
-from flatmin_lab.recipe import Recipe
-from flatmin_lab.recipes import EXHIBITS, SETS, Protocol, cell, table1, table2
+from flatmin_lab.recipes.paper_numbers import METHODS, Value, reported
+from flatmin_lab.recipes.paper_tables import EXHIBITS, SETS, Protocol, cell, table1, table2
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.claims import NOTHING, best_radius, claims, judged
 from flatmin_lab.report.collected import Broken, read_result
 from flatmin_lab.report.columns import named

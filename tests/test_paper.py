@@ -1,6 +1,6 @@
 """The paper's numbers, as it prints them."""
 
-from flatmin_lab.paper import METHODS, reported
+from flatmin_lab.recipes.paper_numbers import METHODS, reported
 
 
 def test_the_papers_numbers_are_all_there() -> None:

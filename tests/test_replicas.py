@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flatmin_lab import methods, replicas
-from flatmin_lab.recipe import Job
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Epoch, Failed, Finished, Progress, Record, RunError, Saved, Started, Stopped
 from flatmin_lab.replicas import GAIN, SPOILT, WARM, WINDOW, Replica, Room, _by_turns, together
 from flatmin_lab.system.rng import Surroundings

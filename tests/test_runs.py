@@ -14,8 +14,8 @@ from flatmin_lab import afterwards, checkpoint
 from flatmin_lab import runs as runs_module
 from flatmin_lab.data import load
 from flatmin_lab.ledger import Ledger, curves_of
-from flatmin_lab.recipe import Job
-from flatmin_lab.recipes import cell
+from flatmin_lab.recipes.paper_tables import cell
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Failed, Finished, Record, Started, Stopped
 from flatmin_lab.run_opening import open_
 from flatmin_lab.runs import How, Run, Task, _tasks, carry_out, work

@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, OneCycleLR
 
-from flatmin_lab.schedules import SCHEDULES, rate
+from flatmin_lab.recipes.lr_schedules import SCHEDULES, rate
 
 STEPS = 40
 ORACLES: dict[str, Callable[[Optimizer], LRScheduler]] = {

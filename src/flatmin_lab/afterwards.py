@@ -16,7 +16,7 @@ from flatmin_lab import examine, landscapes
 from flatmin_lab.data.repeated import repeated
 from flatmin_lab.evaluate import logits_of, measured
 from flatmin_lab.learner import method_of
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.subject import Subject
 from flatmin_lab.system.json_data import number, numbers
 from flatmin_lab.system.optional_deps import need

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from statistics import mean
 
-from flatmin_lab.paper import Value
+from flatmin_lab.recipes.paper_numbers import Value
 
 TRIALS = 10  # the paper's
 

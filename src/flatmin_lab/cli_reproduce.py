@@ -32,7 +32,7 @@ from flatmin_lab.cluster.crew import Crew
 from flatmin_lab.cluster.spread import spread
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.ledger import PLANNED, Ledger
-from flatmin_lab.recipes import EXHIBITS, Exhibit
+from flatmin_lab.recipes.paper_tables import EXHIBITS, Exhibit
 from flatmin_lab.records import Epoch, Failed, Finished, Record, Stopped
 from flatmin_lab.request import read
 from flatmin_lab.runs import How, Run, carry_out

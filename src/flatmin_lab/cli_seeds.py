@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatmin_lab import show
-from flatmin_lab.recipe import Job
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Epoch, Failed, Finished, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.replicas import together
 from flatmin_lab.request import Plan

@@ -6,8 +6,8 @@ from flatmin_lab import models
 from flatmin_lab.cli_parts import option
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.data.augment.transforms import KINDS
-from flatmin_lab.recipe import PRECISIONS, Recipe
-from flatmin_lab.schedules import SCHEDULES
+from flatmin_lab.recipes.lr_schedules import SCHEDULES
+from flatmin_lab.recipes.recipe import PRECISIONS, Recipe
 
 TRAINING, SPEED = "The training", "Device and speed"
 

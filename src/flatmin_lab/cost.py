@@ -14,7 +14,7 @@ import torch
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.estimate import Pace, begun, seconds_a_look, seconds_of, taken
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.machine import facts
 
 BLOCKS, WARM = 10, 5

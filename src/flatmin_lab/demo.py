@@ -17,12 +17,12 @@ from rich.table import Table
 
 from flatmin_lab.data.sources.digits import load
 from flatmin_lab.methods import METHODS
-from flatmin_lab.recipe import Job
+from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Epoch, Finished
 from flatmin_lab.report.demo_page import demo_page, row
 from flatmin_lab.report.page import spread
 from flatmin_lab.show import bars, say
-from flatmin_lab.suited import suited
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.machine import facts
 from flatmin_lab.workers import cores, side_by_side

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from flatmin_lab import checkpoint, run_config
 from flatmin_lab.methods import resolved
-from flatmin_lab.recipe import SPEED, Job
+from flatmin_lab.recipes.recipe import SPEED, Job
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.json_data import numbers, read_json
 

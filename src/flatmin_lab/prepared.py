@@ -7,7 +7,7 @@ from torch import Tensor
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.label_noise import with_wrong_labels
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 
 
 class Prepared(NamedTuple):

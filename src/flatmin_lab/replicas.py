@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.recipe import Job
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import BusyError, Failed, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.run_opening import check
 from flatmin_lab.train import check_asked, config_of, moments

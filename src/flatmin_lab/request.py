@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from flatmin_lab import run_config
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.formats.download_progress import download_bar
-from flatmin_lab.recipe import Recipe
-from flatmin_lab.suited import suited
+from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.recipe import Recipe
 
 
 class Plan(NamedTuple):

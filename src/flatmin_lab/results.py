@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatmin_lab.methods import resolved
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 
 MEASURED = ("_loss", "_error", "_nll", "_ece", "memorised")
 

@@ -21,7 +21,7 @@ from flatmin_lab import afterwards, trained
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load
 from flatmin_lab.ledger import Ledger, curves_of, tidy
-from flatmin_lab.recipe import Job
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Failed, Finished, Measured, Record, RunError, Stopped
 from flatmin_lab.replicas import together
 from flatmin_lab.results import split_of

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from flatmin_lab.methods import METHODS, resolved
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 
 Measure = Literal["error", "nll"]
 PIXEL = 1 / 255

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.records import Epoch, Finished, Note, Record, Started, Stopped
 from flatmin_lab.records import Progress as Done
 from flatmin_lab.results import split_of

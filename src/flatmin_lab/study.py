@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.recipe import Recipe, differences
+from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.search import Search
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator

@@ -32,13 +32,13 @@ from flatmin_lab.evaluate import bins_of, measured
 from flatmin_lab.learner import Learner
 from flatmin_lab.middle import Middle, team_facts
 from flatmin_lab.prepared import prepared
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.lr_schedules import rate
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.records import DivergedError, Epoch, Finished, Note, Progress, Record, Started, Stopped
 from flatmin_lab.results import result_of
 from flatmin_lab.run_folder import RunFolder
 from flatmin_lab.run_opening import open_
 from flatmin_lab.same_training import check_batches, compare
-from flatmin_lab.schedules import rate
 from flatmin_lab.shares import logits_shared, same_buffers
 from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.team import Team

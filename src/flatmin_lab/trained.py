@@ -12,7 +12,7 @@ from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.learner import build_model, method_of
 from flatmin_lab.prepared import Prepared, prepared
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.records import RunError
 from flatmin_lab.subject import Subject
 

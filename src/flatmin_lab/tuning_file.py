@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.search import Measure, knobs_of
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.json_data import read_json

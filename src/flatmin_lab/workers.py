@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from flatmin_lab.data.registry import load
-from flatmin_lab.recipe import Job
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Progress, Record, RunError
 from flatmin_lab.train import train
 

@@ -26,7 +26,7 @@ from flatmin_lab.cluster.crew import Crew, joined
 from flatmin_lab.cluster.nodes import Share
 from flatmin_lab.cluster.spread import spread
 from flatmin_lab.ledger import Ledger
-from flatmin_lab.recipe import Job
+from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started
 from flatmin_lab.run_opening import hold
 from flatmin_lab.runs import How, Run

@@ -20,22 +20,10 @@ from PIL import Image
 
 from command_line import flatmin, words
 from doc_blocks import PAGES, ROOT, blocks, commands
-from flatmin_lab import (
-    bench,
-    cli_bench,
-    cli_tune,
-    demo,
-    estimate,
-    examine,
-    landscapes,
-    models,
-    recipes,
-    runs,
-    tune,
-    workers,
-)
+from flatmin_lab import bench, cli_bench, cli_tune, demo, estimate, examine, landscapes, models, runs, tune, workers
 from flatmin_lab.data.sources import synthetic
-from flatmin_lab.recipe import Recipe
+from flatmin_lab.recipes import paper_tables
+from flatmin_lab.recipes.recipe import Recipe
 from official_files import cifar10_python, cifar100_python, svhn
 from official_files import made as drawn
 
@@ -128,9 +116,9 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         check(recipe)
 
     monkeypatch.setattr(Recipe, "__post_init__", shortened)
-    for protocol in recipes.TRIALS:
-        monkeypatch.setitem(recipes.TRIALS, protocol, 1)
-    monkeypatch.setattr(recipes, "METHODS", ("erm", "amp"))
+    for protocol in paper_tables.TRIALS:
+        monkeypatch.setitem(paper_tables.TRIALS, protocol, 1)
+    monkeypatch.setattr(paper_tables, "METHODS", ("erm", "amp"))
     for module in (workers, runs, tune):
         monkeypatch.setattr(module, "in_processes", _at_once)
     monkeypatch.setattr(demo, "run", _with(demo.run, seeds=TRIALS, epochs=EPOCHS))
@@ -140,9 +128,9 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(estimate, "SECONDS", 0.1)
     measure = bench.measure
     monkeypatch.setattr(cli_bench, "measure", lambda wanted, **how: measure(replace(wanted, steps=5), **how))
-    recipes.by_name.cache_clear()
+    paper_tables.by_name.cache_clear()
     yield
-    recipes.by_name.cache_clear()
+    paper_tables.by_name.cache_clear()
     for name in ("mine", "mymodule"):
         sys.modules.pop(name, None)
 

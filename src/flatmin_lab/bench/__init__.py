@@ -27,7 +27,7 @@ from flatmin_lab.data.augment.transforms import KINDS, Kind, augmentation
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.learner import AUTOCAST
-from flatmin_lab.recipe import PRECISIONS
+from flatmin_lab.recipes.recipe import PRECISIONS
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.rng import Surroundings
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from flatmin_lab import recipes
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.sources.synthetic import stands_for
 from flatmin_lab.figures.drawn import NAMES
-from flatmin_lab.paper import METHODS
-from flatmin_lab.recipe import TABLE_2
-from flatmin_lab.recipes import AUGMENTATIONS, RESNET, SETS, Protocol
+from flatmin_lab.recipes import paper_tables
+from flatmin_lab.recipes.paper_numbers import METHODS
+from flatmin_lab.recipes.paper_tables import AUGMENTATIONS, RESNET, SETS, Protocol
+from flatmin_lab.recipes.recipe import TABLE_2
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import named
 from flatmin_lab.report.names import TITLES
@@ -67,7 +67,7 @@ def claims(protocol: Protocol) -> list[Claim]:
     """The paper's own, by name."""
 
     def cell(data: str, method: str, model: str = RESNET, augment: Kind = "vanilla") -> str:
-        return recipes.cell(protocol, data, model, method, augment=augment).name
+        return paper_tables.cell(protocol, data, model, method, augment=augment).name
 
     found = []
     for data in SETS:
@@ -99,7 +99,7 @@ def claims(protocol: Protocol) -> list[Claim]:
         if other != "flooding":
             says = f"flooding is better calibrated than {NAMES[other]} on CIFAR-10"
             found.append(Claim(says, "ece", cell("cifar10", "flooding"), cell("cifar10", other)))
-    twice = next(recipe.name for recipe in recipes.compute(protocol).recipes if recipe.method == "erm")
+    twice = next(recipe.name for recipe in paper_tables.compute(protocol).recipes if recipe.method == "erm")
     for measure, words in MEASURES.items():
         says = f"AMP has {words} than ERM at twice the epochs on CIFAR-10"
         found.append(Claim(says, measure, cell("cifar10", "amp"), twice, ours=True))
@@ -154,7 +154,7 @@ def _judge(claim: Claim, lower: list[float], higher: list[float], p: float | Non
 def best_radius(runs: Runs, protocol: Protocol, data: str) -> Judged:
     """Where the risk is lowest on the mean, of the sweep's radii, once all were tried; the paper: near 0.06."""
     says = f"the risk on held-out pictures of {TITLES[data]} (the paper: on test pictures) is lowest near ε = 0.06"
-    swept = [r for r in recipes.sweep(protocol).recipes if r.method == "amp" and stands_for(r.data) == data]
+    swept = [r for r in paper_tables.sweep(protocol).recipes if r.method == "amp" and stands_for(r.data) == data]
     names = {float(recipe.settings["epsilon"]): recipe.name for recipe in swept}
     means = {
         radius: mean(values)

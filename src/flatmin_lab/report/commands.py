@@ -14,9 +14,9 @@ from typing import Any
 from flatmin_lab import examine
 from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.methods import METHODS
+from flatmin_lab.recipes.defaults import SMALL
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.trusted import is_number
-from flatmin_lab.suited import SMALL
 
 Condition = dict[str, Any]
 # under what conditions something was measured: the flag, and what it is where nothing is said

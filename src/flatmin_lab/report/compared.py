@@ -12,9 +12,9 @@ from typing import Any
 
 from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.methods import METHODS, resolved
-from flatmin_lab.paper import Value
-from flatmin_lab.paper import reported as reported_by_paper
-from flatmin_lab.recipe import exceptions
+from flatmin_lab.recipes.paper_numbers import Value
+from flatmin_lab.recipes.paper_numbers import reported as reported_by_paper
+from flatmin_lab.recipes.recipe import exceptions
 from flatmin_lab.report import commands
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import COLUMNS, is_smoothed

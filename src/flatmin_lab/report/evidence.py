@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, get_args
 
-from flatmin_lab.recipes import EXHIBITS, SETS, Protocol
+from flatmin_lab.recipes.paper_tables import EXHIBITS, SETS, Protocol
 from flatmin_lab.report.claims import NOTHING, Judged, best_radius, judged
 from flatmin_lab.report.collected import Broken, Collected, Failure, Run
 from flatmin_lab.report.compared import settings_of

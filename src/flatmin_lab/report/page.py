@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from flatmin_lab.paper import Value
+from flatmin_lab.recipes.paper_numbers import Value
 from flatmin_lab.welch import FEW
 
 

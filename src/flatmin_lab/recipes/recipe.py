@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from flatmin_lab import methods, models
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.data.registry import MADE, OFFICIAL
-from flatmin_lab.schedules import SCHEDULES
+from flatmin_lab.recipes.lr_schedules import SCHEDULES
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -10,7 +10,7 @@ from flatmin_lab import models
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import DATA_SETS
-from flatmin_lab.recipe import BATCH, Recipe, perturbation
+from flatmin_lab.recipes.recipe import BATCH, Recipe, perturbation
 
 SMALL: dict[str, dict[str, Any]] = {
     "digits": {"model": "convnet", "model_settings": {"width": 16}, "augment": "none", "epochs": 24},

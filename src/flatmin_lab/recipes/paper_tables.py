@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.sources.synthetic import SUFFIX
-from flatmin_lab.paper import METHODS
-from flatmin_lab.recipe import PROTOCOLS, TABLE_1, TABLE_2, Job, Recipe, perturbation
+from flatmin_lab.recipes.paper_numbers import METHODS
+from flatmin_lab.recipes.recipe import PROTOCOLS, TABLE_1, TABLE_2, Job, Recipe, perturbation
 
 Protocol = Literal["paper", "short", "smoke"]
 Part = Literal["attack", "flatness", "landscape", "boundary"]

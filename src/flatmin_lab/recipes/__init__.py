@@ -1,0 +1,8 @@
+"""What is trained: recipes, and the paper's tables and figures as lists of them.
+
+recipe.py          everything that decides what a training run computes, but the seed
+defaults.py        the recipe that suits a data set
+lr_schedules.py    learning rates as functions of the step
+paper_tables.py    the paper's tables and figures, each a function that lists its recipes
+paper_numbers.py   what the paper reports
+"""
