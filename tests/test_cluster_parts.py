@@ -10,18 +10,18 @@ from typing import Any, cast
 import pytest
 
 from command_line import flatmin, words
-from flatmin_lab.cluster import hand, nodes, parcels
-from flatmin_lab.cluster.crew import Crew
-from flatmin_lab.cluster.errands import Ended, Lost
-from flatmin_lab.cluster.hand import Changed, Hand, Unable
-from flatmin_lab.cluster.nodes import Node, Share
-from flatmin_lab.cluster.parcels import Watched, content, put
-from flatmin_lab.cluster.spread import _Runs
+from flatmin_lab.execution.cluster import file_sync, nodes, worker
+from flatmin_lab.execution.cluster.file_sync import Watched, content, put
+from flatmin_lab.execution.cluster.nodes import Node, Share
+from flatmin_lab.execution.cluster.run_queue import _Runs
+from flatmin_lab.execution.cluster.scheduler import Crew
+from flatmin_lab.execution.cluster.task_queue import Ended, Lost
+from flatmin_lab.execution.cluster.worker import Changed, Hand, Unable
+from flatmin_lab.execution.process_pool import Died
+from flatmin_lab.execution.runner import How, Run, Task, on_data
 from flatmin_lab.ledger import Ledger
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Failed, Finished, Note, Progress, RunError, Saved, Stopped
-from flatmin_lab.runs import How, Run, Task, on_data
-from flatmin_lab.workers import Died
 from small_runs import lasting, same, tiny_data, tiny_recipe
 
 
@@ -79,7 +79,7 @@ def test_which_run_it_is_is_put_first_and_a_result_last(tmp_path: Path, monkeypa
         order.append(path.name)
         return path.open("wb")
 
-    monkeypatch.setattr(parcels, "written_whole", noted)
+    monkeypatch.setattr(file_sync, "written_whole", noted)
     put(tmp_path / "there", whole)
     assert (order[0], order[-1]) == ("config.json", "result.json")
     assert len(order) == 6
@@ -152,15 +152,15 @@ def test_a_machine_that_cannot_go_on_says_so_and_leaves_nothing(tmp_path: Path) 
     said = list(Hand(None).do(0, full, errand, [content(place) for place in errand.places()], tiny_data()))
     assert isinstance(said[-1], Unable)
     assert f"No space left on device: '{errand.places()[0]}'" in said[-1].why
-    dead = Path(tempfile.gettempdir()) / f"{hand.FOLDER}{2**22 + 1}-left"  # no process can have that number
+    dead = Path(tempfile.gettempdir()) / f"{worker.FOLDER}{2**22 + 1}-left"  # no process can have that number
     dead.mkdir(exist_ok=True)
     Hand(None).hello("cpu")
     assert not dead.exists()
 
 
 def test_the_source_is_known_by_its_content() -> None:
-    assert len(hand.source()) == 64
-    assert hand.introduced("cpu").version.startswith("flatmin 0.")
+    assert len(worker.source()) == 64
+    assert worker.introduced("cpu").version.startswith("flatmin 0.")
 
 
 # ---- nodes

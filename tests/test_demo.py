@@ -11,6 +11,7 @@ from rich.console import Console
 
 from flatmin_lab import demo
 from flatmin_lab.data import load
+from flatmin_lab.execution.process_pool import side_by_side
 from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
@@ -19,7 +20,6 @@ from flatmin_lab.records import Finished, RunError
 from flatmin_lab.report.demo_page import demo_page
 from flatmin_lab.report.page import pooled
 from flatmin_lab.train import train
-from flatmin_lab.workers import side_by_side
 from page_text import text_of
 
 

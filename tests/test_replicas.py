@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from flatmin_lab import methods, replicas
+from flatmin_lab import methods
+from flatmin_lab.execution import replicas
+from flatmin_lab.execution.replicas import GAIN, SPOILT, WARM, WINDOW, Replica, Room, _by_turns, together
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Epoch, Failed, Finished, Progress, Record, RunError, Saved, Started, Stopped
-from flatmin_lab.replicas import GAIN, SPOILT, WARM, WINDOW, Replica, Room, _by_turns, together
 from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.train import train
 from small_runs import after, lasting, run, same, tiny_data, tiny_recipe

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from flatmin_lab import show
-from flatmin_lab.cluster.crew import Crew, joined
+from flatmin_lab.execution.cluster.scheduler import Crew, joined
 from flatmin_lab.records import RunError
 from flatmin_lab.system.machine import devices_named
 

@@ -27,8 +27,8 @@ from flatmin_lab.cli_parts import (
     workplace,
 )
 from flatmin_lab.cli_training import TRAINING, asked_for, check_milestones
-from flatmin_lab.cluster.crew import Crew
 from flatmin_lab.data import DATA_SETS
+from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started, Stopped
 from flatmin_lab.request import place, read

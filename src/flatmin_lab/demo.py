@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatmin_lab.data.sources.digits import load
+from flatmin_lab.execution.process_pool import cores, side_by_side
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.recipe import Job
@@ -25,7 +26,6 @@ from flatmin_lab.report.page import spread
 from flatmin_lab.show import bars, say
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.machine import facts
-from flatmin_lab.workers import cores, side_by_side
 
 ORDER = ("erm", "amp", *(name for name in METHODS if name not in ("erm", "amp")))  # the two that matter come first
 COLUMNS = {

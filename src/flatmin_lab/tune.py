@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from flatmin_lab import run_config, tuning_file
-from flatmin_lab.cluster.crew import Crew
-from flatmin_lab.cluster.spread_trials import spread_trials
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.execution.cluster.scheduler import Crew
+from flatmin_lab.execution.process_pool import Died, Stop, in_processes
 from flatmin_lab.ledger import tidy
 from flatmin_lab.records import BusyError, Epoch, Failed, Finished, Record, RunError, Stopped
 from flatmin_lab.search import Search
@@ -32,8 +32,8 @@ from flatmin_lab.system.machine import facts
 from flatmin_lab.train import train
 from flatmin_lab.trials import PRUNED, Task, is_pruned, trained, work
 from flatmin_lab.tuned import Tuning
+from flatmin_lab.tuning.ray_trials import spread_trials
 from flatmin_lab.tuning_file import FILE, TRIAL
-from flatmin_lab.workers import Died, Stop, in_processes
 
 
 def tune(

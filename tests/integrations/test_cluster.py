@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 
 from command_line import flatmin, words
-from flatmin_lab.cluster.crew import Crew, joined
-from flatmin_lab.cluster.nodes import Share
-from flatmin_lab.cluster.spread import spread
+from flatmin_lab.execution.cluster.nodes import Share
+from flatmin_lab.execution.cluster.run_queue import spread
+from flatmin_lab.execution.cluster.scheduler import Crew, joined
+from flatmin_lab.execution.runner import How, Run
 from flatmin_lab.ledger import Ledger
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started
 from flatmin_lab.run_opening import hold
-from flatmin_lab.runs import How, Run
 from small_runs import lasting, same, tiny_data, tiny_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -258,7 +258,7 @@ def test_a_node_that_kills_whatever_works_there_fails_no_run(
 def test_a_node_where_others_work_holds_nothing_up(
     cluster: Any, add: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatmin_lab.cluster.hiring.SLOW", 3.0)
+    monkeypatch.setattr("flatmin_lab.execution.cluster.worker_pool.SLOW", 3.0)
     full = add(num_cpus=2)
     how = How(Ledger(tmp_path / "results", tmp_path / "runs"))
     heard: list[str] = []

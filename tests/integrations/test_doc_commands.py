@@ -20,8 +20,9 @@ from PIL import Image
 
 from command_line import flatmin, words
 from doc_blocks import PAGES, ROOT, blocks, commands
-from flatmin_lab import bench, cli_bench, cli_tune, demo, estimate, examine, landscapes, models, runs, tune, workers
+from flatmin_lab import bench, cli_bench, cli_tune, demo, estimate, examine, landscapes, models, tune
 from flatmin_lab.data.sources import synthetic
+from flatmin_lab.execution import process_pool, runner
 from flatmin_lab.recipes import paper_tables
 from flatmin_lab.recipes.recipe import Recipe
 from official_files import cifar10_python, cifar100_python, svhn
@@ -119,7 +120,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for protocol in paper_tables.TRIALS:
         monkeypatch.setitem(paper_tables.TRIALS, protocol, 1)
     monkeypatch.setattr(paper_tables, "METHODS", ("erm", "amp"))
-    for module in (workers, runs, tune):
+    for module in (process_pool, runner, tune):
         monkeypatch.setattr(module, "in_processes", _at_once)
     monkeypatch.setattr(demo, "run", _with(demo.run, seeds=TRIALS, epochs=EPOCHS))
     monkeypatch.setattr(cli_tune, "tuning", _with(tune.tune, trials=TRIALS))

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from flatmin_lab.cluster import nodes
-from flatmin_lab.cluster.hand import Hand, Hello, introduced
-from flatmin_lab.cluster.nodes import Node, Share
-from flatmin_lab.cluster.told import told
+from flatmin_lab.execution.cluster import nodes
+from flatmin_lab.execution.cluster.nodes import Node, Share, told
+from flatmin_lab.execution.cluster.worker import Hand, Hello, introduced
 from flatmin_lab.records import RunError
 from flatmin_lab.system.machine import commit
 from flatmin_lab.system.optional_deps import need

@@ -14,15 +14,14 @@ from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
-from flatmin_lab.cluster import nodes
-from flatmin_lab.cluster.errands import Ended, Lost, Queue, Said
-from flatmin_lab.cluster.hand import Changed, Do, Errand, Unable
-from flatmin_lab.cluster.hiring import Hired, Hiring
-from flatmin_lab.cluster.nodes import Node
-from flatmin_lab.cluster.parcels import content, put
-from flatmin_lab.cluster.told import told
+from flatmin_lab.execution.cluster import nodes
+from flatmin_lab.execution.cluster.file_sync import content, put
+from flatmin_lab.execution.cluster.nodes import Node, told
+from flatmin_lab.execution.cluster.task_queue import Ended, Lost, Queue, Said
+from flatmin_lab.execution.cluster.worker import Changed, Do, Errand, Unable
+from flatmin_lab.execution.cluster.worker_pool import Hired, Hiring
+from flatmin_lab.execution.process_pool import PATIENCE
 from flatmin_lab.records import RunError
-from flatmin_lab.workers import PATIENCE
 
 
 @dataclass(eq=False, kw_only=True)

@@ -5,6 +5,7 @@ keeps the books of CPUs and GPUs only: whether the memory suffices is seen when 
 """
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -178,3 +179,23 @@ def chosen(nodes: Sequence[Node], device: str | None, gpus: float | None) -> tup
             f"{'give --device cpu, or ' if where == 'cuda' else ''}add nodes that have"
         )
     return ("cpu" if where == "cpu" else "cuda:0"), share
+
+
+MESSAGE_LETTERS = 300  # of what Ray says of a lost worker: its messages are long, coloured and full of its own names
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def told(error: Exception) -> str:
+    """What happened.
+
+    >>> told(RuntimeError("The actor died. Worker exit detail: Worker exits with code 1. Some common causes ..."))
+    'its process ended (Worker exits with code 1)'
+    """
+    if type(error).__name__ == "ActorUnavailableError":
+        return "the connection to it broke"
+    if (cause := getattr(error, "cause", None)) is not None:  # an error in what it did
+        return f"{type(cause).__name__}: {cause}"[:MESSAGE_LETTERS]
+    text = COLOURS.sub("", str(error)).strip()
+    detail = re.search(r"exit detail: ([^.\n]+)", text)
+    first = text.partition("\n")[0][:MESSAGE_LETTERS] or type(error).__name__
+    return f"its process ended ({detail[1] if detail else first})"

@@ -6,10 +6,10 @@ Who has errands (a `Queue`) hands them out one by one, and decides what becomes 
 from collections import defaultdict
 from typing import Any, NamedTuple, Protocol
 
-from flatmin_lab.cluster.hand import Errand
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.execution.cluster.worker import Errand
+from flatmin_lab.execution.process_pool import Died
 from flatmin_lab.records import Failed, Note, Record
-from flatmin_lab.workers import Died
 
 TRIES = 3  # hands that may be lost over one thing
 

@@ -6,12 +6,12 @@ failed, and the others go on. A trial that is to be pruned is told so.
 
 from collections.abc import Iterator, Set
 
-from flatmin_lab.cluster.crew import Crew
-from flatmin_lab.cluster.errands import Ended, Losses, Lost
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.execution.cluster.scheduler import Crew
+from flatmin_lab.execution.cluster.task_queue import Ended, Losses, Lost
+from flatmin_lab.execution.process_pool import Died, Stop
 from flatmin_lab.records import Note, Record, Stopped
 from flatmin_lab.trials import PRUNED, Task, on_data
-from flatmin_lab.workers import Died, Stop
 
 
 def spread_trials(

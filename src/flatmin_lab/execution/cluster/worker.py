@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 import flatmin
-from flatmin_lab.cluster.parcels import Change, Watched, put
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.execution.cluster.file_sync import Change, Watched, put
+from flatmin_lab.execution.process_pool import Died, Stop, died_of, one_thread
 from flatmin_lab.records import Failed, Finished, Measured, Note, Progress, Record, RunError, Saved, Stopped
 from flatmin_lab.system.machine import facts
-from flatmin_lab.workers import Died, Stop, died_of, one_thread
 
 Own = TypeVar("Own")
 FOLDER = "flatmin-hand-"  # and the number of its process

@@ -17,17 +17,17 @@ from typing import IO, cast
 
 import torch
 
-from flatmin_lab.cluster.crew import Crew
-from flatmin_lab.cluster.errands import Ended, Losses, Lost, Said
-from flatmin_lab.cluster.hiring import NoNodeError
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.execution.cluster.scheduler import Crew
+from flatmin_lab.execution.cluster.task_queue import Ended, Losses, Lost, Said
+from flatmin_lab.execution.cluster.worker_pool import NoNodeError
+from flatmin_lab.execution.process_pool import Died, Stop
+from flatmin_lab.execution.runner import How, Run, Task, on_data
 from flatmin_lab.records import Failed, Finished, Record, RunError, Stopped
 from flatmin_lab.run_config import OtherRunError
 from flatmin_lab.run_opening import check, hold
-from flatmin_lab.runs import How, Run, Task, on_data
 from flatmin_lab.system.machine import facts
 from flatmin_lab.train import config_of
-from flatmin_lab.workers import Died, Stop
 
 TOGETHER = 4  # trainings that share a GPU in one process, at most: more gain little
 
