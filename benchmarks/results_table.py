@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import readme
-from flatmin_lab.ledger import Ledger
 from flatmin_lab.recipes.paper_tables import EXHIBITS, Protocol
 from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import Column, named
@@ -19,6 +18,7 @@ from flatmin_lab.report.deviations import TF32, of_the_data
 from flatmin_lab.report.exhibits import Row, cell_of, filled, read_all
 from flatmin_lab.report.names import TITLES
 from flatmin_lab.report.page import as_printed
+from flatmin_lab.runs.result_store import Ledger
 
 RESULTS = Path(__file__).parent.parent / "results"
 PART = "results table"

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from flatmin_lab.records import Finished, RunError
+from flatmin_lab.runs.events import Finished, RunError
 from small_runs import lasting, run, same, tiny_recipe
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from flatmin_lab import checkpoint
 from flatmin_lab.data import Batches, Dataset, Normalisation, Split, augmentation
 from flatmin_lab.learner import Learner
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.records import Record, Saved
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.events import Record, Saved
 from flatmin_lab.train import train
 
 

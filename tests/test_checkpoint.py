@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flatmin_lab import checkpoint
-from flatmin_lab.checkpoint import Checkpoint, DamagedError
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.checkpoint import Checkpoint, DamagedError
 
 TENSORS = {
     "model.weight": torch.arange(24.0).reshape(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),

@@ -15,11 +15,11 @@ from PIL import Image
 
 from command_line import flatmin, words
 from flatmin import __version__
-from flatmin_lab import checkpoint
 from flatmin_lab.cli_seeds import Trainings
 from flatmin_lab.methods import METHODS
-from flatmin_lab.records import Failed, Finished, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.request import Request
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.events import Failed, Finished, Progress, Record, RunError, Started, Stopped
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
 

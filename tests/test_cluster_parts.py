@@ -19,9 +19,9 @@ from flatmin_lab.execution.cluster.task_queue import Ended, Lost
 from flatmin_lab.execution.cluster.worker import Changed, Hand, Unable
 from flatmin_lab.execution.process_pool import Died
 from flatmin_lab.execution.runner import How, Run, Task, on_data
-from flatmin_lab.ledger import Ledger
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.records import Failed, Finished, Note, Progress, RunError, Saved, Stopped
+from flatmin_lab.runs.events import Failed, Finished, Note, Progress, RunError, Saved, Stopped
+from flatmin_lab.runs.result_store import Ledger
 from small_runs import lasting, same, tiny_data, tiny_recipe
 
 

@@ -16,9 +16,9 @@ from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.records import Finished, RunError
 from flatmin_lab.report.demo_page import demo_page
 from flatmin_lab.report.page import pooled
+from flatmin_lab.runs.events import Finished, RunError
 from flatmin_lab.train import train
 from page_text import text_of
 

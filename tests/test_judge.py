@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from command_line import flatmin, words
-from flatmin_lab import checkpoint
 from flatmin_lab.report.theory_page import theory_page
+from flatmin_lab.runs import checkpoint
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
 MODULE = """
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(own: Path, monkeyp
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("flatmin_lab.judgements.keep", full)
+    monkeypatch.setattr("flatmin_lab.runs.evaluation_files.keep", full)
     result = flatmin("evaluate", own / "erm", "--device", "cpu")
     assert result.exit_code == 0
     assert "not kept" in words(result.stderr)

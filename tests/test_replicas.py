@@ -16,7 +16,7 @@ from flatmin_lab import methods
 from flatmin_lab.execution import replicas
 from flatmin_lab.execution.replicas import GAIN, SPOILT, WARM, WINDOW, Replica, Room, _by_turns, together
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.records import Epoch, Failed, Finished, Progress, Record, RunError, Saved, Started, Stopped
+from flatmin_lab.runs.events import Epoch, Failed, Finished, Progress, Record, RunError, Saved, Started, Stopped
 from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.train import train
 from small_runs import after, lasting, run, same, tiny_data, tiny_recipe
@@ -263,7 +263,7 @@ def test_what_makes_no_sense_is_refused_before_anything_begins(tmp_path: Path, m
     run(JOBS[3].recipe, folders(tmp_path)[3], seed=3)
     with pytest.raises(FileExistsError, match="--resume"):
         together(JOBS, tiny_data(), folders=folders(tmp_path))
-    monkeypatch.setattr("flatmin_lab.run_opening.os.access", lambda *_: False)
+    monkeypatch.setattr("flatmin_lab.runs.open_folder.os.access", lambda *_: False)
     with pytest.raises(RunError, match=r"cannot be written to \(no permission in .*; choose another folder"):
         together(JOBS, tiny_data(), folders=folders(tmp_path))
     assert not folders(tmp_path)[0].exists()

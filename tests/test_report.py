@@ -22,11 +22,11 @@ from flatmin_lab.figures.drawn import Drawn
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.records import Stopped
 from flatmin_lab.report.collected import collect
 from flatmin_lab.report.compared import Group, groups_of
 from flatmin_lab.report.report_page import report_page
-from flatmin_lab.results import result_of
+from flatmin_lab.runs.events import Stopped
+from flatmin_lab.runs.result import result_of
 from page_text import text_of
 from report_files import ERRORS, evaluation, landscape, result, write, write_all
 

@@ -14,7 +14,7 @@ import pytest
 from command_line import flatmin, words
 from flatmin_lab.data import load
 from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
-from flatmin_lab.run_opening import open_
+from flatmin_lab.runs.open_folder import open_
 from flatmin_lab.train import config_of
 from report_files import write_result
 

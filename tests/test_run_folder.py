@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from flatmin_lab import checkpoint, run_config, run_opening
-from flatmin_lab.records import Epoch, Finished, Note, RunError, Started
+from flatmin_lab.runs import checkpoint, open_folder
+from flatmin_lab.runs import config as run_config
+from flatmin_lab.runs.events import Epoch, Finished, Note, RunError, Started
 from flatmin_lab.train import config_of, train
 from small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
 
@@ -118,14 +119,14 @@ def test_steps_of_more_than_eight_digits_come_in_their_order(tmp_path: Path) -> 
 
 def test_who_comes_second_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between looking at an empty folder and holding it, another process begins and ends a run there."""
-    folder, real = tmp_path / "run", run_opening.hold
+    folder, real = tmp_path / "run", open_folder.hold
 
     def late(path: Path) -> Any:
-        monkeypatch.setattr(run_opening, "hold", real)
+        monkeypatch.setattr(open_folder, "hold", real)
         run(tiny_recipe(), folder, stop=after(8))
         return real(path)
 
-    monkeypatch.setattr(run_opening, "hold", late)
+    monkeypatch.setattr(open_folder, "hold", late)
     with pytest.raises(FileExistsError, match="holds a run already"):
         run(tiny_recipe(lr=0.5), folder)
     assert lasting(folder)["state"]["run"]["recipe"]["lr"] == 0.1
@@ -187,7 +188,7 @@ def test_curves_that_cannot_be_drawn_cost_no_training(tmp_path: Path, monkeypatc
 
     for name in ("add", "close"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"flatmin_lab.boards.Board.{name}", failing)
+            patch.setattr(f"flatmin_lab.runs.tensorboard.Board.{name}", failing)
             assert isinstance(run(tiny_recipe(), tmp_path / name)[-1], Finished)
 
 

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from flatmin_lab import afterwards, checkpoint
+from flatmin_lab import afterwards
 from flatmin_lab.data import load
 from flatmin_lab.execution import runner as runs_module
 from flatmin_lab.execution.process_pool import Died
 from flatmin_lab.execution.runner import How, Run, Task, _tasks, carry_out, work
-from flatmin_lab.ledger import Ledger, curves_of
 from flatmin_lab.recipes.paper_tables import cell
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.records import Failed, Finished, Record, Started, Stopped
-from flatmin_lab.run_opening import open_
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.events import Failed, Finished, Record, Started, Stopped
+from flatmin_lab.runs.open_folder import open_
+from flatmin_lab.runs.result_store import Ledger, curves_of
 from flatmin_lab.train import config_of, train
 
 QUICK = replace(cell("smoke", "cifar10", "vgg16", "label_smoothing"), epochs=1)

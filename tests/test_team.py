@@ -8,7 +8,7 @@ import typer
 
 from flatmin_lab import cli_ranks
 from flatmin_lab.cli_ranks import among_ranks, device_of
-from flatmin_lab.records import DivergedError, RunError
+from flatmin_lab.runs.events import DivergedError, RunError
 from flatmin_lab.shares import Shares
 from flatmin_lab.team import Ranks, Team
 

@@ -20,11 +20,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import flatmin
 from flatmin.capture.captured_step import CapturedStep
 from flatmin.capture.step_spec import CannotCaptureError
-from flatmin_lab import checkpoint, methods
+from flatmin_lab import methods
 from flatmin_lab.answering import Answers
 from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.learner import ClippedSGD, Learner, build_model
-from flatmin_lab.records import Epoch, Finished, Note, Progress, RunError, Started, Stopped
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.events import Epoch, Finished, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.system.rng import Surroundings, generator
 from flatmin_lab.train import train
 from small_runs import after, lasting, learner_of, pictures, run, same, tiny_data, tiny_recipe

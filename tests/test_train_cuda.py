@@ -13,7 +13,7 @@ from flatmin_lab.answering import Answers
 from flatmin_lab.data import Dataset, Normalisation, Split
 from flatmin_lab.evaluate import logits_of
 from flatmin_lab.recipes.recipe import PRECISIONS, Recipe
-from flatmin_lab.records import Finished, Note, Progress, Record, RunError, Stopped
+from flatmin_lab.runs.events import Finished, Note, Progress, Record, RunError, Stopped
 from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.train import moments, train
 from small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe

@@ -21,9 +21,9 @@ from flatmin_lab import cli_tune, tuning_file
 from flatmin_lab.data import Split, load
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
-from flatmin_lab.records import BusyError, Epoch, Finished, Record, Stopped
 from flatmin_lab.report.collected import collect
 from flatmin_lab.report.report_page import report_page
+from flatmin_lab.runs.events import BusyError, Epoch, Finished, Record, Stopped
 from flatmin_lab.search import KNOBS, Knob, Search, knobs_of
 from flatmin_lab.study import DATABASE, FIRST, opened
 from flatmin_lab.trials import is_pruned

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from flatmin_lab.execution.process_pool import Died, Stop, _Worker, in_processes
-from flatmin_lab.records import Note, Record
+from flatmin_lab.runs.events import Note, Record
 
 
 def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Record]]:

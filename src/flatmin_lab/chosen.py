@@ -7,10 +7,10 @@ from typing import get_args
 from flatmin_lab import afterwards
 from flatmin_lab.data.sources.synthetic import stands_for
 from flatmin_lab.execution.runner import Run
-from flatmin_lab.ledger import Ledger, State
 from flatmin_lab.models import canonical
 from flatmin_lab.recipes.paper_tables import EXHIBITS, Exhibit, Protocol, by_name
 from flatmin_lab.recipes.recipe import Job
+from flatmin_lab.runs.result_store import Ledger, State
 
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 

@@ -14,7 +14,7 @@ from flatmin_lab.bench.steps import FORMS, METHODS
 from flatmin_lab.cli_parts import Debug, Device, option, reported
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.recipes.recipe import PRECISIONS
-from flatmin_lab.records import RunError
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.signals import ended_by_signals
 from flatmin_lab.system.files import BESIDE, written_whole
 from flatmin_lab.system.machine import device_named

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from flatmin_lab import examine, judgements, landscapes, looked_at, show
+from flatmin_lab import examine, landscapes, looked_at, show
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported
 from flatmin_lab.looked_at import Asked, Looked
+from flatmin_lab.runs import evaluation_files
 from flatmin_lab.signals import ended_by_signals
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.machine import facts
@@ -86,7 +87,7 @@ def evaluate(
             if flatness:
                 found["flatness"] = examine.flatness_of(looked.subject, pictures=pictures, say=say, **flat)
         found["facts"] = facts(looked.subject.device)
-        _keep(looked, judgements.EVALUATION, found)
+        _keep(looked, evaluation_files.EVALUATION, found)
         if as_json:
             typer.echo(json.dumps(found, indent=2))
         else:
@@ -139,7 +140,7 @@ def landscape(
                     progress=lambda n: progress.update(task, completed=number * count + n),  # noqa: B023
                 )
                 record = {**looked.place, **found, "facts": facts(looked.subject.device)}
-                _keep(looked, judgements.LANDSCAPE, record)
+                _keep(looked, evaluation_files.LANDSCAPE, record)
                 seen.append((looked.name, looked.method, record))
         _write(out, need("flatmin_lab.report.landscape_page", "flatmin landscape").landscape_page(seen))
 
@@ -197,7 +198,7 @@ def _keep(looked: Looked, file: str, found: dict[str, Any]) -> None:
         show.say(console, "not kept for the report: these are not the run's newest weights")
         return
     try:
-        kept = judgements.keep(looked.run.folder, file, {**found, "checkpoint": looked.run.path.name})
+        kept = evaluation_files.keep(looked.run.folder, file, {**found, "checkpoint": looked.run.path.name})
         show.say(console, f"kept in {kept}")
     except OSError as error:
         show.say(console, f"note: not kept in {looked.run.folder}: {error}", style="yellow")

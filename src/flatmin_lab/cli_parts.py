@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flatmin_lab import show
 from flatmin_lab.execution.cluster.scheduler import Crew, joined
-from flatmin_lab.records import RunError
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.machine import devices_named
 
 

@@ -17,8 +17,8 @@ import typer
 
 from flatmin_lab.cli_parts import explained
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.records import DivergedError, RunError
 from flatmin_lab.request import Plan, Request, read_for
+from flatmin_lab.runs.events import DivergedError, RunError
 from flatmin_lab.system.machine import device_named
 from flatmin_lab.team import Ranks, Team
 

@@ -33,10 +33,10 @@ from flatmin_lab.execution.cluster.run_queue import spread
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.execution.process_pool import Stop, cores, one_thread
 from flatmin_lab.execution.runner import How, Run, carry_out
-from flatmin_lab.ledger import PLANNED, Ledger
 from flatmin_lab.recipes.paper_tables import EXHIBITS, Exhibit
-from flatmin_lab.records import Epoch, Failed, Finished, Record, Stopped
 from flatmin_lab.request import read
+from flatmin_lab.runs.events import Epoch, Failed, Finished, Record, Stopped
+from flatmin_lab.runs.result_store import PLANNED, Ledger
 from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.system.files import standing
 from flatmin_lab.system.machine import devices_named, hardware

@@ -12,9 +12,9 @@ from rich.table import Table
 from flatmin_lab import show
 from flatmin_lab.execution.replicas import together
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.records import Epoch, Failed, Finished, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.request import Plan
-from flatmin_lab.results import split_of
+from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Progress, Record, RunError, Started, Stopped
+from flatmin_lab.runs.result import split_of
 from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.system.machine import hardware
 

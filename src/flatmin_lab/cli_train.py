@@ -14,8 +14,8 @@ from flatmin_lab.cli_ranks import among_ranks, check_one_model, command_of, devi
 from flatmin_lab.cli_seeds import train_seeds
 from flatmin_lab.cli_training import SPEED, TRAINING, asked_for, check_milestones
 from flatmin_lab.cli_tuned import Chosen
-from flatmin_lab.records import Finished, Stopped
 from flatmin_lab.request import Plan, Request
+from flatmin_lab.runs.events import Finished, Stopped
 from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.system.machine import hardware
 from flatmin_lab.team import Team

@@ -30,8 +30,8 @@ from flatmin_lab.cli_training import TRAINING, asked_for, check_milestones
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.recipes.defaults import suited
-from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started, Stopped
 from flatmin_lab.request import place, read
+from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started, Stopped
 from flatmin_lab.search import Measure, Search, in_words, knobs_of
 from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.study import Draw, named

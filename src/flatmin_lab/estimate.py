@@ -20,7 +20,7 @@ from flatmin_lab.evaluate import logits_of, measured
 from flatmin_lab.learner import build_model, method_of
 from flatmin_lab.prepared import prepared
 from flatmin_lab.recipes.recipe import Job, Recipe
-from flatmin_lab.records import Epoch, Record
+from flatmin_lab.runs.events import Epoch, Record
 from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.train import moments
 

@@ -28,12 +28,12 @@ from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.regularisers import Mixed, Regulariser
 from flatmin_lab import methods, models
 from flatmin_lab.averaging import Average
-from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.methods import Method
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.shares import Shares
 from flatmin_lab.system.rng import drawn_from, generator, seed_generators
 from flatmin_lab.team import Team

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from flatmin_lab.checkpoint import Checkpoint
 from flatmin_lab.learner import Learner
-from flatmin_lab.records import Note, Record, Saved
-from flatmin_lab.run_folder import RunFolder
+from flatmin_lab.runs.checkpoint import Checkpoint
+from flatmin_lab.runs.events import Note, Record, Saved
+from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.system.machine import facts
 from flatmin_lab.tally import Tally
 from flatmin_lab.team import Team

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flatmin_lab import run_config
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.formats.download_progress import download_bar
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.runs import config as run_config
 
 
 class Plan(NamedTuple):

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.records import Epoch, Finished, Note, Record, Started, Stopped
-from flatmin_lab.records import Progress as Done
-from flatmin_lab.results import split_of
+from flatmin_lab.runs.events import Epoch, Finished, Note, Record, Started, Stopped
+from flatmin_lab.runs.events import Progress as Done
+from flatmin_lab.runs.result import split_of
 
 LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}

@@ -12,10 +12,10 @@ from rich.text import Text
 from flatmin_lab import cost, show
 from flatmin_lab.chosen import Chosen
 from flatmin_lab.execution.runner import Run
-from flatmin_lab.ledger import Ledger, State
 from flatmin_lab.recipes.paper_tables import Exhibit
-from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started
-from flatmin_lab.results import split_of
+from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started
+from flatmin_lab.runs.result import split_of
+from flatmin_lab.runs.result_store import Ledger, State
 from flatmin_lab.system.optional_deps import need
 
 TENTHS = 10  # of a training, after each of which a line is shown

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from flatmin.core import distributed
-from flatmin_lab.records import ElsewhereError, RefusedElsewhereError
+from flatmin_lab.runs.events import ElsewhereError, RefusedElsewhereError
 
 T = TypeVar("T")
 REFUSED = (ValueError, TypeError, ImportError, FileNotFoundError, FileExistsError)  # a request that makes no sense

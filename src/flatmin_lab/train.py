@@ -1,7 +1,7 @@
 """Training: epochs of steps, a measurement after each, checkpoints in between. It yields records and prints nothing.
 
     for record in train(recipe, data, seed=0):
-        match record: ...                                  flatmin_lab.records
+        match record: ...                                  flatmin_lab.runs.events
 
 With a run folder, every epoch is a line in its metrics.jsonl and every state worth keeping a checkpoint; a folder that
 was begun is gone on with, to the same bits as if it had never been left (on CUDA: if the recipe is deterministic). A
@@ -34,10 +34,10 @@ from flatmin_lab.middle import Middle, team_facts
 from flatmin_lab.prepared import prepared
 from flatmin_lab.recipes.lr_schedules import rate
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.records import DivergedError, Epoch, Finished, Note, Progress, Record, Started, Stopped
-from flatmin_lab.results import result_of
-from flatmin_lab.run_folder import RunFolder
-from flatmin_lab.run_opening import open_
+from flatmin_lab.runs.events import DivergedError, Epoch, Finished, Note, Progress, Record, Started, Stopped
+from flatmin_lab.runs.folder import RunFolder
+from flatmin_lab.runs.open_folder import open_
+from flatmin_lab.runs.result import result_of
 from flatmin_lab.same_training import check_batches, compare
 from flatmin_lab.shares import logits_shared, same_buffers
 from flatmin_lab.system.rng import Surroundings

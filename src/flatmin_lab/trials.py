@@ -13,7 +13,7 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load
 from flatmin_lab.execution.process_pool import Stop
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.records import DivergedError, Epoch, Failed, Finished, Progress, Record, Started, Stopped
+from flatmin_lab.runs.events import DivergedError, Epoch, Failed, Finished, Progress, Record, Started, Stopped
 from flatmin_lab.study import Draw
 from flatmin_lab.train import train
 

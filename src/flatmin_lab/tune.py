@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from flatmin_lab import run_config, tuning_file
+from flatmin_lab import tuning_file
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.execution.process_pool import Died, Stop, in_processes
-from flatmin_lab.ledger import tidy
-from flatmin_lab.records import BusyError, Epoch, Failed, Finished, Record, RunError, Stopped
+from flatmin_lab.runs import config as run_config
+from flatmin_lab.runs.events import BusyError, Epoch, Failed, Finished, Record, RunError, Stopped
+from flatmin_lab.runs.result_store import tidy
 from flatmin_lab.search import Search
 from flatmin_lab.study import Draw, Study, opened
 from flatmin_lab.system.files import lock, sweep

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatmin_lab import checkpoint
 from flatmin_lab.answering import Answers
 from flatmin_lab.data import Normalisation
 from flatmin_lab.evaluate import logits_of
 from flatmin_lab.learner import Learner
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.records import Epoch, Finished, Note, Record, RunError, Saved, Stopped
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.events import Epoch, Finished, Note, Record, RunError, Saved, Stopped
 from flatmin_lab.shares import logits_shared
 from flatmin_lab.team import Ranks, Team
 from flatmin_lab.train import train

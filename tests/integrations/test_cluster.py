@@ -26,10 +26,10 @@ from flatmin_lab.execution.cluster.nodes import Share
 from flatmin_lab.execution.cluster.run_queue import spread
 from flatmin_lab.execution.cluster.scheduler import Crew, joined
 from flatmin_lab.execution.runner import How, Run
-from flatmin_lab.ledger import Ledger
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.records import Epoch, Failed, Finished, Note, Record, Started
-from flatmin_lab.run_opening import hold
+from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started
+from flatmin_lab.runs.open_folder import hold
+from flatmin_lab.runs.result_store import Ledger
 from small_runs import lasting, same, tiny_data, tiny_recipe
 
 ROOT = Path(__file__).parents[2]

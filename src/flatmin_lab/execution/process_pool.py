@@ -21,7 +21,7 @@ import torch
 
 from flatmin_lab.data.registry import load
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.records import Progress, Record, RunError
+from flatmin_lab.runs.events import Progress, Record, RunError
 from flatmin_lab.train import train
 
 Task = TypeVar("Task")

@@ -22,12 +22,12 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load
 from flatmin_lab.execution.process_pool import Died, Stop, cores, in_processes, one_thread
 from flatmin_lab.execution.replicas import together
-from flatmin_lab.ledger import Ledger, curves_of, tidy
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.records import Failed, Finished, Measured, Record, RunError, Stopped
-from flatmin_lab.results import split_of
-from flatmin_lab.run_config import OtherRunError
-from flatmin_lab.run_opening import check
+from flatmin_lab.runs.config import OtherRunError
+from flatmin_lab.runs.events import Failed, Finished, Measured, Record, RunError, Stopped
+from flatmin_lab.runs.open_folder import check
+from flatmin_lab.runs.result import split_of
+from flatmin_lab.runs.result_store import Ledger, curves_of, tidy
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.system.machine import facts
 from flatmin_lab.train import config_of

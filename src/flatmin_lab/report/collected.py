@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab import judgements, run_config, tuning_file
-from flatmin_lab.ledger import COST, FAILED, PLANNED
+from flatmin_lab import tuning_file
 from flatmin_lab.report import trusted
-from flatmin_lab.results import split_of
+from flatmin_lab.runs import config as run_config
+from flatmin_lab.runs import evaluation_files
+from flatmin_lab.runs.result import split_of
+from flatmin_lab.runs.result_store import COST, FAILED, PLANNED
 from flatmin_lab.tuned import Tuning
 
 NUMBERED = re.compile(r".+-\d+\.json")  # as a result is called: its recipe and its seed
@@ -188,7 +190,10 @@ def _folder(path: Path, broken: list[Broken]) -> Run:
     except (ValueError, OSError) as error:
         broken.append(Broken(path / "metrics.jsonl", f"no curves of this run: {error}"))
     kept: dict[str, dict[str, Any]] = {}
-    for name, check in ((judgements.EVALUATION, trusted.evaluation), (judgements.LANDSCAPE, trusted.landscape)):
+    for name, check in (
+        (evaluation_files.EVALUATION, trusted.evaluation),
+        (evaluation_files.LANDSCAPE, trusted.landscape),
+    ):
         if (path / name).exists():
             try:
                 found = _read(path / name)
@@ -196,7 +201,7 @@ def _folder(path: Path, broken: list[Broken]) -> Run:
                 kept[name] = check(found, result)
             except (ValueError, OSError) as error:
                 broken.append(Broken(path / name, f"not used: {error}"))
-    return Run(path, result, lines, kept.get(judgements.EVALUATION, {}), kept.get(judgements.LANDSCAPE))
+    return Run(path, result, lines, kept.get(evaluation_files.EVALUATION, {}), kept.get(evaluation_files.LANDSCAPE))
 
 
 def _unfinished(path: Path, config: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ from statistics import mean
 from flatmin_lab.agreement import agrees
 from flatmin_lab.data.sources.synthetic import stands_for
 from flatmin_lab.figures.drawn import NAMES
-from flatmin_lab.ledger import Ledger, differs
 from flatmin_lab.recipes.paper_numbers import Value, reported
 from flatmin_lab.recipes.paper_tables import Exhibit, by_name
 from flatmin_lab.recipes.recipe import Job, Recipe, exceptions
@@ -21,6 +20,7 @@ from flatmin_lab.report.collected import Broken, Run, read_result
 from flatmin_lab.report.columns import Column, as_in_paper, named
 from flatmin_lab.report.names import SIGNS
 from flatmin_lab.report.page import spread
+from flatmin_lab.runs.result_store import Ledger, differs
 from flatmin_lab.welch import LEVEL, against
 
 COLUMNS = {

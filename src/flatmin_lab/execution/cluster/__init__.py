@@ -1,4 +1,4 @@
-"""Training runs spread over the machines of a Ray cluster: `flatmin reproduce` and `flatmin tune` with `--executor ray`.
+"""Runs spread over the machines of a Ray cluster: `flatmin reproduce` and `flatmin tune` with `--executor ray`.
 
     nodes.py         which nodes there are, how many runs fit on each, and what Ray says of a lost worker
     worker.py        a process on a node, which trains what it is given

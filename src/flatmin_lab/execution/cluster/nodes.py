@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flatmin_lab.records import RunError
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.optional_deps import need
 
 ANSWER = 5.0  # seconds that an address has to answer

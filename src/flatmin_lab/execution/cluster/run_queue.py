@@ -23,9 +23,9 @@ from flatmin_lab.execution.cluster.task_queue import Ended, Losses, Lost, Said
 from flatmin_lab.execution.cluster.worker_pool import NoNodeError
 from flatmin_lab.execution.process_pool import Died, Stop
 from flatmin_lab.execution.runner import How, Run, Task, on_data
-from flatmin_lab.records import Failed, Finished, Record, RunError, Stopped
-from flatmin_lab.run_config import OtherRunError
-from flatmin_lab.run_opening import check, hold
+from flatmin_lab.runs.config import OtherRunError
+from flatmin_lab.runs.events import Failed, Finished, Record, RunError, Stopped
+from flatmin_lab.runs.open_folder import check, hold
 from flatmin_lab.system.machine import facts
 from flatmin_lab.train import config_of
 

@@ -21,7 +21,7 @@ from flatmin_lab.execution.cluster.task_queue import Ended, Lost, Queue, Said
 from flatmin_lab.execution.cluster.worker import Changed, Do, Errand, Unable
 from flatmin_lab.execution.cluster.worker_pool import Hired, Hiring
 from flatmin_lab.execution.process_pool import PATIENCE
-from flatmin_lab.records import RunError
+from flatmin_lab.runs.events import RunError
 
 
 @dataclass(eq=False, kw_only=True)

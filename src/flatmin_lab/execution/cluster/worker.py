@@ -22,7 +22,7 @@ import flatmin
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster.file_sync import Change, Watched, put
 from flatmin_lab.execution.process_pool import Died, Stop, died_of, one_thread
-from flatmin_lab.records import Failed, Finished, Measured, Note, Progress, Record, RunError, Saved, Stopped
+from flatmin_lab.runs.events import Failed, Finished, Measured, Note, Progress, Record, RunError, Saved, Stopped
 from flatmin_lab.system.machine import facts
 
 Own = TypeVar("Own")

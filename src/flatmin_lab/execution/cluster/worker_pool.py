@@ -14,7 +14,7 @@ from typing import Any
 from flatmin_lab.execution.cluster import nodes
 from flatmin_lab.execution.cluster.nodes import Node, Share, told
 from flatmin_lab.execution.cluster.worker import Hand, Hello, introduced
-from flatmin_lab.records import RunError
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.machine import commit
 from flatmin_lab.system.optional_deps import need
 

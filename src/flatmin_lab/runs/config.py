@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flatmin_lab import checkpoint
-from flatmin_lab.checkpoint import Checkpoint, DamagedError
 from flatmin_lab.recipes.recipe import Recipe, differences
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.checkpoint import Checkpoint, DamagedError
 from flatmin_lab.system.json_data import read_json
 
 IDENTITY = ("recipe", "seed", "data_sha256")

@@ -23,11 +23,11 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from flatmin_lab import checkpoint
-from flatmin_lab.boards import Board
-from flatmin_lab.checkpoint import Checkpoint
-from flatmin_lab.records import Note, RunError
-from flatmin_lab.run_config import IDENTITY, newest_whole
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.checkpoint import Checkpoint
+from flatmin_lab.runs.config import IDENTITY, newest_whole
+from flatmin_lab.runs.events import Note, RunError
+from flatmin_lab.runs.tensorboard import Board
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.json_data import read_json
 

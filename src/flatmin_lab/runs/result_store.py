@@ -17,9 +17,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from flatmin_lab import checkpoint, run_config
 from flatmin_lab.methods import resolved
 from flatmin_lab.recipes.recipe import SPEED, Job
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs import config as run_config
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.json_data import numbers, read_json
 

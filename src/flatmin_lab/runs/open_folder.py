@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from flatmin_lab import checkpoint
-from flatmin_lab.records import BusyError, RunError
-from flatmin_lab.run_config import check_same, exists, stored
-from flatmin_lab.run_folder import RunFolder
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.config import check_same, exists, stored
+from flatmin_lab.runs.events import BusyError, RunError
+from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.system.files import BESIDE, lock, settle, standing, sweep
 
 OURS = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", ".lock"}

@@ -1,0 +1,12 @@
+"""A run is a folder, and its result one file.
+
+events.py             what a training run yields while it runs, and the errors it ends with
+folder.py             the files of a run's folder
+open_folder.py        may this run have this folder? New, or resumed
+config.py             config.json: which run a folder and its checkpoints belong to
+checkpoint.py         a safetensors file with a checksum
+tensorboard.py        the metrics as TensorBoard curves
+result.py             result.json, flat
+result_store.py       results/: a file for each finished run, and what is planned
+evaluation_files.py   what was measured of a run after its training
+"""
