@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from flatmin_lab.data import Batches, Dataset, Normalisation, Split, augmentation
-from flatmin_lab.learner import Learner
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Record, Saved
-from flatmin_lab.train import train
+from flatmin_lab.training.learner import Learner
+from flatmin_lab.training.loop import train
 
 
 def pictures(count: int, seed: int) -> Split:

@@ -19,7 +19,7 @@ from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.demo_page import demo_page
 from flatmin_lab.report.page import pooled
 from flatmin_lab.runs.events import Finished, RunError
-from flatmin_lab.train import train
+from flatmin_lab.training.loop import train
 from page_text import text_of
 
 

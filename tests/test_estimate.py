@@ -15,7 +15,7 @@ from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Finished, Progress, Record
-from flatmin_lab.train import train
+from flatmin_lab.training.loop import train
 from small_runs import learner_of, tiny_data, tiny_recipe
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flatmin import metrics
-from flatmin_lab.evaluate import bins_of, measured
+from flatmin_lab.training.evaluation import bins_of, measured
 
 
 def test_finite_logits_have_the_measures_of_the_library() -> None:

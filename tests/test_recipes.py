@@ -12,7 +12,7 @@ from flatmin_lab.data import Dataset, load
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.runs.events import Finished
-from flatmin_lab.train import train
+from flatmin_lab.training.loop import train
 from small_runs import tiny_data
 
 CIFAR = replace(tiny_data(), name="cifar10")

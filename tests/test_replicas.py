@@ -18,7 +18,7 @@ from flatmin_lab.execution.replicas import GAIN, SPOILT, WARM, WINDOW, Replica, 
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Failed, Finished, Progress, Record, RunError, Saved, Started, Stopped
 from flatmin_lab.system.rng import Surroundings
-from flatmin_lab.train import train
+from flatmin_lab.training.loop import train
 from small_runs import after, lasting, run, same, tiny_data, tiny_recipe
 
 JOBS = [

@@ -15,7 +15,7 @@ from command_line import flatmin, words
 from flatmin_lab.data import load
 from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
 from flatmin_lab.runs.open_folder import open_
-from flatmin_lab.train import config_of
+from flatmin_lab.training.loop import config_of
 from report_files import write_result
 
 ROOT = Path(__file__).parent.parent

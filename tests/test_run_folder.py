@@ -15,7 +15,7 @@ import pytest
 from flatmin_lab.runs import checkpoint, open_folder
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import Epoch, Finished, Note, RunError, Started
-from flatmin_lab.train import config_of, train
+from flatmin_lab.training.loop import config_of, train
 from small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
 
 
@@ -251,7 +251,7 @@ def test_a_run_that_left_nothing_is_no_obstacle(tmp_path: Path, monkeypatch: pyt
         raise ValueError("wrong")
 
     with monkeypatch.context() as patch:
-        patch.setattr("flatmin_lab.learner.Learner.step", broken)
+        patch.setattr("flatmin_lab.training.learner.Learner.step", broken)
         with pytest.raises(ValueError, match="wrong"):
             run(tiny_recipe(), tmp_path / "run")
     assert (tmp_path / "run" / "config.json").exists()

@@ -21,7 +21,7 @@ from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Failed, Finished, Record, Started, Stopped
 from flatmin_lab.runs.open_folder import open_
 from flatmin_lab.runs.result_store import Ledger, curves_of
-from flatmin_lab.train import config_of, train
+from flatmin_lab.training.loop import config_of, train
 
 QUICK = replace(cell("smoke", "cifar10", "vgg16", "label_smoothing"), epochs=1)
 DIVERGING = replace(QUICK, name="smoke/diverging", lr=1e30)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatmin_lab import tally
-from flatmin_lab.tally import Broken, Tally
+from flatmin_lab.training import epoch_metrics
+from flatmin_lab.training.epoch_metrics import Broken, Tally
 
 
 def steps(number: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
@@ -39,12 +39,12 @@ class Late:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of a piece are on their way for a while, each for another while."""
-    real, delays = tally._sent, count()
+    real, delays = epoch_metrics._sent, count()
 
     def sent(pending: Any) -> Any:
         return real(pending)._replace(there=Late(next(delays) * 7 % 5))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tally, "_sent", sent)
+    monkeypatch.setattr(epoch_metrics, "_sent", sent)
 
 
 def summed(every: int, *, wait: bool) -> dict[str, tuple[float, int]]:

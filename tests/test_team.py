@@ -9,8 +9,8 @@ import typer
 from flatmin_lab import cli_ranks
 from flatmin_lab.cli_ranks import among_ranks, device_of
 from flatmin_lab.runs.events import DivergedError, RunError
-from flatmin_lab.shares import Shares
-from flatmin_lab.team import Ranks, Team
+from flatmin_lab.training.data_parallel import Shares
+from flatmin_lab.training.ranks import Ranks, Team
 
 PLACE = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
 

@@ -21,13 +21,14 @@ import flatmin
 from flatmin.capture.captured_step import CapturedStep
 from flatmin.capture.step_spec import CannotCaptureError
 from flatmin_lab import methods
-from flatmin_lab.answering import Answers
 from flatmin_lab.data import Batches, Normalisation, augmentation
-from flatmin_lab.learner import ClippedSGD, Learner, build_model
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Epoch, Finished, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.system.rng import Surroundings, generator
-from flatmin_lab.train import train
+from flatmin_lab.training.build import ClippedSGD, build_model
+from flatmin_lab.training.captured_forward import Answers
+from flatmin_lab.training.learner import Learner
+from flatmin_lab.training.loop import train
 from small_runs import after, lasting, learner_of, pictures, run, same, tiny_data, tiny_recipe
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -234,7 +235,7 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch:
 
 
 def test_progress_comes_with_numbers_and_the_start_with_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatmin_lab.train.BREATH", 0.0)
+    monkeypatch.setattr("flatmin_lab.training.loop.BREATH", 0.0)
     records = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1))
     assert isinstance(records[0], Started)
     assert records[0].steps == 5
@@ -284,7 +285,7 @@ def test_an_overflow_in_fp16_is_counted_and_spoils_no_mean(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """The scale begins much too high: the first steps overflow and are skipped, the others count."""
-    monkeypatch.setattr("flatmin_lab.learner.GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**22))
+    monkeypatch.setattr("flatmin_lab.training.learner.GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**22))
     settings = {} if method == "erm" else {"epsilon": 0.1}
     records = run(tiny_recipe(method=method, settings=settings, precision="fp16"), tmp_path / "run")
     lines = [record.numbers for record in records if isinstance(record, Epoch)]

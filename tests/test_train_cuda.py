@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from flatmin_lab import methods, models
-from flatmin_lab.answering import Answers
 from flatmin_lab.data import Dataset, Normalisation, Split
-from flatmin_lab.evaluate import logits_of
 from flatmin_lab.recipes.recipe import PRECISIONS, Recipe
 from flatmin_lab.runs.events import Finished, Note, Progress, Record, RunError, Stopped
 from flatmin_lab.system.rng import Surroundings
-from flatmin_lab.train import moments, train
+from flatmin_lab.training.captured_forward import Answers
+from flatmin_lab.training.evaluation import logits_of
+from flatmin_lab.training.loop import moments, train
 from small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe
 from waiting import never_waiting, without_sync
 
@@ -133,7 +133,7 @@ def test_the_host_never_waits_within_a_step(method: str, precision: Any, capture
 @pytest.mark.parametrize("variant", ["erm", "amp", "mixup", "dropout", "rmp", "averaged bf16"])
 def test_the_host_never_waits_within_an_epoch(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     """Between its first step and its last, although progress is told after each: numbers come when they come."""
-    monkeypatch.setattr("flatmin_lab.train.BREATH", 0.0)
+    monkeypatch.setattr("flatmin_lab.training.loop.BREATH", 0.0)
     recipe = tiny_recipe(schedule="cosine", augment="vanilla", epochs=5, **VARIANTS[variant])
     settings: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     settings |= {"checkpoint_epochs": 1, "checkpoint_minutes": 99.0}

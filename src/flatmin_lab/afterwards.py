@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from flatmin_lab import examine, landscapes
 from flatmin_lab.data.repeated import repeated
-from flatmin_lab.evaluate import logits_of, measured
-from flatmin_lab.learner import method_of
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.subject import Subject
 from flatmin_lab.system.json_data import number, numbers
 from flatmin_lab.system.optional_deps import need
+from flatmin_lab.training.build import method_of
+from flatmin_lab.training.evaluation import logits_of, measured
 
 Say = Callable[[str], object]
 

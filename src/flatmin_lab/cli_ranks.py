@@ -20,7 +20,7 @@ from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.request import Plan, Request, read_for
 from flatmin_lab.runs.events import DivergedError, RunError
 from flatmin_lab.system.machine import device_named
-from flatmin_lab.team import Ranks, Team
+from flatmin_lab.training.ranks import Ranks, Team
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

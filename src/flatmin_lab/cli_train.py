@@ -18,8 +18,8 @@ from flatmin_lab.request import Plan, Request
 from flatmin_lab.runs.events import Finished, Stopped
 from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.system.machine import hardware
-from flatmin_lab.team import Team
-from flatmin_lab.train import train as training
+from flatmin_lab.training.loop import train as training
+from flatmin_lab.training.ranks import Team
 
 METHOD, SAVING = "The method", "Checkpoints"
 

@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flatmin_lab.answering import FULL, Answers
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.evaluate import logits_of, measured
-from flatmin_lab.learner import build_model, method_of
-from flatmin_lab.prepared import prepared
 from flatmin_lab.recipes.recipe import Job, Recipe
 from flatmin_lab.runs.events import Epoch, Record
 from flatmin_lab.system.rng import Surroundings
-from flatmin_lab.train import moments
+from flatmin_lab.training.build import build_model, method_of, prepared
+from flatmin_lab.training.captured_forward import FULL, Answers
+from flatmin_lab.training.evaluation import logits_of, measured
+from flatmin_lab.training.loop import moments
 
 WARM, SECONDS, MOST = 3, 1.5, 400  # steps before the clock starts; how long, and how many steps, it runs
 FEW = 50  # pictures of a first look: a large batch of a large network takes a CPU minutes

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from flatmin import attacks, flatness, metrics
 from flatmin.ball import Norm
-from flatmin_lab import evaluate
-from flatmin_lab.evaluate import bins_of, logits_of
 from flatmin_lab.subject import Subject
 from flatmin_lab.system.json_data import number
+from flatmin_lab.training import evaluation
+from flatmin_lab.training.evaluation import bins_of, logits_of
 
-MEASURES = {**evaluate.MEASURES, "adaptive_ece": metrics.adaptive_ece, "brier": metrics.brier}
+MEASURES = {**evaluation.MEASURES, "adaptive_ece": metrics.adaptive_ece, "brier": metrics.brier}
 LEVEL, SAMPLES = 0.95, 1000
 MEANS = ("error", "nll", "brier")  # means over examples; resampling an ECE, which is never below 0, lies too high
 RADIUS, STEP, STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks

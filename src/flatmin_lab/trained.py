@@ -9,14 +9,13 @@ from torch import nn
 
 from flatmin_lab import own_model
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.learner import build_model, method_of
-from flatmin_lab.prepared import Prepared, prepared
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.events import RunError
 from flatmin_lab.subject import Subject
+from flatmin_lab.training.build import Prepared, build_model, method_of, prepared
 
 
 @dataclass(frozen=True)

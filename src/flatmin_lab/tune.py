@@ -30,7 +30,7 @@ from flatmin_lab.search import Search
 from flatmin_lab.study import Draw, Study, opened
 from flatmin_lab.system.files import lock, sweep
 from flatmin_lab.system.machine import facts
-from flatmin_lab.train import train
+from flatmin_lab.training.loop import train
 from flatmin_lab.trials import PRUNED, Task, is_pruned, trained, work
 from flatmin_lab.tuned import Tuning
 from flatmin_lab.tuning.ray_trials import spread_trials

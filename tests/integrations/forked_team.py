@@ -23,7 +23,7 @@ import sklearn.datasets  # noqa: F401  # not while the clock ticks
 
 import flatmin
 from flatmin_lab.cli import app
-from flatmin_lab.learner import Learner
+from flatmin_lab.training.learner import Learner
 from forked import forked
 from integrations import ranks
 from integrations.team_jobs import JOBS

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatmin_lab.answering import Answers
 from flatmin_lab.data import Normalisation
-from flatmin_lab.evaluate import logits_of
-from flatmin_lab.learner import Learner
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Epoch, Finished, Note, Record, RunError, Saved, Stopped
-from flatmin_lab.shares import logits_shared
-from flatmin_lab.team import Ranks, Team
-from flatmin_lab.train import train
+from flatmin_lab.training.captured_forward import Answers
+from flatmin_lab.training.data_parallel import logits_shared
+from flatmin_lab.training.evaluation import logits_of
+from flatmin_lab.training.learner import Learner
+from flatmin_lab.training.loop import train
+from flatmin_lab.training.ranks import Ranks, Team
 from small_runs import after, lasting, pictures, tiny_data, tiny_recipe
 
 MLP: dict[str, Any] = {"model": "mlp", "model_settings": {"side": 6}, "augment": "vanilla"}

@@ -26,10 +26,10 @@ from flatmin_lab.bench.work import CLASSES, PICTURES, Work, random_pictures
 from flatmin_lab.data.augment.transforms import KINDS, Kind, augmentation
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.learner import AUTOCAST
 from flatmin_lab.recipes.recipe import PRECISIONS
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.rng import Surroundings
+from flatmin_lab.training.learner import AUTOCAST
 
 LEAST, ROUNDS = 5, 10  # blocks of steps: at least and at most
 MODELS, BATCH_SIZES, AT_ONCE, STEPS = ("preactresnet18", "vgg16", "wideresnet28_10"), (50, 128, 512), (2, 4), 100

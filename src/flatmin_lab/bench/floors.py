@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flatmin_lab import models
 from flatmin_lab.bench.clock import by_events
 from flatmin_lab.bench.work import CLASSES, SHAPE
-from flatmin_lab.learner import AUTOCAST
+from flatmin_lab.training.learner import AUTOCAST
 
 PASSES = {"erm": 1, "amp": 2}
 SIZES = {"half": {"erm": 6.0, "amp": 9.0}, "fp32": {"erm": 5.0, "amp": 10.0}}

@@ -24,7 +24,7 @@ from torch.optim import SGD
 
 import flatmin
 from flatmin_lab.bench.work import Work
-from flatmin_lab.learner import AUTOCAST
+from flatmin_lab.training.learner import AUTOCAST
 
 METHODS = ("erm", "amp", "sam")
 FORMS = ("eager", "graph", "compiled", "at-once")

@@ -18,8 +18,8 @@ from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.learner import AUTOCAST
 from flatmin_lab.system.rng import drawn_from, seed_generators
+from flatmin_lab.training.learner import AUTOCAST
 
 SHAPE, CLASSES, PICTURES = (3, 32, 32), 10, 50_000  # CIFAR-10's
 DISTINCT = 16  # batches that the steps go round

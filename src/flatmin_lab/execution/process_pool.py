@@ -22,7 +22,7 @@ import torch
 from flatmin_lab.data.registry import load
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Progress, Record, RunError
-from flatmin_lab.train import train
+from flatmin_lab.training.loop import train
 
 Task = TypeVar("Task")
 Stop = Callable[[], str | None]

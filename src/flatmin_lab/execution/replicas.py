@@ -27,7 +27,7 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import BusyError, Failed, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.runs.open_folder import check
-from flatmin_lab.train import check_asked, config_of, moments
+from flatmin_lab.training.loop import check_asked, config_of, moments
 
 WARM = 5  # rounds of steps before a measurement: the first steps of a replica capture its graph
 WINDOW = 50  # rounds that a measurement takes

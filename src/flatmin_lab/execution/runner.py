@@ -30,7 +30,7 @@ from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import Ledger, curves_of, tidy
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.system.machine import facts
-from flatmin_lab.train import config_of
+from flatmin_lab.training.loop import config_of
 
 
 class How(NamedTuple):

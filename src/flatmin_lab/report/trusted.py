@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flatmin.ball import NORMS
-from flatmin_lab.evaluate import BINS
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs.result import split_of
+from flatmin_lab.training.evaluation import BINS
 
 NEEDED: dict[str, type | tuple[type, ...]] = {
     "data": str,

@@ -27,7 +27,7 @@ from flatmin_lab.runs.config import OtherRunError
 from flatmin_lab.runs.events import Failed, Finished, Record, RunError, Stopped
 from flatmin_lab.runs.open_folder import check, hold
 from flatmin_lab.system.machine import facts
-from flatmin_lab.train import config_of
+from flatmin_lab.training.loop import config_of
 
 TOGETHER = 4  # trainings that share a GPU in one process, at most: more gain little
 

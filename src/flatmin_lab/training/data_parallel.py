@@ -29,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatmin.capture.step_spec import Task, undone
 from flatmin.core.model_state import random_state, set_random_state
-from flatmin_lab.answering import FULL
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.evaluate import logits_of
 from flatmin_lab.system.rng import drawn_from, seed_generators
-from flatmin_lab.team import Team
+from flatmin_lab.training.captured_forward import FULL
+from flatmin_lab.training.evaluation import logits_of
+from flatmin_lab.training.ranks import Team
 
 Made = tuple[Tensor, Any]  # a batch: inputs, and what the loss compares with
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from flatmin import metrics
 from flatmin.core.model_state import evaluating
 from flatmin.metrics.inputs import is_answer
-from flatmin_lab.answering import FULL
 from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.system.json_data import number
+from flatmin_lab.training.captured_forward import FULL
 
 MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "error": metrics.error,

@@ -11,56 +11,31 @@ their random numbers; the rest is done on the device, on a GPU as the replay of 
 The first weights and the first random state depend on the seed alone, and are made on the CPU: every method, on every
 device, begins with the same ones. `tensors` and `state` are what a checkpoint holds, and `load` takes.
 
-One of several ranks (`join`) does its share of each step, and is the same learner as the others: see shares.py.
+One of several ranks (`join`) does its share of each step, and is the same learner as the others: see data_parallel.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import SGD
 
 import flatmin
 from flatmin.core.model_state import random_state, set_random_state
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.regularisers import Mixed, Regulariser
-from flatmin_lab import methods, models
-from flatmin_lab.averaging import Average
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.methods import Method
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.checkpoint import Checkpoint
-from flatmin_lab.shares import Shares
 from flatmin_lab.system.rng import drawn_from, generator, seed_generators
-from flatmin_lab.team import Team
+from flatmin_lab.training.build import build_model, build_sgd, method_of
+from flatmin_lab.training.data_parallel import Shares
+from flatmin_lab.training.ema import Average
+from flatmin_lab.training.ranks import Team
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class ClippedSGD(SGD):
-    """SGD that clips the norm of the gradient that it steps with: after the closure, after a scaler has unscaled it.
-
-    A step-pre-hook would come before the closure, and clip the gradient of the step before. (Hooks may run twice a
-    step, for SGD's own step has them too; there are none here.)
-    """
-
-    def __init__(self, params: Iterable[Tensor], *, clip_norm: float, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self.clip_norm = clip_norm
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.clip_norm)
-        super().step()
-        return result
 
 
 class Learner:
@@ -90,7 +65,7 @@ class Learner:
     def _assemble(self, model: nn.Module, shares: Shares | None) -> None:
         """A step of the model, which for `shares` is inside one that speaks to other ranks."""
         recipe, regulariser = self.recipe, self.method.regulariser
-        base = _sgd(recipe, self.model)
+        base = build_sgd(recipe, self.model)
         wrapped = self.method.wrap(base, model)
         self.optimizer = wrapped if isinstance(wrapped, PerturbedOptimizer) else flatmin.AMP(base, epsilon=0.0)
         batch: Any = _batch_of(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
@@ -194,19 +169,6 @@ class Learner:
                     values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
-def _sgd(recipe: Recipe, model: nn.Module) -> SGD:
-    """Torch's own, which a captured step has a kernel for, unless there is something to clip."""
-    settings: dict[str, Any] = {
-        "lr": recipe.lr,
-        "momentum": recipe.momentum,
-        "nesterov": recipe.nesterov,
-        "weight_decay": recipe.weight_decay,
-    }
-    if recipe.clip_norm is None:
-        return SGD(model.parameters(), **settings)
-    return ClippedSGD(model.parameters(), clip_norm=recipe.clip_norm, **settings)
-
-
 # ---- what a step computes, without the learner: a graph that held it would be freed late, and its memory with it
 
 
@@ -233,17 +195,6 @@ def _loss_of(regulariser: Regulariser, shares: Shares | None) -> Callable[..., t
         return loss(logits.float(), target), wrong.float().mean()
 
     return loss_and_error
-
-
-def method_of(recipe: Recipe, normalise: Normalisation) -> Method:
-    return methods.build(recipe.method, normalise=normalise, **recipe.settings)
-
-
-def build_model(recipe: Recipe, data: Dataset, method: Method) -> nn.Module:
-    """The recipe's model for data set and method, with first weights from torch's generator."""
-    sizes = {"num_classes": data.num_classes, "in_channels": data.in_channels}
-    model = models.build(recipe.model, dropout=method.dropout, **sizes, **recipe.model_settings)
-    return model.to(memory_format=torch.channels_last) if recipe.channels_last else model  # type: ignore[call-overload]
 
 
 def _labels(target: Tensor | Mixed) -> Tensor:

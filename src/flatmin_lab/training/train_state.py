@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from flatmin_lab.learner import Learner
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.events import Note, Record, Saved
 from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.system.machine import facts
-from flatmin_lab.tally import Tally
-from flatmin_lab.team import Team
+from flatmin_lab.training.epoch_metrics import Tally
+from flatmin_lab.training.learner import Learner
+from flatmin_lab.training.ranks import Team
 
 SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit", "ranks")  # what must be the same for the same bits
 

@@ -23,25 +23,24 @@ import torch
 from torch import Tensor
 
 from flatmin.core.model_state import evaluating
-from flatmin_lab.answering import Answers
 from flatmin_lab.data.augment.transforms import augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.registry import DATA_SETS
-from flatmin_lab.evaluate import bins_of, measured
-from flatmin_lab.learner import Learner
-from flatmin_lab.middle import Middle, team_facts
-from flatmin_lab.prepared import prepared
 from flatmin_lab.recipes.lr_schedules import rate
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.events import DivergedError, Epoch, Finished, Note, Progress, Record, Started, Stopped
 from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.runs.open_folder import open_
 from flatmin_lab.runs.result import result_of
-from flatmin_lab.same_training import check_batches, compare
-from flatmin_lab.shares import logits_shared, same_buffers
 from flatmin_lab.system.rng import Surroundings
-from flatmin_lab.team import Team
+from flatmin_lab.training.build import prepared
+from flatmin_lab.training.captured_forward import Answers
+from flatmin_lab.training.data_parallel import logits_shared, same_buffers
+from flatmin_lab.training.evaluation import bins_of, measured
+from flatmin_lab.training.learner import Learner
+from flatmin_lab.training.ranks import Team, check_batches, compare
+from flatmin_lab.training.train_state import Middle, team_facts
 
 LOOK = 50  # steps after which the host asks for what the device measured, at the latest
 BREATH = 0.25  # seconds between two reports of progress

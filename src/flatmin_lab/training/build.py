@@ -1,0 +1,80 @@
+"""What a recipe asks for, built: its data, its method, its model and its base optimizer.
+
+Data are prepared the same way for every method with one seed: the validation split for tuning, wrong labels if asked
+for, and the statistics of what is trained on.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from flatmin_lab import methods, models
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.label_noise import with_wrong_labels
+from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.methods import Method
+from flatmin_lab.recipes.recipe import Recipe
+
+
+class Prepared(NamedTuple):
+    data: Dataset  # what it is measured on is its test split, whichever that is
+    which: str  # "test", or "validation"
+    wrong: Tensor  # the places of wrong training labels
+    normalise: Normalisation
+
+
+def prepared(recipe: Recipe, data: Dataset, seed: int) -> Prepared:
+    """The same for every method with that seed."""
+    which = "validation" if recipe.validation else "test"
+    chosen = data.held_out(seed) if recipe.validation else data
+    noisy, wrong = with_wrong_labels(chosen, recipe.label_noise, seed=seed)
+    return Prepared(noisy, which, wrong, Normalisation.of(noisy.train))
+
+
+class ClippedSGD(SGD):
+    """SGD that clips the norm of the gradient that it steps with: after the closure, after a scaler has unscaled it.
+
+    A step-pre-hook would come before the closure, and clip the gradient of the step before. (Hooks may run twice a
+    step, for SGD's own step has them too; there are none here.)
+    """
+
+    def __init__(self, params: Iterable[Tensor], *, clip_norm: float, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.clip_norm = clip_norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.clip_norm)
+        super().step()
+        return result
+
+
+def build_sgd(recipe: Recipe, model: nn.Module) -> SGD:
+    """Torch's own, which a captured step has a kernel for, unless there is something to clip."""
+    settings: dict[str, Any] = {
+        "lr": recipe.lr,
+        "momentum": recipe.momentum,
+        "nesterov": recipe.nesterov,
+        "weight_decay": recipe.weight_decay,
+    }
+    if recipe.clip_norm is None:
+        return SGD(model.parameters(), **settings)
+    return ClippedSGD(model.parameters(), clip_norm=recipe.clip_norm, **settings)
+
+
+def method_of(recipe: Recipe, normalise: Normalisation) -> Method:
+    return methods.build(recipe.method, normalise=normalise, **recipe.settings)
+
+
+def build_model(recipe: Recipe, data: Dataset, method: Method) -> nn.Module:
+    """The recipe's model for data set and method, with first weights from torch's generator."""
+    sizes = {"num_classes": data.num_classes, "in_channels": data.in_channels}
+    model = models.build(recipe.model, dropout=method.dropout, **sizes, **recipe.model_settings)
+    return model.to(memory_format=torch.channels_last) if recipe.channels_last else model  # type: ignore[call-overload]
