@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from flatmin import attacks, flatness, metrics
-from flatmin_lab import examine, landscapes, subject
 from flatmin_lab.data import load
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.subject import Subject, of_own
+from flatmin_lab.evaluation import landscapes, measurements, subject
+from flatmin_lab.evaluation.subject import Subject, of_own
 from small_runs import tiny_data
 
 
@@ -42,11 +42,11 @@ def logits(own: Subject) -> Tensor:
 
 
 def test_calibration_is_the_measures_of_the_logits(tiny: Subject) -> None:
-    found, answers, labels = examine.calibration(tiny), logits(tiny), tiny.test.y
+    found, answers, labels = measurements.calibration(tiny), logits(tiny), tiny.test.y
     assert (found["split"], found["pictures"]) == ("test", 30)
-    for name, measure in examine.MEASURES.items():
+    for name, measure in measurements.MEASURES.items():
         assert found[name] == pytest.approx(measure(answers, labels).item(), abs=1e-6)
-        if name in examine.MEANS:
+        if name in measurements.MEANS:
             low, high = found["intervals"][name]
             assert 0 <= low <= found[name] <= high
     assert sum(found["reliability"]["number"]) == 30
@@ -56,7 +56,7 @@ def test_no_label_helps_to_choose_its_own_temperature() -> None:
     """Each half has the temperature of the other half: turning one half's labels around leaves its own as it was."""
     torch.manual_seed(0)
     answers, labels = 3 * torch.randn(200, 4), torch.randint(0, 4, (200,))
-    found = examine.scaled(answers, labels)
+    found = measurements.scaled(answers, labels)
     assert found is not None
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     first, second = order[:100], order[100:]
@@ -69,7 +69,7 @@ def test_no_label_helps_to_choose_its_own_temperature() -> None:
 
 
 def test_attacks_move_pixels_whatever_the_model_takes(tiny: Subject) -> None:
-    found = examine.robustness(tiny, radius=0.1, step_size=0.03, steps=5, batch_size=7)
+    found = measurements.robustness(tiny, radius=0.1, step_size=0.03, steps=5, batch_size=7)
     x, y = tiny.test.x.float() / 255, tiny.test.y
     moved = attacks.pgd(lambda x: tiny.model(tiny.normalise(x)), x, y, epsilon=0.1, step_size=0.03, steps=5)
     wrong = (tiny.model(tiny.normalise(moved)).argmax(dim=1) != y).float().mean().item()
@@ -77,23 +77,23 @@ def test_attacks_move_pixels_whatever_the_model_takes(tiny: Subject) -> None:
     assert found["clean_error"] == pytest.approx(metrics.error(logits(tiny), y).item())
     assert found["pgd_error"] >= found["clean_error"]
     assert (moved - x).abs().max() <= 0.1
-    assert examine.robustness(tiny, radius=0.0)["pgd_error"] == pytest.approx(found["clean_error"])
-    assert examine.robustness(tiny, pictures=10, norm="l2", radius=0.5)["pictures"] == 10
+    assert measurements.robustness(tiny, radius=0.0)["pgd_error"] == pytest.approx(found["clean_error"])
+    assert measurements.robustness(tiny, pictures=10, norm="l2", radius=0.5)["pictures"] == 10
 
 
 def test_the_papers_attack_is_the_default(tiny: Subject) -> None:
-    found = examine.robustness(tiny)
+    found = measurements.robustness(tiny)
     assert (found["radius"], found["step_size"], found["steps"], found["norm"]) == (4 / 255, 1 / 255, 10, "linf")
 
 
 def test_points_are_attacked_without_bounds() -> None:
     spiral = load("spiral")
     own = of_own(nn.Linear(2, 2), spiral, normalised=True, device=torch.device("cpu"))
-    assert examine.robustness(own, radius=3.0, step_size=3.0, steps=1, pictures=100)["fgsm_error"] > 0.9
+    assert measurements.robustness(own, radius=3.0, step_size=3.0, steps=1, pictures=100)["fgsm_error"] > 0.9
 
 
 def test_flatness_is_what_the_library_measures(tiny: Subject) -> None:
-    found = examine.flatness_of(tiny, epsilon=0.2, pictures=20)
+    found = measurements.flatness_of(tiny, epsilon=0.2, pictures=20)
     loss = flatness.empirical_risk(*tiny.inputs(tiny.train, 20))
     assert found["pictures"] == 20
     assert found["sharpness"] == pytest.approx(flatness.sharpness(tiny.model, loss, epsilon=0.2).item(), rel=1e-5)
@@ -153,12 +153,12 @@ def test_a_model_that_does_not_fit_the_data_is_named(model: nn.Module, text: str
 def test_logits_that_are_not_numbers_are_named() -> None:
     own = of_own(with_classes(3, math.nan), tiny_data(), normalised=False, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="30 such rows of 30"):
-        examine.calibration(own)
+        measurements.calibration(own)
 
 
 def test_a_model_with_more_outputs_than_classes_will_do() -> None:
     own = of_own(with_classes(5), tiny_data(), normalised=False, device=torch.device("cpu"))
-    assert examine.calibration(own)["error"] == pytest.approx(2 / 3)
+    assert measurements.calibration(own)["error"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

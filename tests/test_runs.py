@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from flatmin_lab import afterwards
 from flatmin_lab.data import load
+from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution import runner as runs_module
 from flatmin_lab.execution.process_pool import Died
 from flatmin_lab.execution.runner import How, Run, Task, _tasks, carry_out, work
@@ -150,13 +150,13 @@ def test_what_two_processes_measure_of_one_training_is_all_kept(
 ) -> None:
     job = Job(QUICK, 0)
     here([job], ledger)
-    real = afterwards.further
+    real = post_training.further
 
     def meanwhile(subject: Any, part: str, effort: Any) -> dict[str, Any]:
         ledger.write(job, {**(ledger.result(job) or {}), "flatness": {"by": "another process"}})
         return real(subject, part, effort)
 
-    monkeypatch.setattr(afterwards, "further", meanwhile)
+    monkeypatch.setattr(post_training, "further", meanwhile)
     here([job], ledger, "attack")
     assert {"attack", "flatness"} <= json.loads(ledger.file(job).read_text()).keys()
 

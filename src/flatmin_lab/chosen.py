@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from flatmin_lab import afterwards
 from flatmin_lab.data.sources.synthetic import stands_for
+from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.models import canonical
 from flatmin_lab.recipes.paper_tables import EXHIBITS, Exhibit, Protocol, by_name
@@ -92,7 +92,7 @@ def choose(
     runs = [run for run in known if all(name in own for name, own in zip(_names(run.job), wanted, strict=True))]
     if known and not runs:
         raise ValueError("no training of these has that method, data, network and seed; name others, or leave them out")
-    runs = _measured(runs, _words(measure, set(afterwards.PARTS), "--measure") if measure else set())
+    runs = _measured(runs, _words(measure, set(post_training.PARTS), "--measure") if measure else set())
     shown = exhibits or [EXHIBITS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
     states = {run.job.key: ledger.state(run.job, run.parts) for run in runs}
     return Chosen(exhibits=shown, runs=runs, states=states)
@@ -106,7 +106,7 @@ def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:
     if any("boundary" in parts[run.job.key] and run.job.recipe.data != "spiral" for run in runs):
         raise ValueError("--measure boundary is for points of a plane: name the exhibit spiral alone, or leave it out")
     jobs = {run.job.key: run.job for run in runs}
-    return [Run(job, tuple(p for p in afterwards.PARTS if p in parts[name])) for name, job in jobs.items()]
+    return [Run(job, tuple(p for p in post_training.PARTS if p in parts[name])) for name, job in jobs.items()]
 
 
 def _names(job: Job) -> tuple[str, str, str, str]:

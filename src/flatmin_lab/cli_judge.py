@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from flatmin_lab import examine, landscapes, looked_at, show
+from flatmin_lab import looked_at, show
 from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported
+from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.looked_at import Asked, Looked
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.signals import ended_by_signals
@@ -81,11 +82,11 @@ def evaluate(
         (looked,) = asked.models([checkpoint])
         with show.busy(show.terminal()) as say:
             say("the test set")
-            found = {**looked.place, **examine.calibration(looked.subject)}
+            found = {**looked.place, **measurements.calibration(looked.subject)}
             if attack:
-                found["attack"] = examine.robustness(looked.subject, pictures=pictures, say=say, **attacked)
+                found["attack"] = measurements.robustness(looked.subject, pictures=pictures, say=say, **attacked)
             if flatness:
-                found["flatness"] = examine.flatness_of(looked.subject, pictures=pictures, say=say, **flat)
+                found["flatness"] = measurements.flatness_of(looked.subject, pictures=pictures, say=say, **flat)
         found["facts"] = facts(looked.subject.device)
         _keep(looked, evaluation_files.EVALUATION, found)
         if as_json:

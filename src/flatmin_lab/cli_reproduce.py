@@ -14,7 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
-from flatmin_lab import afterwards, cost, estimate, show, show_runs
+from flatmin_lab import cost, estimate, show, show_runs
 from flatmin_lab.chosen import Chosen, choose, exhibits_named
 from flatmin_lab.cli_parts import (
     DATA,
@@ -29,6 +29,7 @@ from flatmin_lab.cli_parts import (
     workplace,
 )
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.cluster.run_queue import spread
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.execution.process_pool import Stop, cores, one_thread
@@ -64,7 +65,7 @@ def reproduce(
     data: Annotated[str | None, option("As in cifar10,svhn; else all of the exhibit.", panel=WHICH)] = None,
     models: Annotated[str | None, option("As in vgg16; else all of the exhibit.", panel=WHICH)] = None,
     measure: Annotated[
-        str | None, option(f"Also measure {', '.join(afterwards.PARTS)}; as in attack,flatness.", panel=WHICH)
+        str | None, option(f"Also measure {', '.join(post_training.PARTS)}; as in attack,flatness.", panel=WHICH)
     ] = None,
     limit: Annotated[int | None, option("At most so many trainings now.", min=1, panel=WHICH)] = None,
     retry: Annotated[bool, option("Try those again that have failed.", "--retry", panel=WHICH)] = False,

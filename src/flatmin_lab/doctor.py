@@ -21,9 +21,10 @@ from torch.optim import SGD
 import flatmin
 from flatmin.core.model_state import evaluating
 from flatmin.doctor import Crash, Finding, MakeTraining, examine, own_lines
-from flatmin_lab import models, own_model, show
+from flatmin_lab import models, show
 from flatmin_lab.data.registry import EMBEDDED, OFFICIAL, load
-from flatmin_lab.own_function import find, is_own
+from flatmin_lab.evaluation import user_model
+from flatmin_lab.evaluation.user_code import find, is_own
 from flatmin_lab.system.machine import commit, hardware
 from flatmin_lab.system.rng import Surroundings, generator
 
@@ -128,7 +129,7 @@ def _check(model: nn.Module, x: Tensor) -> None:
 def make(name: str, shape: Sequence[int]) -> nn.Module:
     """A built-in model for inputs of that shape, or one of the user's own."""
     if is_own(name):
-        return own_model.make(name)
+        return user_model.make(name)
     return models.build(name, num_classes=CLASSES, in_channels=shape[0], **models.settings_for(name, shape))
 
 

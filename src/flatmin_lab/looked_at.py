@@ -6,11 +6,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flatmin_lab import own_model, show, trained
+from flatmin_lab import show
+from flatmin_lab.evaluation import load_run, user_model
+from flatmin_lab.evaluation.load_run import Trained
+from flatmin_lab.evaluation.subject import Subject, of_own
 from flatmin_lab.request import read, read_for
-from flatmin_lab.subject import Subject, of_own
 from flatmin_lab.system.machine import device_named
-from flatmin_lab.trained import Trained
 
 
 class Looked(NamedTuple):
@@ -41,12 +42,12 @@ class Asked:
         if self.model is not None:
             yield from (self._own(self.model, place) for place in places)
             return
-        runs = [trained.find(place) for place in places if place is not None]
+        runs = [load_run.find(place) for place in places if place is not None]
         for run, name in zip(runs, _names(runs), strict=True):
             for damaged in run.passed_over:
                 show.say(show.terminal(), f"note: {damaged}; the one before it is measured", style="yellow")
             pictures = read_for(run.recipe, self.data, self.data_dir, download=self.download)
-            subject = trained.subject_of(run, pictures, averaged=self.averaged, device=device_named(self.device))
+            subject = load_run.subject_of(run, pictures, averaged=self.averaged, device=device_named(self.device))
             yield Looked(name, run.recipe.method, subject, run.place(), None if self.averaged else run)
 
     def _check(self, places: Sequence[Path | None]) -> None:
@@ -61,9 +62,9 @@ class Asked:
 
     def _own(self, name: str, weights: Path | None) -> Looked:
         assert self.data is not None
-        made = own_model.make(name)
+        made = user_model.make(name)
         if weights is not None:
-            own_model.load(made, weights)
+            user_model.load(made, weights)
         pictures = read(self.data, self.data_dir, download=self.download, size=None)
         place = {"model": name, "weights": None if weights is None else str(weights), "data": pictures.name}
         subject = of_own(made, pictures, normalised=self.normalised, device=device_named(self.device))

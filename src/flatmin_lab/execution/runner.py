@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flatmin_lab import afterwards, trained
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load
+from flatmin_lab.evaluation import load_run, post_training
 from flatmin_lab.execution.process_pool import Died, Stop, cores, in_processes, one_thread
 from flatmin_lab.execution.replicas import together
 from flatmin_lab.recipes.recipe import Job
@@ -185,23 +185,23 @@ def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop
     job, ledger = run.job, how.ledger
     folder = ledger.folder(job)
     try:
-        weights = trained.find(folder)
+        weights = load_run.find(folder)
         if weights.place()["epoch"] != job.recipe.epochs:
             (folder / "result.json").replace(folder / "result.json.damaged")
             yield Failed("its last weights are damaged; the same command trains it on from those before", later=True)
             return
         known = ledger.result(job) or _whole(folder, at_once=how.at_once)
-        subject = trained.subject_of(weights, data, averaged=False, device=device)
+        subject = load_run.subject_of(weights, data, averaged=False, device=device)
         if "clean_train_nll" not in known:
-            known = _added(ledger, job, known, afterwards.always(subject, job.recipe))
+            known = _added(ledger, job, known, post_training.always(subject, job.recipe))
             yield Measured("always")
-        effort = afterwards.EFFORTS.get(job.recipe.name.partition("/")[0], afterwards.Effort())
+        effort = post_training.EFFORTS.get(job.recipe.name.partition("/")[0], post_training.Effort())
         for part in run.parts:
             if stop():
                 yield Stopped(stop() or "", 0)
                 return
             if part not in known:
-                known = _added(ledger, job, known, afterwards.further(subject, part, effort))
+                known = _added(ledger, job, known, post_training.further(subject, part, effort))
                 yield Measured(part)
         tidy(folder, weights.path)
         yield Finished(known)

@@ -4,17 +4,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import matplotlib as mpl
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from flatmin_lab.data.sources.spiral import Spiral
+from flatmin_lab.evaluation.post_training import PLANE_REACH, class_shares
 from flatmin_lab.figures.drawn import INK, Drawn, look
 from flatmin_lab.system.json_data import numbers
 
 COLOURS = ["#2a6f97", "#e07a3f"]
-REACH, POINTS = 1.2, 241
 
 
 class Panel(NamedTuple):
@@ -27,7 +26,7 @@ class Panel(NamedTuple):
 
 def boundaries(models: Mapping[str, tuple[nn.Module, Spiral]]) -> Drawn:
     """A panel a model, under its title."""
-    return drawn({title: Panel(*answers(model), data) for title, (model, data) in models.items()})
+    return drawn({title: Panel(*class_shares(model), data) for title, (model, data) in models.items()})
 
 
 def drawn(panels: Mapping[str, Panel]) -> Drawn:
@@ -56,15 +55,6 @@ def drawn(panels: Mapping[str, Panel]) -> Drawn:
     )
 
 
-@torch.no_grad()
-def answers(model: nn.Module, points: int = POINTS) -> tuple[Tensor, Tensor]:
-    """The sides of a grid, and the share of the second class on it."""
-    side = torch.linspace(-REACH, REACH, points)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    share: Tensor = model(torch.cartesian_prod(side, side).to(device)).softmax(dim=1)[:, 1].view(points, points).T
-    return side, share.cpu()
-
-
 def _draw(axes: Axes, side: Tensor, share: Tensor, data: Spiral) -> None:
     axes.contourf(side, side, share, levels=20, cmap=mpl.colormaps["RdBu_r"], alpha=0.45, vmin=0, vmax=1)
     axes.contour(side, side, share, levels=[0.5], colors=INK, linewidths=1.4)
@@ -73,4 +63,4 @@ def _draw(axes: Axes, side: Tensor, share: Tensor, data: Spiral) -> None:
         axes.scatter(x[:, 0], x[:, 1], color=COLOURS[label], marker=shape, s=15, ec="white", lw=0.4)
     astray = data.x[data.wrong]
     axes.scatter(astray[:, 0], astray[:, 1], facecolors="none", edgecolors=INK, s=44, linewidths=0.8)
-    axes.set(xticks=[], yticks=[], aspect="equal", xlim=(-REACH, REACH), ylim=(-REACH, REACH))
+    axes.set(xticks=[], yticks=[], aspect="equal", xlim=(-PLANE_REACH, PLANE_REACH), ylim=(-PLANE_REACH, PLANE_REACH))

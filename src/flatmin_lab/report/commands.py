@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab import examine
 from flatmin_lab.data.registry import DATA_SETS
+from flatmin_lab.evaluation import measurements
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import SMALL
 from flatmin_lab.report.collected import Run
@@ -23,12 +23,12 @@ Condition = dict[str, Any]
 FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
     "attack": {
         "norm": ("--norm", "linf"),
-        "radius": ("--radius", examine.RADIUS),
-        "step_size": ("--step-size", examine.STEP),
-        "steps": ("--steps", examine.STEPS),
+        "radius": ("--radius", measurements.RADIUS),
+        "step_size": ("--step-size", measurements.STEP),
+        "steps": ("--steps", measurements.STEPS),
         "pictures": ("--pictures", None),
     },
-    "flatness": {"epsilon": ("--epsilon", examine.EPSILON), "pictures": ("--pictures", None)},
+    "flatness": {"epsilon": ("--epsilon", measurements.EPSILON), "pictures": ("--pictures", None)},
 }
 OTHERWISE = "measured otherwise"
 TRAINED_WITH = (
@@ -63,7 +63,7 @@ def measuring_all(run: Run, parts: Sequence[str], usual: Mapping[str, Condition]
 def _unasked(run: Run, part: str) -> int | None:
     """How many pictures are taken where nothing is said: all of the test set, which its bins count; or 1000."""
     bins = run.result.get("reliability")
-    return examine.PICTURES if part == "flatness" else (int(sum(bins["number"])) if bins else None)
+    return measurements.PICTURES if part == "flatness" else (int(sum(bins["number"])) if bins else None)
 
 
 def alike(runs: Sequence[Run]) -> tuple[list[Run], dict[str, Condition]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flatmin import flatness
-from flatmin_lab.subject import Subject
+from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.system.json_data import numbers
 
 POINTS, REACH, PICTURES = 41, 1.0, 1000

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatmin_lab import own_model
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.evaluation import user_model
+from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.events import RunError
-from flatmin_lab.subject import Subject
 from flatmin_lab.training.build import Prepared, build_model, method_of, prepared
 
 
@@ -51,7 +51,7 @@ class Trained:
             raise ValueError(f"{self.path} has no averaged weights: it was trained without --ema")
         weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
         model = build_model(self.recipe, ready.data, method_of(self.recipe, ready.normalise))
-        own_model.put(model, weights, str(self.path))
+        user_model.put(model, weights, str(self.path))
         return model.eval()
 
 

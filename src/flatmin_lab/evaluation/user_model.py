@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatmin_lab.own_function import find, is_own
+from flatmin_lab.evaluation.user_code import find, is_own
 from flatmin_lab.system.optional_deps import need
 
 INSIDE = (
@@ -19,6 +19,8 @@ INSIDE = (
     "model_state",
     "model",
 )  # where trainers put a state dict in a larger checkpoint
+
+
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 

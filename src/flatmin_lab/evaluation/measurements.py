@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flatmin import attacks, flatness, metrics
 from flatmin.ball import Norm
-from flatmin_lab.subject import Subject
+from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.system.json_data import number
 from flatmin_lab.training import evaluation
 from flatmin_lab.training.evaluation import bins_of, logits_of

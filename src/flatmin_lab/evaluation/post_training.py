@@ -12,14 +12,18 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from flatmin_lab import examine, landscapes
-from flatmin_lab.data.repeated import repeated
+import torch
+from torch import Tensor, nn
+
+from flatmin_lab.data.dataset import Split
+from flatmin_lab.evaluation import landscapes, measurements
+from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.subject import Subject
 from flatmin_lab.system.json_data import number, numbers
-from flatmin_lab.system.optional_deps import need
 from flatmin_lab.training.build import method_of
 from flatmin_lab.training.evaluation import logits_of, measured
+
+PLANE_REACH, GRID_POINTS = 1.2, 241  # of the grid over a plane: half its side, and points along it
 
 Say = Callable[[str], object]
 
@@ -64,13 +68,13 @@ def always(subject: Subject, recipe: Recipe) -> dict[str, Any]:
 
 def _attack(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     return {
-        "attack": examine.robustness(subject, pictures=effort.pictures, say=say),
-        "attack_normalised": examine.robustness(subject, pictures=effort.pictures, normalised=True, say=say),
+        "attack": measurements.robustness(subject, pictures=effort.pictures, say=say),
+        "attack_normalised": measurements.robustness(subject, pictures=effort.pictures, normalised=True, say=say),
     }
 
 
 def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
-    found = examine.flatness_of(
+    found = measurements.flatness_of(
         subject,
         pictures=effort.pictures,
         restarts=effort.starts,
@@ -91,8 +95,7 @@ def _boundary(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     """What it answers on a grid over the plane, for points in it."""
     if subject.test.pictures or subject.test.shape[0] != 2:
         raise ValueError(f"a boundary is drawn between points of a plane, got {subject.test.kind}")
-    spiral = need("flatmin_lab.figures.spiral", "a boundary")
-    side, shares = spiral.answers(subject.of_pictures(), points=effort.side)
+    side, shares = class_shares(subject.of_pictures(), points=effort.side)
     return {"boundary": {"side": numbers(side), "shares": numbers(shares)}}
 
 
@@ -109,3 +112,30 @@ def further(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _:
     begun = perf_counter()
     found = PARTS[part](subject, effort, say)
     return {**found, f"{part}_seconds": round(perf_counter() - begun, 3)}
+
+
+# ---- test images that stand in the training set too: whoever memorised them knows the answer
+
+
+def repeated(train: Split, test: Split) -> Tensor:
+    """The places in `test` of pictures or points that are in `train` too, whatever their labels.
+
+    >>> train = Split(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]))
+    >>> repeated(train, Split(torch.tensor([[3.0], [2.0]]), torch.tensor([0, 0])))
+    tensor([1])
+    """
+    known = set(_contents(train))
+    return torch.tensor([place for place, content in enumerate(_contents(test)) if content in known], dtype=torch.int64)
+
+
+def _contents(split: Split) -> list[bytes]:
+    return [row.tobytes() for row in split.x.cpu().numpy()]
+
+
+@torch.no_grad()
+def class_shares(model: nn.Module, points: int = GRID_POINTS) -> tuple[Tensor, Tensor]:
+    """The sides of a grid, and the share of the second class on it."""
+    side = torch.linspace(-PLANE_REACH, PLANE_REACH, points)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    share: Tensor = model(torch.cartesian_prod(side, side).to(device)).softmax(dim=1)[:, 1].view(points, points).T
+    return side, share.cpu()
