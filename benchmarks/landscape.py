@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatmin import flatness
 from flatmin_lab import models
-from flatmin_lab.bench.clock import by_wall
+from flatmin_lab.bench.timing import by_wall
 from flatmin_lab.system.machine import facts
 from machine import command, line
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatmin_lab.bench.clock import by_wall
+from flatmin_lab.bench.timing import by_wall
 
 
 def in_turns(

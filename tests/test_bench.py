@@ -17,17 +17,17 @@ import cost_table
 import readme
 from command_line import flatmin, words
 from flatmin_lab import cli_bench
-from flatmin_lab.bench import Wanted, measure
-from flatmin_lab.bench import clock as bench_clock
-from flatmin_lab.bench import floors as bench_floor
+from flatmin_lab.bench import contenders as bench_steps
 from flatmin_lab.bench import printed as bench_show
-from flatmin_lab.bench import steps as bench_steps
+from flatmin_lab.bench import roofline as bench_floor
 from flatmin_lab.bench import table as bench_table
-from flatmin_lab.bench.clock import Runner, race
-from flatmin_lab.bench.floors import floor, flops_of
+from flatmin_lab.bench import timing as bench_clock
+from flatmin_lab.bench.benchmark import Wanted, measure
+from flatmin_lab.bench.contenders import Trainee, trainee
+from flatmin_lab.bench.roofline import floor, flops_of
 from flatmin_lab.bench.rows import ratios
-from flatmin_lab.bench.steps import Trainee, trainee
-from flatmin_lab.bench.work import Work, random_pictures
+from flatmin_lab.bench.timing import Runner, race
+from flatmin_lab.bench.workload import Work, random_pictures
 from flatmin_lab.data import Normalisation, augmentation
 
 ROOT = Path(__file__).parent.parent

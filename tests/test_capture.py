@@ -29,7 +29,7 @@ from flatmin.capture.packed_outputs import Packed
 from flatmin.capture.step_spec import CannotCaptureError, Task, undone
 from flatmin.capture.weight_swap import cast_once
 from flatmin.core.model_state import HostRandom
-from flatmin_lab.bench.clock import MIB, memory, peak_since, tidy, use_all_streams
+from flatmin_lab.bench.timing import MIB, memory, peak_since, tidy, use_all_streams
 from waiting import never_waiting
 
 on_cuda = pytest.mark.cuda

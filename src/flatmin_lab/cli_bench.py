@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from flatmin_lab import models, show
-from flatmin_lab.bench import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure, printed
-from flatmin_lab.bench.steps import FORMS, METHODS
+from flatmin_lab.bench import printed
+from flatmin_lab.bench.benchmark import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure
+from flatmin_lab.bench.contenders import FORMS, METHODS
 from flatmin_lab.cli_parts import Debug, Device, option, reported
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.recipes.recipe import PRECISIONS

@@ -14,7 +14,8 @@ import torch
 import typer
 from rich.console import Console
 
-from flatmin_lab import cost, estimate, show, show_runs
+from flatmin_lab import show, show_runs
+from flatmin_lab.bench import amp_cost, time_estimate
 from flatmin_lab.chosen import Chosen, choose, exhibits_named
 from flatmin_lab.cli_parts import (
     DATA,
@@ -174,7 +175,7 @@ def _dry_run(
     device = _first(where)
     on_cpu = device.type == "cpu"
     with show.busy(console) as say, one_thread() if on_cpu else nullcontext():
-        seconds = estimate.seconds_of_all(training, sets, device=device, say=say)
+        seconds = time_estimate.seconds_of_all(training, sets, device=device, say=say)
     show_runs.would_run(todo, chosen, {job.key: took for job, took in zip(training, seconds, strict=True)})
     if not training:
         return
@@ -249,5 +250,5 @@ def _cost(
     pictures = read(recipes["erm"].data, data_dir, download=download, size=None).to(where)
     with show.busy(console) as say:
         say("steps of ERM and AMP in turns")
-        found = cost.cost(recipes, pictures, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
+        found = amp_cost.cost(recipes, pictures, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
     show_runs.costs(found, exhibit.protocol, str(ledger.write_cost(exhibit.protocol, found)))

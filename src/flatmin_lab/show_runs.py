@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flatmin_lab import cost, show
+from flatmin_lab import show
 from flatmin_lab.chosen import Chosen
 from flatmin_lab.execution.runner import Run
+from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.paper_tables import Exhibit
 from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started
 from flatmin_lab.runs.result import split_of
@@ -151,12 +152,16 @@ def costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
     for method, one in found["methods"].items():
         low, high = one["ms_quartiles"]
         hours = f"{one['hours']:.3g}"
-        table.add_row(method, f"{one['ms']:.3g}", f"{low:.3g} to {high:.3g}", hours, f"{cost.HOURS[method]:g}")
+        table.add_row(
+            method, f"{one['ms']:.3g}", f"{low:.3g} to {high:.3g}", hours, f"{paper_numbers.TRAINING_HOURS[method]:g}"
+        )
     console = wide()
     show.say(console, f"\ncost: {found['model']} on {found['data']}, {found['epochs']} epochs; protocol {protocol}")
     console.print(table)
     longer = found["methods"]["amp"]["hours"] / found["methods"]["erm"]["hours"]
     show.say(
-        console, f"AMP takes {longer:.2f} times as long as ERM (the paper: {cost.RATIO}), a step {found['ratio']:.2f}"
+        console,
+        f"AMP takes {longer:.2f} times as long as ERM (the paper: {paper_numbers.COST_RATIO}), "
+        f"a step {found['ratio']:.2f}",
     )
     show.say(console, f"kept in {where}")

@@ -20,7 +20,8 @@ from PIL import Image
 
 from command_line import flatmin, words
 from doc_blocks import PAGES, ROOT, blocks, commands
-from flatmin_lab import bench, cli_bench, cli_tune, demo, estimate, models, tune
+from flatmin_lab import cli_bench, cli_tune, demo, models, tune
+from flatmin_lab.bench import benchmark, time_estimate
 from flatmin_lab.data.sources import synthetic
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.execution import process_pool, runner
@@ -127,8 +128,8 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cli_tune, "tuning", _with(tune.tune, trials=TRIALS))
     monkeypatch.setattr(landscapes, "landscape", _with(landscapes.landscape, points=3))
     monkeypatch.setattr(measurements, "flatness_of", _with(measurements.flatness_of, pictures=5, restarts=1))
-    monkeypatch.setattr(estimate, "SECONDS", 0.1)
-    measure = bench.measure
+    monkeypatch.setattr(time_estimate, "SECONDS", 0.1)
+    measure = benchmark.measure
     monkeypatch.setattr(cli_bench, "measure", lambda wanted, **how: measure(replace(wanted, steps=5), **how))
     paper_tables.by_name.cache_clear()
     yield

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flatmin_lab.bench.clock import Runner, summary
+from flatmin_lab.bench.timing import Runner, summary
 
 Row = dict[str, Any]
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flatmin_lab.bench.clock import (
+from flatmin_lab.bench.contenders import AtOnce, CannotStepError, Trainee, left_out, trainee
+from flatmin_lab.bench.rows import Row, called, over_erm, timed
+from flatmin_lab.bench.timing import (
     MIB,
     Runner,
     block_length,
@@ -24,9 +26,7 @@ from flatmin_lab.bench.clock import (
     summary,
     tidy,
 )
-from flatmin_lab.bench.rows import Row, called, over_erm, timed
-from flatmin_lab.bench.steps import AtOnce, CannotStepError, Trainee, left_out, trainee
-from flatmin_lab.bench.work import Work
+from flatmin_lab.bench.workload import Work
 
 SINGLE = ("eager", "graph", "compiled")
 DATA_FORMS = ("eager", "graph")  # where the data's part is measured: compiled or not, a graph does it the same way

@@ -7,6 +7,9 @@ per cent, as printed; the figure of the ECE has no deviations.
 from functools import cache
 from typing import NamedTuple
 
+TRAINING_HOURS = {"erm": 2.4, "amp": 4.2}  # PreActResNet18 on CIFAR-10, 200 epochs, on a V100
+COST_RATIO = 1.8  # AMP to ERM
+
 METHODS = ("erm", "dropout", "label_smoothing", "flooding", "mixup", "adversarial", "rmp", "amp")
 
 # tables 1 and 3 (attacks) and figure 7 (ECE): data, model, what, and a number for each of METHODS

@@ -10,10 +10,11 @@ import torch
 from markupsafe import Markup
 
 import flatmin
-from flatmin_lab import cost, figures
+from flatmin_lab import figures
 from flatmin_lab.data.sources import spiral
 from flatmin_lab.figures import spiral as spiral_figure
 from flatmin_lab.figures.drawn import Drawn, sample, svg
+from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.report import landscape_part, tuning_part, words
 from flatmin_lab.report.collected import Collected, Run
 from flatmin_lab.report.columns import COLUMNS, Column
@@ -77,7 +78,7 @@ def report_page(found: Collected) -> str:
         script=landscape_part.script(),
         compared=words.compared,
         titles=TITLES,
-        paper_cost=cost,
+        paper_cost=paper_numbers,
     )
 
 

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import flatmin
-from flatmin_lab.bench.work import Work
+from flatmin_lab.bench.workload import Work
 from flatmin_lab.training.learner import AUTOCAST
 
 METHODS = ("erm", "amp", "sam")

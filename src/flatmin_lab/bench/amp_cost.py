@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
+from flatmin_lab.bench.time_estimate import Pace, begun, seconds_a_look, seconds_of, taken
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.estimate import Pace, begun, seconds_a_look, seconds_of, taken
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.machine import facts
 
 BLOCKS, WARM = 10, 5
-HOURS = {"erm": 2.4, "amp": 4.2}  # the paper's, on a V100
-RATIO = 1.8  # the paper's
 
 
 def cost(recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, steps: int = 50) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch.nn.functional import conv2d
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatmin_lab import models
-from flatmin_lab.bench.clock import by_events
-from flatmin_lab.bench.work import CLASSES, SHAPE
+from flatmin_lab.bench.timing import by_events
+from flatmin_lab.bench.workload import CLASSES, SHAPE
 from flatmin_lab.training.learner import AUTOCAST
 
 PASSES = {"erm": 1, "amp": 2}
