@@ -17,19 +17,20 @@ import optuna
 import pytest
 
 from command_line import flatmin, words
-from flatmin_lab import cli_tune, tuning_file
+from flatmin_lab import cli_tune
 from flatmin_lab.data import Split, load
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.report.collected import collect
 from flatmin_lab.report.report_page import report_page
 from flatmin_lab.runs.events import BusyError, Epoch, Finished, Record, Stopped
-from flatmin_lab.search import KNOBS, Knob, Search, knobs_of
-from flatmin_lab.study import DATABASE, FIRST, opened
-from flatmin_lab.trials import is_pruned
-from flatmin_lab.tune import tune
-from flatmin_lab.tuned import State, Tuning
-from flatmin_lab.tuning_file import FILE
+from flatmin_lab.tuning import result_file
+from flatmin_lab.tuning.result import State, Tuning
+from flatmin_lab.tuning.result_file import FILE
+from flatmin_lab.tuning.search_space import KNOBS, Knob, Search, knobs_of
+from flatmin_lab.tuning.study import DATABASE, FIRST, opened
+from flatmin_lab.tuning.trial import is_pruned
+from flatmin_lab.tuning.tuner import tune
 from report_files import result, write
 from small_runs import after, pictures
 
@@ -57,7 +58,7 @@ def asked(data: Path, out: Path, *more: object) -> list[object]:
 
 
 def tuning_of(out: Path) -> Tuning:
-    return tuning_file.read(out / FILE)
+    return result_file.read(out / FILE)
 
 
 def without_times(found: Tuning) -> list[Any]:
@@ -278,7 +279,7 @@ def test_nothing_is_pruned_in_the_first_half_nor_at_the_end_nor_before_five_have
 def test_a_trial_that_diverges_has_failed_and_the_others_go_on(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatmin_lab.search.FIELDS", (Knob(name="lr", low=0.01, high=1e25),))
+    monkeypatch.setattr("flatmin_lab.tuning.search_space.FIELDS", (Knob(name="lr", low=0.01, high=1e25),))
     drawn_before(tmp_path / "out", [{"lr": 1e25}, {"lr": 0.1}])
     done = flatmin(*asked(data, tmp_path / "out", "--method", "mixup", "--knobs", "lr", "--trials", 2))
     assert done.exit_code == 0, done.output
@@ -551,7 +552,7 @@ def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) 
         path.parent.mkdir()
         path.write_text(json.dumps(one))
         with pytest.raises(ValueError, match=r"is not a tuning|is damaged"):
-            tuning_file.read(path)
+            result_file.read(path)
     assert [broken.path.name for broken in collect([tmp_path]).broken] == [FILE] * len(wrong)
 
 

@@ -1,4 +1,4 @@
-"""`flatmin tune`: a method's knobs on the validation split. Parsing, and what is shown; the work is in tune.py."""
+"""`flatmin tune`: a method's knobs on the validation split. Parsing, and what is shown; the work is in tuning/tuner.py."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from flatmin_lab import cli_training as flags
 from flatmin_lab import methods as all_methods
-from flatmin_lab import show, tuning_file, tuning_words
+from flatmin_lab import show
 from flatmin_lab.cli_parts import (
     DATA,
     Address,
@@ -32,15 +32,16 @@ from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.request import place, read
 from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started, Stopped
-from flatmin_lab.search import Measure, Search, in_words, knobs_of
 from flatmin_lab.signals import CODES, asked_to_stop
-from flatmin_lab.study import Draw, named
 from flatmin_lab.system.machine import hardware
 from flatmin_lab.system.optional_deps import need
-from flatmin_lab.trials import is_pruned
-from flatmin_lab.tune import tune as tuning
-from flatmin_lab.tuned import Tuning
-from flatmin_lab.tuning_file import FILE
+from flatmin_lab.tuning import result_file, summary
+from flatmin_lab.tuning.result import Tuning
+from flatmin_lab.tuning.result_file import FILE
+from flatmin_lab.tuning.search_space import Measure, Search, in_words, knobs_of
+from flatmin_lab.tuning.study import Draw, named
+from flatmin_lab.tuning.trial import is_pruned
+from flatmin_lab.tuning.tuner import tune as tuning
 
 HOW = "How"
 TUNING = Path("tuning")
@@ -169,7 +170,7 @@ def tune(
             )
             follow(records, console, search, trials)
             reason = stop()
-        found = tuning_file.read(folder / FILE)
+        found = result_file.read(folder / FILE)
         outcome(found, folder, data_dir)
         if reason is not None and found.ended < trials:
             show.say(console, f"stopped by {reason}; the same command goes on")
@@ -237,7 +238,7 @@ def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
     """The trials, best first; what was chosen; and what trains with it."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(table(found))
-    show.say(console, f"\n{tuning_words.chosen(found)}")
+    show.say(console, f"\n{summary.chosen(found)}")
     if found.chosen is not None:
         place = [] if data_dir == DATA else ["--data-dir", str(data_dir)]
         show.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")
@@ -254,10 +255,10 @@ def table(found: Tuning) -> Table:
         shown.add_row(
             str(trial.number),
             *settings,
-            tuning_words.number("error", trial.error),
-            tuning_words.number("nll", trial.nll),
+            summary.number("error", trial.error),
+            summary.number("nll", trial.nll),
             str(trial.epochs),
             "" if trial.seconds is None else f"{trial.seconds:.1f}",
-            tuning_words.ended(trial, found),
+            summary.ended(trial, found),
         )
     return shown

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flatmin_lab import tuning_file
 from flatmin_lab.data import DATA_SETS, Dataset
 from flatmin_lab.request import Plan
-from flatmin_lab.tuned import Tuning
+from flatmin_lab.tuning import result_file
+from flatmin_lab.tuning.result import Tuning
 
 
 class Chosen(NamedTuple):
@@ -19,7 +19,7 @@ class Chosen(NamedTuple):
     @staticmethod
     def of(path: Path, *, data: str | None, method: str | None) -> "Chosen":
         """An error where it is of another method or data set than the ones asked for, or has chosen nothing yet."""
-        found = tuning_file.read(path)
+        found = result_file.read(path)
         asked = {"method": method, "data": data}
         for name, there in (("method", found.method), ("data", found.data)):
             moved = name == "data" and not {asked[name], there} & set(DATA_SETS)  # its content is compared later

@@ -20,13 +20,14 @@ from PIL import Image
 
 from command_line import flatmin, words
 from doc_blocks import PAGES, ROOT, blocks, commands
-from flatmin_lab import cli_bench, cli_tune, demo, models, tune
+from flatmin_lab import cli_bench, cli_tune, demo, models
 from flatmin_lab.bench import benchmark, time_estimate
 from flatmin_lab.data.sources import synthetic
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.execution import process_pool, runner
 from flatmin_lab.recipes import paper_tables
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.tuning import tuner
 from official_files import cifar10_python, cifar100_python, svhn
 from official_files import made as drawn
 
@@ -122,10 +123,10 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for protocol in paper_tables.TRIALS:
         monkeypatch.setitem(paper_tables.TRIALS, protocol, 1)
     monkeypatch.setattr(paper_tables, "METHODS", ("erm", "amp"))
-    for module in (process_pool, runner, tune):
+    for module in (process_pool, runner, tuner):
         monkeypatch.setattr(module, "in_processes", _at_once)
     monkeypatch.setattr(demo, "run", _with(demo.run, seeds=TRIALS, epochs=EPOCHS))
-    monkeypatch.setattr(cli_tune, "tuning", _with(tune.tune, trials=TRIALS))
+    monkeypatch.setattr(cli_tune, "tuning", _with(tuner.tune, trials=TRIALS))
     monkeypatch.setattr(landscapes, "landscape", _with(landscapes.landscape, points=3))
     monkeypatch.setattr(measurements, "flatness_of", _with(measurements.flatness_of, pictures=5, restarts=1))
     monkeypatch.setattr(time_estimate, "SECONDS", 0.1)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab import tuning_file
 from flatmin_lab.report import trusted
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import COST, FAILED, PLANNED
-from flatmin_lab.tuned import Tuning
+from flatmin_lab.tuning import result_file
+from flatmin_lab.tuning.result import Tuning
 
 NUMBERED = re.compile(r".+-\d+\.json")  # as a result is called: its recipe and its seed
 
@@ -83,8 +83,8 @@ def collect(paths: Iterable[Path]) -> Collected:
             places.setdefault(place.resolve(), place)
     for place in places.values():
         try:
-            if place.name == tuning_file.FILE:
-                found.tunings.append((place, tuning_file.read(place)))
+            if place.name == result_file.FILE:
+                found.tunings.append((place, result_file.read(place)))
             else:
                 found.runs.append(_folder(place, found.broken) if place.is_dir() else read_result(place, found.broken))
         except (ValueError, OSError) as error:
@@ -124,14 +124,14 @@ def _places(path: Path) -> list[Path]:
 
 
 def _is_trial(folder: Path) -> bool:
-    return folder.name.startswith(tuning_file.TRIAL) and (folder.parent / tuning_file.FILE).is_file()
+    return folder.name.startswith(result_file.TRIAL) and (folder.parent / result_file.FILE).is_file()
 
 
 def _is_ours(path: Path) -> bool:
     """A result or a tuning, and what must have been one: it is named if it cannot be read."""
     if path.name.startswith(COST):  # whose hardware may end in a number
         return False
-    return path.name == tuning_file.FILE or bool(NUMBERED.fullmatch(path.name)) or _is_result(path)
+    return path.name == result_file.FILE or bool(NUMBERED.fullmatch(path.name)) or _is_result(path)
 
 
 def _is_result(path: Path) -> bool:

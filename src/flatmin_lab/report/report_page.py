@@ -23,7 +23,7 @@ from flatmin_lab.report.evidence import evidence
 from flatmin_lab.report.names import TITLES
 from flatmin_lab.report.page import link, pooled, render
 from flatmin_lab.report.trusted import is_number
-from flatmin_lab.tuned import Tuning
+from flatmin_lab.tuning.result import Tuning
 from flatmin_lab.welch import LEVEL
 
 

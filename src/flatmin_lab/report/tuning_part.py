@@ -4,12 +4,13 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from flatmin_lab import figures, tuning_words
+from flatmin_lab import figures
 from flatmin_lab.figures.drawn import NAMES, Drawn
 from flatmin_lab.figures.tuning import Range
 from flatmin_lab.report.names import TITLES
-from flatmin_lab.search import Knob
-from flatmin_lab.tuned import Trial, Tuning
+from flatmin_lab.tuning import summary
+from flatmin_lab.tuning.result import Trial, Tuning
+from flatmin_lab.tuning.search_space import Knob
 
 
 class Part(NamedTuple):
@@ -30,7 +31,7 @@ def part(path: Path, found: Tuning) -> Part:
     return Part(
         path,
         title(found),
-        tuning_words.chosen(found),
+        summary.chosen(found),
         len(found.knobs),
         columns,
         [(_cells(trial, found), trial == found.chosen) for trial in found.ranked()],
@@ -44,7 +45,7 @@ def part(path: Path, found: Tuning) -> Part:
 def title(found: Tuning) -> str:
     data = TITLES.get(found.data, found.data.rstrip("/").rpartition("/")[2])
     name = NAMES[found.method]
-    length = tuning_words.epochs(found.epochs)
+    length = summary.epochs(found.epochs)
     return f"{name[0].upper()}{name[1:]}, {TITLES.get(found.model, found.model)} on {data}, {length}"
 
 
@@ -52,11 +53,11 @@ def _cells(trial: Trial, found: Tuning) -> list[str]:
     return [
         str(trial.number),
         *(knob.words(trial.settings[knob.name]) if knob.name in trial.settings else "" for knob in found.knobs),
-        tuning_words.number("error", trial.error).removesuffix(" %"),
-        tuning_words.number("nll", trial.nll),
+        summary.number("error", trial.error).removesuffix(" %"),
+        summary.number("nll", trial.nll),
         str(trial.epochs),
         "" if trial.seconds is None else f"{trial.seconds:.1f}",
-        tuning_words.ended(trial, found),
+        summary.ended(trial, found),
     ]
 
 

@@ -11,7 +11,7 @@ from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.execution.cluster.task_queue import Ended, Losses, Lost
 from flatmin_lab.execution.process_pool import Died, Stop
 from flatmin_lab.runs.events import Note, Record, Stopped
-from flatmin_lab.trials import PRUNED, Task, on_data
+from flatmin_lab.tuning.trial import PRUNED, Task, on_data
 
 
 def spread_trials(

@@ -17,10 +17,10 @@ import torch
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Recipe, differences
-from flatmin_lab.search import Search
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator
-from flatmin_lab.tuned import State, Trial
+from flatmin_lab.tuning.result import State, Trial
+from flatmin_lab.tuning.search_space import Search
 
 DATABASE = "study.db"
 FIRST = 5  # trials that finish before one is pruned

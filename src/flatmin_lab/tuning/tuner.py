@@ -19,22 +19,22 @@ from typing import Any
 
 import torch
 
-from flatmin_lab import tuning_file
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.execution.process_pool import Died, Stop, in_processes
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import BusyError, Epoch, Failed, Finished, Record, RunError, Stopped
 from flatmin_lab.runs.result_store import tidy
-from flatmin_lab.search import Search
-from flatmin_lab.study import Draw, Study, opened
 from flatmin_lab.system.files import lock, sweep
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import train
-from flatmin_lab.trials import PRUNED, Task, is_pruned, trained, work
-from flatmin_lab.tuned import Tuning
+from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.ray_trials import spread_trials
-from flatmin_lab.tuning_file import FILE, TRIAL
+from flatmin_lab.tuning.result import Tuning
+from flatmin_lab.tuning.result_file import FILE, TRIAL
+from flatmin_lab.tuning.search_space import Search
+from flatmin_lab.tuning.study import Draw, Study, opened
+from flatmin_lab.tuning.trial import PRUNED, Task, is_pruned, trained, work
 
 
 def tune(
@@ -131,7 +131,7 @@ class _Tuning:
     def check(self) -> None:
         """A file that tells of trials which the study does not know would be lost."""
         path = self.folder / FILE
-        there = {trial.number for trial in tuning_file.read(path).trials} if path.exists() else set()
+        there = {trial.number for trial in result_file.read(path).trials} if path.exists() else set()
         if missing := there - {trial.number for trial in self.study.all()}:
             raise FileExistsError(
                 f"{path} tells of {len(missing)} trials that its study does not know; "
@@ -221,7 +221,7 @@ class _Tuning:
             trials=self.study.all(),
             facts=self.facts,
         )
-        tuning_file.write(self.folder, tuning)
+        result_file.write(self.folder, tuning)
 
 
 def _here(tasks: Iterator[Task], data: Dataset, stop: Stop) -> Iterator[tuple[Task, tuple[int, Record]]]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.search import Measure, knobs_of
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.json_data import read_json
-from flatmin_lab.tuned import State, Trial, Tuning
+from flatmin_lab.tuning.result import State, Trial, Tuning
+from flatmin_lab.tuning.search_space import Measure, knobs_of
 
 FILE = "tuning.json"
 TRIAL = "trial-"  # the run folders' names begin so

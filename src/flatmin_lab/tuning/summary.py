@@ -1,7 +1,7 @@
 """A tuning in words, for the terminal and for the report."""
 
-from flatmin_lab.search import in_words
-from flatmin_lab.tuned import Trial, Tuning
+from flatmin_lab.tuning.result import Trial, Tuning
+from flatmin_lab.tuning.search_space import in_words
 
 MEASURES = {"error": "validation error", "nll": "validation NLL"}
 

@@ -14,8 +14,8 @@ from flatmin_lab.data.registry import load
 from flatmin_lab.execution.process_pool import Stop
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.events import DivergedError, Epoch, Failed, Finished, Progress, Record, Started, Stopped
-from flatmin_lab.study import Draw
 from flatmin_lab.training.loop import train
+from flatmin_lab.tuning.study import Draw
 
 PRUNED = "pruned"  # why a training stopped, and the file in its folder that says so
 

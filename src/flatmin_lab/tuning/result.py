@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.search import Knob, Measure, apart, knobs_of
+from flatmin_lab.tuning.search_space import Knob, Measure, apart, knobs_of
 
 State = Literal["finished", "pruned", "failed", "running"]
 FLAGS = ("epsilon", "inner_lr", "inner_iter", "ball", "norm")  # settings with a flag of their own
