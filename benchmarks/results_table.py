@@ -12,12 +12,12 @@ from pathlib import Path
 
 import readme
 from flatmin_lab.recipes.paper_tables import EXHIBITS, Protocol
-from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import Column, named
-from flatmin_lab.report.deviations import TF32, of_the_data
-from flatmin_lab.report.exhibits import Row, cell_of, filled, read_all
-from flatmin_lab.report.names import TITLES
-from flatmin_lab.report.page import as_printed
+from flatmin_lab.report.html import as_printed
+from flatmin_lab.report.labels import TITLES
+from flatmin_lab.report.loader import Run
+from flatmin_lab.report.paper.deviations import TF32, of_the_data
+from flatmin_lab.report.paper.tables import Row, cell_of, filled, read_all
 from flatmin_lab.runs.result_store import Ledger
 
 RESULTS = Path(__file__).parent.parent / "results"

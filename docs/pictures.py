@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import flatmin
 from flatmin import theory
-from flatmin_lab.figures.drawn import INK, STYLES, line_of, look
+from flatmin_lab.report.figures.style import INK, STYLES, line_of, look
 
 HERE = Path(__file__).parent
 ERM, AMP, SAM = STYLES["erm"][0], STYLES["amp"][0], "#9a9a9a"

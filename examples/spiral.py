@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import flatmin
 from flatmin import flatness
 from flatmin_lab.data.sources.spiral import Spiral
-from flatmin_lab.figures import boundaries
+from flatmin_lab.report.figures import boundaries
 
 WRONG = 0.2
 

@@ -46,7 +46,7 @@ def check_wheel(path: Path) -> None:
     source = {str(file.relative_to(ROOT / "src")) for file in (ROOT / "src").rglob("*") if file.is_file()}
     differing = packed ^ {name for name in source if "__pycache__" not in name and ".egg-info" not in name}
     assert not differing, f"in the wheel or under src, not in both: {sorted(differing)}"
-    assert {"flatmin/py.typed", "flatmin_lab/py.typed", "flatmin_lab/report/page.css"} <= packed
+    assert {"flatmin/py.typed", "flatmin_lab/py.typed", "flatmin_lab/report/templates/page.css"} <= packed
     assert metadata["Version"] == flatmin.__version__
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [line.partition(">")[0] for line in needed] == ["torch"], needed

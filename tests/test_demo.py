@@ -12,12 +12,12 @@ from rich.console import Console
 from flatmin_lab import demo
 from flatmin_lab.data import load
 from flatmin_lab.execution.process_pool import side_by_side
-from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.report.demo_page import demo_page
-from flatmin_lab.report.page import pooled
+from flatmin_lab.report.figures.style import NAMES
+from flatmin_lab.report.html import pooled
+from flatmin_lab.report.pages.demo import demo_page
 from flatmin_lab.runs.events import Finished, RunError
 from flatmin_lab.training.loop import train
 from page_text import text_of

@@ -15,10 +15,10 @@ import results_table
 from command_line import flatmin
 from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.report.collected import collect
-from flatmin_lab.report.deviations import COPIES
-from flatmin_lab.report.exhibits import by_recipe
-from flatmin_lab.report.report_page import report_page
+from flatmin_lab.report.loader import collect
+from flatmin_lab.report.pages.report import report_page
+from flatmin_lab.report.paper.deviations import COPIES
+from flatmin_lab.report.paper.tables import by_recipe
 from flatmin_lab.runs.result_store import Ledger
 from page_text import text_of
 from report_files import evaluation, landscape, write_result

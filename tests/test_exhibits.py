@@ -12,19 +12,18 @@ from scipy import stats
 from torch.nn.functional import cross_entropy
 
 from flatmin.regularisers import label_smoothing
-from flatmin_lab.agreement import agrees, tolerance
 from flatmin_lab.methods import resolved
 from flatmin_lab.recipes.paper_numbers import METHODS, Value, reported
 from flatmin_lab.recipes.paper_tables import EXHIBITS, SETS, Protocol, cell, table1, table2
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.report.claims import NOTHING, best_radius, claims, judged
-from flatmin_lab.report.collected import Broken, read_result
 from flatmin_lab.report.columns import named
-from flatmin_lab.report.compared import groups_of
-from flatmin_lab.report.deviations import HELD_OUT, deviations
-from flatmin_lab.report.exhibits import Cell, by_recipe, cell_of, filled, read_all
+from flatmin_lab.report.comparison import groups_of
+from flatmin_lab.report.loader import Broken, read_result
+from flatmin_lab.report.paper.claims import NOTHING, best_radius, claims, judged
+from flatmin_lab.report.paper.deviations import HELD_OUT, deviations
+from flatmin_lab.report.paper.tables import Cell, by_recipe, cell_of, filled, read_all
+from flatmin_lab.report.stats import agrees, holm, tolerance
 from flatmin_lab.runs.result_store import Ledger
-from flatmin_lab.welch import holm
 from report_files import evaluation, write_result
 
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)

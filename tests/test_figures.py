@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from flatmin_lab import figures
 from flatmin_lab.data.sources.spiral import Spiral
-from flatmin_lab.figures.drawn import BOLD, HATCHES, STYLES, Drawn, svg
 from flatmin_lab.methods import METHODS
+from flatmin_lab.report import figures
+from flatmin_lab.report.figures.style import BOLD, HATCHES, STYLES, Drawn, svg
 
 AXIS = [-1.0, -0.5, 0.0, 0.5, 1.0]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from command_line import flatmin, words
-from flatmin_lab.report.theory_page import theory_page
+from flatmin_lab.report.pages.theory import theory_page
 from flatmin_lab.runs import checkpoint
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]

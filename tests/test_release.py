@@ -98,7 +98,7 @@ def test_a_wheel_that_forgets_a_template_is_found(tmp_path: Path) -> None:
         wheel.write(ROOT / "LICENSE", f"{about}/licenses/LICENSE")
         wheel.writestr(f"{about}/METADATA", "")
         wheel.writestr(f"{about}/entry_points.txt", "flatmin = flatmin_lab.__main__:main")
-    with pytest.raises(AssertionError, match=r"not in both: \['flatmin_lab/report/theory.html.jinja'\]"):
+    with pytest.raises(AssertionError, match=r"not in both: \['flatmin_lab/report/templates/theory.html.jinja'\]"):
         built.check_wheel(path)
 
 

@@ -18,13 +18,13 @@ from scipy import stats
 import browser
 from command_line import flatmin
 from flatmin_lab.data import load
-from flatmin_lab.figures.drawn import Drawn
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.report.collected import collect
-from flatmin_lab.report.compared import Group, groups_of
-from flatmin_lab.report.report_page import report_page
+from flatmin_lab.report.comparison import Group, groups_of
+from flatmin_lab.report.figures.style import Drawn
+from flatmin_lab.report.loader import collect
+from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.runs.events import Stopped
 from flatmin_lab.runs.result import result_of
 from page_text import text_of
@@ -448,7 +448,7 @@ def test_no_single_field_of_a_file_can_stop_the_report(
     for module in ("report_page", "landscape_part"):  # drawing is not what is tested, and takes long
         monkeypatch.setattr(f"flatmin_lab.report.{module}.svg", lambda drawn: f"<svg>{drawn.words}</svg>")
     for figure in ("curves", "bars", "reliability_diagram", "contours", "lines"):
-        monkeypatch.setattr(f"flatmin_lab.figures.{figure}", partial(_only_numbers, figure))
+        monkeypatch.setattr(f"flatmin_lab.report.figures.{figure}", partial(_only_numbers, figure))
     whole = {"result": result("amp", 0, 0.1), "evaluation": evaluation(), "landscape": landscape()}
     folder = write(tmp_path / "run", whole["result"], evaluation=whole["evaluation"], landscape=whole["landscape"])
     for path in paths_of(whole[name]):

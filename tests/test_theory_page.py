@@ -14,7 +14,7 @@ import torch
 import browser
 from flatmin import theory
 from flatmin.theory import GaussianSurface
-from flatmin_lab.report.theory_page import theory_page
+from flatmin_lab.report.pages.theory import theory_page
 
 ANSWER = "const answer = (value) => { const at = document.createElement('pre'); at.id = 'answer';\
  at.textContent = JSON.stringify(value); document.body.append(at); };"

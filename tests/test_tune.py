@@ -21,8 +21,8 @@ from flatmin_lab import cli_tune
 from flatmin_lab.data import Split, load
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
-from flatmin_lab.report.collected import collect
-from flatmin_lab.report.report_page import report_page
+from flatmin_lab.report.loader import collect
+from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.runs.events import BusyError, Epoch, Finished, Record, Stopped
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import State, Tuning

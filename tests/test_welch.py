@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from flatmin_lab.welch import holm, welch
+from flatmin_lab.report.stats import holm, welch
 
 
 def test_welch_is_scipys() -> None:

@@ -143,7 +143,7 @@ def landscape(
                 record = {**looked.place, **found, "facts": facts(looked.subject.device)}
                 _keep(looked, evaluation_files.LANDSCAPE, record)
                 seen.append((looked.name, looked.method, record))
-        _write(out, need("flatmin_lab.report.landscape_page", "flatmin landscape").landscape_page(seen))
+        _write(out, need("flatmin_lab.report.pages.landscape", "flatmin landscape").landscape_page(seen))
 
 
 def report(
@@ -160,8 +160,8 @@ def report(
     with reported(debug):
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin report")
-        make = need("flatmin_lab.report.report_page", "flatmin report").report_page
-        collect = need("flatmin_lab.report.collected", "flatmin report").collect
+        make = need("flatmin_lab.report.pages.report", "flatmin report").report_page
+        collect = need("flatmin_lab.report.loader", "flatmin report").collect
         here = [folder for folder in (Path("runs"), Path("tuning")) if folder.exists()] or [Path("runs")]
         found = collect(runs or here)
         page = make(found)
@@ -179,7 +179,7 @@ def theory(
     """A page about why flat minima win: move the radius and the minima with sliders, and see which one AMP takes."""
     with reported(debug):
         need("jinja2", "flatmin theory")
-        _write(out, need("flatmin_lab.report.theory_page", "flatmin theory").theory_page())
+        _write(out, need("flatmin_lab.report.pages.theory", "flatmin theory").theory_page())
 
 
 def _given(wanted: bool, flag: str, knobs: dict[str, Any]) -> dict[str, Any]:

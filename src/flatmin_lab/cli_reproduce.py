@@ -95,7 +95,7 @@ def reproduce(
 ) -> None:
     """The paper's tables and figures from your own trainings, beside its numbers; killed, the same command goes on."""
     with reported(debug):
-        need("flatmin_lab.report.exhibits", "flatmin reproduce")
+        need("flatmin_lab.report.paper.tables", "flatmin reproduce")
         above = SMOKE if protocol == "smoke" else Path()
         ledger, console = Ledger(results or above / "results", runs or above / "runs"), show.terminal()
         exhibits_ = exhibits_named(exhibits or (EXHIBITS if list_ else ()), protocol or "paper")

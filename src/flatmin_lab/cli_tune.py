@@ -1,4 +1,4 @@
-"""`flatmin tune`: a method's knobs on the validation split. Parsing, and what is shown; the work is in tuning/tuner.py."""
+"""`flatmin tune`: a method's knobs on the validation split. Parsing, and what is shown; see tuning/ for the work."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping

@@ -20,8 +20,8 @@ from flatmin_lab.execution.process_pool import cores, side_by_side
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.report.demo_page import demo_page, row
-from flatmin_lab.report.page import spread
+from flatmin_lab.report.html import spread
+from flatmin_lab.report.pages.demo import demo_page, row
 from flatmin_lab.runs.events import Epoch, Finished
 from flatmin_lab.show import bars, say
 from flatmin_lab.system.files import written_whole

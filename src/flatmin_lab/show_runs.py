@@ -89,8 +89,8 @@ def said(record: Record, run: Run) -> Iterator[tuple[str, str]]:
 def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
     """The table, ours beside the paper's: the rows of the data sets and networks that were chosen."""
     asked, wanted = {run.job.recipe.name for run in chosen.runs}, chosen.places()
-    exhibits: Any = need("flatmin_lab.report.exhibits", "flatmin reproduce")
-    page: Any = need("flatmin_lab.report.page", "flatmin reproduce")
+    exhibits: Any = need("flatmin_lab.report.paper.tables", "flatmin reproduce")
+    page: Any = need("flatmin_lab.report.html", "flatmin reproduce")
     found = exhibits.filled(exhibit, exhibits.read_all(ledger))
     agreeing = ["agree"] if exhibit.protocol == "paper" else []
     table = Table(box=None, pad_edge=False)

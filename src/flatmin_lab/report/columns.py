@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flatmin_lab.data.sources.synthetic import CLASSES, stands_for
-from flatmin_lab.report.collected import Run
-from flatmin_lab.report.trusted import is_number
+from flatmin_lab.report.loader import Run
+from flatmin_lab.report.schema import is_number
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flatmin_lab.recipes.paper_numbers import Value
-from flatmin_lab.welch import FEW
+from flatmin_lab.report.stats import FEW
 
 
 def render(template: str, **values: Any) -> str:
@@ -22,7 +22,10 @@ def render(template: str, **values: Any) -> str:
 @cache
 def _environment() -> Environment:
     found = Environment(
-        loader=PackageLoader("flatmin_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("flatmin_lab.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     found.filters.update(spread=spread, as_printed=as_printed, percent=percent, data=data)
     return found

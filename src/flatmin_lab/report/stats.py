@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, variance
 from typing import NamedTuple, TypeVar
 
+from flatmin_lab.recipes.paper_numbers import Value
+
 Key = TypeVar("Key")
 LEVEL = 0.05
 FEW = 3  # trainings, below which there is no deviation and no test
@@ -94,3 +96,29 @@ def _fraction(x: float, a: float, b: float) -> float:
         if abs(c * d - 1) < 1e-15:
             break
     return value
+
+
+# ---- does a mean of ours agree with the paper's? Within twice the standard deviation of such a difference
+
+
+TRIALS = 10  # the paper's
+
+
+def tolerance(count: int, deviation: float) -> float:
+    """How far apart two means may lie.
+
+    >>> round(tolerance(10, 0.1), 4)
+    0.0894
+    """
+    return 2 * deviation * math.sqrt(1 / count + 1 / TRIALS)
+
+
+def agrees(values: Sequence[float], paper: Value | None) -> bool | None:
+    """None where it cannot be said: no values, none of the paper's, or no deviation with it.
+
+    >>> agrees([5.1, 5.2], Value(5.02, 0.212)), agrees([4.2], Value(3.97, 0.091)), agrees([1.0], Value(1.25))
+    (True, False, None)
+    """
+    if not values or paper is None or paper.deviation is None:
+        return None
+    return abs(mean(values) - paper.mean) <= tolerance(len(values), paper.deviation)

@@ -15,8 +15,8 @@ from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.evaluation import measurements
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import SMALL
-from flatmin_lab.report.collected import Run
-from flatmin_lab.report.trusted import is_number
+from flatmin_lab.report.loader import Run
+from flatmin_lab.report.schema import is_number
 
 Condition = dict[str, Any]
 # under what conditions something was measured: the flag, and what it is where nothing is said

@@ -7,19 +7,19 @@ drawn.data["beta"]
 
 from flatmin_lab.system.optional_deps import needed_by
 
-with needed_by("flatmin_lab.figures"):  # matplotlib
-    from flatmin_lab.figures.drawn import Drawn
-    from flatmin_lab.figures.landscapes import contours, lines, surfaces
-    from flatmin_lab.figures.results import bars, curves, epsilon_sweep, reliability_diagram
-    from flatmin_lab.figures.spiral import boundaries
-    from flatmin_lab.figures.theory import (
+with needed_by("flatmin_lab.report.figures"):  # matplotlib
+    from flatmin_lab.report.figures.decision_boundary import boundaries
+    from flatmin_lab.report.figures.landscapes import contours, lines, surfaces
+    from flatmin_lab.report.figures.results import bars, curves, epsilon_sweep, reliability_diagram
+    from flatmin_lab.report.figures.style import Drawn
+    from flatmin_lab.report.figures.theory import (
         gaussian_surface,
         gradient_penalty,
         kinked_losses,
         operational_region,
         risk_and_amp_risk,
     )
-    from flatmin_lab.figures.tuning import tuning
+    from flatmin_lab.report.figures.tuning import tuning
 
 __all__ = [
     "Drawn",

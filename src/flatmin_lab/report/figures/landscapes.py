@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from flatmin_lab.figures.drawn import INK, NAMES, STYLES, Drawn, line_of, look, short
+from flatmin_lab.report.figures.style import INK, NAMES, STYLES, Drawn, line_of, look, short
 
 Lines = Mapping[str, Mapping[str, Sequence[float | None]]]  # a split -> a model -> its losses
 

@@ -6,12 +6,12 @@ from itertools import compress
 from typing import Any, get_args
 
 from flatmin_lab.recipes.paper_tables import EXHIBITS, SETS, Protocol
-from flatmin_lab.report.claims import NOTHING, Judged, best_radius, judged
-from flatmin_lab.report.collected import Broken, Collected, Failure, Run
-from flatmin_lab.report.compared import settings_of
-from flatmin_lab.report.deviations import deviations
-from flatmin_lab.report.exhibits import Filled, by_recipe, filled
-from flatmin_lab.report.names import TITLES
+from flatmin_lab.report.comparison import settings_of
+from flatmin_lab.report.labels import TITLES
+from flatmin_lab.report.loader import Broken, Collected, Failure, Run
+from flatmin_lab.report.paper.claims import NOTHING, Judged, best_radius, judged
+from flatmin_lab.report.paper.deviations import deviations
+from flatmin_lab.report.paper.tables import Filled, by_recipe, filled
 
 PAIRS = ("ball", "adversary", "first_version", "compute", "precision")  # each row beside another
 TABLES = (

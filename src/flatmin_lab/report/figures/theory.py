@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
 from flatmin import theory
-from flatmin_lab.figures.drawn import INK, STYLES, Drawn, line_of, look
+from flatmin_lab.report.figures.style import INK, STYLES, Drawn, line_of, look
 from flatmin_lab.system.json_data import numbers
 
 ERM, AMP = STYLES["erm"][0], STYLES["amp"][0]

@@ -11,16 +11,16 @@ from statistics import mean
 
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.sources.synthetic import stands_for
-from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.recipes import paper_tables
 from flatmin_lab.recipes.paper_numbers import METHODS
 from flatmin_lab.recipes.paper_tables import AUGMENTATIONS, RESNET, SETS, Protocol
 from flatmin_lab.recipes.recipe import TABLE_2
-from flatmin_lab.report.collected import Run
 from flatmin_lab.report.columns import named
-from flatmin_lab.report.names import TITLES
-from flatmin_lab.report.page import spread
-from flatmin_lab.welch import FEW, LEVEL, holm, welch
+from flatmin_lab.report.figures.style import NAMES
+from flatmin_lab.report.html import spread
+from flatmin_lab.report.labels import TITLES
+from flatmin_lab.report.loader import Run
+from flatmin_lab.report.stats import FEW, LEVEL, holm, welch
 
 Runs = Mapping[str, Sequence[Run]]
 HOLDS, POINTS, OPEN, AGAINST, FAILS, UNREFUTED, ALIKE, NOTHING = (

@@ -1,7 +1,7 @@
 """The page of `flatmin theory`: the paper's theorems to play with. Its script computes what `flatmin.theory` does."""
 
 from flatmin import __version__
-from flatmin_lab.report.page import render
+from flatmin_lab.report.html import render
 
 
 def theory_page() -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab.report import trusted
+from flatmin_lab.report import schema
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.runs.result import split_of
@@ -104,11 +104,11 @@ def _add_ledger(path: Path, found: Collected) -> None:
             try:
                 content = _read(file)
                 if file.name == PLANNED:
-                    found.planned.extend(trusted.planned(content))
+                    found.planned.extend(schema.planned(content))
                 elif file.name.startswith(COST):
-                    found.costs.append(trusted.cost({"protocol": file.resolve().parent.name, **content}))
+                    found.costs.append(schema.cost({"protocol": file.resolve().parent.name, **content}))
                 elif not file.with_name(f"{file.name.removesuffix(FAILED)}.json").exists():  # it has succeeded since
-                    found.failures.append(Failure(*trusted.failure(content)))
+                    found.failures.append(Failure(*schema.failure(content)))
             except (ValueError, OSError) as error:
                 found.broken.append(Broken(file, str(error)))
 
@@ -136,7 +136,7 @@ def _is_ours(path: Path) -> bool:
 
 def _is_result(path: Path) -> bool:
     with suppress(ValueError, OSError):
-        return path.is_file() and trusted.NEEDED.keys() <= _read(path).keys()
+        return path.is_file() and schema.NEEDED.keys() <= _read(path).keys()
     return False
 
 
@@ -162,13 +162,13 @@ def _json(text: str | bytes) -> Any:
 def read_result(path: Path, broken: list[Broken] | None = None) -> Run:
     """A result that is one file: what was measured afterwards, and the curves, are in it."""
     content = _read(path)
-    result = trusted.result(content)
+    result = schema.result(content)
     parts: dict[str, Any] = {"curves": [], "evaluation": {}, "landscape": None, "boundary": None}
     for part, check in (
-        ("curves", trusted.curves),
-        ("evaluation", trusted.evaluation),
-        ("landscape", trusted.landscape),
-        ("boundary", trusted.boundary),
+        ("curves", schema.curves),
+        ("evaluation", schema.evaluation),
+        ("landscape", schema.landscape),
+        ("boundary", schema.boundary),
     ):
         inside = content if part == "evaluation" else content.get(part)
         if inside is not None:
@@ -183,7 +183,7 @@ def _folder(path: Path, broken: list[Broken]) -> Run:
     config = run_config.stored(path)
     if not (path / "result.json").exists():
         raise ValueError(_unfinished(path, config))
-    result = trusted.result(_read(path / "result.json"))
+    result = schema.result(_read(path / "result.json"))
     lines: Sequence[Mapping[str, Any]] = ()
     try:
         lines = _lines(path / "metrics.jsonl")
@@ -191,13 +191,13 @@ def _folder(path: Path, broken: list[Broken]) -> Run:
         broken.append(Broken(path / "metrics.jsonl", f"no curves of this run: {error}"))
     kept: dict[str, dict[str, Any]] = {}
     for name, check in (
-        (evaluation_files.EVALUATION, trusted.evaluation),
-        (evaluation_files.LANDSCAPE, trusted.landscape),
+        (evaluation_files.EVALUATION, schema.evaluation),
+        (evaluation_files.LANDSCAPE, schema.landscape),
     ):
         if (path / name).exists():
             try:
                 found = _read(path / name)
-                trusted.check_end(found, result["epochs"])
+                schema.check_end(found, result["epochs"])
                 kept[name] = check(found, result)
             except (ValueError, OSError) as error:
                 broken.append(Broken(path / name, f"not used: {error}"))
@@ -227,7 +227,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
                 content = _json(line)
             except ValueError as error:
                 raise ValueError(f"line {number} is not JSON") from error
-            if not isinstance(content, dict) or not all(v is None or trusted.is_number(v) for v in content.values()):
+            if not isinstance(content, dict) or not all(v is None or schema.is_number(v) for v in content.values()):
                 raise ValueError(f"line {number} is not of numbers")
             found.append(content)
     return found

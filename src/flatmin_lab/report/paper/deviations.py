@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from flatmin_lab.agreement import TRIALS
-from flatmin_lab.report.collected import Run
-from flatmin_lab.report.names import TITLES
+from flatmin_lab.report.labels import TITLES
+from flatmin_lab.report.loader import Run
+from flatmin_lab.report.stats import TRIALS
 
 # data sets by their checksum, where they are not the official files
 COPIES = {

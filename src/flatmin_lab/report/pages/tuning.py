@@ -4,10 +4,10 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from flatmin_lab import figures
-from flatmin_lab.figures.drawn import NAMES, Drawn
-from flatmin_lab.figures.tuning import Range
-from flatmin_lab.report.names import TITLES
+from flatmin_lab.report import figures
+from flatmin_lab.report.figures.style import NAMES, Drawn
+from flatmin_lab.report.figures.tuning import Range
+from flatmin_lab.report.labels import TITLES
 from flatmin_lab.tuning import summary
 from flatmin_lab.tuning.result import Trial, Tuning
 from flatmin_lab.tuning.search_space import Knob

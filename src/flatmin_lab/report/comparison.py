@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.methods import METHODS, resolved
 from flatmin_lab.recipes.paper_numbers import Value
 from flatmin_lab.recipes.paper_numbers import reported as reported_by_paper
 from flatmin_lab.recipes.recipe import exceptions
-from flatmin_lab.report import commands
-from flatmin_lab.report.collected import Run
+from flatmin_lab.report import suggested_commands
 from flatmin_lab.report.columns import COLUMNS, is_smoothed
-from flatmin_lab.report.names import SIGNS, TITLES
-from flatmin_lab.report.trusted import is_number
-from flatmin_lab.welch import LEVEL, against
+from flatmin_lab.report.figures.style import NAMES
+from flatmin_lab.report.labels import SIGNS, TITLES
+from flatmin_lab.report.loader import Run
+from flatmin_lab.report.schema import is_number
+from flatmin_lab.report.stats import LEVEL, against
 
 SETTING = (
     "data", "model", "model_settings", "size", "augment", "label_noise", "validation", "epochs", "batch_size", "lr",
@@ -135,7 +135,7 @@ def _apart(key: str, value: Any) -> str:
 
 
 def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
-    runs, usual = commands.alike(runs)
+    runs, usual = suggested_commands.alike(runs)
     kinds: dict[tuple[str, str], dict[int, Run]] = {}
     twice = []
     for run in runs:
@@ -151,15 +151,15 @@ def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
     in_folders = runs[0].path.is_dir()  # a result file is of `flatmin reproduce`, which knows what is missing
     trained = {row.method for row in rows}
-    untrained = commands.training(setting, trained, seeds, runs[0].path.parent) if in_folders else []
+    untrained = suggested_commands.training(setting, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
     return Group(setting, _with_cells(rows, setting, usual), twice, unmeasured, untrained)
 
 
-def _lacking(run: Run, usual: Mapping[str, commands.Condition]) -> list[str]:
+def _lacking(run: Run, usual: Mapping[str, suggested_commands.Condition]) -> list[str]:
     wanted = (column for column in COLUMNS if column.command and not column.optional)
     parts = dict.fromkeys(column.part for column in wanted if column.value(run) is None)
-    return commands.measuring_all(run, list(parts), usual) if parts else []
+    return suggested_commands.measuring_all(run, list(parts), usual) if parts else []
 
 
 def _name(method: str, settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
@@ -189,7 +189,9 @@ def _setting(value: object) -> str:
     return f"{value:g}" if is_number(value) and not isinstance(value, int) else str(value)
 
 
-def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str, commands.Condition]) -> list[Row]:
+def _with_cells(
+    rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str, suggested_commands.Condition]
+) -> list[Row]:
     cells: dict[int, dict[str, Cell]] = {place: {} for place in range(len(rows))}
     for column in COLUMNS:
         values = [[v for run in row.runs if (v := column.value(run)) is not None] for row in rows]
@@ -199,8 +201,10 @@ def _with_cells(rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str,
             p = adjusted.get(place)
             better = mean(values[place]) < mean(values[0]) if p is not None and p < LEVEL else None
             lacking = [run for run in row.runs if column.value(run) is None and column.command and not column.optional]
-            missing = [command for run in lacking if (command := commands.measuring(run, [column.part], usual))]
-            otherwise = any(commands.OTHERWISE in run.evaluation.get(column.part, {}) for run in lacking)
+            missing = [
+                command for run in lacking if (command := suggested_commands.measuring(run, [column.part], usual))
+            ]
+            otherwise = any(suggested_commands.OTHERWISE in run.evaluation.get(column.part, {}) for run in lacking)
             paper = None if is_smoothed(column, row.method) else _theirs(setting, row).get(column.paper)
             cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, paper)
     return [Row(row.method, row.name, row.runs, cells[place]) for place, row in enumerate(rows)]

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from flatmin_lab.figures import curves, reliability_diagram
-from flatmin_lab.figures.drawn import NAMES, sample, svg
-from flatmin_lab.report.page import percent, pooled, render
+from flatmin_lab.report.figures import curves, reliability_diagram
+from flatmin_lab.report.figures.style import NAMES, sample, svg
+from flatmin_lab.report.html import percent, pooled, render
 
 WHAT = {
     "erm": "ordinary training",

@@ -8,7 +8,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from flatmin_lab.figures.drawn import INK, STYLES, Drawn, look
+from flatmin_lab.report.figures.style import INK, STYLES, Drawn, look
 
 WIDE = 20.0  # a range of values, highest over lowest, that is drawn by its logarithm
 MARKS: dict[str, dict[str, Any]] = {"finished": {}, "pruned": {"mfc": "none"}}  # filled and hollow

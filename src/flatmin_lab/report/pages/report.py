@@ -10,21 +10,21 @@ import torch
 from markupsafe import Markup
 
 import flatmin
-from flatmin_lab import figures
 from flatmin_lab.data.sources import spiral
-from flatmin_lab.figures import spiral as spiral_figure
-from flatmin_lab.figures.drawn import Drawn, sample, svg
 from flatmin_lab.recipes import paper_numbers
-from flatmin_lab.report import landscape_part, tuning_part, words
-from flatmin_lab.report.collected import Collected, Run
+from flatmin_lab.report import figures
 from flatmin_lab.report.columns import COLUMNS, Column
-from flatmin_lab.report.compared import Group, Row, groups_of, titles_of
-from flatmin_lab.report.evidence import evidence
-from flatmin_lab.report.names import TITLES
-from flatmin_lab.report.page import link, pooled, render
-from flatmin_lab.report.trusted import is_number
+from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of
+from flatmin_lab.report.figures import decision_boundary as spiral_figure
+from flatmin_lab.report.figures.style import Drawn, sample, svg
+from flatmin_lab.report.html import link, pooled, render
+from flatmin_lab.report.labels import TITLES
+from flatmin_lab.report.loader import Collected, Run
+from flatmin_lab.report.pages import landscape, summary_text, tuning
+from flatmin_lab.report.paper.evidence import evidence
+from flatmin_lab.report.schema import is_number
+from flatmin_lab.report.stats import LEVEL
 from flatmin_lab.tuning.result import Tuning
-from flatmin_lab.welch import LEVEL
 
 
 class Shown(NamedTuple):
@@ -50,7 +50,7 @@ class Section(NamedTuple):
     bars: list[Shown]
     sweep: Shown | None
     boundaries: Shown | None
-    landscapes: landscape_part.Part | None
+    landscapes: landscape.Part | None
     commands: list[str]  # that fill what is missing
 
 
@@ -69,14 +69,14 @@ def report_page(found: Collected) -> str:
         sections=sections,
         evidence=shown_evidence,
         broken=broken,
-        tunings=[_tuning(*tuning) for tuning in found.tunings],
+        tunings=[_tuning(*one) for one in found.tunings],
         runs=len(found.runs),
         level=LEVEL,
         made=made,
         flatmin=flatmin.__version__,
-        colours=landscape_part.colours(),
-        script=landscape_part.script(),
-        compared=words.compared,
+        colours=landscape.colours(),
+        script=landscape.script(),
+        compared=summary_text.compared,
         titles=TITLES,
         paper_cost=paper_numbers,
     )
@@ -84,11 +84,11 @@ def report_page(found: Collected) -> str:
 
 def _all_facts(found: Collected) -> list[Mapping[str, Any]]:
     """What each number was measured with."""
-    return [*(run.result for run in found.runs), *(tuning.facts for _, tuning in found.tunings)]
+    return [*(run.result for run in found.runs), *(one.facts for _, one in found.tunings)]
 
 
-def _tuning(path: Path, found: Tuning) -> tuple[tuning_part.Part, Shown | None]:
-    part = tuning_part.part(path, found)
+def _tuning(path: Path, found: Tuning) -> tuple[tuning.Part, Shown | None]:
+    part = tuning.part(path, found)
     return part, shown(part.figure, f"{_slug(part.title)}-tuning") if part.figure else None
 
 
@@ -103,7 +103,7 @@ def _section(group: Group, title: str) -> Section:
     return Section(
         group,
         title,
-        words.summary(group),
+        summary_text.summary(group),
         [column for column in shown_columns if not column.command],
         [column for column in shown_columns if column.command],
         _conditions(group),
@@ -113,7 +113,7 @@ def _section(group: Group, title: str) -> Section:
         [shown(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
         _sweep(group, name),
         _boundaries(rows, group, name),
-        landscape_part.part([(row.name, row.method, _with_landscapes(row)) for row in rows]),
+        landscape.part([(row.name, row.method, _with_landscapes(row)) for row in rows]),
         _commands(group, rows),
     )
 
@@ -142,7 +142,10 @@ def _one_a_method(group: Group) -> list[Row]:
     """In a figure a method has one line: of several settings the one with the most runs, of as many the best."""
     methods = dict.fromkeys(row.method for row in group.rows)
     return [
-        min((row for row in group.rows if row.method == method), key=lambda row: (-len(row.runs), words.error_of(row)))
+        min(
+            (row for row in group.rows if row.method == method),
+            key=lambda row: (-len(row.runs), summary_text.error_of(row)),
+        )
         for method in methods
     ]
 

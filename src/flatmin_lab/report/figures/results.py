@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flatmin_lab.figures.drawn import BOLD, HATCHES, INK, NAMES, STYLES, Drawn, line_of, look, with_count
+from flatmin_lab.report.figures.style import BOLD, HATCHES, INK, NAMES, STYLES, Drawn, line_of, look, with_count
 
 Values = Mapping[str, Sequence[float]]  # a method -> a number a training
 

@@ -1,4 +1,4 @@
-"""The part of a page that shows landscapes: lines, contours, and surfaces to turn with the mouse.
+"""Landscapes, on a page of their own and as a section of the report: lines, contours, surfaces to turn with the mouse.
 
 Landscapes are shown side by side only where they were computed alike: the same directions, reach and pictures.
 """
@@ -12,9 +12,9 @@ import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.colors import to_hex
 
-from flatmin_lab import figures
-from flatmin_lab.figures.drawn import svg
-from flatmin_lab.report.page import link
+from flatmin_lab.report import figures
+from flatmin_lab.report.figures.style import svg
+from flatmin_lab.report.html import link, render
 
 Seen = tuple[str, str | None, Sequence[Mapping[str, Any]]]  # a name, its method, its landscapes
 ALIKE = ("seed", "reach", "points", "axis")
@@ -105,9 +105,26 @@ def _words(found: Mapping[str, Any], pictures: str, seeds: str, lost: Sequence[s
 
 
 def script() -> Markup:
-    return Markup(files("flatmin_lab.report").joinpath("surface.js").read_text())
+    return Markup(files("flatmin_lab.report").joinpath("templates", "surface.js").read_text())
 
 
 def colours() -> list[str]:
     """The colour of a height, from low to high."""
     return [to_hex(mpl.colormaps["cividis"](step / 32)) for step in range(33)]
+
+
+def landscape_page(seen: Sequence[tuple[str, str | None, Mapping[str, Any]]]) -> str:
+    """Of models by name and method, each with its landscape."""
+    names: dict[str, int] = {}
+    rows: list[Seen] = []
+    for name, method, found in seen:
+        names[name] = names.get(name, 0) + 1
+        shown = name if names[name] == 1 else f"{name} ({names[name]})"
+        rows.append((shown, method, [found]))
+    return render(
+        "landscape.html.jinja",
+        part=part(rows),
+        facts=seen[0][2]["facts"],
+        colours=colours(),
+        script=script(),
+    )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatmin_lab.data.sources.spiral import Spiral
 from flatmin_lab.evaluation.post_training import PLANE_REACH, class_shares
-from flatmin_lab.figures.drawn import INK, Drawn, look
+from flatmin_lab.report.figures.style import INK, Drawn, look
 from flatmin_lab.system.json_data import numbers
 
 COLOURS = ["#2a6f97", "#e07a3f"]

@@ -1,7 +1,7 @@
 """A table or figure of the paper, filled: what our results say, beside what the paper says.
 
 Rows are the exhibit's recipes, cells the values of all seeds that are there. Where the protocol is the paper's own, a
-cell also tells whether the two agree (agreement.py).
+cell also tells whether the two agree (stats.py).
 """
 
 from collections import Counter
@@ -10,18 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import mean
 
-from flatmin_lab.agreement import agrees
 from flatmin_lab.data.sources.synthetic import stands_for
-from flatmin_lab.figures.drawn import NAMES
 from flatmin_lab.recipes.paper_numbers import Value, reported
 from flatmin_lab.recipes.paper_tables import Exhibit, by_name
 from flatmin_lab.recipes.recipe import Job, Recipe, exceptions
-from flatmin_lab.report.collected import Broken, Run, read_result
 from flatmin_lab.report.columns import Column, as_in_paper, named
-from flatmin_lab.report.names import SIGNS
-from flatmin_lab.report.page import spread
+from flatmin_lab.report.figures.style import NAMES
+from flatmin_lab.report.html import spread
+from flatmin_lab.report.labels import SIGNS
+from flatmin_lab.report.loader import Broken, Run, read_result
+from flatmin_lab.report.stats import LEVEL, against, agrees
 from flatmin_lab.runs.result_store import Ledger, differs
-from flatmin_lab.welch import LEVEL, against
 
 COLUMNS = {
     "table1": ("error", "nll"),

@@ -3,9 +3,9 @@
 import math
 from statistics import mean
 
-from flatmin_lab.report.compared import Cell, Group, Row
-from flatmin_lab.report.page import spread
-from flatmin_lab.welch import FEW, LEVEL
+from flatmin_lab.report.comparison import Cell, Group, Row
+from flatmin_lab.report.html import spread
+from flatmin_lab.report.stats import FEW, LEVEL
 
 SHOWN = {
     "error": ("{split} error", "{:.2f}\u00a0%"),
