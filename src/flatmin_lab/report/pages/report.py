@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 import flatmin
 from flatmin_lab.data.sources import spiral
+from flatmin_lab.bench.amp_cost import BLOCKS
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.report import figures
 from flatmin_lab.report.columns import COLUMNS, Column
@@ -79,6 +80,7 @@ def report_page(found: Collected) -> str:
         compared=summary_text.compared,
         titles=TITLES,
         paper_cost=paper_numbers,
+        cost_blocks=BLOCKS,
     )
 
 
