@@ -4,7 +4,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from flatmin_lab.cli import app
+from flatmin_lab.cli.app import app
 
 
 def flatmin(*arguments: object) -> Any:

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import sklearn.datasets  # noqa: F401  # not while the clock ticks
 import torch
 
-from flatmin_lab.cli import app
+from flatmin_lab.cli.app import app
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.system import files
 from forked import forked

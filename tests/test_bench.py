@@ -16,9 +16,7 @@ import torch
 import cost_table
 import readme
 from command_line import flatmin, words
-from flatmin_lab import cli_bench
 from flatmin_lab.bench import contenders as bench_steps
-from flatmin_lab.bench import printed as bench_show
 from flatmin_lab.bench import roofline as bench_floor
 from flatmin_lab.bench import table as bench_table
 from flatmin_lab.bench import timing as bench_clock
@@ -28,6 +26,8 @@ from flatmin_lab.bench.roofline import floor, flops_of
 from flatmin_lab.bench.rows import ratios
 from flatmin_lab.bench.timing import Runner, race
 from flatmin_lab.bench.workload import Work, random_pictures
+from flatmin_lab.cli.commands import bench
+from flatmin_lab.cli.commands import bench_view as bench_show
 from flatmin_lab.data import Normalisation, augmentation
 
 ROOT = Path(__file__).parent.parent
@@ -267,7 +267,7 @@ def test_a_reader_that_goes_away_costs_nothing_and_a_full_disk_ends_nothing(
         raise BrokenPipeError
 
     file = tmp_path / "bench.json"
-    monkeypatch.setattr(cli_bench, "measure", measured)
+    monkeypatch.setattr(bench, "measure", measured)
     monkeypatch.setattr(bench_show, "table", closed)
     assert flatmin("bench", "--device", "cpu", "--json", file).exit_code == 1
     assert json.loads(file.read_text()) == made_up()
@@ -278,7 +278,7 @@ def test_a_reader_that_goes_away_costs_nothing_and_a_full_disk_ends_nothing(
         def fails(path: Path) -> None:
             raise OSError(errno.ENOSPC, "no space left")
 
-        full.setattr(cli_bench, "written_whole", fails)
+        full.setattr(bench, "written_whole", fails)
         result = flatmin("bench", "--device", "cpu", "--json", file)
     assert (result.exit_code, len(tables)) == (1, 2)
     assert words(result.stderr).count("could not be written (no space left); make room") == 2
@@ -289,7 +289,7 @@ def test_a_place_that_cannot_be_written_to_is_found_first(tmp_path: Path, monkey
     def refused(path: Path) -> None:
         raise PermissionError(errno.EACCES, "permission denied")
 
-    monkeypatch.setattr(cli_bench, "measure", None)
+    monkeypatch.setattr(bench, "measure", None)
     monkeypatch.setattr(Path, "touch", refused)
     result = flatmin("bench", "--device", "cpu", "--json", tmp_path / "bench.json")
     assert result.exit_code == 2

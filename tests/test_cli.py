@@ -15,9 +15,9 @@ from PIL import Image
 
 from command_line import flatmin, words
 from flatmin import __version__
-from flatmin_lab.cli_seeds import Trainings
+from flatmin_lab.cli.commands.train_seeds import Trainings
+from flatmin_lab.cli.request import Request
 from flatmin_lab.methods import METHODS
-from flatmin_lab.request import Request
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Failed, Finished, Progress, Record, RunError, Started, Stopped
 
@@ -166,14 +166,16 @@ def test_what_finished_is_shown_although_others_failed_or_were_stopped(
 ) -> None:
     finished = Finished({"test_error": 0.25, "test_nll": 0.5, "test_ece": 0.125})
     asked = [*FAST, "--seed", 5, "--seeds", 3, "--out", tmp_path / "runs"]
-    monkeypatch.setattr("flatmin_lab.cli_seeds.together", made_up(finished, Failed("the disk is full", 7), finished))
+    monkeypatch.setattr(
+        "flatmin_lab.cli.commands.train_seeds.together", made_up(finished, Failed("the disk is full", 7), finished)
+    )
     result = flatmin(*asked)
     assert result.exit_code == 1
     assert "mean of 2 of 3 25.00 %" in words(result.stdout)
     assert "seed 6 failed after step 7: the disk is full" in words(result.stderr)
     assert "flatmin: 1 of 3 trainings failed (seed 6): the disk is full" in words(result.stderr)
     ends = (finished, Stopped("SIGTERM", 133), Failed("the disk is full"), Stopped("SIGTERM", 0))
-    monkeypatch.setattr("flatmin_lab.cli_seeds.together", made_up(*ends))
+    monkeypatch.setattr("flatmin_lab.cli.commands.train_seeds.together", made_up(*ends))
     stopped = flatmin(*asked, "--seeds", 4)
     assert stopped.exit_code == 143
     assert "mean of 1 of 4" in words(stopped.stdout)
@@ -318,7 +320,7 @@ def test_an_error_nobody_thought_of_is_one_line_too(tmp_path: Path, monkeypatch:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("flatmin_lab.cli_train.training", broken)
+    monkeypatch.setattr("flatmin_lab.cli.commands.train.training", broken)
     result = flatmin(*FAST, "--out", tmp_path / "run")
     assert result.exit_code == 1
     assert "ZeroDivisionError: division by zero (run it again with --debug to see where)" in words(result.stderr)

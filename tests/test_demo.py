@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flatmin_lab import demo
+from flatmin_lab.cli.commands import demo
 from flatmin_lab.data import load
 from flatmin_lab.execution.process_pool import side_by_side
 from flatmin_lab.methods import METHODS

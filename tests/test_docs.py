@@ -25,7 +25,7 @@ from torch.optim import SGD
 import flatmin
 from doc_blocks import PAGES, ROOT, after, before, blocks, code, commands
 from flatmin.core.tensors import plain
-from flatmin_lab.cli import app
+from flatmin_lab.cli.app import app
 
 LANGUAGES = {
     "python",

@@ -13,7 +13,7 @@ import yaml
 
 import built
 import flatmin
-from flatmin_lab.cli import app
+from flatmin_lab.cli.app import app
 from flatmin_lab.system.optional_deps import need, needed_by
 
 ROOT = Path(__file__).parent.parent

@@ -310,8 +310,8 @@ def planned(options: dict[str, str]) -> Recipe:
         return iter([Stopped("enough", 0)])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatmin_lab.cli_train.training", training)
-        patch.setattr("flatmin_lab.cli_train.CODES", {"enough": 0})
+        patch.setattr("flatmin_lab.cli.commands.train.training", training)
+        patch.setattr("flatmin_lab.cli.commands.train.CODES", {"enough": 0})
         assert flatmin("train", *(word for pair in options.items() for word in pair)).exit_code == 0
     recipe: Recipe = plans[0]
     return recipe

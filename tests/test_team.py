@@ -6,8 +6,8 @@ import pytest
 import torch
 import typer
 
-from flatmin_lab import cli_ranks
-from flatmin_lab.cli_ranks import among_ranks, device_of
+from flatmin_lab.cli import torchrun
+from flatmin_lab.cli.torchrun import among_ranks, device_of
 from flatmin_lab.runs.events import DivergedError, RunError
 from flatmin_lab.training.data_parallel import Shares
 from flatmin_lab.training.ranks import Ranks, Team
@@ -93,7 +93,7 @@ def test_every_process_has_the_gpu_of_its_place(monkeypatch: pytest.MonkeyPatch)
     chosen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(cli_ranks, "device_named", torch.device)
+    monkeypatch.setattr(torchrun, "device_named", torch.device)
     monkeypatch.setenv("LOCAL_RANK", "1")
     team = Ranks(rank=3, size=4)
     assert device_of("cuda", team) == torch.device("cuda", 1)

@@ -17,7 +17,7 @@ import optuna
 import pytest
 
 from command_line import flatmin, words
-from flatmin_lab import cli_tune
+from flatmin_lab.cli.commands import tune as tune_command
 from flatmin_lab.data import Split, load
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
@@ -343,7 +343,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(
 
     flags = asked(data, tmp_path / "out", "--trials", 3)
     with monkeypatch.context() as patched:
-        patched.setattr(cli_tune, "follow", follow)
+        patched.setattr(tune_command, "follow", follow)
         stopped = flatmin(*flags)
     assert stopped.exit_code == 143
     assert "stopped by SIGTERM; the same command goes on" in words(stopped.stderr)
@@ -354,7 +354,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(
     assert "trial 1  " in done.stderr
     assert "going on after step" in done.stderr
     assert tuning_of(tmp_path / "out").count("finished") == 3
-    monkeypatch.setattr(cli_tune, "follow", follow)
+    monkeypatch.setattr(tune_command, "follow", follow)
     assert flatmin(*flags).exit_code == 0  # all of them have ended
 
 

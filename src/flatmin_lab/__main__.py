@@ -11,7 +11,7 @@ def main() -> None:
     try:
         for package in NEEDED:
             need(package, "the command flatmin")
-        app = need("flatmin_lab.cli", "the command flatmin").app
+        app = need("flatmin_lab.cli.app", "the command flatmin").app
     except ImportError as error:
         sys.exit(f"flatmin: {error}")
     except KeyboardInterrupt:  # while all is imported

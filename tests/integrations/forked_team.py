@@ -22,7 +22,7 @@ from typing import Any
 import sklearn.datasets  # noqa: F401  # not while the clock ticks
 
 import flatmin
-from flatmin_lab.cli import app
+from flatmin_lab.cli.app import app
 from flatmin_lab.training.learner import Learner
 from forked import forked
 from integrations import ranks

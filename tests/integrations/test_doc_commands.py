@@ -20,8 +20,9 @@ from PIL import Image
 
 from command_line import flatmin, words
 from doc_blocks import PAGES, ROOT, blocks, commands
-from flatmin_lab import cli_bench, cli_tune, demo, models
+from flatmin_lab import models
 from flatmin_lab.bench import benchmark, time_estimate
+from flatmin_lab.cli.commands import bench, demo, tune
 from flatmin_lab.data.sources import synthetic
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.execution import process_pool, runner
@@ -126,12 +127,12 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (process_pool, runner, tuner):
         monkeypatch.setattr(module, "in_processes", _at_once)
     monkeypatch.setattr(demo, "run", _with(demo.run, seeds=TRIALS, epochs=EPOCHS))
-    monkeypatch.setattr(cli_tune, "tuning", _with(tuner.tune, trials=TRIALS))
+    monkeypatch.setattr(tune, "tuning", _with(tuner.tune, trials=TRIALS))
     monkeypatch.setattr(landscapes, "landscape", _with(landscapes.landscape, points=3))
     monkeypatch.setattr(measurements, "flatness_of", _with(measurements.flatness_of, pictures=5, restarts=1))
     monkeypatch.setattr(time_estimate, "SECONDS", 0.1)
     measure = benchmark.measure
-    monkeypatch.setattr(cli_bench, "measure", lambda wanted, **how: measure(replace(wanted, steps=5), **how))
+    monkeypatch.setattr(bench, "measure", lambda wanted, **how: measure(replace(wanted, steps=5), **how))
     paper_tables.by_name.cache_clear()
     yield
     paper_tables.by_name.cache_clear()

@@ -23,7 +23,7 @@ import flatmin
 from browser import CONSOLE, SECONDS, found
 from doc_blocks import ROOT
 from flatmin import attacks, ball, doctor, flatness, metrics, regularisers, theory
-from flatmin_lab.cli import app
+from flatmin_lab.cli.app import app
 
 pytest.importorskip("mkdocs", reason="installed with flatmin[docs]")
 material = pytest.importorskip("material", reason="installed with flatmin[docs]")

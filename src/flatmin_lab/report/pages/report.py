@@ -10,8 +10,8 @@ import torch
 from markupsafe import Markup
 
 import flatmin
-from flatmin_lab.data.sources import spiral
 from flatmin_lab.bench.amp_cost import BLOCKS
+from flatmin_lab.data.sources import spiral
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.report import figures
 from flatmin_lab.report.columns import COLUMNS, Column

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flatmin_lab import show
-from flatmin_lab.chosen import Chosen
+from flatmin_lab.cli import display
+from flatmin_lab.cli.commands.reproduce_select import Chosen
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.paper_tables import Exhibit
@@ -54,7 +54,7 @@ def what_is_there(console: Console, chosen: Chosen, *, retry: bool) -> None:
     }
     said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])
     if chosen.runs:
-        show.say(console, f"{len(chosen.runs)} training{'s' if len(chosen.runs) > 1 else ''}: {said}")
+        display.say(console, f"{len(chosen.runs)} training{'s' if len(chosen.runs) > 1 else ''}: {said}")
 
 
 def time(seconds: float) -> str:
@@ -71,11 +71,11 @@ def said(record: Record, run: Run) -> Iterator[tuple[str, str]]:
         case Started() if record.step:
             yield f"going on after step {record.step} of {record.steps}", ""
         case Epoch() if epochs >= TENTHS and record.epoch % (epochs // TENTHS) == 0 and record.epoch < epochs:
-            yield show.epoch_line(record.numbers, epochs), ""
+            yield display.epoch_line(record.numbers, epochs), ""
         case Finished():
             which = split_of(record.result)
             said = ", ".join(
-                f"{label} {show.number(name, record.result[f'{which}_{name}'])}"
+                f"{label} {display.number(name, record.result[f'{which}_{name}'])}"
                 for name, label in (("error", "error"), ("nll", "NLL"), ("ece", "ECE"))
             )
             measured = f"; measured: {', '.join(run.parts)}" if run.parts else ""
@@ -107,18 +107,20 @@ def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
             table.add_row(Text(", ".join(name for name in row.place if name not in ("vanilla", "none")), style="bold"))
         table.add_row(f"  {row.name}", str(row.count), *_cells(found, row, page))
     console = wide()
-    show.say(console, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}")
+    display.say(console, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}")
     console.print(table)
     if any(cell.better is not None for row in rows for cell in row.cells):
-        show.say(console, "▼ ▲: significantly below or above ERM's (Welch's test with Holm's correction)")
+        display.say(console, "▼ ▲: significantly below or above ERM's (Welch's test with Holm's correction)")
     if any(cell.smoothed(0) for row in rows for cell in row.cells):
-        show.say(console, "smoothed: the loss smoothed over the other classes, as the paper's NLL seems to be")
+        display.say(console, "smoothed: the loss smoothed over the other classes, as the paper's NLL seems to be")
     if exhibit.protocol == "short" and any(row.recipe.protocol == "short" for row in rows):
         what = "baselines at the paper's values for 200 epochs, AMP's radius chosen for 60"
-        show.say(console, f"short: {what}, unless a row says otherwise")
+        display.say(console, f"short: {what}, unless a row says otherwise")
     if exhibit.protocol == "smoke":
-        show.say(console, "smoke: pictures made on the spot, narrow networks, 3 epochs. These numbers are no evidence")
-    show.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(ledger.results))}")
+        display.say(
+            console, "smoke: pictures made on the spot, narrow networks, 3 epochs. These numbers are no evidence"
+        )
+    display.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(ledger.results))}")
 
 
 def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
@@ -156,12 +158,12 @@ def costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
             method, f"{one['ms']:.3g}", f"{low:.3g} to {high:.3g}", hours, f"{paper_numbers.TRAINING_HOURS[method]:g}"
         )
     console = wide()
-    show.say(console, f"\ncost: {found['model']} on {found['data']}, {found['epochs']} epochs; protocol {protocol}")
+    display.say(console, f"\ncost: {found['model']} on {found['data']}, {found['epochs']} epochs; protocol {protocol}")
     console.print(table)
     longer = found["methods"]["amp"]["hours"] / found["methods"]["erm"]["hours"]
-    show.say(
+    display.say(
         console,
         f"AMP takes {longer:.2f} times as long as ERM (the paper: {paper_numbers.COST_RATIO}), "
         f"a step {found['ratio']:.2f}",
     )
-    show.say(console, f"kept in {where}")
+    display.say(console, f"kept in {where}")

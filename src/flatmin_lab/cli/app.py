@@ -11,11 +11,12 @@ import torch
 import typer
 
 import flatmin
-from flatmin_lab import cli_bench, cli_judge, cli_reproduce, cli_train, cli_tune, show
-from flatmin_lab import doctor as examination
-from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, option, reported
-from flatmin_lab.cli_training import numbers_in
-from flatmin_lab.signals import ended_by_signals
+from flatmin_lab.cli import display
+from flatmin_lab.cli.commands import bench, evaluate, reproduce, train, tune
+from flatmin_lab.cli.commands import doctor as examination
+from flatmin_lab.cli.options import DATA, DataDir, Debug, Device, option, reported
+from flatmin_lab.cli.signals import ended_by_signals
+from flatmin_lab.cli.training_options import numbers_in
 from flatmin_lab.system.machine import device_named
 from flatmin_lab.system.optional_deps import need
 
@@ -55,12 +56,14 @@ def demo(
     with reported(debug), ended_by_signals():
         for package in ("matplotlib", "jinja2", "sklearn"):
             need(package, "flatmin demo")
-        run = need("flatmin_lab.demo", "flatmin demo").run  # here, so that other commands need not wait for matplotlib
-        page = run(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=show.terminal())
+        run = need(
+            "flatmin_lab.cli.commands.demo", "flatmin demo"
+        ).run  # here, so that other commands need not wait for matplotlib
+        page = run(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=display.terminal())
         typer.echo(f"the page: {page}")
 
 
-app.command()(cli_train.train)
+app.command()(train.train)
 
 
 @app.command()
@@ -95,12 +98,12 @@ def doctor(
 
 
 for command in (
-    cli_judge.evaluate,
-    cli_judge.landscape,
-    cli_reproduce.reproduce,
-    cli_tune.tune,
-    cli_judge.report,
-    cli_judge.theory,
-    cli_bench.bench,
+    evaluate.evaluate,
+    evaluate.landscape,
+    reproduce.reproduce,
+    tune.tune,
+    evaluate.report,
+    evaluate.theory,
+    bench.bench,
 ):
     app.command()(command)

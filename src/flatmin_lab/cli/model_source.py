@@ -6,11 +6,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flatmin_lab import show
+from flatmin_lab.cli import display
+from flatmin_lab.cli.request import read, read_for
 from flatmin_lab.evaluation import load_run, user_model
 from flatmin_lab.evaluation.load_run import Trained
 from flatmin_lab.evaluation.subject import Subject, of_own
-from flatmin_lab.request import read, read_for
 from flatmin_lab.system.machine import device_named
 
 
@@ -45,7 +45,7 @@ class Asked:
         runs = [load_run.find(place) for place in places if place is not None]
         for run, name in zip(runs, _names(runs), strict=True):
             for damaged in run.passed_over:
-                show.say(show.terminal(), f"note: {damaged}; the one before it is measured", style="yellow")
+                display.say(display.terminal(), f"note: {damaged}; the one before it is measured", style="yellow")
             pictures = read_for(run.recipe, self.data, self.data_dir, download=self.download)
             subject = load_run.subject_of(run, pictures, averaged=self.averaged, device=device_named(self.device))
             yield Looked(name, run.recipe.method, subject, run.place(), None if self.averaged else run)
@@ -69,7 +69,7 @@ class Asked:
         place = {"model": name, "weights": None if weights is None else str(weights), "data": pictures.name}
         subject = of_own(made, pictures, normalised=self.normalised, device=device_named(self.device))
         for note in subject.notes:
-            show.say(show.terminal(), f"note: {note}", style="yellow")
+            display.say(display.terminal(), f"note: {note}", style="yellow")
         return Looked(name if weights is None else str(weights), None, subject, place, None)
 
 

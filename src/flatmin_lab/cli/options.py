@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
-from flatmin_lab import show
+from flatmin_lab.cli import display
 from flatmin_lab.execution.cluster.scheduler import Crew, joined
 from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.machine import devices_named
@@ -46,7 +46,7 @@ def reported(debug: bool) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except KeyboardInterrupt:
-        show.say(show.terminal(), "flatmin: broken off", style="red")
+        display.say(display.terminal(), "flatmin: broken off", style="red")
         raise typer.Exit(130) from None
     except BrokenPipeError:
         raise typer.Exit(1) from None
@@ -54,7 +54,7 @@ def reported(debug: bool) -> Iterator[None]:
         if debug:
             raise
         text, code = explained(error)
-        show.say(show.terminal(), f"flatmin: {text}", style="red")
+        display.say(display.terminal(), f"flatmin: {text}", style="red")
         raise typer.Exit(code) from None
 
 
@@ -90,7 +90,7 @@ def workplace(
         return
 
     def say(text: str) -> None:
-        show.say(console, f"cluster: {text}")
+        display.say(console, f"cluster: {text}")
 
     with joined(address, device=device, gpus=gpus, most=workers, say=say) as crew:
         yield crew

@@ -21,7 +21,8 @@ from torch.optim import SGD
 import flatmin
 from flatmin.core.model_state import evaluating
 from flatmin.doctor import Crash, Finding, MakeTraining, examine, own_lines
-from flatmin_lab import models, show
+from flatmin_lab import models
+from flatmin_lab.cli import display
 from flatmin_lab.data.registry import EMBEDDED, OFFICIAL, load
 from flatmin_lab.evaluation import user_model
 from flatmin_lab.evaluation.user_code import find, is_own
@@ -146,7 +147,7 @@ def own_training(name: str) -> list[Finding]:
         if isinstance(error, SyntaxError) or own_lines(error):
             return [Crash(f"importing {name}", error).finding()]
         raise
-    with show.busy(show.terminal()) as say:
+    with display.busy(display.terminal()) as say:
         say(f"examining {name}")
         return examine(function)
 
@@ -162,7 +163,7 @@ def told(title: str, findings: Sequence[Finding]) -> bool:
     console.print(table)
     errors, warnings = (sum(finding.verdict == kind for finding in findings) for kind in ("error", "warning"))
     after = "; what comes after it was not examined: repair it, and look again" if errors else ""
-    show.say(console, f"{_number(errors, 'error')}, {_number(warnings, 'warning')}{after}")
+    display.say(console, f"{_number(errors, 'error')}, {_number(warnings, 'warning')}{after}")
     return not errors
 
 

@@ -8,15 +8,16 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from flatmin_lab import models, show
-from flatmin_lab.bench import printed
+from flatmin_lab import models
 from flatmin_lab.bench.benchmark import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure
 from flatmin_lab.bench.contenders import FORMS, METHODS
-from flatmin_lab.cli_parts import Debug, Device, option, reported
+from flatmin_lab.cli import display
+from flatmin_lab.cli.commands import bench_view
+from flatmin_lab.cli.options import Debug, Device, option, reported
+from flatmin_lab.cli.signals import ended_by_signals
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.recipes.recipe import PRECISIONS
 from flatmin_lab.runs.events import RunError
-from flatmin_lab.signals import ended_by_signals
 from flatmin_lab.system.files import BESIDE, written_whole
 from flatmin_lab.system.machine import device_named
 
@@ -57,16 +58,16 @@ def bench(
         )
         _make_room(json_file)
 
-        console = show.terminal()
+        console = display.terminal()
 
         def after(result: dict[str, Any]) -> None:
             _write(json_file, result, console)  # after every table, and first: whoever reads the tables may go
-            printed.table(result, result["tables"][-1])
+            bench_view.table(result, result["tables"][-1])
 
-        with show.busy(console) as say:
+        with display.busy(console) as say:
             result = measure(wanted, device=where, say=say, after=after)
         _write(json_file, result)
-        printed.footer(result, json_file)
+        bench_view.footer(result, json_file)
         if not any("ms" in row for table in result["tables"] for row in table["rows"]):
             raise typer.Exit(1)
 
@@ -112,6 +113,6 @@ def _write(path: Path, result: dict[str, Any], console: Console | None = None) -
             raise RunError(
                 f"{text}; the tables above are what was measured. Make room, or choose another place with --json"
             ) from error
-        show.say(
+        display.say(
             console, f"note: {text}; make room: it is tried again after the next table and in the end", style="yellow"
         )

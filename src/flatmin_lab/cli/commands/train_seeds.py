@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flatmin_lab import show
+from flatmin_lab.cli import display
+from flatmin_lab.cli.request import Plan
+from flatmin_lab.cli.signals import CODES, asked_to_stop
 from flatmin_lab.execution.replicas import together
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.request import Plan
 from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Progress, Record, RunError, Started, Stopped
 from flatmin_lab.runs.result import split_of
-from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.system.machine import hardware
 
 End = Finished | Stopped | Failed
@@ -31,14 +31,14 @@ def train_seeds(plans: Sequence[Plan], console: Console, *, count: int | None, *
     with asked_to_stop() as stop:
         jobs = [Job(plan.recipe, plan.seed) for plan in plans]
         records = together(jobs, plans[0].data, folders=folders, count=count, stop=stop, **settings)
-        headline = show.headline(plans[0].recipe, f"{seeds[0]} to {seeds[-1]}", hardware(settings["device"]))
+        headline = display.headline(plans[0].recipe, f"{seeds[0]} to {seeds[-1]}", hardware(settings["device"]))
         try:
             follow(records, console, headline, trainings)
         except RunError as error:  # of those that failed, when the others have ended
             failure = error
     reason = trainings.stopped()
     if reason is not None:
-        show.say(console, f"stopped by {reason}: {trainings.how_far()}; go on with the same command and --resume")
+        display.say(console, f"stopped by {reason}: {trainings.how_far()}; go on with the same command and --resume")
     if results := trainings.results():
         outcome(results, len(seeds), folders)
     if failure is not None:
@@ -110,29 +110,29 @@ def fail(console: Console, trainings: Trainings, failure: RunError, *, stopped: 
     text = f"{len(failed)} of {len(trainings.seeds)} trainings failed ({who}): {next(iter(failed.values()))}"
     if not stopped:
         raise RunError(text) from cause
-    show.say(console, text, style="red")
+    display.say(console, text, style="red")
 
 
 def follow(records: Iterable[tuple[int, Record]], console: Console, headline: str, trainings: Trainings) -> None:
     """Show the trainings until all have ended, a line for each epoch of each."""
     seeds = trainings.seeds
     width = max(len(str(seed)) for seed in seeds)
-    show.say(console, headline)
-    with show.bars(console) as progress:
+    display.say(console, headline)
+    with display.bars(console) as progress:
         task = progress.add_task("starting", total=None, numbers="")
         for number, record in records:
             trainings.hear(number, record)
             who = f"seed {seeds[number]:{width}}"
             match record:
                 case Started() if record.step:
-                    show.say(console, f"{who}  going on after step {record.step} of {record.steps}")
+                    display.say(console, f"{who}  going on after step {record.step} of {record.steps}")
                 case Epoch():
-                    show.say(console, f"{who}  {show.epoch_line(record.numbers, trainings.epochs)}")
+                    display.say(console, f"{who}  {display.epoch_line(record.numbers, trainings.epochs)}")
                 case Note():
-                    show.say(console, f"note: {who}: {record.text}", style="yellow")
+                    display.say(console, f"note: {who}: {record.text}", style="yellow")
                 case Failed():
                     when = "" if record.step is None else f" after step {record.step}"
-                    show.say(console, f"{who}  failed{when}: {record.what}", style="red")
+                    display.say(console, f"{who}  failed{when}: {record.what}", style="red")
             progress.update(
                 task,
                 completed=trainings.completed(),
@@ -146,12 +146,12 @@ def outcome(results: Mapping[int, Mapping[str, Any]], count: int, folders: Seque
     """The last epoch's numbers of every seed that finished, out of so many, and their means."""
     console = Console(highlight=False, soft_wrap=True)
     which = split_of(next(iter(results.values())))
-    table = Table(f"{which}, last epoch", *show.MEASURES.values(), box=None, pad_edge=False)
-    keys = {name: f"{which}_{name}" for name in show.MEASURES}
+    table = Table(f"{which}, last epoch", *display.MEASURES.values(), box=None, pad_edge=False)
+    keys = {name: f"{which}_{name}" for name in display.MEASURES}
     for seed, result in results.items():
-        table.add_row(f"seed {seed}", *(show.number(name, result[key]) for name, key in keys.items()))
+        table.add_row(f"seed {seed}", *(display.number(name, result[key]) for name, key in keys.items()))
     found = {name: [result[key] for result in results.values()] for name, key in keys.items()}
-    means = (show.number(name, None if None in values else fmean(values)) for name, values in found.items())
+    means = (display.number(name, None if None in values else fmean(values)) for name, values in found.items())
     table.add_row(f"mean of {len(results)}{f' of {count}' if len(results) < count else ''}", *means)
     console.print(table)
-    show.say(console, f"all of it in {folders[0]} to {folders[-1]}")
+    display.say(console, f"all of it in {folders[0]} to {folders[-1]}")

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from flatmin_lab import looked_at, show
-from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported
+from flatmin_lab.cli import display, model_source
+from flatmin_lab.cli.model_source import Asked, Looked
+from flatmin_lab.cli.options import DATA, DataDir, Debug, Device, Download, option, reported
+from flatmin_lab.cli.signals import ended_by_signals
 from flatmin_lab.evaluation import landscapes, measurements
-from flatmin_lab.looked_at import Asked, Looked
 from flatmin_lab.runs import evaluation_files
-from flatmin_lab.signals import ended_by_signals
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.optional_deps import need
@@ -70,17 +70,17 @@ def evaluate(
 ) -> None:
     """Measure a trained model: error, calibration, robustness, flatness. For the report, the run's folder keeps it."""
     with reported(debug), ended_by_signals():
-        lengths = {"radius": looked_at.length(radius), "step_size": looked_at.length(step_size)}
+        lengths = {"radius": model_source.length(radius), "step_size": model_source.length(step_size)}
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
         flat = _given(flatness, "--flatness", {"epsilon": epsilon})
         if pictures is not None and not (attack or flatness):
             raise ValueError(
                 "--pictures belongs to --attack and --flatness; the rest is measured on the whole test set"
             )
-        looked_at.check_count("--pictures", pictures)
+        model_source.check_count("--pictures", pictures)
         asked = Asked(model, data, data_dir, download, normalised, averaged, device)
         (looked,) = asked.models([checkpoint])
-        with show.busy(show.terminal()) as say:
+        with display.busy(display.terminal()) as say:
             say("the test set")
             found = {**looked.place, **measurements.calibration(looked.subject)}
             if attack:
@@ -92,7 +92,7 @@ def evaluate(
         if as_json:
             typer.echo(json.dumps(found, indent=2))
         else:
-            show.measurements(found)
+            display.measurements(found)
 
 
 def landscape(
@@ -128,7 +128,7 @@ def landscape(
         places: list[Path | None] = [*(checkpoints or [])] or [None]
         count = landscapes.count(points, lines_only=lines_only)
         seen = []
-        with show.bars(show.terminal()) as progress:
+        with display.bars(display.terminal()) as progress:
             task = progress.add_task("landscape", total=count * len(places), numbers="")
             for number, looked in enumerate(asked.models(places)):
                 found = landscapes.landscape(
@@ -166,7 +166,7 @@ def report(
         found = collect(runs or here)
         page = make(found)
         for broken in found.broken:
-            show.say(show.terminal(), f"note: {broken.path}: {broken.why}", style="yellow")
+            display.say(display.terminal(), f"note: {broken.path}: {broken.why}", style="yellow")
         _write(out, page)
         if not found.runs and not found.tunings:
             raise typer.Exit(1)
@@ -192,17 +192,17 @@ def _given(wanted: bool, flag: str, knobs: dict[str, Any]) -> dict[str, Any]:
 
 def _keep(looked: Looked, file: str, found: dict[str, Any]) -> None:
     """In the run's folder, where these are its newest weights."""
-    console = show.terminal()
+    console = display.terminal()
     if looked.run is None:
         return
     if not looked.run.newest:
-        show.say(console, "not kept for the report: these are not the run's newest weights")
+        display.say(console, "not kept for the report: these are not the run's newest weights")
         return
     try:
         kept = evaluation_files.keep(looked.run.folder, file, {**found, "checkpoint": looked.run.path.name})
-        show.say(console, f"kept in {kept}")
+        display.say(console, f"kept in {kept}")
     except OSError as error:
-        show.say(console, f"note: not kept in {looked.run.folder}: {error}", style="yellow")
+        display.say(console, f"note: not kept in {looked.run.folder}: {error}", style="yellow")
 
 
 def _write(path: Path, page: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flatmin_lab.show import say
+from flatmin_lab.cli.display import say
 
 METHODS = {"erm": "ERM", "amp": "AMP", "sam": "SAM"}
 FORMS = {"eager": "eager", "graph": "CUDA graph", "compiled": "compiled"}

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from flatmin_lab import models
-from flatmin_lab.cli_parts import option
+from flatmin_lab.cli.options import option
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.data.augment.transforms import KINDS
 from flatmin_lab.recipes.lr_schedules import SCHEDULES

@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flatmin_lab import cli_training as flags
 from flatmin_lab import methods as all_methods
-from flatmin_lab import show
-from flatmin_lab.cli_parts import (
+from flatmin_lab.cli import display
+from flatmin_lab.cli import training_options as flags
+from flatmin_lab.cli.options import (
     DATA,
     Address,
     DataDir,
@@ -26,13 +26,13 @@ from flatmin_lab.cli_parts import (
     settings_given,
     workplace,
 )
-from flatmin_lab.cli_training import TRAINING, asked_for, check_milestones
+from flatmin_lab.cli.request import place, read
+from flatmin_lab.cli.signals import CODES, asked_to_stop
+from flatmin_lab.cli.training_options import TRAINING, asked_for, check_milestones
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.recipes.defaults import suited
-from flatmin_lab.request import place, read
 from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started, Stopped
-from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.system.machine import hardware
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.tuning import result_file, summary
@@ -149,12 +149,12 @@ def tune(
         )
         check_milestones(milestones, search.recipe)
         folder = out or TUNING / named(search.recipe, pictures)
-        console = show.terminal()
+        console = display.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
         with workplace(executor, **where, console=console) as there, asked_to_stop() as stop:
             crew, devices = (there, ["cpu"]) if isinstance(there, Crew) else (None, there)
             on = hardware(torch.device(devices[0])) if crew is None else crew.hardware
-            show.say(console, headline(search, trials, on))
+            display.say(console, headline(search, trials, on))
             records = tuning(
                 search,
                 pictures,
@@ -173,7 +173,7 @@ def tune(
         found = result_file.read(folder / FILE)
         outcome(found, folder, data_dir)
         if reason is not None and found.ended < trials:
-            show.say(console, f"stopped by {reason}; the same command goes on")
+            display.say(console, f"stopped by {reason}; the same command goes on")
             raise typer.Exit(CODES[reason])
         if found.chosen is None:
             raise typer.Exit(1)
@@ -186,7 +186,7 @@ def headline(search: Search, trials: int, hardware: str) -> str:
     recipe = search.recipe
     ranges = (f"{knob.sign} from {knob.words(knob.low)} to {knob.words(knob.high)}" for knob in search.knobs)
     return (
-        f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {show.epochs_in_words(recipe.epochs)}, "
+        f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {display.epochs_in_words(recipe.epochs)}, "
         f"{recipe.model} on {recipe.data}, measured on a held-out tenth of the training set, {recipe.precision} on "
         f"{hardware}"
     )
@@ -197,7 +197,7 @@ def follow(records: Iterable[tuple[Draw, Record]], console: Console, search: Sea
     epochs, width = search.recipe.epochs, len(str(trials - 1))
     lines: dict[int, Mapping[str, Any]] = {}  # the last epochs
     done: dict[int, int] = {}
-    with show.bars(console) as progress:
+    with display.bars(console) as progress:
         task = progress.add_task("tuning", total=None, numbers="")
         for draw, record in records:
             number = draw.number
@@ -207,7 +207,7 @@ def follow(records: Iterable[tuple[Draw, Record]], console: Console, search: Sea
                 done[number] = epochs
             for text, style in said(record, lines.get(number, {}), epochs):
                 who = f"trial {number:{width}}  {in_words(search.recipe.method, draw.settings)}"
-                show.say(console, f"{who}: {text}", style=style)
+                display.say(console, f"{who}: {text}", style=style)
             before = (max(done, default=-1) + 1 - len(done)) * epochs  # those of an earlier call
             progress.update(
                 task, completed=before + sum(done.values()), total=trials * epochs, numbers=f"trial {number}"
@@ -230,7 +230,7 @@ def said(record: Record, last: Mapping[str, Any], epochs: int) -> Iterator[tuple
 
 
 def _measured(found: Mapping[str, Any]) -> str:
-    error, nll = (show.number(name, found[f"validation_{name}"]) for name in ("error", "nll"))
+    error, nll = (display.number(name, found[f"validation_{name}"]) for name in ("error", "nll"))
     return f"validation error {error}, NLL {nll}"
 
 
@@ -238,12 +238,12 @@ def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
     """The trials, best first; what was chosen; and what trains with it."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(table(found))
-    show.say(console, f"\n{summary.chosen(found)}")
+    display.say(console, f"\n{summary.chosen(found)}")
     if found.chosen is not None:
         place = [] if data_dir == DATA else ["--data-dir", str(data_dir)]
-        show.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")
-        show.say(console, f"or\n  {shlex.join(['flatmin', 'train', '--tuned', str(folder / FILE), *place])}")
-    show.say(console, f"all of it in {folder}; flatmin report {shlex.quote(str(folder))} shows it")
+        display.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")
+        display.say(console, f"or\n  {shlex.join(['flatmin', 'train', '--tuned', str(folder / FILE), *place])}")
+    display.say(console, f"all of it in {folder}; flatmin report {shlex.quote(str(folder))} shows it")
 
 
 def table(found: Tuning) -> Table:

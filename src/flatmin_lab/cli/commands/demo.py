@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from flatmin_lab.cli.display import bars, say
 from flatmin_lab.data.sources.digits import load
 from flatmin_lab.execution.process_pool import cores, side_by_side
 from flatmin_lab.methods import METHODS
@@ -23,7 +24,6 @@ from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.html import spread
 from flatmin_lab.report.pages.demo import demo_page, row
 from flatmin_lab.runs.events import Epoch, Finished
-from flatmin_lab.show import bars, say
 from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.machine import facts
 

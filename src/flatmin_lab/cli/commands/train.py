@@ -7,16 +7,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flatmin_lab import cli_training as flags
-from flatmin_lab import methods, show
-from flatmin_lab.cli_parts import DATA, DataDir, Debug, Device, Download, option, reported, settings_given
-from flatmin_lab.cli_ranks import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
-from flatmin_lab.cli_seeds import train_seeds
-from flatmin_lab.cli_training import SPEED, TRAINING, asked_for, check_milestones
-from flatmin_lab.cli_tuned import Chosen
-from flatmin_lab.request import Plan, Request
+from flatmin_lab import methods
+from flatmin_lab.cli import display
+from flatmin_lab.cli import training_options as flags
+from flatmin_lab.cli.commands.train_seeds import train_seeds
+from flatmin_lab.cli.options import DATA, DataDir, Debug, Device, Download, option, reported, settings_given
+from flatmin_lab.cli.request import Chosen, Plan, Request
+from flatmin_lab.cli.signals import CODES, asked_to_stop
+from flatmin_lab.cli.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
+from flatmin_lab.cli.training_options import SPEED, TRAINING, asked_for, check_milestones
 from flatmin_lab.runs.events import Finished, Stopped
-from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.system.machine import hardware
 from flatmin_lab.training.loop import train as training
 from flatmin_lab.training.ranks import Team
@@ -155,29 +155,29 @@ def train(
                 check_one_model(team, seeds=seeds)
             plans = request.plans(seeds) if team.size == 1 else [plan_of(request, team)]
             plan = plans[0]
-            console = show.terminal() if team.leads else show.nowhere()
+            console = display.terminal() if team.leads else display.nowhere()
             with team.together():
                 check_milestones(milestones, plan.recipe)
                 if chosen is not None:
                     chosen.check(plan.data)
                     for note in chosen.notes(plan):
-                        show.say(console, f"note: {note}", style="yellow")
+                        display.say(console, f"note: {note}", style="yellow")
             if seeds > 1:
                 train_seeds(plans, console, count=together, **how)
                 return
             ended = _trained(plan, team, console, **how)
         if isinstance(ended, Stopped):
-            show.say(console, f"stopped by {ended.reason}, {_saved(ended, plan, team, data_dir)}")
+            display.say(console, f"stopped by {ended.reason}, {_saved(ended, plan, team, data_dir)}")
             raise typer.Exit(CODES[ended.reason])
         if team.leads:
-            show.outcome(ended.result, plan.folder)
+            display.outcome(ended.result, plan.folder)
 
 
 def _trained(plan: Plan, team: Team, console: Console, **how: Any) -> Finished | Stopped:
-    headline = show.headline(plan.recipe, plan.seed, f"{in_words(team)}{hardware(how['device'])}")
+    headline = display.headline(plan.recipe, plan.seed, f"{in_words(team)}{hardware(how['device'])}")
     with asked_to_stop() as stop:
         records = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, team=team, **how)
-        return show.follow(records, console, headline)
+        return display.follow(records, console, headline)
 
 
 def _saved(ended: Stopped, plan: Plan, team: Team, data_dir: Path) -> str:

@@ -1,6 +1,7 @@
 """`flatmin reproduce`: the paper's tables and figures, trained, measured, and shown beside the paper's numbers.
 
-Parsing; the work is in runs.py, the tables in recipes.py, the files in ledger.py, what is shown in show_runs.py.
+Parsing. The work is in execution/runner.py, the tables in recipes/paper_tables.py, the files in runs/result_store.py;
+what is shown is in reproduce_view.py.
 """
 
 import os
@@ -14,10 +15,11 @@ import torch
 import typer
 from rich.console import Console
 
-from flatmin_lab import show, show_runs
 from flatmin_lab.bench import amp_cost, time_estimate
-from flatmin_lab.chosen import Chosen, choose, exhibits_named
-from flatmin_lab.cli_parts import (
+from flatmin_lab.cli import display
+from flatmin_lab.cli.commands import reproduce_view
+from flatmin_lab.cli.commands.reproduce_select import Chosen, choose, exhibits_named
+from flatmin_lab.cli.options import (
     DATA,
     Address,
     DataDir,
@@ -29,6 +31,8 @@ from flatmin_lab.cli_parts import (
     reported,
     workplace,
 )
+from flatmin_lab.cli.request import read
+from flatmin_lab.cli.signals import CODES, asked_to_stop
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.cluster.run_queue import spread
@@ -36,10 +40,8 @@ from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.execution.process_pool import Stop, cores, one_thread
 from flatmin_lab.execution.runner import How, Run, carry_out
 from flatmin_lab.recipes.paper_tables import EXHIBITS, Exhibit
-from flatmin_lab.request import read
 from flatmin_lab.runs.events import Epoch, Failed, Finished, Record, Stopped
 from flatmin_lab.runs.result_store import PLANNED, Ledger
-from flatmin_lab.signals import CODES, asked_to_stop
 from flatmin_lab.system.files import standing
 from flatmin_lab.system.machine import devices_named, hardware
 from flatmin_lab.system.optional_deps import need
@@ -97,10 +99,10 @@ def reproduce(
     with reported(debug):
         need("flatmin_lab.report.paper.tables", "flatmin reproduce")
         above = SMOKE if protocol == "smoke" else Path()
-        ledger, console = Ledger(results or above / "results", runs or above / "runs"), show.terminal()
+        ledger, console = Ledger(results or above / "results", runs or above / "runs"), display.terminal()
         exhibits_ = exhibits_named(exhibits or (EXHIBITS if list_ else ()), protocol or "paper")
         if list_:
-            show_runs.catalogue(exhibits_, ledger)
+            reproduce_view.catalogue(exhibits_, ledger)
             return
         narrowed = {"seeds": seeds, "methods": methods, "data": data, "models": models, "measure": measure}
         chosen = choose(exhibits_, ledger, planned=planned, plan=plan, protocol=protocol, **narrowed)
@@ -109,7 +111,7 @@ def reproduce(
             typer.echo(f"{new} of {len(chosen.runs)} trainings are new in {ledger.results / PLANNED}")
             return
         todo = chosen.due(retry=retry, limit=limit)
-        show_runs.what_is_there(console, chosen, retry=retry)
+        reproduce_view.what_is_there(console, chosen, retry=retry)
         for place in (ledger.results, ledger.runs):
             _check_place(place)
         asked: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
@@ -119,7 +121,7 @@ def reproduce(
             if lacking and not dry_run:
                 raise FileNotFoundError("; ".join(lacking))
             for text in lacking:
-                show.say(console, f"note: {text}", style="yellow")
+                display.say(console, f"note: {text}", style="yellow")
             if dry_run:
                 _dry_run(todo, chosen, sets, where, workers, console)
                 return
@@ -127,9 +129,9 @@ def reproduce(
             with asked_to_stop() as stop:
                 failed, reason = _followed(_records(todo, how, where, sets, workers, stop), todo, console, stop)
         for one in chosen.trained:
-            show_runs.filled(one, ledger, chosen)
+            reproduce_view.filled(one, ledger, chosen)
         if reason is not None:
-            show.say(console, f"stopped by {reason}; the same command goes on")
+            display.say(console, f"stopped by {reason}; the same command goes on")
             raise typer.Exit(CODES[reason])
         for one in chosen.measured:
             _cost(one, ledger, _first(where), data_dir, download, console)
@@ -174,9 +176,9 @@ def _dry_run(
     training = [job for job in known if job.recipe.data in sets]
     device = _first(where)
     on_cpu = device.type == "cpu"
-    with show.busy(console) as say, one_thread() if on_cpu else nullcontext():
+    with display.busy(console) as say, one_thread() if on_cpu else nullcontext():
         seconds = time_estimate.seconds_of_all(training, sets, device=device, say=say)
-    show_runs.would_run(todo, chosen, {job.key: took for job, took in zip(training, seconds, strict=True)})
+    reproduce_view.would_run(todo, chosen, {job.key: took for job, took in zip(training, seconds, strict=True)})
     if not training:
         return
     if isinstance(where, Crew):
@@ -185,10 +187,11 @@ def _dry_run(
         beside = min(workers or cores(), max(len(todo), 1)) if on_cpu else len(where)
         count = f"{beside} {'process' if on_cpu else 'GPU'}{('es' if on_cpu else 's') if beside > 1 else ''}"
     total = max([sum(seconds) / beside, *seconds])
-    show.say(
+    display.say(
         console,
-        f"{len(training)} trainings, some {show_runs.time(total)} on {hardware(device)} with {count}; from a few steps "
-        f"each, one training at a time{'' if on_cpu else ' on a GPU (several take less)'}; begun ones have less to do, "
+        f"{len(training)} trainings, some {reproduce_view.time(total)} on {hardware(device)} with {count}; "
+        f"from a few steps each, one training at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
+        "begun ones have less to do, "
         "and measuring comes on top",
     )
 
@@ -220,15 +223,15 @@ def _followed(
     if not todo:
         return failed, reason
     width = max(len(run.job.recipe.name) for run in todo) + 1
-    with show.bars(console) as progress:
+    with display.bars(console) as progress:
         task = progress.add_task("trainings", total=sum(run.job.recipe.epochs for run in todo), numbers="")
         done = [0] * len(todo)
         ended = 0
         for number, record in records:
             job = todo[number].job
             who = f"{job.recipe.name:{width}} seed {job.seed}"
-            for text, style in show_runs.said(record, todo[number]):
-                show.say(console, f"{who}  {text}", style=style)
+            for text, style in reproduce_view.said(record, todo[number]):
+                display.say(console, f"{who}  {text}", style=style)
             match record:
                 case Epoch():
                     done[number] = record.epoch
@@ -248,7 +251,7 @@ def _cost(
     """Measure ERM's and AMP's steps in turns, and write it down."""
     recipes = {recipe.method: recipe for recipe in exhibit.recipes}
     pictures = read(recipes["erm"].data, data_dir, download=download, size=None).to(where)
-    with show.busy(console) as say:
+    with display.busy(console) as say:
         say("steps of ERM and AMP in turns")
         found = amp_cost.cost(recipes, pictures, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
-    show_runs.costs(found, exhibit.protocol, str(ledger.write_cost(exhibit.protocol, found)))
+    reproduce_view.costs(found, exhibit.protocol, str(ledger.write_cost(exhibit.protocol, found)))

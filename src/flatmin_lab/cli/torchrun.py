@@ -15,9 +15,9 @@ from typing import NoReturn
 import torch
 import typer
 
-from flatmin_lab.cli_parts import explained
+from flatmin_lab.cli.options import explained
+from flatmin_lab.cli.request import Plan, Request, read_for
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.request import Plan, Request, read_for
 from flatmin_lab.runs.events import DivergedError, RunError
 from flatmin_lab.system.machine import device_named
 from flatmin_lab.training.ranks import Ranks, Team
