@@ -18,7 +18,7 @@ test: $(READY)
 
 # What is computed, in 500 checksums: the first call records them, later ones name those that changed. For refactors.
 fingerprint: $(READY)
-	PYTHONPATH=tests $(BIN)/python tests/support/fingerprint.py out/fingerprint.txt
+	$(BIN)/python -m tests.support.fingerprint out/fingerprint.txt
 
 # other people's trainers, processes that meet and processes that are killed, in an environment of their own
 test-integrations: $(INTEGRATIONS)/.ready
@@ -34,16 +34,16 @@ dist: $(READY)
 	$(BIN)/python -m build --outdir dist
 	tar -xzf dist/*.tar.gz -C build/again
 	$(BIN)/python -m build --outdir build/again build/again/flatmin-*/
-	$(BIN)/python tests/built.py dist build/again
+	$(BIN)/python -m tests.programs.dist_contents dist build/again
 	$(BIN)/python -m venv --clear $(USER_HAS)
 	$(USER_HAS)/bin/python -m pip install --quiet $(CONSTRAINTS) dist/*.whl
-	$(USER_HAS)/bin/python $(STRICTLY) tests/installed_alone.py
+	$(USER_HAS)/bin/python $(STRICTLY) -m tests.programs.installed_alone
 	$(USER_HAS)/bin/python -m pip uninstall --quiet --yes flatmin
 	PATH=$(CURDIR)/$(USER_HAS)/bin $(USER_HAS)/bin/python -m pip install --quiet --no-deps dist/*.tar.gz
-	$(USER_HAS)/bin/python $(STRICTLY) tests/installed_alone.py
+	$(USER_HAS)/bin/python $(STRICTLY) -m tests.programs.installed_alone
 	$(USER_HAS)/bin/python -m pip uninstall --quiet --yes flatmin
 	$(USER_HAS)/bin/python -m pip install --quiet $(CONSTRAINTS) "$$(echo dist/*.whl)[lab]"
-	$(USER_HAS)/bin/python tests/installed_lab.py
+	$(USER_HAS)/bin/python -m tests.programs.installed_lab
 	rm -rf build/again $(USER_HAS)
 
 check: $(READY)

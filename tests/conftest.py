@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import METHODS, MODELS, OPTIMIZERS, MakeBase, Method
+from tests.support.cases import METHODS, MODELS, OPTIMIZERS, MakeBase, Method
 
 
 @pytest.fixture(autouse=True)

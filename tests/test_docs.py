@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import flatmin
-from doc_blocks import PAGES, ROOT, after, before, blocks, code, commands
 from flatmin.core.tensors import plain
 from flatmin_lab.cli.app import app
+from tests import ROOT
+from tests.support.doc_blocks import PAGES, after, before, blocks, code, commands
 
 LANGUAGES = {
     "python",

@@ -3,11 +3,12 @@
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "plain_loop.py"
+from tests import ROOT
+
+EXAMPLE = ROOT / "examples" / "plain_loop.py"
 
 
 @pytest.mark.parametrize("epsilon", ["0", "0.1"])

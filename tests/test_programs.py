@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
 
 
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:

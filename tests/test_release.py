@@ -11,12 +11,12 @@ import pytest
 import typer
 import yaml
 
-import built
 import flatmin
 from flatmin_lab.cli.app import app
 from flatmin_lab.system.optional_deps import need, needed_by
+from tests import ROOT
+from tests.programs import dist_contents
 
-ROOT = Path(__file__).parent.parent
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 CITATION: dict[str, Any] = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 PAPER: dict[str, Any] = CITATION["preferred-citation"]
@@ -79,7 +79,7 @@ def test_citation_and_readme_name_the_same_paper() -> None:
 
 
 def test_the_archive_is_told_of_all_that_lies_at_the_top() -> None:
-    files = built.tracked()
+    files = dist_contents.tracked()
     if files is None:
         pytest.skip("not a checkout, or no git")
     top = {name.partition("/")[0] for name in files}
@@ -99,7 +99,7 @@ def test_a_wheel_that_forgets_a_template_is_found(tmp_path: Path) -> None:
         wheel.writestr(f"{about}/METADATA", "")
         wheel.writestr(f"{about}/entry_points.txt", "flatmin = flatmin_lab.__main__:main")
     with pytest.raises(AssertionError, match=r"not in both: \['flatmin_lab/report/templates/theory.html.jinja'\]"):
-        built.check_wheel(path)
+        dist_contents.check_wheel(path)
 
 
 def test_a_missing_package_is_named_and_a_broken_one_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

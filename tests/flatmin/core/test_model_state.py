@@ -1,0 +1,179 @@
+"""With `model=`, statistics and masks are those of the clean pass; without, every pass counts, as documented."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tests.support.cases import Method, Setup, same, setup
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.optim import SGD
+
+import flatmin
+from flatmin.core.model_state import Snapshot
+
+
+@pytest.mark.parametrize("form", ["closure", "blocks"])
+@pytest.mark.parametrize("inner_iter", [1, 2])
+def test_with_a_model_batchnorm_statistics_are_those_of_the_clean_pass(form: str, inner_iter: int) -> None:
+    case, clean = setup("conv-batchnorm"), setup("conv-batchnorm")
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.5, inner_iter=inner_iter, model=case.model)
+    clean.loss()
+    if form == "closure":
+        optimizer.step(case.closure(optimizer))
+    else:
+        case.step_in_blocks(optimizer)
+    assert same(case.buffers(), clean.buffers())
+
+
+@pytest.mark.parametrize("inner_iter", [1, 2])
+def test_without_a_model_every_pass_counts(inner_iter: int) -> None:
+    case = setup("conv-batchnorm")
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.5, inner_iter=inner_iter)
+    optimizer.step(case.closure(optimizer))
+    assert case.model[2].num_batches_tracked == inner_iter + 1  # type: ignore[index]
+
+
+class Masks(nn.Module):
+    """Dropout that remembers what it let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.seen = list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = nn.functional.dropout(torch.ones_like(x), 0.5)
+        self.seen.append(kept)
+        out: Tensor = self.linear(x * kept)
+        return out
+
+
+@pytest.mark.parametrize("form", ["closure", "blocks"])
+@pytest.mark.parametrize("with_model", [True, False])
+def test_dropout_masks_are_shared_by_the_passes_of_a_step_and_new_in_the_next(form: str, with_model: bool) -> None:
+    case = setup("dropout")
+    case.model = model = Masks()
+    optimizer = flatmin.AMP(
+        SGD(model.parameters(), lr=0.1), epsilon=0.1, inner_iter=2, model=model if with_model else None
+    )
+    for _ in range(2):
+        if form == "closure":
+            optimizer.step(case.closure(optimizer))
+        else:
+            case.step_in_blocks(optimizer)
+    assert len(model.seen) == 6
+    shared = [all(torch.equal(mask, masks[0]) for mask in masks) for masks in (model.seen[:3], model.seen[3:])]
+    assert shared == [with_model, with_model]
+    assert not torch.equal(model.seen[0], model.seen[3])
+
+
+def test_with_a_model_a_step_draws_as_many_random_numbers_as_a_plain_one() -> None:
+    plain, wrapped = setup("dropout"), setup("dropout")
+    torch.manual_seed(1)
+    base = SGD(plain.model.parameters(), lr=0.1)
+    plain.closure(base)()
+    after = torch.rand(3)
+    torch.manual_seed(1)
+    optimizer = flatmin.AMP(SGD(wrapped.model.parameters(), lr=0.1), epsilon=0.1, inner_iter=3, model=wrapped.model)
+    optimizer.step(wrapped.closure(optimizer))
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_rmp_keeps_the_statistics_of_its_only_pass(method: Method) -> None:
+    case = setup("conv-batchnorm")
+    optimizer = method(SGD(case.model.parameters(), lr=0.1), model=case.model)
+    optimizer.step(case.closure(optimizer))
+    assert case.model[2].num_batches_tracked == 1  # type: ignore[index]
+
+
+class Rebinding(nn.Module):
+    """Buffers that are replaced, not written into, and one that appears and grows."""
+
+    mean: Tensor
+    cache: Tensor
+    late: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("cache", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + x.mean(0)
+        self.cache = torch.ones(len(self.cache) + 1)
+        self.register_buffer("late", torch.ones(1), persistent=False)
+        return x
+
+
+def test_buffers_that_are_replaced_come_back_by_name_and_those_that_grew_stay() -> None:
+    model = Rebinding()
+    snapshot = Snapshot(model)
+    snapshot.take_buffers()
+    model(torch.ones(2, 3))
+    snapshot.put_back_buffers()
+    assert model.mean.tolist() == [0, 0, 0]
+    assert model.cache.tolist() == [1, 1]
+    assert model.late.tolist() == [1]
+
+
+def test_a_snapshot_can_be_taken_again() -> None:
+    model = nn.BatchNorm1d(2)
+    snapshot = Snapshot(model)
+    for value in (1.0, 2.0):
+        model.running_mean.fill_(value)  # type: ignore[union-attr]
+        snapshot.take_buffers()
+        model.running_mean.zero_()  # type: ignore[union-attr]
+        snapshot.put_back_buffers()
+        assert model.running_mean.tolist() == [value, value]  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_buffers_that_are_not_made_yet_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(), nn.Linear(4, 3))
+    case = setup()
+    case.model = model
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    for _ in range(2):
+        optimizer.step(case.closure(optimizer))
+    assert model[1].num_batches_tracked == 2
+
+
+def test_a_compiled_model_is_compiled_once() -> None:
+    """Whatever a step does to weights, buffers and random states, nothing that the compiler guards on changes."""
+    case = setup("conv-batchnorm")
+    counter = CompileCounter()
+    model = case.model
+    case.model = torch.compile(model, backend=counter)  # type: ignore[assignment]
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, inner_iter=2, model=model)
+    optimizer.step(case.closure(optimizer))
+    after_one_step = counter.frame_count
+    for _ in range(3):
+        optimizer.step(case.closure(optimizer))
+        case.step_in_blocks(optimizer)
+    assert after_one_step == counter.frame_count == 1
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.standard_normal, lambda: float(torch.rand(()))])
+@pytest.mark.parametrize("form", ["closure", "blocks"])
+def test_numbers_drawn_on_the_host_are_shared_by_the_passes_and_new_in_the_next_step(
+    draw: Callable[[], float], form: str
+) -> None:
+    """Some models and augmentations draw with Python or numpy."""
+    case, drawn = setup(), list[float]()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, inner_iter=2, model=case.model)
+
+    def loss() -> Tensor:
+        drawn.append(draw())
+        return Setup.loss(case)
+
+    case.loss = loss  # type: ignore[method-assign]
+    for _ in range(3):
+        if form == "closure":
+            optimizer.step(case.closure(optimizer))
+        else:
+            case.step_in_blocks(optimizer)
+    assert drawn[0::3] == drawn[1::3] == drawn[2::3]
+    assert len(set(drawn)) == 3

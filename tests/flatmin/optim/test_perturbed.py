@@ -1,0 +1,237 @@
+"""A step from outside: weights, buffers and storage come back, results pass through, nothing waits for the device."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.cases import MakeBase, Method, Setup, run, same, setup, tensors_in
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flatmin
+
+
+def test_weights_keep_their_storage_and_buffers_theirs(method: Method, make_base: MakeBase, model_name: str) -> None:
+    case = setup(model_name)
+    optimizer = method(make_base(case.model.parameters()), model=case.model)
+    tensors = [*case.model.parameters(), *case.model.buffers()]
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    run(case, optimizer, 2)
+    case.step_in_blocks(optimizer)
+    assert [tensor.data_ptr() for tensor in tensors] == pointers
+    assert all(a is b for a, b in zip([*case.model.parameters(), *case.model.buffers()], tensors, strict=True))
+
+
+def test_the_base_steps_from_exactly_theta(method: Method, model_name: str) -> None:
+    """Also for bfloat16 weights, where θ + Δ − Δ is far from θ."""
+    case = setup(model_name)
+    base = SGD(case.model.parameters(), lr=0.1)
+    optimizer = method(base)
+    theta = case.weights()
+    at_the_base: list[list[Tensor]] = []
+    base.register_step_pre_hook(lambda *_: at_the_base.append(case.weights()))
+    passes: list[list[Tensor]] = []
+    optimizer.step(case.watched(optimizer, passes))
+    assert same(at_the_base[0], theta)
+    assert not same(passes[-1], theta)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_exception_in_any_pass_leaves_everything_as_it_was(
+    make_base: MakeBase, model_name: str, failing: int
+) -> None:
+    case = setup(model_name)
+    optimizer = flatmin.AMP(make_base(case.model.parameters()), epsilon=0.1, inner_iter=2, model=case.model)
+    run(case, optimizer, 1)
+    theta, buffers, state = case.weights(), case.buffers(), [t.clone() for t in tensors_in(optimizer)]
+    attributes = {name: dict(vars(module)) for name, module in case.model.named_modules()}
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        loss = case.closure(optimizer)()
+        calls += 1
+        if calls == failing + 1:
+            raise KeyboardInterrupt
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    assert same(case.weights(), theta)
+    assert same(case.buffers(), buffers)
+    assert same(tensors_in(optimizer), state)
+    for name, module in case.model.named_modules():
+        assert vars(module).keys() == attributes[name].keys()
+        assert all(vars(module)[key] is value for key, value in attributes[name].items())
+    assert not same(run(case, optimizer, 1), theta)
+
+
+def test_an_exception_in_a_block_leaves_weights_and_buffers_as_they_were(method: Method, model_name: str) -> None:
+    case = setup(model_name)
+    optimizer = method(SGD(case.model.parameters(), lr=0.1), model=case.model)
+    case.loss().backward()
+    theta, buffers = case.weights(), case.buffers()
+    with pytest.raises(RuntimeError, match="does not require grad"), optimizer.perturbed():
+        (case.loss().backward(), torch.zeros(1).backward())
+    assert same(case.weights(), theta)
+    assert same(case.buffers(), buffers)
+    case.step_in_blocks(optimizer)
+    assert not same(case.weights(), theta)
+
+
+@pytest.mark.parametrize("inner_iter", [1, 2, 3])
+@pytest.mark.parametrize("quiet", [0, 1, 2, 3])
+def test_a_parameter_without_a_gradient_in_one_pass_is_restored(inner_iter: int, quiet: int) -> None:
+    case = setup()
+    base = SGD(case.model.parameters(), lr=0.0)
+    optimizer = flatmin.AMP(base, epsilon=0.1, inner_iter=inner_iter)
+    theta, calls = case.weights(), 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        loss = case.closure(optimizer)()
+        if calls == quiet:
+            case.model[0].weight.grad = None  # type: ignore[index]
+        calls += 1
+        return loss
+
+    optimizer.step(closure)
+    assert calls == inner_iter + 1
+    assert same(case.weights(), theta)
+
+
+@pytest.mark.parametrize("zero", [0.0, torch.tensor(0.0)])
+def test_a_loss_of_exactly_zero_steps(method: Method, zero: float | Tensor) -> None:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = method(SGD([weight], lr=0.1))
+
+    def closure() -> float | Tensor:
+        optimizer.zero_grad()
+        weight.sum().backward()
+        return zero
+
+    assert optimizer.step(closure) is zero
+    assert weight.tolist() == pytest.approx([0.9, 1.9])
+
+
+RESULTS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda loss: loss,
+    "float": lambda loss: 0.25,
+    "none": lambda loss: None,
+    "dict": lambda loss: {"logits": torch.zeros(1), "loss": loss},
+    "tuple": lambda loss: ("name", loss, torch.zeros(1)),
+    "object": lambda loss: object(),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_any_closure_result_is_passed_through_and_its_loss_found(method: Method, kind: str) -> None:
+    case = setup()
+    optimizer = method(SGD(case.model.parameters(), lr=0.1))
+    results, losses = [], []
+
+    def closure() -> Any:
+        losses.append(case.closure(optimizer)())
+        results.append(RESULTS[kind](losses[-1]))
+        return results[-1]
+
+    assert optimizer.step(closure) is results[0]
+    if kind in ("tensor", "dict", "tuple"):
+        assert optimizer.last.loss is not None
+        assert optimizer.last.loss_perturbed is not None
+        assert torch.equal(optimizer.last.loss, losses[0])
+        assert torch.equal(optimizer.last.loss_perturbed, losses[-1])
+        assert not optimizer.last.loss.requires_grad
+    else:
+        assert optimizer.last.loss is None
+
+
+def test_last_tells_what_happened() -> None:
+    case = setup(dtype=torch.float64)
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=100.0, inner_lr=0.5)
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(case.loss(), list(case.model.parameters()))])
+    optimizer.step(case.closure(optimizer))
+    last = optimizer.last
+    assert last.loss_perturbed is not None
+    assert last.loss is not None
+    assert last.loss_perturbed > last.loss
+    assert last.grad_norm == pytest.approx(float(gradient.norm()))
+    assert last.delta_norm == pytest.approx(0.5 * float(gradient.norm()))
+    assert last.on_ball == 0
+    assert not last.skipped
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the reads of a number from the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def host_reads(case: Setup, optimizer: Optimizer) -> int:
+    run(case, optimizer, 2)
+    with HostReads() as reads:
+        run(case, optimizer, 1)
+    return int(reads.count)
+
+
+def test_a_step_reads_nothing_from_the_device_that_its_base_does_not(
+    method: Method, make_base: MakeBase, model_name: str
+) -> None:
+    plain, wrapped = setup(model_name), setup(model_name)
+    own = host_reads(plain, make_base(plain.model.parameters()))
+    assert host_reads(wrapped, method(make_base(wrapped.model.parameters()), model=wrapped.model)) == own
+
+
+def test_no_more_than_two_results_of_the_closure_are_kept() -> None:
+    class Result:
+        pass
+
+    case = setup()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, inner_iter=5)
+    alive = list[int]()
+    seen = weakref.WeakSet[Result]()
+
+    def closure() -> Result:
+        case.closure(optimizer)()
+        alive.append(len(seen))
+        result = Result()
+        seen.add(result)
+        return result
+
+    optimizer.step(closure)
+    assert max(alive) == 2
+
+
+def test_a_closure_may_leave_zero_grad_to_the_loop(method: Method, make_base: MakeBase) -> None:
+    first, second = setup(), setup()
+    torch.manual_seed(1)
+    expected = run(first, method(make_base(first.model.parameters())), 3)
+    torch.manual_seed(1)
+    optimizer = method(make_base(second.model.parameters()))
+
+    def closure() -> Tensor:
+        loss = second.loss()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.step(closure)
+    assert same(second.weights(), expected)
+
+
+def test_an_optimizer_shows_its_settings_and_its_base() -> None:
+    params = setup().layers()[0]
+    shown = repr(flatmin.AMP(SGD(params, lr=0.1), epsilon=0.3))
+    assert shown.startswith("AMP(inner_iter=1, ball='global', norm='l2') around SGD")
+    assert "epsilon: 0.3" in shown
+    assert repr(flatmin.RMP(SGD(params, lr=0.1), epsilon=0.3)).startswith("RMP(ball='global', norm='l2') around SGD")

@@ -1,0 +1,284 @@
+"""Data-parallel jobs for test_replicated.py: what each rank saw. `RANKS` comes from the process group."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.integrations.ranks.overflow import overflow_once
+from tests.support.cases import METHODS, Setup, setup
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+from flatmin import AMP
+
+STEPS = 4
+
+
+def own_part(case: Setup, rank: int) -> Setup:
+    """The rank's part of the batch of twelve."""
+    ranks = dist.get_world_size()
+    return Setup(case.model, case.x[rank::ranks], case.y[rank::ranks])
+
+
+def twelve(model: str = "mlp", dtype: torch.dtype | None = torch.float64) -> Setup:
+    case = setup(model, dtype=dtype)
+    torch.manual_seed(5)
+    return Setup(case.model, torch.randn(12, 6).to(case.x.dtype), torch.randint(0, 3, (12,)))
+
+
+def train(rank: int, method: str, *, spoil: bool = False) -> dict[str, Any]:
+    """Five steps, each rank with its own part of the batch; with `spoil`, one of nan on the last rank alone."""
+    case = own_part(twelve("conv-batchnorm", None), rank)
+    good = case.x
+    case.model = DistributedDataParallel(case.model)
+    torch.manual_seed(rank)  # whatever is drawn at random differs between the ranks
+    optimizer = METHODS[method](SGD(case.model.parameters(), lr=0.1, momentum=0.9), model=case.model)
+    skipped = []
+    for step in range(5):
+        bad = spoil and step == 2 and rank == dist.get_world_size() - 1
+        case.x = good * float("nan") if bad else good
+        optimizer.step(case.closure(optimizer))
+        skipped.append(bool(optimizer.last.skipped))
+    return {
+        "weights": case.weights(),
+        "momentum": [state["momentum_buffer"] for state in optimizer.state.values()],
+        "skipped": skipped,
+    }
+
+
+def train_as_one(rank: int, inner_iter: int, **options: Any) -> dict[str, Any]:
+    """One perturbation for all: the same as one process with the whole batch."""
+    whole = twelve()
+    single = AMP(SGD(whole.model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1, inner_iter=inner_iter)
+    for _ in range(STEPS):
+        single.step(whole.closure(single))
+    case = own_part(twelve(), rank)
+    case.model = DistributedDataParallel(case.model, **options)
+    optimizer = AMP(
+        SGD(case.model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1, inner_iter=inner_iter, model=case.model
+    )
+    for _ in range(STEPS):
+        optimizer.step(case.closure(optimizer))
+    return {"weights": case.weights(), "expected": whole.weights()}
+
+
+def each_on_its_own(inner_iter: int, ranks: int) -> list[Tensor]:
+    """By hand, in one process: every rank's Δᵣ from its own gradient, then a step with the mean gradient."""
+    case = twelve()
+    params = list(case.model.parameters())
+    base = SGD(params, lr=0.1, momentum=0.9)
+    for _ in range(STEPS):
+        theta, total = case.weights(), [torch.zeros_like(p) for p in params]
+        for rank in range(ranks):
+            delta = [torch.zeros_like(p) for p in params]
+            x, y = case.x[rank::ranks], case.y[rank::ranks]
+            for n in range(inner_iter + 1):
+                with torch.no_grad():
+                    for p, start, d in zip(params, theta, delta, strict=True):
+                        p.copy_(start + d)
+                gradient = torch.autograd.grad(Setup(case.model, x, y).loss(), params)
+                if n < inner_iter:
+                    delta = [d + g for d, g in zip(delta, gradient, strict=True)]
+                    length = torch.cat([d.flatten() for d in delta]).norm()
+                    delta = [d * min(1.0, 0.1 / float(length)) for d in delta]
+            total = [t + g / ranks for t, g in zip(total, gradient, strict=True)]
+        with torch.no_grad():
+            for p, start, gradient_mean in zip(params, theta, total, strict=True):
+                p.copy_(start)
+                p.grad = gradient_mean
+        base.step()
+    return case.weights()
+
+
+def train_apart(rank: int, inner_iter: int, form: str) -> dict[str, Any]:
+    """A perturbation a rank, beside the same by hand."""
+    case = own_part(twelve(), rank)
+    case.model = model = DistributedDataParallel(case.model)
+    base = SGD(case.model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = AMP(base, epsilon=0.1, inner_iter=inner_iter, model=model, sync_perturbation=False)
+    for _ in range(STEPS):
+        if form == "closure":
+            optimizer.step(case.closure(optimizer))
+            continue
+        optimizer.zero_grad()
+        with model.no_sync():
+            case.loss().backward()
+        for _ in range(inner_iter):
+            with optimizer.perturbed():
+                case.loss().backward()
+        optimizer.step()
+    assert optimizer.last.grad_norm is not None
+    return {
+        "weights": case.weights(),
+        "expected": each_on_its_own(inner_iter, dist.get_world_size()),
+        "grad_norm": optimizer.last.grad_norm,
+    }
+
+
+def train_micro_batches(rank: int, sync: bool) -> dict[str, Any]:
+    """Two micro-batches on every rank, each with its own perturbation; apart, that is twice as many ranks."""
+    ranks = dist.get_world_size()
+    case = twelve()
+    model = DistributedDataParallel(case.model)
+    optimizer = AMP(SGD(model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1, model=model, sync_perturbation=sync)
+
+    def closure_of(part: int) -> Callable[[], Tensor]:
+        return Setup(model, case.x[part :: 2 * ranks], case.y[part :: 2 * ranks]).closure(optimizer)
+
+    for _ in range(STEPS):
+        optimizer.step([closure_of(rank), closure_of(rank + ranks)])
+    return {"weights": case.weights(), "expected": each_on_its_own(1, 2 * ranks)}
+
+
+def skip_together(rank: int, scaled: bool, base: str) -> dict[str, Any]:
+    """A perturbation a rank, and an ascent that overflows on the last rank alone: its descent is sound."""
+    case = own_part(twelve("mlp", None), rank)
+    case.model = model = DistributedDataParallel(case.model)
+    inner = SGD(model.parameters(), lr=0.1) if base == "sgd" else AdamW(model.parameters(), lr=0.1, fused=True)
+    optimizer = AMP(inner, epsilon=0.1, model=model, sync_perturbation=False)
+    return overflow_once(case, optimizer, scaled=scaled)
+
+
+class Two(nn.Module):
+    """Two heads, of which a rank may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        out: Tensor = self.heads[head](self.body(x).tanh())
+        return out
+
+
+def use_one_head(rank: int, sync: bool, unused_everywhere: bool) -> dict[str, Any]:
+    case = own_part(twelve("mlp", None), rank)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Two(), find_unused_parameters=True)
+    optimizer = AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model, sync_perturbation=sync)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(case.x, 0 if unused_everywhere else rank % 2), case.y)
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+    return {"weights": [p.detach().clone() for p in model.parameters()]}
+
+
+def statistics(rank: int) -> dict[str, Any]:
+    """BatchNorm's buffers with weights that stay: after AMP with a perturbation a rank, beside those of plain DDP."""
+    seen = []
+    for perturbed in (False, True):
+        case = own_part(twelve("conv-batchnorm", None), rank)
+        case.model = DistributedDataParallel(case.model)
+        optimizer: Any = SGD(case.model.parameters(), lr=0.0)
+        if perturbed:
+            optimizer = AMP(optimizer, epsilon=0.1, model=case.model, sync_perturbation=False)
+        for _ in range(STEPS):
+            optimizer.step(case.closure(optimizer))
+        seen.append(case.buffers())
+    return {"plain": seen[0], "amp": seen[1]}
+
+
+def idle(rank: int, form: str, *, sync: bool) -> dict[str, Any]:
+    """ε = 0: the base's own steps, with synchronised gradients; these lie in buckets that are written anew."""
+    seen = []
+    for wrapped in (False, True):
+        case = own_part(twelve(), rank)
+        case.model = model = DistributedDataParallel(case.model, gradient_as_bucket_view=True)
+        optimizer: Any = SGD(model.parameters(), lr=0.1)
+        if wrapped:
+            optimizer = AMP(optimizer, epsilon=0.0, model=model, sync_perturbation=sync)
+        for _ in range(STEPS):
+            if form == "closure" or not wrapped:
+                optimizer.step(case.closure(optimizer))
+                continue
+            optimizer.zero_grad()
+            with nullcontext() if sync else model.no_sync():
+                case.loss().backward()
+            with optimizer.perturbed():
+                (case.loss() * (100 if sync else 1)).backward()  # the clean pass counts, if it was synchronised
+            optimizer.step()
+        seen.append(case.weights())
+    return {"plain": seen[0], "amp": seen[1]}
+
+
+def disagree(rank: int, on: str) -> dict[str, Any]:
+    """The error of each rank, and whether its weights stayed."""
+    case = own_part(twelve("mlp", None), rank)
+    case.model = model = DistributedDataParallel(case.model, static_graph=on == "static")
+    params = [nn.Parameter(torch.zeros(3)), *model.parameters()]
+    wrong: dict[str, dict[str, Any]] = {
+        "epsilon": {"epsilon": 0.1 * (rank + 1)},
+        "idle": {"epsilon": 0.1 * min(rank, 1)},
+        "inner_iter": {"inner_iter": rank + 1},
+        "replicas": {"model": model.module, "sync_perturbation": False},
+        "static": {"sync_perturbation": False},
+        "outside": {},
+    }
+    optimizer = AMP(SGD(params, lr=0.1), **{"epsilon": 0.1, "model": model, **wrong.get(on, {})})
+    before, message = case.weights(), ""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = case.loss()
+        if on == "gradients" and rank == 0:
+            loss = loss + params[0].sum()
+        if on == "outside":  # a parameter that nobody synchronises
+            loss = loss + (rank + 1) * params[0].sum()
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except (ValueError, RuntimeError) as error:
+        message = str(error)
+    stayed = all(torch.equal(a, b) for a, b in zip(case.weights(), before, strict=True))
+    for group in optimizer.param_groups:
+        group["epsilon"] = 0.1
+    optimizer.inner_iter, optimizer.sync_perturbation, on = 1, True, ""
+    optimizer.step(closure)  # nothing is lost after an error
+    return {"message": message, "stayed": stayed, "weights": case.weights()}
+
+
+WRONG = ("epsilon", "idle", "inner_iter", "gradients", "replicas", "static", "outside")
+JOBS: dict[str, Any] = {
+    **{f"ddp-{method}": partial(train, method=method) for method in METHODS},
+    **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},
+    **{f"as-one-{n}": partial(train_as_one, inner_iter=n) for n in (1, 2)},
+    "as-one-views": partial(train_as_one, inner_iter=1, gradient_as_bucket_view=True),
+    "as-one-static": partial(train_as_one, inner_iter=1, static_graph=True),
+    **{
+        f"apart-{n}-{form}": partial(train_apart, inner_iter=n, form=form)
+        for n in (1, 2)
+        for form in ("closure", "blocks")
+    },
+    "micro-apart": partial(train_micro_batches, sync=False),
+    "micro-as-one": partial(train_micro_batches, sync=True),
+    **{
+        f"skip-{base}-{scaled}": partial(skip_together, scaled=scaled, base=base)
+        for base in ("sgd", "adamw-fused")
+        for scaled in (False, True)
+    },
+    **{
+        f"unused-{sync}-{everywhere}": partial(use_one_head, sync=sync, unused_everywhere=everywhere)
+        for sync in (True, False)
+        for everywhere in (True, False)
+    },
+    "statistics": statistics,
+    **{
+        f"idle-{form}-{sync}": partial(idle, form=form, sync=sync)
+        for form in ("closure", "blocks")
+        for sync in (True, False)
+    },
+    **{f"disagree-{on}": partial(disagree, on=on) for on in WRONG},
+}

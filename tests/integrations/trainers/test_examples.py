@@ -1,0 +1,34 @@
+"""The programs in examples/ run as they stand."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from tests import ROOT
+
+# gloo, now and then, in a process that is done and leaves: with plain SGD in place of AMP too (1 of 19, torch 2.13)
+ABORTED = "terminate called without an active exception"
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
+@pytest.mark.parametrize("flags", [[], ["--apart"]])
+def test_torchrun_trains_equal_replicas(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for _ in range(3):
+        done = subprocess.run(
+            [*command, str(EXAMPLES / "several_gpus.py"), *flags],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        if ABORTED not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank (\d) of 2: error ([\d.]+)%, weights add up to (-?[\d.]+)", done.stdout)
+    assert {rank for rank, _, _ in found} == {"0", "1"}
+    assert len({weights for _, _, weights in found}) == 1
+    assert all(float(error) < 20 for _, error, _ in found)

@@ -1,0 +1,124 @@
+"""How long it will take: what is multiplied is what happens."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import count
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from tests.support.small_runs import learner_of, tiny_data, tiny_recipe
+
+from flatmin_lab.bench import time_estimate
+from flatmin_lab.data import load
+from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
+from flatmin_lab.recipes.recipe import Job
+from flatmin_lab.runs.events import Epoch, Finished, Progress, Record
+from flatmin_lab.training.loop import train
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("erm", {}),
+        ("mixup", {}),
+        ("rmp", {}),
+        ("adversarial", {}),
+        ("amp", {"epsilon": 0.1}),
+        ("amp", {"epsilon": 0.1, "inner_iter": 3}),
+    ],
+)
+def test_the_passes_of_a_step_are_counted_right(method: str, settings: dict[str, Any]) -> None:
+    recipe = tiny_recipe(method=method, settings=settings)
+    learner = learner_of(recipe, tiny_data())
+    counted = []
+    learner.model.register_forward_hook(lambda *_: counted.append(1))
+    index, u = next(iter(learner.batches.parts(0)))
+    learner.step(index, u, 0.1)
+    assert len(counted) == time_estimate.passes(recipe)
+
+
+def test_a_training_is_its_steps_and_a_look_at_the_test_set_after_each_epoch() -> None:
+    data, known = tiny_data(train=40, test=30), time_estimate.Pace(step=1.0, look=0.1)
+    recipe = tiny_recipe(epochs=3, batch_size=10)
+    assert time_estimate.seconds_of(recipe, data, known) == pytest.approx(3 * (4 + 30 * 0.1))
+    held_out = tiny_recipe(epochs=3, batch_size=10, validation=True)
+    assert time_estimate.seconds_of(held_out, data, known) == pytest.approx(3 * (3.6 + 4 * 0.1))
+
+
+def test_an_estimate_is_near_the_training_where_most_of_it_is_looking_at_the_test_set() -> None:
+    data = load("spiral")
+    recipe = suited("spiral", data, method="amp", epochs=20)
+    (guess,) = time_estimate.seconds_of_all([Job(recipe, 0)], {"spiral": data}, device=torch.device("cpu"))
+    start = perf_counter()
+    assert isinstance(list(train(recipe, data, seed=0))[-1], Finished)
+    took = perf_counter() - start
+    assert 0.1 < guess / took < 10  # the cores are shared with other tests
+
+
+def test_a_step_that_comes_after_the_end_of_an_epoch_counts_only_where_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock[0])
+
+    def records(steps: int) -> Iterator[Record | None]:
+        """A step takes 1 ms, a look at the test set 100."""
+        for epoch in count(1):
+            for _ in range(steps):
+                clock[0] += 0.001
+                yield Progress(epoch=epoch, step=1, numbers={})
+                yield None
+            clock[0] += 0.1
+            yield Epoch(epoch=epoch, step=1, numbers={})
+
+    for steps, expected in ((4, 0.001), (1, 0.101)):
+        monkeypatch.setattr(time_estimate, "begun", lambda *_, steps=steps, **__: nullcontext(records(steps)))
+        found = time_estimate.seconds_a_step(tiny_recipe(), tiny_data(), device=torch.device("cpu"))
+        assert found == pytest.approx(expected)
+
+
+def test_a_look_is_measured_in_small_where_a_large_batch_would_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+
+    def logits_of(answers: Any, split: Any, normalise: Any) -> torch.Tensor:
+        looked.append(len(split))
+        clock[0] += len(split) * each
+        return torch.zeros(len(split), 3)
+
+    clock = [0.0]
+    monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time_estimate, "logits_of", logits_of)
+    for each, sizes in ((1e-4, [50, 50, 500, 500]), (0.1, [50, 50])):
+        looked.clear()
+        data = tiny_data(test=600)
+        assert time_estimate.seconds_a_look(tiny_recipe(), data, device=torch.device("cpu")) == pytest.approx(each)
+        assert looked == sizes
+
+
+def test_of_those_that_are_alike_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def pace(recipe: Any, data: Any, *, device: Any) -> time_estimate.Pace:
+        measured.append(recipe.name)
+        return time_estimate.Pace(0.5, 0.01)
+
+    monkeypatch.setattr(time_estimate, "pace", pace)
+    jobs = EXHIBITS["table1"]("smoke").jobs((0, 1))
+    sets = {recipe.data: tiny_data() for recipe in EXHIBITS["table1"]("smoke").recipes}
+    found = time_estimate.seconds_of_all(jobs, sets, device=torch.device("cpu"))
+    assert len(found) == len(jobs) == 96
+    assert len(measured) == 2 * 2  # two networks, one or two passes
+    assert all(seconds > 0 for seconds in found)
+
+
+def test_a_step_is_measured_on_a_training_that_leaves_nothing() -> None:
+    recipe = cell("smoke", "cifar10", "vgg16", "amp")
+    data = tiny_data(train=20)
+    small = tiny_recipe(method="amp", settings={"epsilon": 0.1})
+    before = torch.get_rng_state()
+    found = time_estimate.pace(small, data, device=torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert 0 < found.step < 5
+    assert 0 < found.look < 1
+    assert Job(recipe, 0).seed == 0

@@ -1,0 +1,273 @@
+"""The commands that look at trained models: evaluate, landscape, report and theory, from the request to the files."""
+
+import base64
+import json
+import re
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.processes import flatmin, words
+
+from flatmin_lab.report.pages.theory import theory_page
+from flatmin_lab.runs import checkpoint
+
+FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
+MODULE = """
+    import torch
+    from torch import nn
+
+    def make_model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+    def needy(width):
+        return nn.Linear(width, width)
+
+    def wide():
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Softmax(dim=1))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two trained runs, each with two checkpoints."""
+    folder = tmp_path_factory.mktemp("runs")
+    for method in ("erm", "amp"):
+        assert flatmin(*FAST, "--method", method, "--epochs", 2, "--out", folder / method).exit_code == 0
+    return folder
+
+
+@pytest.fixture
+def own(runs: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(runs, tmp_path / "runs"))
+
+
+def evaluated(folder: Path, *arguments: object) -> dict[str, Any]:
+    result = flatmin("evaluate", folder, "--json", "--device", "cpu", *arguments)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_evaluate_keeps_what_it_finds_and_adds_to_it(own: Path) -> None:
+    plain = evaluated(own / "erm")
+    assert {"error", "nll", "ece", "adaptive_ece", "brier", "intervals", "scaled", "reliability"} <= plain.keys()
+    assert not {"attack", "flatness"} & plain.keys()
+    attacked = evaluated(own / "erm", "--attack", "--pictures", 50)
+    assert attacked["attack"]["radius"] == 4 / 255
+    assert attacked["attack"]["pictures"] == 50
+    flat = evaluated(own / "erm", "--flatness", "--pictures", 50, "--epsilon", 0.05)
+    assert flat["flatness"]["epsilon"] == 0.05
+    kept = json.loads((own / "erm" / "evaluation.json").read_text())
+    assert kept["attack"] == attacked["attack"]
+    assert kept["flatness"] == flat["flatness"]
+    assert kept["checkpoint"] == checkpoint.listed(own / "erm")[0].name
+    assert kept["facts"]["torch"] == torch.__version__
+
+
+def test_what_was_kept_of_another_checkpoint_is_not_mixed_in(own: Path) -> None:
+    evaluated(own / "erm", "--attack", "--pictures", 20)
+    newest, older = checkpoint.listed(own / "erm")
+    before = (own / "erm" / "evaluation.json").read_bytes()
+    evaluated(older)  # not the newest: nothing is kept
+    assert (own / "erm" / "evaluation.json").read_bytes() == before
+    newest.unlink()
+    assert evaluated(own / "erm")["epoch"] == 1
+    assert "attack" not in json.loads((own / "erm" / "evaluation.json").read_text())
+
+
+def test_evaluate_shows_tables_that_can_be_read(own: Path) -> None:
+    shown = words(
+        flatmin("evaluate", own / "amp", "--attack", "--flatness", "--pictures", 30, "--device", "cpu").stdout
+    )
+    for text in ("95 % interval", "Brier score", "error, PGD, 10 steps", "largest eigenvalues", "from random points"):
+        assert text in shown
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("flatmin_lab.runs.evaluation_files.keep", full)
+    result = flatmin("evaluate", own / "erm", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "not kept" in words(result.stderr)
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Somebody with a model and a data set of their own, in their own folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mymodule.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "mymodule", raising=False)
+    generator = np.random.default_rng(0)
+    names = {"x_train": 60, "x_test": 40}
+    arrays = {name: generator.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8) for name, count in names.items()}
+    labels = {name.replace("x", "y"): np.arange(count) % 10 for name, count in names.items()}
+    np.savez(tmp_path / "own.npz", **arrays, **labels)  # type: ignore[arg-type]
+    return tmp_path
+
+
+@pytest.mark.parametrize("model", ["mymodule:make_model", "mymodule.py:make_model"])
+def test_a_model_of_ones_own_is_evaluated_in_every_way(user: Path, model: str) -> None:
+    asked = ["--model", model, "--data", "own.npz", "--attack", "--flatness", "--json", "--device", "cpu"]
+    result = flatmin("evaluate", *asked)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["pictures"] == 40
+    assert found["model"] == model
+    assert found["attack"]["pgd_error"] >= found["error"]
+    assert len(found["flatness"]["eigenvalues"]) == 3
+    other = json.loads(flatmin("evaluate", *asked, "--normalised").stdout)
+    assert other["nll"] != found["nll"]
+
+
+def test_weights_of_ones_own_are_loaded_and_those_of_another_model_refused(user: Path) -> None:
+    torch.manual_seed(1)
+    layers = [torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten()]
+    torch.save(torch.nn.Sequential(*layers, torch.nn.Linear(144, 10)).state_dict(), "good.pt")
+    torch.save(torch.nn.Linear(2, 2).state_dict(), "other.pt")
+    asked = ["--model", "mymodule:make_model", "--data", "own.npz", "--device", "cpu"]
+    good = json.loads(flatmin("evaluate", "good.pt", *asked, "--json").stdout)
+    assert good["weights"] == "good.pt"
+    assert good["nll"] != json.loads(flatmin("evaluate", *asked, "--json").stdout)["nll"]
+    other = flatmin("evaluate", "other.pt", *asked)
+    assert other.exit_code == 2
+    assert "holds the weights of another model: without 0.bias" in words(other.stderr)
+    page = flatmin("landscape", "good.pt", *asked, "--points", 3, "--pictures", 20, "--out", "page.html")
+    assert page.exit_code == 0, page.output
+    assert "good.pt, training" in (user / "page.html").read_text()
+
+
+def test_a_model_that_looks_odd_is_measured_and_what_is_odd_is_said(user: Path) -> None:
+    result = flatmin("evaluate", "--model", "mymodule:wide", "--data", "own.npz", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    said = words(result.stderr)
+    assert "note: the model has 12 outputs, and the data 10 classes" in said
+    assert "look like probabilities" in said
+    assert "mymodule:wide on own, as its function makes it, no weights given" in words(result.stdout)
+
+
+def test_runs_that_would_have_one_name_are_told_apart_by_their_folders_or_epochs(own: Path, tmp_path: Path) -> None:
+    shutil.copytree(own / "erm", own / "other")
+    out = tmp_path / "page.html"
+    asked = ["--points", 3, "--pictures", 10, "--device", "cpu", "--out", out, "--lines-only"]
+    result = flatmin("landscape", own / "erm", own / "other", *asked)
+    assert result.exit_code == 0, result.output
+    assert '"other": [' in data_of(out.read_text())
+    newest, older = checkpoint.listed(own / "erm")
+    assert flatmin("landscape", newest, older, *asked).exit_code == 0
+    assert '"erm, epoch 1": [' in data_of(out.read_text())
+
+
+def data_of(page: str) -> str:
+    """The numbers that can be saved from a page."""
+    (content,) = re.findall(r'href="data:application/json;base64,([^"]+)"', page)
+    return base64.b64decode(content).decode()
+
+
+def test_landscapes_of_several_runs_lie_along_the_same_directions(own: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "landscape.html"
+    asked = ["--points", 5, "--pictures", 40, "--device", "cpu", "--out", out]
+    result = flatmin("landscape", own / "erm", own / "amp", *asked)
+    assert result.exit_code == 0, result.output
+    assert str(out) in words(result.stdout)
+    kept = {name: json.loads((own / name / "landscape.json").read_text()) for name in ("erm", "amp")}
+    assert kept["erm"]["axis"] == kept["amp"]["axis"]
+    assert kept["erm"]["splits"]["test"]["plane"] != kept["amp"]["splits"]["test"]["plane"]
+    page = out.read_text()
+    assert page.count("<canvas") == 4
+    assert "erm, seed 0, training" in page
+    lines = flatmin("landscape", own / "erm", *asked, "--lines-only")
+    assert lines.exit_code == 0
+    assert "<canvas" not in out.read_text()
+
+
+def test_the_report_is_made_from_what_was_kept(own: Path, tmp_path: Path) -> None:
+    evaluated(own / "amp", "--attack", "--pictures", 20)
+    result = flatmin("report", own, "--out", tmp_path / "report.html")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "report.html").read_text()
+    assert f"flatmin evaluate {own / 'erm'} --attack" in page
+    assert f"flatmin landscape {own / 'erm'} {own / 'amp'}" in page
+    assert "too few trainings to tell" in page
+
+
+def test_the_theory_page_is_written(tmp_path: Path) -> None:
+    result = flatmin("theory", "--out", tmp_path / "theory.html")
+    assert result.exit_code == 0
+    assert (tmp_path / "theory.html").read_text() == theory_page()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["evaluate"], "name a run's folder or a checkpoint, or a model of your own"),
+        (["landscape"], "name a run's folder or a checkpoint, or a model of your own"),
+        (["evaluate", "--model", "mymodule:make_model"], "--model needs --data"),
+        (
+            ["evaluate", "--model", "mymodule:make_model", "--data", "own.npz", "--averaged"],
+            "--averaged belongs to a run",
+        ),
+        (["evaluate", "--model", "convnet", "--data", "own.npz"], "is named by its run's folder"),
+        (["evaluate", "RUN", "--normalised"], "--normalised belongs to --model"),
+        (["evaluate", "RUN", "--attack", "--pictures", 0], "--pictures must be at least 1, got 0"),
+        (["evaluate", "RUN", "--pictures", 5], "--pictures belongs to --attack and --flatness"),
+        (["evaluate", "RUN", "--radius", "1/255"], "--radius belongs to --attack"),
+        (["evaluate", "RUN", "--attack", "--epsilon", 0.1], "--epsilon belongs to --flatness"),
+        (["evaluate", "RUN", "--attack", "--radius", "x"], "such as 4/255, got x"),
+        (["evaluate", "RUN", "--attack", "--radius", "1/0"], "such as 4/255"),
+        (["evaluate", "RUN", "--attack", "--radius", "1e400"], "such as 4/255"),
+        (["evaluate", "RUN", "--attack", "--radius=-1"], "at least 0"),
+        (["evaluate", "RUN", "--attack", "--norm", "l3"], "unknown norm 'l3'; choose from l2, linf"),
+        (["evaluate", "RUN", "--attack", "--steps", 0], "steps must be at least 1, got 0"),
+        (["evaluate", "RUN", "--flatness", "--epsilon", -1], "epsilon must be at least 0"),
+        (["evaluate", "RUNS"], "holds 2 runs; name one"),
+        (["evaluate", "RUN", "--model", "mymodule:make_model", "--data", "own.npz"], "is a folder"),
+        (["evaluate", "--model", "mymodule:needy", "--data", "own.npz"], "is called without arguments"),
+        (["landscape", "RUN", "--points", 4], "--points must be odd"),
+        (["landscape", "RUN", "--reach", 0], "--reach must be above 0"),
+        (["landscape", "RUN", "nowhere"], "nowhere is not there"),
+        (["report", "nowhere"], "nowhere is not there"),
+        (["evaluate", "--model", "mymodule:absent", "--data", "own.npz"], "no function or class 'absent'"),
+        (["evaluate", "--model", "absent:make_model", "--data", "own.npz"], "no module 'absent'"),
+        (["theory", "--out", "taken/page.html"], "cannot be written (File exists)"),
+        (["theory", "--out", "."], "is a folder; name the file"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_a_request_that_makes_no_sense_is_told_why(user: Path, runs: Path, arguments: list[Any], text: str) -> None:
+    (user / "taken").write_text("a file")
+    places = {"RUN": runs / "erm", "RUNS": runs}
+    result = flatmin(*(places.get(word, word) for word in arguments))
+    assert result.exit_code == 2, result.output
+    assert text in words(result.stderr)
+
+
+def test_a_training_that_diverged_is_a_result_of_its_method(tmp_path: Path) -> None:
+    for method, rate in (("erm", 0.1), ("amp", 1e9)):
+        flatmin(*FAST, "--method", method, "--epochs", 1, "--lr", rate, "--out", tmp_path / "runs" / method)
+    result = flatmin("report", tmp_path / "runs", "--out", tmp_path / "report.html")
+    assert "this training of amp diverged, and is in no mean" in words(result.stderr)
+    assert "diverged" in (tmp_path / "report.html").read_text()
+
+
+def test_where_nothing_can_be_read_the_page_says_so_and_the_command_fails(own: Path, tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        (own / method / "result.json").write_text("torn")
+    result = flatmin("report", own, "--out", tmp_path / "report.html")
+    assert result.exit_code == 1
+    assert "No training could be read" in (tmp_path / "report.html").read_text()
+
+
+def test_an_empty_folder_has_no_runs_to_report(tmp_path: Path) -> None:
+    result = flatmin("report", tmp_path)
+    assert result.exit_code == 2
+    assert "begin one with `flatmin train --data digits`" in words(result.stderr)

@@ -1,0 +1,207 @@
+"""`flatmin reproduce`: the table is filled, killed in the middle it goes on, and bad requests are told why."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import ROOT
+from tests.support.processes import flatmin, words
+from tests.support.report_files import write_result
+
+from flatmin_lab.data import load
+from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
+from flatmin_lab.runs.open_folder import open_
+from flatmin_lab.training.loop import config_of
+
+SOME = ["--protocol", "smoke", "--data", "cifar10", "--models", "vgg16"]
+
+
+def places(folder: Path) -> list[str]:
+    return ["--results", str(folder / "results"), "--runs", str(folder / "runs"), "--device", "cpu"]
+
+
+def program(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "flatmin_lab", "reproduce", *arguments]
+
+
+def test_killed_in_the_middle_it_finishes_without_repeating_a_finished_run(tmp_path: Path) -> None:
+    command = program("table1", *SOME, "--seeds", "0", *places(tmp_path))
+    environment: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(ROOT / "src")}}
+    results = tmp_path / "results" / "smoke"
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(command, stdout=log, stderr=log, **environment)
+        until = time.monotonic() + 120
+        while len(list(results.glob("*.json"))) < 2 and time.monotonic() < until:
+            assert first.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    there = {path: path.stat().st_mtime_ns for path in results.glob("*.json")}
+    assert 2 <= len(there) < 8
+    second = subprocess.run(command, capture_output=True, text=True, check=False, **environment)
+    assert second.returncode == 0, second.stderr
+    assert len(list(results.glob("*.json"))) == 8
+    assert {path: path.stat().st_mtime_ns for path in there} == there
+    assert f"8 trainings: {len(there)} done" in second.stderr
+    for line in ("ERM", "Dropout", "label smoothing", "flooding", "MixUp", "adversarial", "RMP", "AMP"):
+        (row,) = [row for row in second.stdout.splitlines() if row.strip().startswith(line)]
+        assert row.split()[-1].replace(".", "").isdecimal()  # the paper's number at its end
+    third = flatmin(*command[3:])
+    assert "8 trainings: 8 done" in third.stderr
+    assert "label smoothing" in third.stdout
+
+
+def test_the_list_says_what_is_there(tmp_path: Path) -> None:
+    write_result(tmp_path / "results", cell("short", "cifar10", "preactresnet18", "erm"), 0, 0.05)
+    shown = flatmin("reproduce", "--list", "--protocol", "short", *places(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    lines = {line.split()[0]: line.split() for line in shown.stdout.splitlines()[1:]}
+    assert lines.keys() == EXHIBITS.keys()
+    assert lines["table1"][-3:] == ["144", "1", "143"]
+    assert lines["ece"][-3:] == ["72", "1", "71"]
+    assert lines["table3"][-2:] == ["72", "72"] or lines["table3"][-3:] == ["72", "0", "72"]  # it has no attack
+
+
+def test_a_filled_table_says_what_was_chosen_and_what_is_smoothed(tmp_path: Path) -> None:
+    def shown(exhibit: str, *arguments: str) -> str:
+        how = ["--protocol", "short", "--seeds", "0", "--models", "preactresnet18", *arguments, *places(tmp_path)]
+        found = flatmin("reproduce", exhibit, *how)
+        assert found.exit_code == 0, found.output
+        return words(found.stdout)
+
+    ours = {"test_nll": 0.35, "test_smoothed_loss": 0.98}
+    for data in ("cifar10", "cifar100"):
+        write_result(tmp_path / "results", cell("short", data, "preactresnet18", "erm"), 0, 0.05)
+    write_result(tmp_path / "results", cell("short", "cifar10", "preactresnet18", "label_smoothing"), 0, 0.05, **ours)
+    text = shown("table1", "--data", "cifar10", "--methods", "erm,label_smoothing")
+    assert "0.350 (smoothed: 1.050)" in text
+    assert "smoothed: the loss smoothed over the other classes" in text
+    assert "short: baselines at the paper's values for 200 epochs, AMP's radius chosen for 60" in text
+    assert "smoothed:" not in shown("table1", "--data", "cifar100", "--methods", "erm")
+    swept = [recipe for recipe in EXHIBITS["sweep"]("short").recipes if recipe.data == "cifar10"]
+    for recipe in swept:
+        risk = {"validation_nll": 0.2, "validation_error": 0.05, "validation_ece": 0.01}
+        write_result(tmp_path / "results", recipe, 0, 0.05, **risk)
+    assert "AMP's radius chosen for 60" not in shown("sweep", "--data", "cifar10")
+
+
+def test_a_dry_run_lists_and_estimates_and_trains_nothing(tmp_path: Path) -> None:
+    shown = flatmin("reproduce", "table1", *SOME, "--methods", "erm,amp", "--dry-run", *places(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("missing") == 6
+    assert "smoke/cifar10-vgg16-amp" in shown.stdout
+    assert "6 trainings, some" in words(shown.stderr)
+    assert not (tmp_path / "results").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_is_written_before_anything_runs(tmp_path: Path) -> None:
+    shown = flatmin("reproduce", "table1", *SOME, "--seeds", "0,2", "--plan", *places(tmp_path))
+    assert "16 of 16 trainings are new" in shown.stdout
+    runs = json.loads((tmp_path / "results" / "planned.json").read_text())["runs"]
+    assert {run["seed"] for run in runs} == {0, 2}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: Path) -> None:
+    for methods, seed in (("amp", 1), ("erm,mixup", 0)):
+        arguments = [*SOME, "--methods", methods, "--seeds", seed, "--plan", *places(tmp_path)]
+        assert flatmin("reproduce", "table1", *arguments).exit_code == 0
+    shown = flatmin("reproduce", "--planned", "--limit", 2, "--workers", 1, *places(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    assert "3 trainings: 3 to be trained" in shown.stderr
+    there = sorted(path.name for path in (tmp_path / "results" / "smoke").iterdir())
+    assert there == ["cifar10-vgg16-amp-1.json", "cifar10-vgg16-erm-0.json"]
+    assert "table1: test error and NLL of eight methods; protocol smoke" in shown.stdout
+    rest = flatmin("reproduce", "--planned", "--dry-run", *places(tmp_path))
+    assert "3 trainings: 2 done, 1 to be trained" in rest.stderr
+    assert "smoke/cifar10-vgg16-mixup" in rest.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--planned"], "has no plan; write one down with --plan"),
+        (["table1", "--planned"], "without tables, figures, --protocol and --plan, or without it"),
+        (["--planned", "--protocol", "short"], "without tables, figures, --protocol and --plan, or without it"),
+        (["--planned", "--plan"], "without tables, figures, --protocol and --plan, or without it"),
+        (["cost", "--methods", "erm"], "this trains nothing: leave out --seeds, --methods"),
+        (["table1", "--measure", "boundary", "--protocol", "smoke"], "--measure boundary is for points of a plane"),
+        (["table1", "--runs", str(ROOT / "README.md" / "runs")], "choose other places with --results and --runs"),
+        ([], "name a table or a figure: table1"),
+        (["table9"], "unknown table or figure 'table9'; choose from table1"),
+        (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, short, smoke"),
+        (["table1", "--methods", "sam"], "--methods takes adversarial, amp"),
+        (["table1", "--data", "mnist"], "--data takes cifar10, cifar100, svhn, got mnist"),
+        (["table1", "--measure", "speed"], "--measure takes attack, boundary, flatness, landscape, got speed"),
+        (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
+        (["table1", "--seeds", "3-1"], "--seeds must name one at least"),
+        (["table1", "--device", "cpu,cpu"], "--device takes GPUs, each once, or cpu alone"),
+        (["table1", "--seeds", "0", "--data", "svhn"], "svhn was not found"),
+    ],
+    ids=str,
+)
+def test_a_request_that_makes_no_sense_says_why(tmp_path: Path, arguments: list[str], message: str) -> None:
+    shown = flatmin("reproduce", "--results", tmp_path, "--runs", tmp_path, "--data-dir", tmp_path, *arguments)
+    assert shown.exit_code == 2
+    assert message in words(shown.stderr)
+
+
+def test_what_failed_is_told_and_tried_again_when_asked(tmp_path: Path) -> None:
+    recipe = cell("smoke", "cifar10", "vgg16", "erm")
+    failure = tmp_path / "results" / f"{recipe.name}-0.failed.json"
+    failure.parent.mkdir(parents=True)
+    failure.write_text(json.dumps({"name": recipe.name, "seed": 0, "error": "no memory"}))
+    arguments = ["reproduce", "table1", *SOME, "--methods", "erm", "--seeds", "0", *places(tmp_path)]
+    shown = flatmin(*arguments)
+    assert "1 failed before (try them again with --retry)" in shown.stderr
+    assert failure.exists()
+    again = flatmin(*arguments, "--retry", "--workers", "1")
+    assert again.exit_code == 0, again.output
+    assert not failure.exists()
+    assert (tmp_path / "results" / f"{recipe.name}-0.json").exists()
+
+
+def test_a_plan_keeps_what_is_to_be_measured(tmp_path: Path) -> None:
+    arguments = ["spiral", "--protocol", "smoke", "--methods", "erm", "--seeds", "0", "--plan", *places(tmp_path)]
+    assert flatmin("reproduce", *arguments).exit_code == 0
+    shown = flatmin("reproduce", "--planned", "--workers", "1", *places(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    stored = json.loads((tmp_path / "results" / "smoke" / "spiral-mlp-erm-0.json").read_text())
+    assert len(stored["boundary"]["shares"]) == 21
+
+
+def test_what_another_process_trains_is_left_to_it(tmp_path: Path) -> None:
+    recipe = cell("smoke", "cifar10", "vgg16", "erm")
+    held = open_(tmp_path / "runs" / f"{recipe.name}-0", config_of(recipe, load(recipe.data), 0), resume=False)
+    try:
+        arguments = ["table1", *SOME, "--methods", "erm", "--seeds", "0", "--workers", "1", *places(tmp_path)]
+        shown = flatmin("reproduce", *arguments)
+    finally:
+        held.close()
+    assert shown.exit_code == 0, shown.output
+    assert "not now: another process is training" in words(shown.stderr)
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_a_signal_to_all_processes_loses_nothing(tmp_path: Path) -> None:
+    """As a scheduler sends it: the workers get it too, and no training is called failed."""
+    command = program("table1", *SOME, "--seeds", "0", *places(tmp_path))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    results = tmp_path / "results" / "smoke"
+    with (tmp_path / "log").open("w") as log:
+        started = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        until = time.monotonic() + 120
+        while not list(results.glob("*.json")) and time.monotonic() < until:
+            time.sleep(0.05)
+        os.killpg(started.pid, signal.SIGTERM)
+        assert started.wait(60) == 143, (tmp_path / "log").read_text()
+    assert not list(results.glob("*.failed.json"))
+    assert "stopped by SIGTERM; the same command goes on" in (tmp_path / "log").read_text()

@@ -1,0 +1,243 @@
+"""Files that are cut short, altered or hostile: an error that says so, and nothing of theirs runs or is written."""
+
+import io
+import pickle
+import struct
+import tarfile
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support import official_files
+from tests.support.official_files import LAYOUTS, classes, made, packed
+
+from flatmin_lab.data import load
+
+
+class Spy:
+    """Unpickled with pickle itself, it would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("file", ["data_batch_3", "test_batch", "batches.meta"])
+def test_a_pickle_that_asks_for_more_than_arrays_is_refused_before_it_runs(tmp_path: Path, file: str) -> None:
+    root = official_files.cifar10_python(tmp_path, made(10, 10, seed=0), made(3, 10, seed=1))
+    trap = tmp_path / "sprung"
+    (root / file).write_bytes(pickle.dumps({b"data": Spy(trap), b"labels": [], b"label_names": []}))
+    with pytest.raises(ValueError, match=f"{file} was refused: it asks for"):
+        load("cifar10", tmp_path)
+    assert not trap.exists()
+
+
+def doubled(times: int) -> bytes:
+    """A tuple that holds the one before it twice, that many times over: small to write, endless to look at."""
+    return b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(times))
+
+
+# each would run a command, or take the process or the machine down, if it were unpickled
+HOSTILE = {
+    "a command": b"cos\nsystem\n(S'touch sprung'\ntR.",
+    "a command, by eval": b'cbuiltins\neval\n(S\'open("sprung", "w")\'\ntR.',
+    "a command, as an instance": b"(S'touch sprung'\nios\nsystem\n.",
+    "a function, by the stack": pickle.dumps(print, protocol=4),
+    "numpy's own loader": b"cnumpy\nload\n(S'x'\ntR.",
+    "objects in an array": pickle.dumps({b"data": np.array([object()], dtype=object)}),
+    "a persistent id": b"Pid\n.",
+    "an extension": b"\x82\x01.",
+    "keys within keys": b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s.",
+    "keys that double": b"\x80\x02}" + doubled(40) + b"K\x01s.",
+    "a type that doubles": b"\x80\x02cnumpy\ndtype\n" + doubled(40) + b"\x85R.",
+    "a huge memo": b"\x80\x02Nr" + struct.pack("<I", 2**31) + b".",
+    "huge sides": b"\x80\x02}U\x04datacnumpy.core.numeric\n_frombuffer\n(C\x01acnumpy\ndtype\nU\x02u1\x85R"
+    + (b"\x8b" + struct.pack("<i", 10**6) + b"\x7f" * 10**6) * 2
+    + b"\x86U\x01CtRs.",
+    "one text made bytes a thousand times": b"\x80\x02c_codecs\nencode\nq\x00X"
+    + struct.pack("<I", 10**6)
+    + b"a" * 10**6
+    + b"X\x06\x00\x00\x00latin1\x86q\x01"
+    + b"h\x00h\x01R" * 20_000
+    + b"}.",
+    "marks over a high stack": b"\x80\x02" + b"N" * 100_000 + b"(t" * 100_000 + b".",
+    "a list in itself": b"\x80\x02]q\x00h\x00a.",
+    "no end": b"\x80\x02}",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("file", ["test_batch", "batches.meta"])
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_pickles_do_nothing(tmp_path: Path, content: bytes, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = official_files.cifar10_python(tmp_path, made(10, 10, seed=0), made(3, 10, seed=1))
+    (root / file).write_bytes(content)
+    start = time.perf_counter()
+    with pytest.raises(
+        ValueError, match=rf"{file} (was refused|is damaged|must hold a dictionary, got (NoneType|list|tuple))"
+    ):
+        load("cifar10", tmp_path)
+    assert time.perf_counter() - start < 5
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999, -1, -9])
+def test_a_file_cut_short_is_said_to_be(tmp_path: Path, layout: str, share: float) -> None:
+    name, write, archive = LAYOUTS[layout]
+    written = write(tmp_path, made(25, classes(name), seed=0), made(7, classes(name), seed=1))
+    victims = [written / "train_32x32.mat"] if archive is None else [packed(written, archive)]
+    if archive is not None:
+        official = write(tmp_path / "unpacked", made(25, classes(name), seed=0), made(7, classes(name), seed=1))
+        victims.append(
+            next(file for file in sorted(official.iterdir()) if "train" in file.name or "batch_2" in file.name)
+        )
+    for victim in victims:
+        content = victim.read_bytes()
+        victim.write_bytes(content[: int(share * len(content)) if share >= 0 else int(share)])
+        root = tmp_path / "unpacked" if "unpacked" in str(victim) else tmp_path
+        with pytest.raises(ValueError, match=r"cut short|not a whole"):
+            load(name, root)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_bit_changed_anywhere_never_passes_unseen(tmp_path: Path, layout: str) -> None:
+    """In an archive every byte is under gzip's checksum, in a packed matrix under zlib's."""
+    name, write, archive = LAYOUTS[layout]
+    train, test = made(5, classes(name), seed=0), made(3, classes(name), seed=1)
+    root = write(tmp_path, train, test)
+    victim = packed(root, archive) if archive else root / "train_32x32.mat"
+    whole = victim.read_bytes()
+    checksum = load(name, tmp_path).checksum
+    generator = np.random.default_rng(0)
+    for place in [*range(12), *generator.integers(0, len(whole), 60), len(whole) - 2]:
+        broken = bytearray(whole)
+        broken[place] ^= 1 << int(generator.integers(0, 8))
+        victim.write_bytes(bytes(broken))
+        try:
+            data = load(name, tmp_path)
+        except ValueError:
+            continue
+        # the archive's name and date, and what follows the last element of a matrix, say nothing of the pictures
+        assert data.checksum == checksum
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_unpacked_file_changed_anywhere_is_an_error_or_other_pictures(tmp_path: Path, layout: str) -> None:
+    name, write, archive = LAYOUTS[layout]
+    root = write(tmp_path, made(5, classes(name), seed=0), made(3, classes(name), seed=1), **PLAIN.get(layout, {}))
+    victim = root / "train_32x32.mat" if archive is None else max(root.iterdir(), key=lambda file: "test" in file.name)
+    whole = victim.read_bytes()
+    generator = np.random.default_rng(0)
+    refused = passed = 0
+    for place in [*range(0, 400, 2), *generator.integers(0, len(whole), 100)]:
+        broken = bytearray(whole)
+        broken[place % len(whole)] = int(generator.integers(0, 256))
+        victim.write_bytes(bytes(broken))
+        try:
+            data = load(name, tmp_path)
+        except ValueError as error:
+            refused += str(victim.parent) in str(error) or name in str(error)
+        else:
+            passed += int(data.train.y.max()) < classes(name) and tuple(data.train.shape) == (3, 32, 32)
+    assert refused + passed == 300
+    assert refused or "binary" in layout  # records without a header: every byte is a label or a pixel
+
+
+PLAIN: dict[str, dict[str, Any]] = {"svhn": {"compressed": False}}
+
+
+def test_an_archive_that_unpacks_without_end_is_stopped(tmp_path: Path) -> None:
+    """Zeros pack a thousandfold, and a sparse member has no bytes at all."""
+    zeros, place = bytes(1 << 20), tmp_path / "cifar-100-python.tar.gz"
+    with tarfile.open(place, "w:gz", compresslevel=1) as tar:
+        info = tarfile.TarInfo("cifar-100-python/train")
+        info.size = 2 << 30
+        tar.addfile(info, Endless(zeros))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="more than 1 GiB, as no official archive does"):
+        load("cifar100", tmp_path)
+    sparse = tarfile.TarInfo("cifar-100-python/train")
+    sparse.type = tarfile.GNUTYPE_SPARSE
+    with tarfile.open(place, "w:gz") as tar:
+        tar.addfile(sparse)
+        official_files.member(tar, "cifar-100-python/test", b"")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"not a whole|missing: train"):
+        load("cifar100", tmp_path)
+
+
+def test_headers_and_members_without_end_are_stopped(tmp_path: Path) -> None:
+    place = tmp_path / "cifar-100-python.tar.gz"
+    for kind, size in ((tarfile.XHDTYPE, 1_000_000), (tarfile.GNUTYPE_LONGNAME, 1_000_000)):
+        with tarfile.open(place, "w:gz") as tar:
+            info = tarfile.TarInfo("cifar-100-python/train")
+            info.type, info.size = kind, size
+            tar.addfile(info, io.BytesIO(b"1" * size))
+        with pytest.raises(ValueError, match="a header larger than any official archive's"):
+            load("cifar100", tmp_path)
+    with tarfile.open(place, "w:gz") as tar:
+        for number in range(2000):
+            official_files.member(tar, f"other/{number}", b"")
+    with pytest.raises(ValueError, match="more than 1000 members"):
+        load("cifar100", tmp_path)
+
+
+BOMBS: dict[str, tuple[bytes, str]] = {
+    "more than is there": (zlib.compress(bytes(400 << 20), 1), "unpacks to more than any official one"),
+    "elements of nothing": (zlib.compress(bytes(16 << 20), 1), "must hold X and y, got neither"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_matlab_file_that_unpacks_without_end_is_stopped(tmp_path: Path, name: str) -> None:
+    official_files.svhn(tmp_path, made(5, 10, seed=0), made(3, 10, seed=1))
+    packed, message = BOMBS[name]
+    head = (tmp_path / "test_32x32.mat").read_bytes()[:128]
+    (tmp_path / "train_32x32.mat").write_bytes(head + struct.pack("<II", 15, len(packed)) + packed)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=message):
+        load("svhn", tmp_path)
+    assert time.perf_counter() - start < 5
+
+
+class Endless:
+    """A file of zeros."""
+
+    def __init__(self, zeros: bytes) -> None:
+        self.zeros = zeros
+
+    def read(self, size: int) -> bytes:
+        return self.zeros[:size]
+
+
+def test_an_archive_with_two_files_of_one_name_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "cifar-100-python.tar.gz", "w:gz") as tar:
+        official_files.member(tar, "cifar-100-python/train", b"one")
+        official_files.member(tar, "cifar-100-python/train", b"two")
+    with pytest.raises(ValueError, match="holds train twice"):
+        load("cifar100", tmp_path)
+
+
+def test_a_matlab_file_of_another_version_is_named(tmp_path: Path) -> None:
+    official_files.svhn(tmp_path, made(5, 10, seed=0), made(3, 10, seed=1))
+    (tmp_path / "test_32x32.mat").write_bytes(b"MATLAB 7.3 MAT-file".ljust(200))
+    with pytest.raises(ValueError, match=r"version 7\.3, which is HDF5; save it with -v7"):
+        load("svhn", tmp_path)
+
+
+def test_a_member_outside_its_folder_or_a_link_is_not_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    with tarfile.open(tmp_path / "cifar-100-python.tar.gz", "w:gz") as tar:
+        official_files.member(tar, "../cifar-100-python/train", b"")
+        link = tarfile.TarInfo("cifar-100-python/train")
+        link.type, link.linkname = tarfile.SYMTYPE, str(secret)
+        tar.addfile(link)
+    with pytest.raises(FileNotFoundError, match="missing: train, test"):
+        load("cifar100", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cifar-100-python.tar.gz", "secret"]

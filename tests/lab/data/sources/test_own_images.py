@@ -1,0 +1,175 @@
+"""One's own pictures: an .npz file, or a folder."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.support.official_files import made
+from torch import Tensor
+
+from flatmin_lab.data import load
+from flatmin_lab.data.sources import image_folder as picture_folder
+
+
+class TestNpz:
+    @pytest.mark.parametrize("order", ["NHWC", "NCHW", "NHW"])
+    def test_pictures_in_any_order_of_axes(self, tmp_path: Path, order: str) -> None:
+        (x, y), (x_test, y_test) = made(6, 4, seed=0), made(3, 4, seed=1)
+
+        def axes(t: Tensor) -> Tensor:
+            return {"NHWC": t.permute(0, 2, 3, 1), "NCHW": t, "NHW": t[:, 0]}[order]
+
+        arrays = {
+            "x_train": axes(x).numpy(),
+            "y_train": y.numpy(),
+            "x_test": axes(x_test).numpy(),
+            "y_test": y_test.numpy(),
+        }
+        np.savez(tmp_path / "pets.npz", allow_pickle=False, **arrays, names=np.array(["cat", "dog", "ant", "bee"]))
+        data = load(tmp_path / "pets.npz")
+        expected = x[:, :1] if order == "NHW" else x
+        assert torch.equal(data.train.x, expected)
+        assert data.name == "pets"
+        assert data.names == ["cat", "dog", "ant", "bee"]
+
+    def test_tiny_pictures_whose_channels_could_be_first_or_last(self, tmp_path: Path) -> None:
+        def shape(*sides: int) -> tuple[int, ...]:
+            x, y = np.zeros((2, *sides), np.uint8), np.array([0, 1])
+            np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+            return tuple(load(tmp_path / "x.npz").train.shape)
+
+        assert shape(4, 4, 3) == (3, 4, 4)
+        assert shape(3, 4, 4) == (3, 4, 4)
+        for sides in ((3, 3, 3), (3, 5, 4)):
+            with pytest.raises(ValueError, match=r"both could be them .*use \(N, C, H, W\)"):
+                shape(*sides)
+
+    def test_points(self, tmp_path: Path) -> None:
+        x = np.random.default_rng(0).normal(size=(9, 4))
+        np.savez(tmp_path / "p.npz", x_train=x, y_train=np.arange(9) % 3, x_test=x[:2], y_test=np.array([0, 2]))
+        data = load(tmp_path / "p.npz")
+        assert data.train.x.dtype == torch.float32
+        assert data.names == ["0", "1", "2"]
+
+    def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
+        good = {"x_train": np.zeros((2, 8, 8, 3), np.uint8), "y_train": np.array([0, 1])}
+        good |= {"x_test": good["x_train"], "y_test": good["y_train"]}
+        cases = {
+            "missing: y_test": {key: value for key, value in good.items() if key != "y_test"},
+            "pictures must be uint8": {**good, "x_train": np.zeros((2, 8, 8, 3))},
+            "1, 3 or 4 channels": {**good, "x_test": np.zeros((2, 5, 8, 7), np.uint8)},
+            "labels must be whole numbers, got float64": {**good, "y_train": np.array([0.0, 1.0])},
+            "2 pictures and 3 labels": {**good, "y_train": np.array([0, 1, 1])},
+            "labels must be 0 to 1 for 2 classes, got 5": {
+                **good,
+                "y_test": np.array([0, 5]),
+                "names": np.array(["a", "b"]),
+            },
+            "labels must start at 0, got 1 to 2; subtract 1": {
+                **good,
+                "y_train": np.array([1, 2]),
+                "y_test": np.array([1, 2]),
+            },
+            "got 90000 for 4 pictures; number the classes": {**good, "y_test": np.array([0, 90_000])},
+            "names must be strings": {**good, "names": np.array("cat")},
+            "of at least one pixel": {**good, "x_train": good["x_train"][:, :0], "x_test": good["x_test"][:, :0]},
+            "one shape": {**good, "x_test": np.zeros((2, 9, 9, 3), np.uint8)},
+            "plain arrays": {**good, "y_train": np.array([{}, {}], dtype=object)},
+        }
+        for message, arrays in cases.items():
+            np.savez(tmp_path / "x.npz", **arrays)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=message):
+                load(tmp_path / "x.npz")
+        np.savez(tmp_path / "x.npz", **good)  # type: ignore[arg-type]
+        content = (tmp_path / "x.npz").read_bytes()
+        generator = np.random.default_rng(0)
+        for place in generator.integers(0, len(content), 200):
+            broken = bytearray(content)
+            broken[place] ^= 1 << int(generator.integers(0, 8))
+            (tmp_path / "x.npz").write_bytes(bytes(broken))
+            with suppress(ValueError):
+                load(tmp_path / "x.npz")
+        (tmp_path / "x.npz").write_bytes(content[: len(content) // 2])
+        with pytest.raises(ValueError, match=r"not a whole \.npz"):
+            load(tmp_path / "x.npz")
+
+
+class TestFolder:
+    def write(self, root: Path, *, count: int = 10, mode: str = "RGB", size: tuple[int, int] = (9, 7)) -> Path:
+        generator = np.random.default_rng(0)
+        for name in ("cat", "dog"):
+            (root / name).mkdir(parents=True)
+            for number in range(count):
+                shape = (size[1], size[0], 3) if mode == "RGB" else (size[1], size[0])
+                pixels = generator.integers(0, 256, shape, dtype=np.uint8)
+                Image.fromarray(pixels).save(root / name / f"{number}.png")
+        return root
+
+    def test_train_and_test_folders(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "pets" / "train")
+        self.write(tmp_path / "pets" / "test", count=3)
+        data = load(tmp_path / "pets")
+        assert tuple(data.train.x.shape) == (20, 3, 7, 9)
+        assert data.test.y.tolist() == [0, 0, 0, 1, 1, 1]
+        assert data.names == ["cat", "dog"]
+        with Image.open(tmp_path / "pets" / "train" / "dog" / "0.png") as picture:
+            assert np.array_equal(data.train.x[10].permute(1, 2, 0).numpy(), np.array(picture))
+
+    def test_one_folder_is_divided_by_class_and_seed(self, tmp_path: Path) -> None:
+        data = load(self.write(tmp_path / "pets"))
+        assert data.train.y.bincount().tolist() == [8, 8]
+        assert data.test.y.bincount().tolist() == [2, 2]
+        other = picture_folder.load(tmp_path / "pets", seed=1)
+        assert not torch.equal(other.test.x, data.test.x)
+
+    def test_grey_pictures_have_one_channel_and_sizes_can_be_made_equal(self, tmp_path: Path) -> None:
+        assert load(self.write(tmp_path / "grey", mode="L")).in_channels == 1
+        root = self.write(tmp_path / "mixed")
+        Image.new("RGB", (20, 20)).save(root / "dog" / "large.png")
+        with pytest.raises(ValueError, match=r"9 by 7.*large.png is 20 by 20; give size="):
+            load(root)
+        assert tuple(load(root, size=(8, 6)).train.shape) == (3, 8, 6)
+        with pytest.raises(ValueError, match=r"\(height, width\) of at least 1 by 1, got \(0, 8\)"):
+            load(root, size=(0, 8))
+
+    def test_a_camera_held_upright_and_files_of_other_programs(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "pets", size=(7, 9))
+        for other in (".ipynb_checkpoints", "__MACOSX"):
+            (root / other).mkdir()
+        (root / "cat" / ".ipynb_checkpoints").mkdir()
+        for copy in ("cat/.ipynb_checkpoints/0-checkpoint.png", "cat/._0.png"):
+            (root / copy).write_bytes((root / "cat" / "0.png").read_bytes())
+        turned = Image.fromarray(np.zeros((7, 9, 3), np.uint8))  # 9 wide, 7 high, to be turned by a quarter
+        exif = turned.getexif()
+        exif[0x0112] = 6
+        turned.save(root / "dog" / "camera.jpg", exif=exif)
+        data = load(root)
+        assert data.names == ["cat", "dog"]
+        assert tuple(data.train.shape) == (3, 9, 7)
+        assert len(data.train) + len(data.test) == 21
+
+    def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(FileNotFoundError, match="a folder of pictures a class"):
+            load(tmp_path / "empty")
+        root = self.write(tmp_path / "pets")
+        (root / "cat" / "3.png").write_bytes(b"no picture")
+        with pytest.raises(ValueError, match=r"3\.png is not a picture"):
+            load(root)
+        (root / "cat" / "3.png").unlink()
+        Image.fromarray(np.zeros((7, 9), np.uint16)).save(root / "cat" / "deep.png")
+        with pytest.raises(ValueError, match=r"8 bits a channel, got mode I;16 in .*deep\.png"):
+            load(root)
+        few = self.write(tmp_path / "few", count=2)
+        with pytest.raises(ValueError, match="at least 3 pictures"):
+            load(few)
+        self.write(tmp_path / "half" / "train")
+        with pytest.raises(FileNotFoundError, match="both train/ and test/, or neither"):
+            load(tmp_path / "half")
+        self.write(tmp_path / "half" / "test")
+        (tmp_path / "half" / "test" / "bird").mkdir()
+        with pytest.raises(ValueError, match="only one of them has bird"):
+            load(tmp_path / "half")

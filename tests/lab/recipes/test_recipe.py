@@ -1,0 +1,189 @@
+"""Recipes: checked when made, plain JSON, and what suits a data set."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.small_runs import tiny_data
+
+from flatmin_lab import models
+from flatmin_lab.data import Dataset, load
+from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.recipe import Recipe, differences
+from flatmin_lab.runs.events import Finished
+from flatmin_lab.training.loop import train
+
+CIFAR = replace(tiny_data(), name="cifar10")
+
+
+@pytest.fixture
+def photographs() -> Dataset:
+    """Pictures of the size of CIFAR's."""
+    data = tiny_data()
+    large = [split.x.repeat(1, 3, 6, 6)[:, :, :32, :32] for split in (data.train, data.test)]
+    return replace(data, train=replace(data.train, x=large[0]), test=replace(data.test, x=large[1]))
+
+
+def test_json_and_back_is_the_same_recipe() -> None:
+    recipe = Recipe(data="digits", model="convnet", method="amp", settings={"epsilon": 0.1}, milestones=(0.3, 0.9))
+    again = Recipe.from_json(json.loads(json.dumps(recipe.as_json())))
+    assert again == recipe
+    pair = Recipe(data="digits", model="convnet", method="adversarial", settings={"bounds": (0.0, 1.0)})
+    assert differences(Recipe.from_json(pair.as_json()).as_json(), pair.as_json()) == []
+    with pytest.raises(TypeError, match="settings must be"):
+        Recipe(data="digits", model="convnet", method="rmp", settings={"generator": torch.Generator()})
+    with pytest.raises(ValueError, match="colour"):
+        Recipe.from_json({**recipe.as_json(), "colour": "red"})
+
+
+def test_differences_are_named_with_both_values() -> None:
+    one = Recipe(data="digits", model="convnet")
+    assert differences(one.as_json(), one.as_json()) == []
+    (found,) = differences(one.as_json(), replace(one, lr=0.2).as_json())
+    assert "lr" in found
+    assert "0.1" in found
+    assert "0.2" in found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epochs": 0},
+        {"batch_size": 0},
+        {"lr": 0.0},
+        {"lr": float("nan")},
+        {"momentum": 1.0},
+        {"momentum": 0.0},
+        {"weight_decay": -1.0},
+        {"label_noise": 1.0},
+        {"milestones": (0.9, 0.3)},
+        {"milestones": (0.5, 1.0)},
+        {"gamma": 0.0},
+        {"warmup": 200.0},
+        {"warmup": 1.0, "schedule": "one_cycle"},
+        {"clip_norm": 0.0},
+        {"clip_norm": float("inf")},
+        {"epochs": 2.5},
+        {"epochs": True},
+        {"model_settings": {"dropout": 0.5}},
+        {"ema": 1.0},
+        {"method": "sam"},
+        {"schedule": "linear"},
+        {"precision": "fp8"},
+        {"augment": "crop"},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be|unknown"):
+        Recipe(data="digits", model="convnet", **wrong)
+
+
+def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
+    paper = suited("cifar10", photographs, method="amp")
+    assert (paper.model, paper.epochs, paper.batch_size, paper.lr) == ("preactresnet18", 200, 50, 0.1)
+    assert (paper.momentum, paper.nesterov, paper.weight_decay, paper.augment) == (0.9, True, 1e-4, "vanilla")
+    assert paper.settings == {"epsilon": 0.5, "inner_lr": 1.0}
+    assert paper.protocol == "paper"
+    assert replace(paper, precision="bf16", method="erm", settings={}).protocol == "paper"
+    assert suited("cifar10", photographs, method="amp", epochs=60).protocol == "short"
+    assert suited("cifar10", photographs, method="mixup", epochs=60, settings={"alpha": 1.0}).protocol == "short"
+    assert suited("cifar100", photographs, method="amp", model="wideresnet28_10", augment="cutout").protocol == "paper"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epochs": 100},
+        {"lr": 0.05},
+        {"augment": "none"},
+        {"momentum": 0.0, "nesterov": False},
+        {"augment": "cutout", "settings": {"epsilon": 0.3, "inner_lr": 0.5}},  # only wide ones have it in the paper
+        {"model": "convnet"},
+        {"model_settings": {"stem": 7}},
+        {"label_noise": 0.1},
+        {"data": "digits"},
+        {"ema": 0.9},
+    ],
+    ids=str,
+)
+def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes: dict[str, Any]) -> None:
+    assert replace(suited("cifar10", photographs, method="amp"), **changes).protocol == "own"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epochs": 60}, "short, but epsilon 0.5"),  # with the long training's radius
+        ({"epochs": 400}, "paper, but 400 epochs"),
+        ({"validation": True}, "paper, but validation"),
+        ({"augment": "vanilla_v1"}, "paper, but first version's crops"),
+        ({"nesterov": False}, "paper, but no Nesterov"),
+        ({"clip_norm": 50.0}, "paper, but clipped to 50"),
+        ({"clip_norm": 0.5, "epochs": 60}, "short, but epsilon 0.5, clipped to 0.5"),
+        ({"model": "vgg16"}, "paper, but epsilon 0.5, inner_lr 1.0"),  # which has another radius
+        ({"settings": {"epsilon": 0.4, "inner_lr": 1.0}}, "paper, but epsilon 0.4"),
+        ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "ball": "tensor"}}, "paper, but ball tensor"),
+        ({"method": "rmp", "settings": {"epsilon": 3.0}}, "paper, but epsilon 3.0"),
+        ({"method": "label_smoothing", "settings": {"smoothing": 0.9}}, "paper, but smoothing 0.9"),
+    ],
+    ids=str,
+)
+def test_what_differs_in_the_method_the_split_or_the_length_is_said(
+    photographs: Dataset, changes: dict[str, Any], said: str
+) -> None:
+    assert replace(suited("cifar10", photographs, method="amp"), **changes).protocol == said
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (0.5, 1.0)),
+        ({"model": "vgg16"}, (0.1, 0.2)),
+        ({"augment": "cutout"}, (0.3, 0.5)),
+        ({"augment": "autoaugment"}, (0.1, 0.1)),
+        ({"epochs": 60}, (0.1, 1.0)),
+        ({"settings": {"epsilon": 0.7}}, (0.7, 1.0)),
+        ({"epochs": 10, "settings": {"epsilon": 0.7, "inner_lr": 2.0}}, (0.7, 2.0)),
+    ],
+    ids=str,
+)
+def test_the_radius_follows_model_augmentation_and_length(
+    photographs: Dataset, changes: dict[str, Any], expected: tuple[float, float]
+) -> None:
+    settings = suited("cifar10", photographs, method="amp", **changes).settings
+    assert (settings["epsilon"], settings["inner_lr"]) == expected
+
+
+def test_each_data_set_has_a_model_that_takes_it(photographs: Dataset) -> None:
+    spiral, digits = load("spiral"), load("digits")
+    assert suited("spiral", spiral).model == "mlp"
+    assert suited("spiral", spiral).augment == "none"
+    assert suited("digits", digits).model == "convnet"
+    assert suited("mine.npz", tiny_data()).model == "convnet"
+    assert suited("mine.npz", photographs).model == "preactresnet18"
+    assert suited("digits", digits, model="mlp").model_settings == {"side": 8}
+    assert suited("digits", digits, model="convnet").model_settings == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "validation", "expected"), [(51, False, 49), (7, True, 6), (12, False, 12), (900, True, 50)]
+)
+def test_few_pictures_of_one_s_own_get_a_batch_size_that_works(count: int, validation: bool, expected: int) -> None:
+    data = tiny_data(train=count)
+    recipe = suited("mine.npz", data, validation=validation, epochs=1, model="convnet")
+    assert recipe.batch_size == expected
+    assert isinstance(list(train(recipe, data))[-1], Finished)
+
+
+def test_names_of_models_have_one_spelling() -> None:
+    for spelling in ("preact_resnet18", "PreActResNet-18", "preactresnet18", "pre-act-resnet_18"):
+        assert Recipe(data="cifar10", model=spelling).model == "preactresnet18"
+    assert models.canonical("WideResNet-28-10") == "wideresnet28_10"
+    assert models.canonical("pyramidnet164_270") == "pyramidnet164_270"
+    assert all(models.canonical(name) == name for name in models.MODELS)
+    assert models.build("wide_resnet10_1", num_classes=3) is not None
+    with pytest.raises(ValueError, match="Res_Net"):
+        models.build("Res_Net")

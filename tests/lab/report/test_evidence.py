@@ -1,0 +1,306 @@
+"""The report on the paper's tables: ours beside the paper's, claims, plans, failures, and what was done otherwise."""
+
+import html
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import ROOT
+from tests.support import pages
+from tests.support.pages import text_of
+from tests.support.processes import flatmin
+from tests.support.report_files import evaluation, landscape, write_result
+
+import readme
+import results_table
+from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
+from flatmin_lab.recipes.recipe import Job
+from flatmin_lab.report.loader import collect
+from flatmin_lab.report.pages.report import report_page
+from flatmin_lab.report.paper.deviations import COPIES
+from flatmin_lab.report.paper.tables import by_recipe
+from flatmin_lab.runs.result_store import Ledger
+
+COST: dict[str, Any] = {
+    "hardware": "a machine",
+    "data": "cifar10",
+    "epochs": 200,
+    "precision": "bf16",
+    "methods": {"erm": {"ms": 1.41, "hours": 0.08}, "amp": {"ms": 2.65, "hours": 0.15}},
+    "ratio": 1.88,
+}
+
+
+def fill(results: Path) -> Path:
+    """Three trainings of ERM and AMP, two of Dropout, one of AMP with the other ball, one that failed."""
+    errors = {"erm": [0.050, 0.0505, 0.0498], "amp": [0.0396, 0.0401, 0.0399], "dropout": [0.048, 0.0491]}
+    curves = {"train_loss": [0.5] * 200, "nll": [0.4] * 200, "error": [0.1] * 200}
+    for method, values in errors.items():
+        recipe = cell("paper", "cifar10", "preactresnet18", method)
+        for seed, error in enumerate(values):
+            more = {"attack": evaluation(0.5)["attack"], "flatness": evaluation()["flatness"]}
+            first = {"landscape": landscape()} if not seed and method != "dropout" else {}
+            checksum = next(iter(COPIES))
+            write_result(results, recipe, seed, error, curves=curves, data_sha256=checksum, **more, **first)
+    (tensor,) = [recipe for recipe in EXHIBITS["ball"]("paper").recipes if recipe.name.endswith("tensor")]
+    write_result(results, tensor, 0, 0.0418, data_sha256=next(iter(COPIES)))
+    hundred = cell("short", "cifar100", "preactresnet18", "erm")
+    write_result(results, hundred, 0, 0.25, test_repeated=10, test_error_without_repeated=0.2502)
+    planned = [{"name": "paper/cifar10-preactresnet18-erm", "seed": seed} for seed in range(4)]
+    (results / "planned.json").write_text(json.dumps({"runs": planned}))
+    failed = {"name": "paper/cifar10-preactresnet18-erm", "seed": 3, "error": "the loss of step 9 is nan <b>"}
+    (results / "paper" / "cifar10-preactresnet18-erm-3.failed.json").write_text(json.dumps(failed))
+    (results / "paper" / "cost-a-machine-7763.json").write_text(json.dumps(COST))
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill(tmp_path_factory.mktemp("evidence") / "results")
+
+
+@pytest.fixture(scope="module")
+def page(results: Path) -> str:
+    return report_page(collect([results]))
+
+
+def test_a_comparison_is_shown_for_the_data_of_which_both_sides_are_trained(tmp_path: Path) -> None:
+    def table() -> str:
+        return (
+            text_of(report_page(collect([tmp_path])))
+            .partition("Float32 beside bfloat16")[2]
+            .partition("Ours beside")[0]
+        )
+
+    recipes = EXHIBITS["precision"]("paper").recipes
+    for recipe in recipes[:-1]:
+        write_result(tmp_path, recipe, 0, 0.05)
+    assert "CIFAR-10, PreActResNet18" in table()
+    assert "AMP (fp32) 1 5.00" in table()
+    assert "CIFAR-100" not in table()
+    write_result(tmp_path, recipes[-1], 0, 0.05)
+    assert "ERM (fp32) 1 5.00" in table().partition("CIFAR-100, PreActResNet18")[2]
+
+
+def test_the_first_version_s_trainings_stand_under_their_crops(tmp_path: Path) -> None:
+    for recipe in EXHIBITS["first_version"]("paper").recipes:
+        if recipe.data == "cifar100":
+            write_result(tmp_path, recipe, 0, 0.2431)
+    text = text_of(report_page(collect([tmp_path])))
+    table = text.partition("As the published code's first version trains")[2].partition("Ours beside")[0]
+    ours, _, theirs = table.partition("CIFAR-100, PreActResNet18, first version's crops and flips")
+    assert "CIFAR-10, " not in table
+    assert "CIFAR-100, PreActResNet18 ERM 1 24.31 24.31 ± 0.30 yes" in ours
+    assert "ERM (no Nesterov) 1 24.31" in ours
+    assert "ERM (first version's crops, no Nesterov, clipped to 50) 1 24.31" in theirs
+    assert "AMP (ball tensor, first version's crops, no Nesterov, clipped to 50) 1 24.31" in theirs
+    assert "paper, but first version's crops, no Nesterov, clipped to 50" in text  # of the setting, and not of a method
+
+
+def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:
+    text = text_of(page)
+    assert "The paper's tables, protocol “paper”" in text
+    assert "Table 1: test error and NLL of eight methods" in text
+    assert "ERM 3 5.01 ± 0.04 5.02 ± 0.21 yes" in text
+    assert "AMP 3 3.99 ± 0.03 ▼ 3.97 ± 0.09 yes" in text
+    assert "Dropout 2 4.80, 4.91 4.86 ± 0.15 yes" in text  # two are shown singly
+    assert "AMP (ball tensor) 1 4.18" in text
+    assert "protocol “short”" in text
+    assert "25.00 24.31 ± 0.30" in text
+    assert "25.00 24.31 ± 0.30 yes" not in text  # of another length
+    assert "25.00 24.31 ± 0.30 no" not in text
+    assert "VGG16" not in text.replace("with VGG16 on", "")  # nothing of it was trained, but the paper says something
+    assert "method n error, % paper agree? NLL paper agree?" in text
+    assert "method n ECE, % paper CIFAR-10" in text  # without a deviation there is no agreeing
+    assert "Settings of PreActResNet18: Dropout (rate 0.1); AMP (ε 0.5, ζ 1, N 1, ball global, norm l2)." in text
+
+
+def test_settings_are_told_by_network_and_augmentation(tmp_path: Path) -> None:
+    for augment in ("vanilla", "cutout"):
+        write_result(tmp_path, cell("paper", "cifar10", "wideresnet28_10", "amp", augment=augment), 0, 0.03)
+    text = text_of(report_page(collect([tmp_path])))
+    rest = "N 1, ball global, norm l2"
+    assert f"Settings of WideResNet-28-10: AMP (ε 0.5, ζ 1, {rest})." in text
+    assert f"WideResNet-28-10 with Cutout: AMP (ε 0.3, ζ 0.5, {rest})." in text
+
+
+def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
+    text = text_of(page)
+    assert "AMP has a lower error than ERM on CIFAR-10 holds" in text
+    assert "AMP has a lower error than Dropout on CIFAR-10 points that way, too few to test" in text
+    assert "4 trainings were planned and written down before they ran; 3 of them are done, 1 failed" in text
+    assert "are not there yet" not in text  # one failed, three are done
+    assert "the loss of step 9 is nan <b>" in text
+    assert "<b>" not in page
+    assert "200 epochs of CIFAR-10 (protocol “paper”) 1.41 2.65 1.88 0.08 0.15 1.88" in text
+    assert "the paper, V100, 200 epochs 2.4 4.2 1.8" in text
+    assert "left out" not in text
+
+
+def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp_path: Path) -> None:
+    text = text_of(page)
+    assert "Trials: 1 to 3 of each, where the paper has 10." in text
+    assert re.search(r"Not trained or not measured yet: \d+ more", text)
+    assert "MixUp has a lower error than AMP with VGG16 on CIFAR-10" in text  # by name
+    assert "86 of the training and 23 of the test pictures of CIFAR-10 are copies through JPEG" in text
+    assert "SVHN was cut again" not in text
+    assert "Precision: bf16." in text
+    assert "60 epochs in place of 200" in text
+    assert "10 test pictures of CIFAR-100 are in its training set too" in text
+    assert "at most 0.020 percentage points" in text
+    assert "error, % without repeated pictures, % NLL" in text
+    assert "ERM 1 25.00 paper 24.31 ± 0.30 25.02" in text
+    only = tmp_path / "only"
+    write_result(only, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
+    alone = text_of(report_page(collect([only])))
+    assert "60 epochs in place of 200" not in alone
+    assert "copies through JPEG" not in alone
+
+
+def test_runs_of_one_s_own_have_no_such_part(tmp_path: Path) -> None:
+    recipe = cell("paper", "cifar10", "preactresnet18", "erm")
+    write_result(tmp_path, replace(recipe, name="mine"), 0, 0.05)
+    text = text_of(report_page(collect([tmp_path])))
+    assert "The paper's tables" not in text
+    assert "differ from the paper's" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("planned.json", {"runs": [{"name": 3, "seed": 0}]}),
+        ("planned.json", {"runs": "all"}),
+        ("paper/x-0.failed.json", {"name": "x", "seed": "0", "error": "e"}),
+        ("paper/cost-x.json", {**COST, "methods": {"erm": {}}}),
+        ("paper/cost-x.json", {**COST, "ratio": "much"}),
+        ("paper/cost-x.json", {**COST, "protocol": 7}),
+        ("paper/cost-y.json", {**COST, "methods": {**COST["methods"], "erm": {"ms": 1.41, "hours": 0}}}),
+        ("paper/cost-x.json", {key: value for key, value in COST.items() if key != "precision"}),
+    ],
+    ids=str,
+)
+def test_a_damaged_file_is_named_and_left_out(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
+    write_result(tmp_path, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
+    (tmp_path / name).write_text(json.dumps(content))
+    found = collect([tmp_path])
+    assert [broken.path.name for broken in found.broken] == [Path(name).name]
+    assert "Table 1" in text_of(report_page(found))
+
+
+@pytest.mark.parametrize("content", [b"", b'{"data": "cif', b'{"a": 1}', b"[]"])
+def test_a_result_that_cannot_be_read_does_not_vanish(tmp_path: Path, content: bytes) -> None:
+    write_result(tmp_path, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
+    (tmp_path / "paper" / "cifar10-preactresnet18-erm-1.json").write_bytes(content)
+    found = collect([tmp_path])
+    assert [broken.path.name for broken in found.broken] == ["cifar10-preactresnet18-erm-1.json"]
+    assert "1 file was left out" in text_of(report_page(found))
+
+
+def test_the_two_readings_of_the_ball_have_a_table_of_their_own(page: str) -> None:
+    assert "The two readings of the ball" in text_of(page)
+    assert "Float32 beside bfloat16" not in text_of(page)  # one of two
+
+
+@pytest.mark.parametrize(
+    ("part", "content"),
+    [
+        ("curves", {"nll": [0.1]}),
+        ("curves", {"nll": ["x"] * 200}),
+        ("landscape", {"axis": [0]}),
+        ("boundary", {"side": [0, 1, 2], "shares": [[0.5, 0.5]]}),
+        ("boundary", {"side": [0, 1, 2], "shares": [[0.5, 2.0, 0.5]] * 3}),
+        ("attack", {"fgsm_error": 3}),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_result_that_makes_no_sense_is_left_out_alone(
+    tmp_path: Path, part: str, content: dict[str, Any]
+) -> None:
+    recipe = cell("paper", "cifar10", "preactresnet18", "erm")
+    write_result(tmp_path, recipe, 0, 0.05, **{part: content})
+    found = collect([tmp_path])
+    assert len(found.runs) == 1
+    assert len(found.broken) == 1
+    assert "is not used" in found.broken[0].why
+
+
+def test_the_page_says_that_the_spiral_was_chosen_where_there_is_one(page: str, tmp_path: Path) -> None:
+    write_result(tmp_path, EXHIBITS["spiral"]("paper").recipes[0], 0, 0.05)
+    chosen = "That problem and AMP's radius in it were chosen because the two methods differ there"
+    assert chosen in text_of(report_page(collect([tmp_path])))
+    assert chosen not in text_of(page)
+
+
+def test_a_boundary_is_drawn_for_the_spiral(tmp_path: Path) -> None:
+    for recipe in EXHIBITS["spiral"]("short").recipes:
+        side = [-1.2, -0.4, 0.4, 1.2]
+        shares = [[abs(x) / 2 for x in side] for _ in side]
+        write_result(tmp_path, recipe, 0, 0.05, boundary={"side": side, "shares": shares})
+    page = report_page(collect([tmp_path]))
+    assert "Boundaries" in page
+    assert "AMP: 5.0 % test error" in page
+
+
+def test_the_page_fits_a_window_and_a_phone(page: str, tmp_path: Path) -> None:
+    """Two frames of these widths, in a page of the test's own."""
+    inside = html.escape(page)
+    frames = "".join(f'<iframe width="{width}" height="900" srcdoc="{inside}"></iframe>' for width in (1100, 380))
+    holder = tmp_path / "holder.html"
+    holder.write_text(f"<html><head></head><body>{frames}</body></html>", encoding="utf-8")
+    script = """setTimeout(() => {
+      const inside = [...document.querySelectorAll("iframe")].map((frame) => frame.contentDocument.documentElement);
+      const apart = inside.map((root) => root.scrollWidth - root.clientWidth);
+      document.body.innerHTML = "<pre id=said>" + JSON.stringify(apart) + "</pre>";
+    }, 1000);"""
+    said = re.search(r'<pre id="said">(.*?)</pre>', pages.visit(holder, script).dom)
+    assert said is not None
+    assert json.loads(said[1]) == [0, 0]
+
+
+# ---- the results that are kept here
+
+
+KEPT = ROOT / "results"
+
+
+def test_every_kept_result_is_what_it_says_and_was_planned() -> None:
+    found = collect([KEPT])
+    assert found.broken == []
+    broken: list[Any] = []
+    runs = by_recipe(found.runs, broken)
+    assert broken == []
+    assert sum(map(len, runs.values())) == len(found.runs) > 0
+    planned = set(found.planned)
+    for name, own in runs.items():
+        for run in own:
+            assert (name, run.result["seed"]) in planned
+            assert run.path == Ledger(KEPT, KEPT).file(Job(_recipe(name), run.result["seed"]))
+            assert run.result["commit"]
+            assert run.result["hardware"]
+            assert "smoke" not in name
+
+
+def _recipe(name: str) -> Any:
+    protocol: Any = name.partition("/")[0]
+    exhibits = (make(protocol) for make in EXHIBITS.values())
+    return next(recipe for exhibit in exhibits for recipe in exhibit.recipes if recipe.name == name)
+
+
+def test_the_readme_has_the_table_of_these_results() -> None:
+    text = readme.README.read_text()
+    made = readme.put_into(text, results_table.PART, results_table.rendered(KEPT))
+    assert made == text, "run python benchmarks/results_table.py"
+
+
+def test_the_table_needs_results(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no result in"):
+        results_table.rendered(tmp_path)
+
+
+def test_the_report_of_the_kept_results_is_one_command(tmp_path: Path) -> None:
+    shown = flatmin("report", KEPT, "--out", tmp_path / "page.html")
+    assert shown.exit_code == 0, shown.output
+    assert "The paper's tables" in (tmp_path / "page.html").read_text()

@@ -1,0 +1,559 @@
+"""The report: what it says is true of the files it is made of, whatever else lies among them."""
+
+import base64
+import html
+import json
+import math
+import re
+import shlex
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from scipy import stats
+from tests.support import pages
+from tests.support.pages import text_of
+from tests.support.processes import flatmin
+from tests.support.report_files import ERRORS, evaluation, landscape, result, write, write_all
+
+from flatmin_lab.data import load
+from flatmin_lab.methods import METHODS
+from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.report.comparison import Group, groups_of
+from flatmin_lab.report.figures.style import Drawn
+from flatmin_lab.report.loader import collect
+from flatmin_lab.report.pages.report import report_page
+from flatmin_lab.runs.events import Stopped
+from flatmin_lab.runs.result import result_of
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Runs that a test may change."""
+    return write_all(tmp_path / "runs", landscapes=False)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of those runs as they are."""
+    return page_of(write_all(tmp_path_factory.mktemp("whole") / "runs", landscapes=True))
+
+
+def page_of(*paths: Path) -> str:
+    return report_page(collect(paths))
+
+
+def only_group(runs: Path) -> Group:
+    (group,) = groups_of(collect([runs]).runs)
+    return group
+
+
+# ---- what it says
+
+
+def test_the_words_and_the_table_are_made_from_the_numbers(whole: str) -> None:
+    shown = text_of(whole)
+    assert "PreActResNet18 on CIFAR-10" in shown
+    assert "Test error: AMP 4.00 %, ERM 5.05 %; significantly lower (n = 4 and 4, p < 0.001)." in shown
+    assert "AMP took 2.00 times the time of ERM." in shown
+    assert "5.05 ± 0.13" in shown
+    assert "Rise of the loss to there: AMP 0.300, ERM 0.300; no spread among the seeds to judge by" in shown
+    assert "L∞, radius 4/255; PGD: 10 steps of 1/255, no random start; 100 test examples" in shown
+
+
+def test_the_settings_are_said_where_all_rows_have_them(tmp_path: Path) -> None:
+    for number, radius in enumerate((0.5, 0.1)):
+        knobs = {"epsilon": radius, "inner_lr": 1.0}
+        write(tmp_path / f"amp-{number}", result("amp", 0, 0.04, settings=knobs))
+    write(tmp_path / "adversarial", result("adversarial", 0, 0.05, settings={"epsilon": 1 / 255}))
+    shown = text_of(page_of(tmp_path))
+    assert "Settings: AMP (ζ 1); adversarial (ε 0.00392157)." in shown
+    assert "AMP (ε 0.5)" in shown  # the row's own name
+
+
+def test_groups_of_one_network_are_told_apart_by_their_titles(tmp_path: Path) -> None:
+    held_out = {"validation_error": 0.06, "validation_nll": 0.2, "validation_ece": 0.03, "validation": True}
+    write(tmp_path / "short", result("erm", 0, 0.06))
+    write(tmp_path / "long", result("erm", 0, 0.05, epochs=6))
+    write(tmp_path / "tuned", result("erm", 0, 0.06, **held_out))
+    write(tmp_path / "cut", result("erm", 0, 0.05, augment="cutout"))
+    write(tmp_path / "vgg", result("erm", 0, 0.05, model="vgg16"))
+    write(tmp_path / "clipped", result("erm", 0, 0.05, model="vgg16", clip_norm=1.5, batch_size=1024))
+    titles = [html.unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page_of(tmp_path))]
+    assert sorted(titles) == [
+        "PreActResNet18 on CIFAR-10, 3 epochs, Cutout",
+        "PreActResNet18 on CIFAR-10, 3 epochs, crops and flips",
+        "PreActResNet18 on CIFAR-10, 3 epochs, on a held-out tenth, crops and flips",
+        "PreActResNet18 on CIFAR-10, 6 epochs, crops and flips",
+        "VGG16 on CIFAR-10, batch size 1024, clip norm 1.5",
+        "VGG16 on CIFAR-10, batch size 50",
+    ]
+
+
+def test_the_papers_values_stand_beside_ours(whole: str) -> None:
+    shown = text_of(whole)
+    assert "paper 3.97 ± 0.09" in shown  # AMP's error
+    assert "paper 0.239 ± 0.009" in shown  # ERM's NLL
+    assert "paper 1.25" in shown  # AMP's ECE
+    assert "paper 49.7 ± 0.8" not in shown  # under PGD, of another radius
+    assert "10 trainings of the method with 200 epochs" in shown
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a sweep: result files of a held-out part, nothing attacked, four radii of which the third is best."""
+    folder = tmp_path_factory.mktemp("swept")
+    for radius, error in {0.0: 0.061, 0.03: 0.059, 0.06: 0.055, 0.12: 0.051, 0.25: 0.056}.items():
+        found = {"validation_error": error, "validation_nll": 4 * error, "validation_ece": 0.03, "validation": True}
+        knobs = {"settings": {"epsilon": radius}} if radius else {}
+        kept = {"clean_train_nll": radius, "at_once": 4, **found, **knobs}
+        (folder / f"{radius}.json").write_text(json.dumps(result("amp" if radius else "erm", 0, 0.5, **kept)))
+    return page_of(folder)
+
+
+def test_the_papers_numbers_are_of_the_test_set_and_not_beside_others(swept: str, whole: str) -> None:
+    shown = text_of(swept)
+    assert re.findall(r"paper \d", shown) == []
+    assert "200 epochs" not in shown
+    assert "◇" not in shown
+    assert "◇: the paper's value" in text_of(whole)
+
+
+def test_of_result_files_only_what_was_measured_is_shown(swept: str, whole: str) -> None:
+    shown, all_shown = text_of(swept), text_of(whole)
+    assert "Robustness and flatness" not in shown
+    assert "seconds" not in shown  # four at once: they say nothing about the method
+    assert "Calibration error and robustness" not in shown
+    assert "Calibration error and robustness" in all_shown
+    assert "Robustness and flatness" in all_shown
+
+
+def test_what_is_always_measured_is_shown_where_it_is_not_finite(tmp_path: Path) -> None:
+    write(tmp_path / "erm", result("erm", 0, 0.9, test_nll=None, test_ece=None, data="digits"))
+    shown = text_of(page_of(tmp_path))
+    assert "error, % NLL ECE, %" in shown
+    assert "90.00 not finite not finite" in shown
+
+
+def test_the_best_radius_is_in_the_words_and_drawn(swept: str) -> None:
+    assert "Validation error: AMP (ε 0.12) 5.10 %, ERM 6.10 %" in text_of(swept)
+    assert "Reliability of AMP (ε 0.12), n = 1" in swept
+    assert "Reliability of AMP (ε 0.03)" not in swept
+    assert "What the radius does" in text_of(swept)
+    assert "of as many the one with the lowest mean validation error" in text_of(swept)
+
+
+def test_of_several_settings_the_one_with_the_most_trainings_is_drawn(tmp_path: Path) -> None:
+    for seed, (radius, error) in enumerate([(0.5, 0.05), (0.5, 0.05), (0.1, 0.03)]):
+        write(tmp_path / f"{seed}", result("amp", seed, error, settings={"epsilon": radius}))
+    page = page_of(tmp_path)
+    assert "Reliability of AMP (ε 0.5), n = 2" in page
+    assert "Reliability of AMP (ε 0.1)" not in page
+
+
+def test_seconds_of_several_at_once_are_not_called_infinite(tmp_path: Path) -> None:
+    write(tmp_path / "erm", result("erm", 0, 0.05))
+    write(tmp_path / "amp", result("amp", 0, 0.04, at_once=4))
+    assert "not finite" not in text_of(page_of(tmp_path))
+
+
+def test_only_a_significant_difference_is_marked_and_the_test_is_scipys(runs: Path, whole: str) -> None:
+    group = only_group(runs)
+    assert [row.method for row in group.rows] == ["erm", "amp", "mixup"]
+    erm, amp, mixup = (row.cells["error"] for row in group.rows)
+    raw = [stats.ttest_ind(ERRORS[method], ERRORS["erm"], equal_var=False).pvalue for method in ("amp", "mixup")]
+    assert amp.p == pytest.approx(2 * min(raw), rel=1e-6)  # Holm: two comparisons, the smaller p is doubled
+    assert mixup.p == pytest.approx(max(raw), rel=1e-6)
+    assert (erm.better, amp.better, mixup.better) == (None, True, None)
+    assert group.rows[2].cells["pgd_error"].better is False
+    assert group.rows[1].cells["seconds"].better is None  # times are not compared by seeds
+    marked = re.findall(r'<td class="(better|worse)"', whole)
+    cells = [cell for row in group.rows for cell in row.cells.values()]
+    assert len(marked) == sum(cell.better is not None for cell in cells)
+
+
+def test_trainings_that_all_end_at_chance_are_not_called_the_same(tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        write(tmp_path / method, result(method, 0, 0.9, test_nll=None, test_ece=None))
+    assert "digit for digit" not in text_of(page_of(tmp_path))
+
+
+def test_a_method_that_never_took_effect_is_said_to_be_erm(tmp_path: Path) -> None:
+    for method in ("erm", "amp", "flooding"):
+        write(tmp_path / method, result(method, 0, 0.04 if method == "amp" else 0.05))
+    assert "The numbers of flooding are ERM's, digit for digit" in text_of(page_of(tmp_path))
+
+
+def test_one_training_each_is_too_few_to_mark_anything(tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        write(tmp_path / method, result(method, 0, 0.05 if method == "erm" else 0.01))
+    page = page_of(tmp_path)
+    assert "too few trainings to tell (n = 1 and 1)" in text_of(page)
+    assert 'class="better"' not in page
+
+
+def test_runs_of_different_settings_are_never_averaged(runs: Path) -> None:
+    write(runs / "longer", result("erm", 0, 0.01, epochs=100))
+    write(runs / "noisy", result("erm", 0, 0.3, label_noise=0.2))
+    groups = groups_of(collect([runs]).runs)
+    assert [len(group.rows) for group in groups] == [3, 1, 1]
+    shown = text_of(page_of(runs))
+    assert "20 % of the training labels replaced by wrong ones" in shown
+    assert "For a comparison, train both erm and amp." in shown
+
+
+def test_a_seed_that_is_there_twice_counts_once(runs: Path) -> None:
+    write(runs / "erm-again", result("erm", 0, 0.9))
+    assert len(only_group(runs).rows[0].runs) == 4
+    assert f"that method and seed are there already: {runs / 'erm-again'}" in text_of(page_of(runs))
+    assert len(collect([runs, runs, runs / "erm-0"]).runs) == 13
+
+
+def test_what_was_measured_otherwise_is_not_compared(runs: Path) -> None:
+    stronger = evaluation(0.9)
+    stronger["attack"]["radius"] = 8 / 255
+    (runs / "amp-0" / "evaluation.json").write_text(json.dumps(stronger))
+    row = only_group(runs).row("amp")
+    assert row is not None
+    assert len(row.cells["pgd_error"].values) == 3
+    assert row.cells["pgd_error"].otherwise
+    assert row.cells["pgd_error"].missing == [f"flatmin evaluate {runs / 'amp-0'} --attack"]
+    assert ">measured otherwise</a>" in page_of(runs)
+    assert len(row.cells["rise"].values) == 4
+
+
+def test_several_radii_have_rows_of_their_own_and_a_sweep(runs: Path) -> None:
+    for number, epsilon in enumerate((0.1, 0.2)):
+        for seed in range(2):
+            changes: dict[str, Any] = {"settings": {"epsilon": epsilon, "inner_lr": 1.0}}
+            write(runs / f"sweep-{number}-{seed}", result("amp", seed, 0.045, **changes))
+    shown = text_of(page_of(runs))
+    assert "AMP (ε 0.1)" in shown
+    assert "Of 3 settings of AMP it has the lowest test error: chosen with the labels." in shown
+    assert "What the radius does" in shown
+
+
+def test_a_tuning_run_says_that_it_is_one(tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        found = result(method, 0, 0.05, validation=True)
+        for name in ("error", "nll", "ece"):
+            found[f"validation_{name}"] = found[f"test_{name}"]
+        write(tmp_path / method, found)
+        path = tmp_path / method / "result.json"
+        path.write_text(json.dumps({key: v for key, v in found.items() if not key.startswith("test_")}))
+    shown = text_of(page_of(tmp_path))
+    assert "Validation error: AMP" in shown
+    assert "tuning runs" in shown
+
+
+def test_missing_cells_show_the_command_that_fills_them(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a run", result("erm", 0, 0.05))
+    page = page_of(tmp_path)
+    assert f"flatmin evaluate '{folder}' --attack --flatness" in text_of(page)
+    assert f"flatmin landscape '{folder}'" in text_of(page)
+    titles = re.findall(r'<a href="#missing-1" title="([^"]+)">not yet</a>', page)
+    assert html.unescape(titles[0]) == f"flatmin evaluate '{folder}' --attack"
+    assert 'id="missing-1"' in page
+
+
+def test_the_command_measures_a_run_as_the_others_were_measured(runs: Path) -> None:
+    for path in runs.glob("*/evaluation.json"):
+        found = evaluation(0.5)
+        found["attack"] |= {"radius": 0.5, "norm": "l2", "pictures": 64}
+        path.write_text(json.dumps(found))
+    (runs / "amp-0" / "evaluation.json").unlink()
+    row = only_group(runs).row("amp")
+    assert row is not None
+    asked = f"flatmin evaluate {runs / 'amp-0'} --attack --norm l2 --radius 0.5 --pictures 64"
+    assert row.cells["pgd_error"].missing == [asked]
+    assert row.cells["rise"].missing == [f"flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50"]
+    shown = text_of(page_of(runs))
+    assert f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50" in shown  # two: on other pictures
+
+
+def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
+    """What they ask for, as the command itself would plan it, is the recipe of the runs that are there."""
+    data = load("digits")
+    changes: dict[str, Any] = {"epochs": 3, "lr": 0.05, "batch_size": 64, "label_noise": 0.2, "clip_norm": 5.0}
+    for name, more in {"plain": {}, "cosine": {"schedule": "cosine", "warmup": 1.0, "weight_decay": 0.0}}.items():
+        recipe = suited("digits", data, method="erm", **changes, **more)
+        lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
+        found = {**result_of(recipe, 3, data.checksum, lines, {}), "reliability": None}
+        write(tmp_path / name / "erm-3", found)
+        (group,) = groups_of(collect([tmp_path / name]).runs)
+        assert len(group.untrained) == len(METHODS) - 1
+        for command in group.untrained:
+            options = dict(zip(*[iter(shlex.split(command)[2:])] * 2, strict=True))
+            asked = planned(options)
+            assert asked == suited("digits", data, method=options["--method"], **changes, **more)
+            assert options["--seed"] == "3"
+            assert Path(options["--out"]).parent == tmp_path / name
+
+
+def test_without_nesterovs_alone_there_is_no_command_that_trains_alike(tmp_path: Path) -> None:
+    for name, more, count in (("heavy ball", {"momentum": 0.9}, 0), ("none", {"momentum": 0.0}, len(METHODS) - 1)):
+        write(tmp_path / name / "erm-0", result("erm", 0, 0.05, nesterov=False, **more))
+        (group,) = groups_of(collect([tmp_path / name]).runs)
+        assert len(group.untrained) == count
+
+
+def planned(options: dict[str, str]) -> Recipe:
+    """The recipe that `flatmin train` would train with these options."""
+    plans: list[Any] = []
+
+    def training(recipe: Recipe, *_: object, **__: object) -> Any:
+        plans.append(recipe)
+        return iter([Stopped("enough", 0)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatmin_lab.cli.commands.train.training", training)
+        patch.setattr("flatmin_lab.cli.commands.train.CODES", {"enough": 0})
+        assert flatmin("train", *(word for pair in options.items() for word in pair)).exit_code == 0
+    recipe: Recipe = plans[0]
+    return recipe
+
+
+def test_every_figure_has_its_data_beside_it(whole: str) -> None:
+    links = re.findall(r'download="([^"]+)" href="data:application/json;base64,([^"]+)"', whole)
+    names = [name for name, _ in links]
+    assert len(names) == len(set(names)) >= 10
+    contents = {name: json.loads(base64.b64decode(content)) for name, content in links}
+    assert contents["cifar10-preactresnet18-ece.json"]["values"]["amp"] == pytest.approx([2.0, 2.05, 1.95, 2.0])
+    assert contents["landscapes.json"]["planes"]["training"]["ERM"][1][1] == 0.1
+
+
+def test_landscapes_that_were_computed_otherwise_are_not_shown_beside_one_another(runs: Path) -> None:
+    for name, found in {"erm-0": landscape(), "amp-0": landscape(), "mixup-0": landscape(seed=7)}.items():
+        (runs / name / "landscape.json").write_text(json.dumps(found))
+    page = page_of(runs)
+    assert "ERM, training" in page
+    assert "MixUp, training" not in page
+    assert "Computed otherwise, and not shown: MixUp." in text_of(page)
+
+
+# ---- what is damaged
+
+DAMAGES: dict[str, tuple[str, str, str]] = {
+    "a result that ends early": ("result.json", '{"data": "cif', "damaged"),
+    "a result that is a list": ("result.json", "[]", "must hold an object"),
+    "an error that is a word": (
+        "result.json",
+        json.dumps(result("erm", 0, 0.1, test_error="abc")),
+        "test_error is 'abc'",
+    ),
+    "an error that is nan": ("result.json", json.dumps(result("erm", 0, math.nan)), "test_error is nan"),
+    "an error of 300 %": ("result.json", json.dumps(result("erm", 0, 3.0)), "not a share from 0 to 1"),
+    "a method nobody knows": ("result.json", json.dumps(result("<script>alert(1)</script>", 0, 0.1)), "unknown method"),
+    "no seed": ("result.json", json.dumps({**result("erm", 0, 0.1), "seed": None}), "seed is None"),
+    "a config that is text": ("config.json", "hello", "damaged"),
+    "curves that are noise": ("metrics.jsonl", "\x00\xff", "no curves of this run: line 1 is not JSON"),
+    "curves of words": ("metrics.jsonl", '{"train_loss": "low"}', "line 1 is not of numbers"),
+    "an evaluation of words": ("evaluation.json", json.dumps(evaluation(attack={"pgd_error": "x"})), "not used"),
+    "an evaluation of a list": ("evaluation.json", "[1]", "not used"),
+    "an evaluation of another epoch": (
+        "evaluation.json",
+        json.dumps(evaluation(epoch=2)),
+        "after epoch 2, and the training ended after 3",
+    ),
+    "a landscape without an axis": ("landscape.json", '{"splits": {}}', "not used"),
+    "a landscape of another size": ("landscape.json", json.dumps(landscape(points=5)), "must have 5 points"),
+    "a result nested too deep": ("result.json", "[" * 100_000, "nested too deep"),
+    "a ragged landscape": (
+        "landscape.json",
+        json.dumps(landscape(axis=[0.0, 1.0, 2.0, 3.0], points=4)),
+        "must have 4 numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_rest_of_the_report_is_made_and_what_is_damaged_is_named(runs: Path, damage: str) -> None:
+    name, content, said = DAMAGES[damage]
+    (runs / "erm-0" / name).write_text(content)
+    found = collect([runs])
+    (broken,) = found.broken
+    assert said in broken.why
+    assert "erm-0" in str(broken.path)
+    if name == "result.json":  # the page of the others is alike, and takes a second to draw
+        page = report_page(found)
+        assert "Test error: AMP 4.00 %" in text_of(page)
+        assert "file was left out" in text_of(page)
+        assert "<script>alert" not in page
+
+
+def test_a_run_that_is_not_finished_says_how_to_go_on(runs: Path) -> None:
+    (runs / "erm-0" / "result.json").unlink()
+    shown = text_of(page_of(runs))
+    assert f"not finished, 3 of 3 epochs; go on with: flatmin train --out {runs / 'erm-0'} --resume" in shown
+
+
+def test_where_nothing_can_be_read_there_is_still_a_page(runs: Path) -> None:
+    for path in runs.rglob("result.json"):
+        path.write_text("torn")
+    shown = text_of(page_of(runs))
+    assert "12 files were left out" in shown
+
+
+def test_results_may_be_files_of_their_own(tmp_path: Path) -> None:
+    for method in ("erm", "amp"):
+        (tmp_path / f"{method}.json").write_text(json.dumps(result(method, 0, 0.05)))
+    (tmp_path / "notes.json").write_text('{"not": "a result"}')
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
+    found = collect([tmp_path])
+    assert len(found.runs) == 2
+    assert not found.broken
+    page = report_page(found)
+    assert "PreActResNet18" in page
+    assert "flatmin evaluate" not in page  # there is no folder to measure
+
+
+WRONG: list[Any] = [None, "abc", ["q"], {}, -1, 1e308, math.nan]
+
+
+def spoilt(content: dict[str, Any], path: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Copies of a file's content with one field gone, or wrong in every way."""
+    copies = []
+    for wrong in [KeyError, *WRONG]:
+        copy = json.loads(json.dumps(content))
+        place = copy
+        for key in path[:-1]:
+            place = place[key]
+        if wrong is KeyError:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = wrong
+        copies.append(copy)
+    return copies
+
+
+def paths_of(content: dict[str, Any]) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for key, value in content.items():
+        found.append((key,))
+        if isinstance(value, dict):
+            found += [(key, *path) for path in paths_of(value)]
+    return found
+
+
+@pytest.mark.parametrize("name", ["result", "evaluation", "landscape"])
+def test_no_single_field_of_a_file_can_stop_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Every field of every file gone, null, a word, a list, negative, huge or nan: there is a page all the same."""
+    for module in ("report_page", "landscape_part"):  # drawing is not what is tested, and takes long
+        monkeypatch.setattr(f"flatmin_lab.report.{module}.svg", lambda drawn: f"<svg>{drawn.words}</svg>")
+    for figure in ("curves", "bars", "reliability_diagram", "contours", "lines"):
+        monkeypatch.setattr(f"flatmin_lab.report.figures.{figure}", partial(_only_numbers, figure))
+    whole = {"result": result("amp", 0, 0.1), "evaluation": evaluation(), "landscape": landscape()}
+    folder = write(tmp_path / "run", whole["result"], evaluation=whole["evaluation"], landscape=whole["landscape"])
+    for path in paths_of(whole[name]):
+        for content in spoilt(whole[name], path):
+            (folder / f"{name}.json").write_text(json.dumps(content))
+            page = report_page(collect([tmp_path]))
+            assert "</html>" in page, path
+
+
+def _only_numbers(name: str, *given: Any, **knobs: Any) -> Drawn:
+    """In the place of a figure: everything that it would draw is a number, or is refused."""
+
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            list(map(check, value.values()))
+        elif isinstance(value, list | tuple):
+            list(map(check, value))
+        else:
+            assert value is None or isinstance(value, int | float | str), (name, value)
+
+    numbers = [value for value in given if not isinstance(value, str)]
+    check(numbers)
+    return Drawn(Figure(), {"numbers": numbers}, name)
+
+
+NASTY = '<img src=x onerror="alert(1)">&{{ 7 * 7 }}</script>'
+
+
+def test_text_from_run_folders_is_escaped(tmp_path: Path) -> None:
+    changes = dict.fromkeys(("data", "model", "hardware", "commit", "torch", "augment"), NASTY)
+    for seed, method in enumerate(("erm", "amp", "mixup")):
+        found = result(method, 0, 0.05, **changes, settings={NASTY: 1.0})
+        write(tmp_path / f"{method} <b>{seed}", found, landscape=landscape(), evaluation=evaluation())
+    page = page_of(tmp_path)
+    assert "<img" not in page
+    assert "<b>" not in page
+    assert "49" not in re.findall(r"<h1>(.*?)</h1>", page)[0]
+    assert page.count("</script>") == page.count("<script")
+
+
+# ---- in a browser
+
+CHECK = """
+const canvases = [...document.querySelectorAll("figure.surface canvas")];
+const said = {before: canvases.map((c) => c.dataset.drawn)};
+setTimeout(() => {
+  said.drawn = canvases.map((c) => c.dataset.drawn);
+  const inked = (c) => c.getContext("2d").getImageData(0, 0, c.width, c.height).data.some((v) => v > 0);
+  said.inked = canvases.map(inked);
+  const pointer = (name, x, y) =>
+    canvases[0].dispatchEvent(new PointerEvent(name, {clientX: x, clientY: y, pointerId: 1, bubbles: true}));
+  pointer("pointerdown", 10, 10); pointer("pointermove", 110, 30); pointer("pointerup", 110, 30);
+  setTimeout(() => {
+    said.turned = canvases.map((c) => c.dataset.drawn);
+    canvases[0].dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft", bubbles: true}));
+    document.querySelector("input.logarithmic").click();
+    setTimeout(() => {
+      said.pressed = canvases.map((c) => c.dataset.drawn);
+      said.wide = document.documentElement.scrollWidth > window.innerWidth;
+      document.body.innerHTML = "<pre id=said>" + JSON.stringify(said) + "</pre>";
+    }, 300);
+  }, 300);
+}, 300);
+"""
+
+
+@pytest.mark.parametrize("width", [1200, 500])
+def test_the_page_opens_without_an_error_and_its_surfaces_turn_together(whole: str, tmp_path: Path, width: int) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(whole, encoding="utf-8")
+    visit = pages.visit(path, CHECK, width=width)
+    assert visit.console == []
+    said = json.loads(html.unescape(re.findall(r'<pre id="said">(.*?)</pre>', visit.dom, re.DOTALL)[0]))
+    assert len(said["drawn"]) == 6
+    assert all(said["inked"])
+    assert len(set(said["drawn"])) == len(set(said["turned"])) == 1
+    assert said["turned"][0] != said["drawn"][0]
+    assert said["pressed"][0].endswith("false")
+    assert said["pressed"][0].split()[0] != said["turned"][0].split()[0]
+    assert not said["wide"]
+
+
+def test_no_name_stands_twice_in_the_page(whole: str) -> None:
+    names = re.findall(r'\sid="([^"]+)"', whole)
+    repeated = {name for name in names if names.count(name) > 1}
+    assert repeated <= {name for name in names if re.fullmatch(r"[0-9a-f]{8}-\w+", name)}  # the same drawing twice
+    for target in re.findall(r'(?:href="|url\()#([^")]+)', whole):
+        assert target in names
+
+
+class Outside(HTMLParser):
+    """Whatever a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name in ("src", "srcset", "poster") or (tag == "link" and name == "href"):
+                self.found.append(f"{tag} {name}={value}")
+
+
+def test_the_page_needs_no_network(whole: str) -> None:
+    parser = Outside()
+    parser.feed(whole)
+    assert parser.found == []
+    assert not re.search(r"@import|url\((?!#)", whole)

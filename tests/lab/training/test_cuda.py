@@ -1,0 +1,220 @@
+"""Training on a GPU: the first weights of a CPU, the same bits captured or not and after a stop, and no waiting."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.host_sync import never_waiting, without_sync
+from tests.support.small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe
+from torch import Tensor, nn
+
+from flatmin_lab import methods, models
+from flatmin_lab.data import Dataset, Normalisation, Split
+from flatmin_lab.recipes.recipe import PRECISIONS, Recipe
+from flatmin_lab.runs.events import Finished, Note, Progress, Record, RunError, Stopped
+from flatmin_lab.system.rng import Surroundings
+from flatmin_lab.training.captured_forward import Answers
+from flatmin_lab.training.evaluation import logits_of
+from flatmin_lab.training.loop import moments, train
+
+pytestmark = pytest.mark.cuda
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"method": name} for name in methods.METHODS},
+    "averaged bf16": {"method": "amp", "ema": 0.9, "precision": "bf16", "channels_last": True},
+    "fp16": {"method": "amp", "precision": "fp16", "clip_norm": 1.0, "settings": {"epsilon": 0.1}},
+    "noise": {"method": "mixup", "label_noise": 0.3, "augment": "vanilla"},
+}
+NETWORKS = ("preactresnet18", "vgg16", "wideresnet10_2", "pyramidnet29_24", "convnet")
+
+
+def photographs(count: int = 64) -> Dataset:
+    """Pictures of CIFAR's size."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    split = Split(x, torch.arange(count) % 10)
+    return Dataset("photographs", split, split, [str(number) for number in range(10)])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path: Path, variant: str) -> None:
+    recipe = tiny_recipe(deterministic=True, **VARIANTS[variant])
+    run(recipe, tmp_path / "whole", device="cuda")
+    expected = lasting(tmp_path / "whole")
+    for first in (3, 8):
+        folder = tmp_path / f"stopped-{first}"
+        records = run(recipe, folder, device="cuda", stop=after(first))
+        assert isinstance(records[-1], Stopped)
+        torch.cuda.manual_seed(99)  # whatever state the new process has
+        assert isinstance(run(recipe, folder, device="cuda", resume=True)[-1], Finished)
+        assert same(lasting(folder), expected)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_network_trains_deterministically(network: str) -> None:
+    recipe = Recipe(
+        data="photographs", model=network, method="amp", settings={"epsilon": 0.1}, epochs=1, batch_size=32, lr=0.01
+    )
+    first, again = (
+        list(train(Recipe(**{**recipe.as_json(), "deterministic": True}), photographs(), device="cuda"))[-1]
+        for _ in range(2)
+    )
+    assert isinstance(first, Finished)
+    assert isinstance(again, Finished)
+    assert first.result["test_nll"] == again.result["test_nll"]
+
+
+def test_a_run_begun_on_a_cpu_goes_on_on_a_gpu(tmp_path: Path) -> None:
+    recipe = tiny_recipe(method="amp", settings={"epsilon": 0.1})
+    run(recipe, tmp_path / "run", stop=after(8))
+    moved = run(recipe, tmp_path / "run", device="cuda", resume=True)[-1]
+    stayed = run(recipe, tmp_path / "cpu")[-1]
+    assert isinstance(moved, Finished)
+    assert isinstance(stayed, Finished)
+    assert moved.result["test_nll"] == pytest.approx(stayed.result["test_nll"], rel=0.02)
+
+
+def test_first_weights_are_those_of_the_cpu() -> None:
+    here, there = (learner_of(tiny_recipe(), tiny_data(), seed=3, device=device) for device in ("cpu", "cuda"))
+    for one, other in zip(here.model.parameters(), there.model.parameters(), strict=True):
+        assert torch.equal(one, other.cpu())
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    **{f"{name}, {kind}": {"method": name, "precision": kind} for name in methods.METHODS for kind in PRECISIONS},
+    "clipped": {"method": "amp", "clip_norm": 0.1},
+    "averaged": {"method": "amp", "ema": 0.9},
+    "channels last": {"method": "mixup", "channels_last": True},
+}
+
+
+@pytest.mark.parametrize("variant", STEPS)
+def test_every_step_is_captured_and_measures_the_same(variant: str) -> None:
+    """From the second one on, with what the ordinary first step measured, and the last, smaller batch too."""
+    learner = learner_of(tiny_recipe(augment="vanilla", **STEPS[variant]), tiny_data(), device="cuda")
+    first, captured = None, []
+    for epoch in range(2):
+        for index, u in learner.batches.parts(epoch):
+            measured = learner.step(index, u, 0.01)
+            first = first or measured
+            captured.append(learner.taken.captured)
+            assert measured.keys() == first.keys()
+    assert learner.taken.reason is None
+    assert captured == [False] + [True] * 9
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_captured_it_is_the_same_to_the_bit(tmp_path: Path, method: str) -> None:
+    """Steps, evaluations (of full and of smaller batches, of the average too), and what a checkpoint holds."""
+    recipe = tiny_recipe(method=method, deterministic=True, augment="vanilla", ema=0.9, schedule="cosine")
+    data = tiny_data(test=1100)
+    for name, capture in (("captured", True), ("plain", False)):
+        records = list(train(recipe, data, device="cuda", folder=tmp_path / name, capture=capture))
+        assert isinstance(records[-1], Finished)
+        assert not any(isinstance(record, Note) for record in records)
+    assert same(lasting(tmp_path / "captured"), lasting(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("method", ["erm", "amp", "mixup", "label_smoothing", "dropout", "rmp", "adversarial"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("capture", [True, False])
+def test_the_host_never_waits_within_a_step(method: str, precision: Any, capture: bool) -> None:
+    recipe = tiny_recipe(method=method, precision=precision, augment="vanilla")
+    learner = learner_of(recipe, tiny_data(), device="cuda", capture=capture)
+    index, u = next(learner.batches.parts(0))
+    for _ in range(3):
+        learner.step(index, u, 0.1)
+    measured = without_sync(lambda: learner.step(index, u, 0.1))
+    assert all(isinstance(value, Tensor) and value.is_cuda for value in measured.values())
+
+
+@pytest.mark.parametrize("variant", ["erm", "amp", "mixup", "dropout", "rmp", "averaged bf16"])
+def test_the_host_never_waits_within_an_epoch(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """Between its first step and its last, although progress is told after each: numbers come when they come."""
+    monkeypatch.setattr("flatmin_lab.training.loop.BREATH", 0.0)
+    recipe = tiny_recipe(schedule="cosine", augment="vanilla", epochs=5, **VARIANTS[variant])
+    settings: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
+    settings |= {"checkpoint_epochs": 1, "checkpoint_minutes": 99.0}
+    records = moments(recipe, tiny_data(), seed=0, device="cuda", **settings)
+    record: Record | None = None
+    done = quiet = told = 0
+    while not isinstance(record, Finished):
+        within = done > 10 and done % 5 != 0  # after two epochs all graphs are there
+        with never_waiting() if within else nullcontext():
+            record = next(records)
+        done += record is None
+        quiet += within and record is None
+        told += isinstance(record, Progress)
+    assert (done, quiet, told) == (25, 12, 25)
+
+
+def test_a_loss_that_is_not_finite_is_named_as_on_a_cpu() -> None:
+    """Although the host is steps ahead when it hears of it."""
+    recipe = tiny_recipe(lr=1e30, warmup=1.0, epochs=2, schedule="constant")
+    named = []
+    for device in ("cpu", "cuda"):
+        with pytest.raises(RunError, match=r"the loss of step \d+") as caught:
+            run(recipe, device=device)
+        named.append(str(caught.value).partition(" is ")[0])
+    assert named[0] == named[1]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_captured_answers_are_the_models_own(network: str) -> None:
+    """Bit for bit, when the weights have changed in place, and when they have moved."""
+    data = photographs(40).to("cuda")
+    normalise = Normalisation.of(data.test)
+    surroundings = Surroundings(torch.device("cuda"), deterministic=True)
+    with surroundings.inside():
+        model = models.build(network).cuda()
+        answers = Answers(model, full=16)
+        held = []
+        for change in ("none", "in place", "moved"):
+            for param in model.parameters():
+                if change == "in place":
+                    param.data.mul_(1.1)
+                elif change == "moved":
+                    param.data = param.data.clone()
+            expected = logits_of(model, data.test, normalise, batch_size=16)
+            found = logits_of(answers, data.test, normalise, batch_size=16)
+            assert expected is not None
+            assert found is not None
+            assert torch.equal(found, expected)
+            held.append(answers.graph)
+        assert held[0] is not None
+        assert held[1] is held[0]
+        assert held[2] not in (None, held[0])
+        assert model.training
+
+
+def test_what_cannot_be_captured_is_answered_all_the_same() -> None:
+    class Reading(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) * float(x.max())  # the host reads a number
+
+    answers, x = Answers(Reading(), full=4), torch.rand(4, 1, 2, 2, device="cuda")
+    for _ in range(2):
+        assert torch.equal(answers(x), Reading()(x))
+        assert answers.graph is None
+    assert torch.equal(torch.ones(2, device="cuda") + 1, torch.full((2,), 2.0, device="cuda"))  # the device is well
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about itself and about tf32
+def test_compiled_training_learns_the_same() -> None:
+    recipe = Recipe(
+        data="photographs",
+        model="preactresnet18",
+        method="amp",
+        settings={"epsilon": 0.1},
+        augment="none",
+        epochs=2,
+        batch_size=32,
+        lr=0.01,
+    )
+    plain = list(train(recipe, photographs(), device="cuda"))[-1]
+    compiled = list(train(Recipe(**{**recipe.as_json(), "compile": True}), photographs(), device="cuda"))[-1]
+    assert isinstance(plain, Finished)
+    assert isinstance(compiled, Finished)
+    assert compiled.result["test_nll"] == pytest.approx(plain.result["test_nll"], rel=0.1)

@@ -1,0 +1,606 @@
+"""Tuning: trials that can be killed, repeated and trusted, on the validation split alone."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+from tests import ROOT
+from tests.support.processes import flatmin, words
+from tests.support.report_files import result, write
+from tests.support.small_runs import after, pictures
+
+from flatmin_lab.cli.commands import tune as tune_command
+from flatmin_lab.data import Split, load
+from flatmin_lab.methods import METHODS
+from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.report.loader import collect
+from flatmin_lab.report.pages.report import report_page
+from flatmin_lab.runs.events import BusyError, Epoch, Finished, Record, Stopped
+from flatmin_lab.tuning import result_file
+from flatmin_lab.tuning.result import State, Tuning
+from flatmin_lab.tuning.result_file import FILE
+from flatmin_lab.tuning.search_space import KNOBS, Knob, Search, knobs_of
+from flatmin_lab.tuning.study import DATABASE, FIRST, opened
+from flatmin_lab.tuning.trial import is_pruned
+from flatmin_lab.tuning.tuner import tune
+
+SRC = ROOT / "src"
+WAITS = 60.0  # seconds for a process that should have come so far
+
+
+def saved(path: Path, test: Split) -> Path:
+    """A few pictures in a file: a tenth of the training set is twelve of them."""
+    train = pictures(120, 0)
+    arrays = {"x_train": train.x, "y_train": train.y, "x_test": test.x, "y_test": test.y}
+    plain: dict[str, Any] = {name: tensor.numpy() for name, tensor in arrays.items()}
+    np.savez(path, **plain)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("data") / "tiny.npz", pictures(30, 1))
+
+
+def asked(data: Path, out: Path, *more: object) -> list[object]:
+    flags: list[object] = ["--model", "mlp", "--epochs", 3, "--augment", "none", "--device", "cpu", "--out", out]
+    return ["tune", "--data", data, *flags, *more]
+
+
+def tuning_of(out: Path) -> Tuning:
+    return result_file.read(out / FILE)
+
+
+def without_times(found: Tuning) -> list[Any]:
+    return [(t.number, dict(t.settings), t.state, t.value, t.error, t.nll, t.epochs, t.why) for t in found.trials]
+
+
+def study_of(out: Path) -> Any:
+    """As anyone else opens it."""
+    return optuna.load_study(study_name=None, storage=f"sqlite:///{out / DATABASE}")
+
+
+def drawn_before(out: Path, draws: Iterable[dict[str, float]]) -> None:
+    """A study in which it is written what its first trials have, as Optuna's users do it."""
+    out.mkdir(parents=True)
+    study = optuna.create_study(storage=f"sqlite:///{out / DATABASE}", direction="minimize", study_name="mine")
+    for draw in draws:
+        study.enqueue_trial(draw)
+
+
+@pytest.fixture(scope="module")
+def out(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tuning of four trials, for those who only look at it."""
+    folder = tmp_path_factory.mktemp("tuning") / "amp"
+    done = flatmin(*asked(data, folder, "--trials", 4, "--measure", "nll"))
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+# ---- what comes out
+
+
+def test_the_chosen_values_are_those_of_the_best_finished_trial(out: Path) -> None:
+    found = tuning_of(out)
+    assert [trial.state for trial in found.trials] == ["finished"] * 4
+    assert found.chosen == min(found.trials, key=lambda trial: trial.value or 0.0)
+    assert found.chosen is not None
+    chosen = json.loads((out / FILE).read_text())["chosen"]
+    assert chosen == {"trial": found.chosen.number, "settings": found.chosen.settings}
+    for trial in found.trials:
+        own = json.loads((out / f"trial-{trial.number}" / "result.json").read_text())
+        assert own["validation_nll"] == trial.value
+        assert trial.settings.items() <= own["settings"].items()
+
+
+def test_the_first_trial_is_what_would_be_trained_without_tuning(out: Path, data: Path) -> None:
+    usual = suited(str(data), load(data), model="mlp", method="amp", epochs=3).settings
+    assert tuning_of(out).trials[0].settings == usual
+
+
+def test_the_file_says_with_what_and_how_it_was_measured(out: Path, data: Path) -> None:
+    found = json.loads((out / FILE).read_text())
+    expected = {"method": "amp", "data": str(data), "model": "mlp", "epochs": 3, "measure": "nll", "seed": 0}
+    assert expected.items() <= found.items()
+    assert found["space"]["epsilon"] == {"low": 0.01, "high": 2.0, "log": True}
+    assert {"hardware", "threads", "torch", "commit"} <= found.keys()
+    for trial in found["trials"]:
+        assert {"number", "settings", "state", "value", "epochs", "seconds", "seed"} <= trial.keys()
+
+
+def test_the_study_can_be_opened_by_others(out: Path) -> None:
+    study, found = study_of(out), tuning_of(out)
+    assert study.best_value == (found.chosen and found.chosen.value)
+    assert study.study_name == found.study
+    for trial, ours in zip(study.trials, found.trials, strict=True):
+        assert list(trial.intermediate_values) == [1, 2, 3]
+        assert trial.params == pytest.approx(ours.settings, rel=5e-3)  # three digits are trained with
+
+
+def test_the_same_command_gives_the_same_trials_and_a_second_call_nothing_new(
+    data: Path, tmp_path: Path, out: Path
+) -> None:
+    other = flatmin(*asked(data, tmp_path / "b", "--trials", 4, "--measure", "nll"))
+    assert other.exit_code == 0, other.output
+    assert without_times(tuning_of(tmp_path / "b")) == without_times(tuning_of(out))
+    again = flatmin(*asked(data, tmp_path / "b", "--trials", 4, "--measure", "nll"))
+    assert "of 4 trials, each of 3 epochs, on a held-out tenth of the training set" in words(again.stdout)
+    assert "trial 0  " not in again.stderr
+    assert len(study_of(tmp_path / "b").trials) == 4
+    assert flatmin(*asked(data, tmp_path / "b", "--trials", 5, "--measure", "nll")).exit_code == 0
+    assert without_times(tuning_of(tmp_path / "b"))[:4] == without_times(tuning_of(out))
+    assert len(tuning_of(tmp_path / "b").trials) == 5
+
+
+def test_the_test_set_is_never_looked_at(tmp_path: Path, out: Path) -> None:
+    """With another one nothing changes."""
+    other = saved(tmp_path / "other.npz", pictures(9, 7))
+    assert flatmin(*asked(other, tmp_path / "out", "--trials", 2, "--measure", "nll")).exit_code == 0
+    assert without_times(tuning_of(tmp_path / "out")) == without_times(tuning_of(out))[:2]
+    own = json.loads((tmp_path / "out" / "trial-0" / "result.json").read_text())
+    assert not any(key.startswith(("test", "best_test")) for key in own)
+
+
+def test_of_trials_with_the_same_error_the_lowest_nll_is_chosen(out: Path) -> None:
+    found = tuning_of(out)
+    states: list[State] = ["finished", "finished", "pruned", "finished"]
+    numbers = [(0.1, 0.4), (0.1, 0.3), (0.0, 0.1), (0.2, 0.1)]
+    trials = [
+        replace(found.trials[place], state=state, value=error, error=error, nll=nll)
+        for place, (state, (error, nll)) in enumerate(zip(states, numbers, strict=True))
+    ]
+    chosen = replace(found, measure="error", trials=trials).chosen
+    assert chosen is not None
+    assert chosen.number == 1
+
+
+# ---- what every method has
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "erm"])
+def test_every_method_can_be_tuned(data: Path, tmp_path: Path, method: str) -> None:
+    done = flatmin(*asked(data, tmp_path / "out", "--method", method, "--trials", 2, "--epochs", 1))
+    assert done.exit_code == 0, done.output
+    found = tuning_of(tmp_path / "out")
+    assert [trial.state for trial in found.trials] == ["finished"] * 2
+    for knob in KNOBS[method]:
+        for trial in found.trials:
+            assert knob.low <= trial.settings[knob.name] <= knob.high
+    command = next(line for line in done.stdout.splitlines() if line.strip().startswith("flatmin train --data"))
+    trained = flatmin(*command.split()[1:], "--out", tmp_path / "run")
+    assert trained.exit_code == 0, trained.output
+
+
+def test_erm_has_nothing_to_tune_but_what_every_recipe_has(data: Path, tmp_path: Path) -> None:
+    done = flatmin(*asked(data, tmp_path / "out", "--method", "erm"))
+    assert done.exit_code == 2
+    assert "erm has no knob of its own: there is nothing to tune" in words(done.stderr)
+    assert "--knobs lr,weight_decay" in words(done.stderr)
+    assert not (tmp_path / "out").exists()
+    more = ["--method", "erm", "--knobs", "lr,weight-decay", "--trials", 2]
+    done = flatmin(*asked(data, tmp_path / "out", *more))
+    assert done.exit_code == 0, done.output
+    found = tuning_of(tmp_path / "out")
+    assert found.trials[0].settings == {"lr": 0.1, "weight_decay": 1e-4}
+    assert flatmin("train", "--tuned", tmp_path / "out" / FILE, "--out", tmp_path / "run").exit_code == 0
+    recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    assert found.chosen is not None
+    assert {"method": "erm", "epochs": 3, "augment": "none", "validation": False, **found.chosen.settings}.items() <= (
+        recipe.items()
+    )
+
+
+def test_every_flag_of_the_training_comes_back_in_the_command_that_trains_with_the_chosen_values(
+    data: Path, tmp_path: Path
+) -> None:
+    own: list[object] = ["--momentum", 0.5, "--milestones", "0.25,0.5", "--warmup", 0.5, "--clip-norm", 1.5]
+    own += ["--batch-size", 30, "--weight-decay", 0.01, "--label-noise", 0.1, "--deterministic"]
+    done = flatmin(*asked(data, tmp_path / "out", "--trials", 1, *own))
+    assert done.exit_code == 0, done.output
+    tried = json.loads((tmp_path / "out" / "trial-0" / "config.json").read_text())["recipe"]
+    assert (tried["momentum"], tried["milestones"], tried["warmup"]) == (0.5, [0.25, 0.5], 0.5)
+    command = tuning_of(tmp_path / "out").command()
+    assert command[0] == "flatmin"
+    recipes = []
+    for place, words_of in (("named", command[1:]), ("tuned", ["train", "--tuned", tmp_path / "out" / FILE])):
+        trained = flatmin(*words_of, "--device", "cpu", "--out", tmp_path / place)
+        assert trained.exit_code == 0, trained.output
+        recipes.append(json.loads((tmp_path / place / "config.json").read_text())["recipe"])
+    assert recipes == [{**tried, "validation": False}] * 2
+
+
+def test_without_momentum_it_is_tuned_and_trained_without_nesterovs(data: Path, tmp_path: Path) -> None:
+    done = flatmin(*asked(data, tmp_path / "out", "--trials", 1, "--epochs", 1, "--momentum", 0))
+    assert done.exit_code == 0, done.output
+    trained = flatmin(*tuning_of(tmp_path / "out").command()[1:], "--device", "cpu", "--out", tmp_path / "run")
+    assert trained.exit_code == 0, trained.output
+    recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    assert (recipe["momentum"], recipe["nesterov"]) == (0.0, False)
+
+
+def test_what_is_fixed_is_not_tuned() -> None:
+    assert [knob.name for knob in knobs_of("amp", fixed=["inner_lr", "inner_iter"])] == ["epsilon"]
+    with pytest.raises(ValueError, match="a number is fixed or tuned, got epsilon as both"):
+        knobs_of("amp", ["epsilon"], fixed=["epsilon"])
+    with pytest.raises(ValueError, match="--knobs of rmp are epsilon, lr, weight_decay, got inner_lr"):
+        knobs_of("rmp", ["inner_lr"])
+    with pytest.raises(ValueError, match="unknown method 'sam'"):
+        knobs_of("sam")
+
+
+# ---- trials that do not come to their end
+
+
+def test_pruning_stops_a_bad_training_before_its_end(data: Path, tmp_path: Path) -> None:
+    good, bad = {"epsilon": 0.02, "inner_lr": 1.0}, {"epsilon": 2.0, "inner_lr": 5.0}
+    drawn_before(tmp_path / "out", [good] * FIRST + [bad])
+    done = flatmin(*asked(data, tmp_path / "out", "--epochs", 4, "--trials", 6, "--measure", "nll"))
+    assert done.exit_code == 0, done.output
+    *others, last = tuning_of(tmp_path / "out").trials
+    assert [trial.state for trial in others] == ["finished"] * 5
+    assert (last.state, last.epochs) == ("pruned", 3)
+    folder = tmp_path / "out" / "trial-5"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert not (folder / "result.json").exists()
+    assert "pruned after epoch 3 of 4" in words(done.stderr)
+    assert study_of(tmp_path / "out").trials[5].state.name == "PRUNED"
+
+
+@pytest.mark.parametrize("pruning", [True, False])
+def test_nothing_is_pruned_in_the_first_half_nor_at_the_end_nor_before_five_have_finished(
+    data: Path, tmp_path: Path, pruning: bool
+) -> None:
+    pictures_of = load(data)
+    recipe = suited(str(data), pictures_of, model="mlp", method="rmp", epochs=6, validation=True)
+    search = Search(recipe=recipe, knobs=knobs_of("rmp"), pruning=pruning)
+    with opened(search, pictures_of, folder=tmp_path, storage=None) as study:
+        for number in range(7):
+            draw = study.draw(7)
+            assert draw is not None
+            value = 0.1 + 0.01 * number  # each one worse than all before
+            bad = [study.is_bad(number, epoch, value) for epoch in range(1, 7)]
+            judged = pruning and number >= FIRST
+            assert bad == [False, False, False, judged, judged, False]
+            last = {"epoch": 6, "seconds": 1.0, "validation_error": value, "validation_nll": value}
+            study.end(number, "finished", last)
+        assert study.draw(7) is None
+
+
+def test_a_trial_that_diverges_has_failed_and_the_others_go_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatmin_lab.tuning.search_space.FIELDS", (Knob(name="lr", low=0.01, high=1e25),))
+    drawn_before(tmp_path / "out", [{"lr": 1e25}, {"lr": 0.1}])
+    done = flatmin(*asked(data, tmp_path / "out", "--method", "mixup", "--knobs", "lr", "--trials", 2))
+    assert done.exit_code == 0, done.output
+    failed, good = tuning_of(tmp_path / "out").trials
+    assert (failed.state, good.state) == ("failed", "finished")
+    assert failed.why.startswith(("the loss of step", "a weight after step"))
+    assert "1 failed" in words(done.stdout)
+    (first, _) = study_of(tmp_path / "out").trials
+    assert first.state.name == "FAIL"
+    assert first.user_attrs["why"] == failed.why
+
+
+def test_where_all_fail_nothing_is_chosen(data: Path, tmp_path: Path) -> None:
+    done = flatmin(*asked(data, tmp_path / "out", "--lr", 1e30, "--trials", 2, "--seed", -1))
+    assert done.exit_code == 1
+    assert "Nothing is chosen: no trial has finished" in words(done.stdout)
+    trained = flatmin("train", "--tuned", tmp_path / "out" / FILE)
+    assert trained.exit_code == 2
+    assert "nothing is chosen" in words(trained.stderr)
+
+
+# ---- killed and gone on with
+
+
+def test_killed_in_the_middle_it_goes_on_to_the_trials_it_would_have_had(data: Path, tmp_path: Path) -> None:
+    flags = asked(data, tmp_path / "killed", "--trials", 3, "--epochs", 16)
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "flatmin_lab", *map(str, flags)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    waiting_until(lambda: any((tmp_path / "killed" / "trial-1").glob("checkpoint-*")))
+    process.kill()
+    process.wait()
+    *ended, running = study_of(tmp_path / "killed").trials
+    assert running.state.name == "RUNNING"
+    assert ended[0].state.name == "COMPLETE"
+    first = (tmp_path / "killed" / "trial-0" / "result.json").stat().st_mtime_ns
+    done = flatmin(*flags)
+    assert done.exit_code == 0, done.output
+    assert f"trial {running.number}  " in done.stderr
+    assert "trial 0  " not in done.stderr
+    assert (tmp_path / "killed" / "trial-0" / "result.json").stat().st_mtime_ns == first
+    assert len(study_of(tmp_path / "killed").trials) == 3
+    assert flatmin(*asked(data, tmp_path / "whole", "--trials", 3, "--epochs", 16)).exit_code == 0
+    assert without_times(tuning_of(tmp_path / "killed")) == without_times(tuning_of(tmp_path / "whole"))
+
+
+def waiting_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAITS
+    while not holds():
+        assert time.monotonic() < until, "it did not come so far"
+        time.sleep(0.002)
+
+
+def test_a_signal_stops_it_and_the_same_command_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def follow(records: Iterable[tuple[Any, Record]], *_: object) -> None:
+        for draw, record in records:
+            if isinstance(record, Epoch) and (draw.number, record.epoch) == (1, 2):
+                signal.raise_signal(signal.SIGTERM)
+
+    flags = asked(data, tmp_path / "out", "--trials", 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(tune_command, "follow", follow)
+        stopped = flatmin(*flags)
+    assert stopped.exit_code == 143
+    assert "stopped by SIGTERM; the same command goes on" in words(stopped.stderr)
+    assert "1 of 3 trials so far" in words(stopped.stdout)
+    assert [trial.state for trial in tuning_of(tmp_path / "out").trials] == ["finished", "running"]
+    done = flatmin(*flags)
+    assert done.exit_code == 0, done.output
+    assert "trial 1  " in done.stderr
+    assert "going on after step" in done.stderr
+    assert tuning_of(tmp_path / "out").count("finished") == 3
+    monkeypatch.setattr(tune_command, "follow", follow)
+    assert flatmin(*flags).exit_code == 0  # all of them have ended
+
+
+def test_epochs_that_were_measured_but_not_told_are_told_when_it_goes_on(data: Path, tmp_path: Path) -> None:
+    """Killed between a checkpoint and the study, no epoch is missing there."""
+    pictures_of = load(data)
+    recipe = suited(str(data), pictures_of, model="mlp", method="rmp", epochs=3, augment="none", validation=True)
+    search = Search(recipe=recipe, knobs=knobs_of("rmp"))
+    steps = len(pictures_of.train) // recipe.batch_size + 1
+    stopped = list(tune(search, pictures_of, folder=tmp_path / "out", trials=1, stop=after(2 * steps + 6)))
+    assert isinstance(stopped[-1][1], Stopped)
+    study = study_of(tmp_path / "out")
+    known = dict(study.trials[0].intermediate_values)
+    assert known
+    for name in (DATABASE, FILE):
+        (tmp_path / "out" / name).unlink()
+    forgetful = optuna.create_study(storage=f"sqlite:///{tmp_path / 'out' / DATABASE}", study_name=study.study_name)
+    forgetful.set_user_attr("tuning", study.user_attrs["tuning"])
+    forgetful.enqueue_trial(study.trials[0].params)
+    list(tune(search, pictures_of, folder=tmp_path / "out", trials=1))
+    (again,) = study_of(tmp_path / "out").trials
+    assert list(again.intermediate_values) == [1, 2, 3]
+    assert known.items() <= again.intermediate_values.items()
+
+
+def test_a_pruned_trial_is_known_by_its_last_record(data: Path, tmp_path: Path) -> None:
+    """From Python; with measures that do not tell, nothing is pruned."""
+    pictures_of = load(data)
+    recipe = suited(str(data), pictures_of, model="mlp", method="dropout", epochs=1, augment="none", validation=True)
+    search = Search(recipe=recipe, knobs=knobs_of("dropout"))
+    ends = [record for _, record in tune(search, pictures_of, folder=tmp_path / "out", trials=2)]
+    assert sum(isinstance(record, Finished) for record in ends) == 2
+    assert not any(is_pruned(record) for record in ends)
+    with pytest.raises(ValueError, match="must not look at the test set"):
+        Search(recipe=suited(str(data), pictures_of, model="mlp", method="amp", epochs=1), knobs=knobs_of("amp"))
+    with pytest.raises(ValueError, match="unknown measure 'ece'; choose from error, nll"):
+        Search(recipe=recipe, knobs=knobs_of("dropout"), measure="ece")  # type: ignore[arg-type]
+
+
+def test_two_workers_train_two_trials_at_once(data: Path, tmp_path: Path) -> None:
+    done = flatmin(*asked(data, tmp_path / "out", "--trials", 4, "--workers", 2))
+    assert done.exit_code == 0, done.output
+    found = tuning_of(tmp_path / "out")
+    assert [trial.state for trial in found.trials] == ["finished"] * 4
+    assert found.facts["threads"] == 1
+    assert len(study_of(tmp_path / "out").trials) == 4
+
+
+# ---- requests that make no sense
+
+
+def test_a_folder_belongs_to_one_tuning(data: Path, tmp_path: Path, out: Path) -> None:
+    for flags, message in (
+        (["--measure", "error"], "measure is 'nll' there and 'error' here"),
+        (["--measure", "nll", "--epochs", 4], "epochs is 3 there and 4 here"),
+        (["--measure", "nll", "--seed", 1], "seed is 0 there and 1 here"),
+        (["--measure", "nll", "--no-pruning"], "pruning is True there and False here"),
+        (["--measure", "nll", "--knobs", "epsilon"], "space is"),
+    ):
+        before = (out / FILE).read_bytes()
+        done = flatmin(*asked(data, out, "--trials", 9, *flags))
+        assert done.exit_code == 2, done.output
+        assert message in words(done.stderr)
+        assert (out / FILE).read_bytes() == before
+    elsewhere = flatmin(*asked(data, out, "--measure", "nll", "--storage", f"sqlite:///{tmp_path / 'other.db'}"))
+    assert elsewhere.exit_code == 2
+    assert "tells of 4 trials that its study does not know" in words(elsewhere.stderr)
+    run = flatmin(*asked(data, out / "trial-0"))
+    assert run.exit_code == 2
+    assert "is a run itself" in words(run.stderr)
+
+
+def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
+    pictures_of = load(data)
+    recipe = suited(str(data), pictures_of, model="mlp", method="rmp", epochs=1, augment="none", validation=True)
+    search = Search(recipe=recipe, knobs=knobs_of("rmp"))
+    first = tune(search, pictures_of, folder=tmp_path / "out", trials=1)
+    next(first)
+    with pytest.raises(BusyError, match="another process is tuning in"):
+        next(tune(search, pictures_of, folder=tmp_path / "out", trials=1))
+    list(first)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--measure", "ece"], "unknown measure 'ece'"),
+        (["--method", "sam"], "unknown method 'sam'"),
+        (["--trials", "0"], "--trials"),
+        (["--knobs", "colour"], "--knobs of amp are epsilon, inner_lr, lr, weight_decay, got colour"),
+        (["--set", "colour=1"], "got colour"),
+        (["--batch-size", "100000"], "the batch size must be"),
+        (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belong to the schedule multi_step, got cosine"),
+        (["--storage", "nonsense"], "--storage takes a database's address"),
+        (["--set", "epsilon=0.1", "--set", "inner_lr=1"], "amp has all its knobs fixed"),
+    ],
+    ids=str,
+)
+def test_a_bad_request_says_so_before_anything_is_begun(
+    data: Path, tmp_path: Path, flags: list[str], message: str
+) -> None:
+    done = flatmin(*asked(data, tmp_path / "out", *flags))
+    assert done.exit_code == 2, done.output
+    assert message in words(done.stderr)
+    assert not (tmp_path / "out" / FILE).exists()
+
+
+def test_the_study_may_lie_elsewhere(data: Path, tmp_path: Path) -> None:
+    place = f"sqlite:///{tmp_path / 'all.db'}"
+    for name in ("one", "two"):
+        done = flatmin(*asked(data, tmp_path / name, "--trials", 1, "--storage", place))
+        assert done.exit_code == 0, done.output
+    assert optuna.get_all_study_names(place) == ["one", "two"]
+    assert not (tmp_path / "one" / DATABASE).exists()
+
+
+def test_nothing_imports_optuna_before_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for path in SRC.rglob("*.py"):
+        assert not re.search(r"^\s*(import|from) optuna", path.read_text(), re.MULTILINE), path
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    done = flatmin("tune", "--data", "digits", "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "flatmin tune needs optuna, which is not installed here: pip install 'flatmin[lab]'" in words(done.stderr)
+
+
+def test_help_names_what_there_is() -> None:
+    text = flatmin("tune", "--help").stdout
+    for flag in ("--trials", "--measure", "--knobs", "--storage", "--no-pruning", "--workers"):
+        assert flag in text
+    assert "tune" in flatmin("--help").stdout
+    assert flatmin("tune").exit_code == 2
+
+
+# ---- what is done with it
+
+
+def test_train_takes_the_chosen_values(out: Path, tmp_path: Path) -> None:
+    found = tuning_of(out)
+    done = flatmin("train", "--tuned", out / FILE, "--out", tmp_path / "run", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert "note:" not in done.stderr
+    recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    assert found.chosen is not None
+    assert recipe["settings"] == found.chosen.settings
+    expected = {"method": "amp", "model": "mlp", "epochs": 3, "augment": "none", "validation": False}
+    assert expected.items() <= recipe.items()
+
+
+def test_other_flags_win_over_the_tuning_and_another_length_is_said(out: Path, tmp_path: Path) -> None:
+    flags = ["--tuned", out / FILE, "--epochs", 1, "--epsilon", 0.07, "--model", "convnet", "--device", "cpu"]
+    done = flatmin("train", *flags, "--out", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    said = words(done.stderr)
+    assert "note: the values were tuned at 3 epochs, and this training has 1" in said
+    assert "tuned for mlp, and this training is of convnet" in said
+    recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    assert (recipe["epochs"], recipe["settings"]["epsilon"], recipe["model"]) == (1, 0.07, "convnet")
+
+
+def test_a_training_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path) -> None:
+    other = saved(tmp_path / "other.npz", pictures(9, 7))
+    for flags, message in (
+        (["--method", "erm"], "is of --method amp, got erm"),
+        (["--data", "digits"], "got digits; leave one of the two flags out"),
+        (["--data", other], "was tuned on"),
+    ):
+        done = flatmin("train", "--tuned", out / FILE, "--out", tmp_path / "run", *flags)
+        assert done.exit_code == 2
+        assert message in words(done.stderr)
+        assert not (tmp_path / "run").exists()
+    missing = flatmin("train", "--tuned", tmp_path / FILE)
+    assert missing.exit_code == 2
+    assert "is not there" in words(missing.stderr)
+
+
+def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) -> None:
+    content = json.loads((out / FILE).read_text())
+    wrong: list[Any] = [
+        {**content, "measure": "luck"},
+        {**content, "epochs": 7},
+        {**content, "wanted": "many"},
+        {**content, "space": {"colour": {"low": 1, "high": 2, "log": True}}},
+        {**content, "space": {**content["space"], "epsilon": {"low": -1, "high": 2, "log": True}}},
+        {**content, "asked": {"colour": "red"}},
+        {**content, "trials": [{**content["trials"][0], "value": None}]},
+        {**content, "trials": [{**content["trials"][0], "settings": {"epsilon": "large"}}]},
+        {**content, "trials": [{"number": 0}]},
+        {**content, "recipe": {}},
+        {key: value for key, value in content.items() if key != "recipe"},
+        [],
+        {},
+    ]
+    for place, one in enumerate(wrong):
+        path = tmp_path / str(place) / FILE
+        path.parent.mkdir()
+        path.write_text(json.dumps(one))
+        with pytest.raises(ValueError, match=r"is not a tuning|is damaged"):
+            result_file.read(path)
+    assert [broken.path.name for broken in collect([tmp_path]).broken] == [FILE] * len(wrong)
+
+
+# ---- what the report says
+
+
+def test_the_report_has_a_section_for_a_tuning_and_no_run_of_its_trials(out: Path, tmp_path: Path) -> None:
+    write(tmp_path / "runs" / "amp", result("amp", 0, 0.04))
+    found = collect([tmp_path / "runs", out.parent])
+    assert [run.path.name for run in found.runs] == ["amp"]
+    assert len(found.tunings) == 1
+    page = report_page(found)
+    assert "Tuning</h2>" in page
+    assert page.count('<tr class="chosen">') == 1
+    assert "of 4 trials, each of 3 epochs, on a held-out tenth of the training set" in page
+    assert "flatmin train --data" in page
+    assert "validation NLL over ε and ζ" in page
+    assert 'download="AMP--an-MLP-on-tiny-npz--3-epochs-tuning.json"' in page
+    assert "of 1 training and 1 tuning" in page
+    assert "tuning runs" not in page
+
+
+def test_a_tuning_alone_is_a_report_too(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for what in (out, out / FILE):
+        done = flatmin("report", what, "--out", tmp_path / "page.html")
+        assert done.exit_code == 0, done.output
+        page = (tmp_path / "page.html").read_text()
+        assert "<h1>Tuning</h1>" in page
+        assert "No training could be read" not in page
+        assert "from the files of 1 tuning" in page
+    assert [run.path.name for run in collect([out / "trial-1"]).runs] == ["trial-1"]  # named itself
+    (tmp_path / "tuning").symlink_to(out.parent)
+    monkeypatch.chdir(tmp_path)
+    assert flatmin("report").exit_code == 0
+
+
+def test_what_was_pruned_and_what_failed_is_said_in_the_report(out: Path, tmp_path: Path) -> None:
+    content = json.loads((out / FILE).read_text())
+    trials = content["trials"]
+    trials[0] |= {"state": "failed", "value": None, "error": None, "nll": None, "epochs": 0, "why": "its loss is <nan>"}
+    trials[1] |= {"state": "pruned", "epochs": 2}
+    (tmp_path / FILE).write_text(json.dumps({**content, "wanted": 9}))
+    page = report_page(collect([tmp_path]))
+    assert "4 of 9 trials so far" in page
+    assert "Of them 1 was pruned and 1 failed." in page
+    assert "failed: its loss is &lt;nan&gt;" in page
+    for one in trials:
+        one |= {"state": "failed", "value": None, "error": None, "nll": None}
+    (tmp_path / FILE).write_text(json.dumps(content))
+    assert "Nothing is chosen: no trial has finished" in report_page(collect([tmp_path]))

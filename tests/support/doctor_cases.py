@@ -1,0 +1,427 @@
+"""Trainings as users write them, for the doctor: healthy ones, and ones that are broken in one way each."""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from tests.support.cases import Tied, Unused, conv_batchnorm, dropout, frozen_layer, mlp
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+
+from flatmin import AMP, RMP
+
+Made = tuple[Any, ...]
+Wrap = Callable[[nn.Module], Optimizer]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(10, 6), torch.randint(0, 3, (10,))
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def amp(net: nn.Module, **settings: Any) -> AMP:
+    return AMP(sgd(net), **{"epsilon": 0.1, "model": net, **settings})
+
+
+def made(make_model: Callable[[], nn.Module] = mlp, wrap: Wrap = amp, **ways: Any) -> Made:
+    """A model, its optimizer and a closure on one batch; `ways` change the closure."""
+    model = make_model()
+    optimizer = wrap(model)
+    return model, optimizer, closure_of(model, optimizer, **ways)
+
+
+def closure_of(
+    model: Any,
+    optimizer: Optimizer,
+    *,
+    zero: bool = True,
+    data: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    loss_of: Callable[[Tensor], Tensor] = lambda loss: loss,
+    backward: Callable[[Tensor], Any] = lambda loss: loss.backward(),
+    clip: Callable[[], Any] = lambda: None,
+    result: Callable[[Tensor], Any] = lambda loss: loss,
+) -> Callable[[], Any]:
+    fixed = batch()
+
+    def closure() -> Any:
+        if zero:
+            optimizer.zero_grad()
+        x, y = fixed if data is None else data()
+        loss = loss_of(cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y))
+        backward(loss)
+        clip()
+        return result(loss)
+
+    return closure
+
+
+# ---- healthy
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank beside it, which begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 3).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.frozen(x) + self.up(self.down(x))
+        return out
+
+
+def in_half_precision(*, scaled: bool) -> Made:
+    model = mlp()
+    optimizer, (x, y) = amp(model), batch()
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        return loss
+
+    return model, optimizer, closure, scaler
+
+
+def unscaled_and_clipped_far_out() -> Made:
+    model = mlp()
+    optimizer, scaler, (x, y) = amp(model), torch.amp.GradScaler("cpu"), batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1000.0)
+        return loss
+
+    return model, optimizer, closure, scaler
+
+
+def accumulating() -> Made:
+    model = conv_batchnorm()
+    optimizer, batches = amp(model), [batch(), batch()]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        losses = [cross_entropy(model(x), y) / len(batches) for x, y in batches]
+        for loss in losses:
+            loss.backward()
+        return torch.stack(losses).sum().detach()
+
+    return model, optimizer, closure
+
+
+class Trainer:
+    """A closure that is a method."""
+
+    def __init__(self) -> None:
+        self.model, self.steps = dropout(), 0
+        self.optimizer, self.batch = amp(self.model), batch()
+
+    def closure(self) -> dict[str, Tensor]:
+        self.steps += 1
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model(self.batch[0]), self.batch[1])
+        loss.backward()
+        return {"loss": loss}
+
+
+def by_method() -> Made:
+    trainer = Trainer()
+    return trainer.model, trainer.optimizer, trainer.closure
+
+
+class Flagged(nn.Module):
+    """Has a buffer that tells whether it was ever called."""
+
+    called: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("called", torch.tensor(False))
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called.fill_(True)
+        out: Tensor = self.layer(x)
+        return out
+
+
+HEALTHY: dict[str, Callable[[], Made]] = {
+    "numpy's numbers, put back": lambda: noisy(np.random.standard_normal),
+    "Python's numbers, put back": lambda: noisy(random.random),
+    "a base that maximises": lambda: made(
+        wrap=lambda model: AMP(SGD(model.parameters(), lr=0.1, maximize=True), epsilon=0.1, model=model)
+    ),
+    "a plain optimizer": lambda: made(wrap=sgd),
+    "AdamW": lambda: made(wrap=lambda model: AMP(AdamW(model.parameters()), epsilon=0.1)),
+    "BatchNorm": lambda: made(conv_batchnorm),
+    "dropout": lambda: made(dropout),
+    "a buffer of bool": lambda: made(Flagged),
+    "tied weights": lambda: made(Tied, data=lambda: (torch.ones(10, 6) / 3, torch.arange(10) % 6)),
+    "a frozen layer": lambda: made(frozen_layer),
+    "a low-rank adapter": lambda: made(Adapted),
+    "two ascents": lambda: made(dropout, lambda model: amp(model, inner_iter=2)),
+    "a ball a tensor": lambda: made(wrap=lambda model: amp(model, ball="tensor")),
+    "L∞": lambda: made(wrap=lambda model: amp(model, norm="linf", epsilon=0.01)),
+    "random": lambda: made(conv_batchnorm, lambda model: RMP(sgd(model), epsilon=0.1, model=model)),
+    "ε = 0": lambda: made(wrap=lambda model: amp(model, epsilon=0.0)),
+    "LBFGS, not perturbed": lambda: made(wrap=lambda model: AMP(LBFGS(model.parameters()), epsilon=0.0)),
+    "fp16 autocast": lambda: in_half_precision(scaled=False),
+    "fp16 autocast, scaled": lambda: in_half_precision(scaled=True),
+    "unscaled in the closure": unscaled_and_clipped_far_out,
+    "accumulated gradients": accumulating,
+    "a method": by_method,
+    "bfloat16 weights": lambda: made(lambda: mlp().bfloat16()),
+}
+
+
+# ---- broken in one way
+
+
+def from_a_loader() -> Made:
+    batches = itertools.cycle([batch() for _ in range(7)])
+    return made(data=lambda: next(batches))
+
+
+def from_a_named_loader() -> Made:
+    model = mlp()
+    optimizer, batches = amp(model), iter([batch() for _ in range(100)])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        x, y = next(batches)
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return model, optimizer, closure
+
+
+def noisy(draw: Callable[[], float], **settings: Any) -> Made:
+    x, y = batch()
+    return made(data=lambda: (x + draw(), y), **settings)
+
+
+def asleep(model: nn.Module) -> AMP:
+    model.eval()
+    return amp(model)
+
+
+def returning_the_scaled_loss() -> Made:
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    optimizer, (x, y) = amp(model), batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = scaler.scale(cross_entropy(model(x), y))
+        loss.backward()
+        return loss
+
+    return model, optimizer, closure, scaler
+
+
+def forgetful(model: nn.Module) -> AMP:
+    return AMP(sgd(model), epsilon=0.1)
+
+
+def with_own_generator() -> Made:
+    model = mlp()
+    optimizer, generator, (x, y) = amp(model), np.random.default_rng(0), batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x + generator.normal()), y)
+        loss.backward()
+        return loss
+
+    return model, optimizer, closure
+
+
+def scaled(*, told: bool, used: bool) -> Made:
+    scaler = torch.amp.GradScaler("cpu")
+    model, optimizer, closure = made(backward=lambda loss: (scaler.scale(loss) if used else loss).backward())
+    return (model, optimizer, closure, scaler) if told else (model, optimizer, closure)
+
+
+def clipped(clip: Callable[[Any], Any]) -> Made:
+    model = mlp()
+    optimizer = amp(model)
+    return model, optimizer, closure_of(model, optimizer, clip=lambda: clip(model.parameters()))
+
+
+def stepping() -> Made:
+    model = mlp()
+    base = sgd(model)
+    return model, base, closure_of(model, base, clip=base.step)
+
+
+def without_the_head() -> Made:
+    return made(wrap=lambda model: AMP(SGD(model[0].parameters(), lr=0.1), epsilon=0.1))  # type: ignore[index]
+
+
+def not_seeded() -> Made:
+    model, optimizer, closure = made()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(random.SystemRandom().random())
+    return model, optimizer, closure
+
+
+def crashing() -> Made:
+    return made(loss_of=lambda loss: loss + torch.ones(2) @ torch.ones(3))
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean of its inputs, which a pass moves."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        out: Tensor = self.layer(x - self.mean)
+        return out
+
+
+class Restless(AMP):
+    """Moves the weights after its step."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(*args, **kwargs)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1e-3)
+        return result
+
+
+def hooked() -> Made:
+    """A hook of the base writes into the weights that it steps from."""
+    model, optimizer, closure = made()
+
+    def shrink(*_: object) -> None:
+        with torch.no_grad():
+            model[0].weight.mul_(0.999)
+
+    optimizer.base.register_step_pre_hook(shrink)
+    return model, optimizer, closure
+
+
+# the set-up, the one finding that tells, its verdict, and words of it
+BROKEN: dict[str, tuple[Callable[[], Made], str, str, str]] = {
+    "zero_grad forgotten": (lambda: made(zero=False), "zero_grad", "warning", "begin the closure with optimizer.zero"),
+    "a loader in the closure": (from_a_loader, "closure repeats", "error", "once a step, before the closure"),
+    "a named iterator": (from_a_named_loader, "closure repeats", "error", "it takes from the iterator batches"),
+    "numpy in the closure": (
+        lambda: noisy(np.random.standard_normal, wrap=forgetful),
+        "closure repeats",
+        "error",
+        "numpy.random",
+    ),
+    "random in the closure": (
+        lambda: noisy(random.random, wrap=forgetful),
+        "closure repeats",
+        "error",
+        "Python's random",
+    ),
+    "a generator of its own": (with_own_generator, "closure repeats", "error", "it draws from generator"),
+    "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
+    "a buffer that the loss uses": (lambda: made(Centred), "closure repeats", "warning", "a pass changes (mean)"),
+    "an unused layer": (lambda: made(Unused), "gradients", "warning", "none in unused.weight, unused.bias"),
+    "no backward": (lambda: made(backward=lambda _: None), "gradients", "error", "call loss.backward()"),
+    "nan": (lambda: made(loss_of=lambda loss: loss * float("nan")), "gradients", "error", "not finite in 0.weight"),
+    "a loss times 0": (lambda: made(loss_of=lambda loss: loss * 0), "gradients", "error", "all are 0"),
+    "a forgotten head": (without_the_head, "parameters", "warning", "2.weight, 2.bias"),
+    "eval mode": (lambda: made(wrap=asleep), "mode", "warning", "model.train()"),
+    "the scaled loss is returned": (returning_the_scaled_loss, "loss", "warning", "return the loss itself"),
+    "None is returned": (lambda: made(result=lambda _: None), "loss", "warning", "return loss"),
+    "a number is returned": (lambda: made(result=Tensor.item), "loss", "warning", "returns a float without a tensor"),
+    "BatchNorm without model=": (
+        lambda: made(conv_batchnorm, lambda model: amp(model, model=None)),
+        "BatchNorm",
+        "warning",
+        "2.num_batches_tracked grows by 2 in a step and by 1 in a pass",
+    ),
+    "a part as model=": (
+        lambda: made(conv_batchnorm, lambda model: amp(model, model=model[1])),  # type: ignore[index]
+        "BatchNorm",
+        "warning",
+        "model= is a Conv2d that lacks a part of the model",
+    ),
+    "dropout without model=": (
+        lambda: made(dropout, lambda model: amp(model, model=None)),
+        "dropout",
+        "warning",
+        "flatmin.AMP(base, epsilon=…, model=model)",
+    ),
+    "the scaler forgotten": (lambda: scaled(told=False, used=True), "GradScaler", "error", "step(closure, scaler="),
+    "a scaler not in use": (lambda: scaled(told=True, used=False), "GradScaler", "error", "does not use"),
+    "clipping": (
+        lambda: clipped(lambda params: nn.utils.clip_grad_norm_(params, 0.1)),
+        "clipping",
+        "warning",
+        "the same norm, 0.1: the closure clips",
+    ),
+    "clipping of values": (
+        lambda: clipped(lambda params: nn.utils.clip_grad_value_(params, 0.02)),
+        "clipping",
+        "warning",
+        "the same largest number, 0.02",
+    ),
+    "bfloat16 weights and a tiny ε": (
+        lambda: made(lambda: mlp().bfloat16(), lambda model: amp(model, epsilon=1e-4)),
+        "rounding",
+        "warning",
+        "float32",
+    ),
+    "ε far too large": (
+        lambda: made(wrap=lambda model: amp(model, epsilon=30.0, inner_lr=100.0)),
+        "radius",
+        "warning",
+        "ε is too large",
+    ),
+    "ε beyond all numbers": (
+        lambda: made(dropout, lambda model: amp(model, epsilon=1e18, inner_lr=1e30)),
+        "radius",
+        "error",
+        "not finite in 5 of 5 steps",
+    ),
+    "another loss is returned": (
+        lambda: made(result=lambda loss: -loss),
+        "ascent",
+        "warning",
+        "does the closure return the loss it differentiates?",
+    ),
+    "a hook that writes weights": (hooked, "θ comes back", "error", "in 5 of 5 steps the base did not start from θ"),
+    "an optimizer that does more": (
+        lambda: made(wrap=lambda model: Restless(sgd(model), epsilon=0.1, model=model)),
+        "ε = 0",
+        "error",
+        "differ from the optimizer's own in",
+    ),
+    "weights from nowhere": (not_seeded, "set-up", "warning", "until then ε = 0 cannot be compared"),
+    "LBFGS": (lambda: made(wrap=lambda model: LBFGS(model.parameters())), "flatmin.AMP(optimizer)", "error", "LBFGS"),
+    "AMP around LBFGS": (
+        lambda: made(wrap=lambda model: AMP(LBFGS(model.parameters()), epsilon=0.1)),
+        "make_training()",
+        "error",
+        "LBFGS evaluates its closure itself",
+    ),
+    "a crash": (crashing, "calling the closure", "error", "torch.ones(2) @ torch.ones(3)"),
+}

@@ -1,0 +1,157 @@
+"""The architecture: layers that import from their left alone, and a library that needs torch alone and only defines."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatmin
+from tests import ROOT
+from tests.programs import torch_alone
+
+LIBRARY = Path(flatmin.__file__).parent
+SOURCE = LIBRARY.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}
+WITH_TRITON = ("triton_kernels.py", "multi_tensor.py")  # the second looks whether it is there
+INTEGRATIONS = {  # each imports its own trainer
+    "accelerate.py": {"accelerate"},
+    "lightning.py": {"lightning", "pytorch_lightning", "torchmetrics"},
+    "transformers.py": {"transformers"},
+}
+ALLOWED = {"flatmin", "torch", *sys.stdlib_module_names}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The top-level names of everything a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            names.add(node.module or "")
+    return {name.partition(".")[0] for name in names}
+
+
+# Bottom up: a package imports from packages before it in this order, and from no others. Those on one line are beside
+# each other, and import neither.
+LAYERS = {
+    "flatmin": [
+        ("core",),
+        ("ball", "metrics"),
+        ("attacks", "flatness", "theory", "optim"),
+        ("regularisers", "capture", "doctor", "integrations"),
+    ],
+    "flatmin_lab": [
+        ("system", "models"),
+        ("data",),
+        ("methods",),
+        ("recipes",),
+        ("runs",),
+        ("training",),
+        ("evaluation", "bench"),
+        ("execution",),
+        ("tuning",),
+        ("report",),
+        ("cli",),
+    ],
+}
+LARGEST_FOLDER = 13  # entries: a dozen can be seen at a glance
+LARGEST_ROOT = 16  # the laboratory's packages, methods.py, and four files that Python asks for
+
+
+def packages_imported(package: str, path: Path) -> set[str]:
+    """The parts of `package` that a file imports: `core` for `from flatmin.core.tensors import wide`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        parts = [name.split(".") for name in names]
+        found |= {part[1] for part in parts if part[0] == package and len(part) > 1}
+    return found
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_a_package_imports_only_from_its_left(package: str) -> None:
+    root, layers = SOURCE / package, LAYERS[package]
+    level = {name: height for height, names in enumerate(layers) for name in names}
+    there = {path.stem for path in root.iterdir() if not path.name.startswith(("_", "py.typed"))}
+    assert there == level.keys(), "every package has its place in LAYERS"
+    for path in root.rglob("*.py"):
+        own = path.relative_to(root).parts[0].removesuffix(".py")
+        if own in level:
+            imported = packages_imported(package, path) & level.keys() - {own}
+            wrong = [name for name in imported if level[name] >= level[own]]
+            assert not wrong, f"{path.relative_to(SOURCE)} imports from its right: {wrong}"
+
+
+def test_no_folder_of_the_source_is_too_full() -> None:
+    for folder in (path for path in SOURCE.rglob("*") if path.is_dir()):
+        if folder.name == "__pycache__" or folder.name.endswith(".egg-info"):
+            continue
+        entries = [path.name for path in folder.iterdir() if path.name != "__pycache__"]
+        most = LARGEST_ROOT if folder == SOURCE / "flatmin_lab" else LARGEST_FOLDER
+        assert len(entries) <= most, f"{folder.relative_to(SOURCE)} has {len(entries)} entries"
+
+
+def test_the_library_imports_torch_and_itself_alone() -> None:
+    files = list(LIBRARY.rglob("*.py"))
+    assert len(files) > 5
+    for path in files:
+        own = {"triton"} if path.name in WITH_TRITON else set()  # comes with torch where torch has CUDA
+        if path.parent.name == "integrations":
+            own = INTEGRATIONS.get(path.name, set())
+        assert imports_of(path) <= ALLOWED | own, path.name
+
+
+def test_nothing_in_the_library_imports_an_integration() -> None:
+    for path in LIBRARY.rglob("*.py"):
+        imported = re.search(r"^\s*(from|import) flatmin.integrations", path.read_text(), re.MULTILINE)
+        assert path.parent.name == "integrations" or imported is None, path.name
+
+
+def test_the_library_imports_and_steps_where_torch_alone_is_installed() -> None:
+    """In a process that refuses to import anything but the standard library, torch and what torch itself requires."""
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "programs" / "torch_alone.py")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert result.stdout.strip() == "ok", result.stderr
+
+
+def test_what_torch_requires_is_followed_through_the_extras_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "torch": ["sympy>=1.13", 'cuda-toolkit[cudart, nvtx]==13; platform_system == "Linux"', "numpy; extra == 'np'"],
+        "cuda-toolkit": [
+            "nvidia-cudart; extra == 'cudart'",
+            "nvidia-nvvm; extra == 'nvcc'",
+            "nvidia_nvtx; extra == 'nvtx'",
+        ],
+        "sympy": ["mpmath", "pytest; extra == 'dev'"],
+        "mpmath": ["sympy"],
+    }
+    monkeypatch.setattr(torch_alone, "requires", lambda name: known.get(name, []))
+    found = {name for name in torch_alone.required_by("torch", set()) if "[" not in name}
+    assert found == {"torch", "sympy", "mpmath", "cuda-toolkit", "nvidia-cudart", "nvidia-nvtx"}
+
+
+def test_importing_changes_no_global_setting() -> None:
+    code = (
+        "import torch; before = (torch.get_rng_state().sum(), torch.get_num_threads(), torch.get_default_dtype(),"
+        " torch.backends.cudnn.benchmark); import flatmin; assert before == (torch.get_rng_state().sum(),"
+        " torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark); print('ok')"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert result.stdout.strip() == "ok", result.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(hasattr(flatmin, name) for name in flatmin.__all__)
+    assert {"AMP", "RMP"} <= set(flatmin.__all__)
