@@ -55,6 +55,8 @@ HOSTILE = {
     "keys within keys": b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s.",
     "keys that double": b"\x80\x02}" + doubled(40) + b"K\x01s.",
     "a type that doubles": b"\x80\x02cnumpy\ndtype\n" + doubled(40) + b"\x85R.",
+    "a module that doubles": b"\x80\x04" + doubled(60) + b"X\x01\x00\x00\x00x\x93.",
+    "a name that doubles": b"\x80\x04X\x01\x00\x00\x00x" + doubled(60) + b"\x93.",
     "a huge memo": b"\x80\x02Nr" + struct.pack("<I", 2**31) + b".",
     "huge sides": b"\x80\x02}U\x04datacnumpy.core.numeric\n_frombuffer\n(C\x01acnumpy\ndtype\nU\x02u1\x85R"
     + (b"\x8b" + struct.pack("<i", 10**6) + b"\x7f" * 10**6) * 2
