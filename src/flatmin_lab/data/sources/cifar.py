@@ -101,7 +101,8 @@ def _from_pickle(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]
     batch = safe_pickle.load(content, what)
     for key in ("data", label):
         if key not in batch:
-            raise ValueError(f"{what} must hold 'data' and {label!r}, got {', '.join(map(repr, batch)) or 'nothing'}")
+            there = ", ".join(map(repr, batch)) or "nothing"
+            raise ValueError(f"{what} must hold 'data' and {label!r}, got {there:.200}; use the official file")
     x, labels = batch["data"], batch[label]
     if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != PIXELS:
         shape = f"{x.dtype} of shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__

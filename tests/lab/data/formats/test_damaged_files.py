@@ -55,6 +55,8 @@ HOSTILE = {
     "keys within keys": b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s.",
     "keys that double": b"\x80\x02}" + doubled(40) + b"K\x01s.",
     "a type that doubles": b"\x80\x02cnumpy\ndtype\n" + doubled(40) + b"\x85R.",
+    "a module that doubles": b"\x80\x04" + doubled(60) + b"X\x01\x00\x00\x00x\x93.",
+    "a name that doubles": b"\x80\x04X\x01\x00\x00\x00x" + doubled(60) + b"\x93.",
     "a huge memo": b"\x80\x02Nr" + struct.pack("<I", 2**31) + b".",
     "huge sides": b"\x80\x02}U\x04datacnumpy.core.numeric\n_frombuffer\n(C\x01acnumpy\ndtype\nU\x02u1\x85R"
     + (b"\x8b" + struct.pack("<i", 10**6) + b"\x7f" * 10**6) * 2
@@ -203,6 +205,39 @@ def test_a_matlab_file_that_unpacks_without_end_is_stopped(tmp_path: Path, name:
     with pytest.raises(ValueError, match=message):
         load("svhn", tmp_path)
     assert time.perf_counter() - start < 5
+
+
+def matlab(*elements: tuple[int, bytes]) -> bytes:
+    """One matrix of these elements, as SVHN's files hold it, packed."""
+    parts = (struct.pack("<II", kind, len(body)) + body + bytes(-len(body) % 8) for kind, body in elements)
+    body = b"".join(parts)
+    packed = zlib.compress(struct.pack("<II", 14, len(body)) + body)
+    return b"MATLAB 5.0".ljust(124) + struct.pack("<H", 0x0100) + b"IM" + struct.pack("<II", 15, len(packed)) + packed
+
+
+UINT8, NAME, TWO = (6, struct.pack("<II", 9, 0)), (1, b"X"), (5, struct.pack("<4i", 32, 32, 3, 2))
+HOSTILE_MATRICES: dict[str, tuple[bytes, str]] = {
+    **{
+        f"numbers of type {kind}": (matlab(UINT8, TWO, NAME, (kind, bytes(6144))), "no numbers of a known type")
+        for kind in (0, 8, 14, 16, 20, 60_000)
+    },
+    "a million sides": (
+        matlab(UINT8, (5, struct.pack("<i", 1000) * 10**6), NAME, (2, b"a")),
+        "at most 32 sides, got 1000000",
+    ),
+    "a cell": (
+        matlab((6, struct.pack("<II", 1, 0)), TWO, NAME, (14, bytes(6144))),
+        "must hold X and y, got neither",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE_MATRICES.values(), ids=HOSTILE_MATRICES)
+def test_hostile_matrices_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    official_files.svhn(tmp_path, made(5, 10, seed=0), made(3, 10, seed=1))
+    (tmp_path / "train_32x32.mat").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load("svhn", tmp_path)
 
 
 class Endless:
