@@ -34,7 +34,7 @@ from report_files import result, write
 from small_runs import after, pictures
 
 SRC = Path(__file__).parent.parent / "src"
-WAITS = 60.0  # seconds for a process that should have come so far
+WAITS = 120.0  # seconds for a process that should have come so far
 
 
 def saved(path: Path, test: Split) -> Path:
