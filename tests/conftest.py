@@ -9,7 +9,7 @@ import torch
 from cases import METHODS, MODELS, OPTIMIZERS, MakeBase, Method
 from support.covering import covering
 
-BIG = 50  # a law with more cases than these is covered pairwise
+BIG = 30  # a law with more cases than these is covered pairwise
 
 
 @pytest.fixture(autouse=True)

@@ -86,7 +86,7 @@ class Case:
 
 def test_of_a_big_law_every_pair_runs_without_the_mark_on_each_device() -> None:
     spread = [Case(f"spread[{row}]", row, ["cuda"] if row[0] else []) for row in table([2, 6, 5, 4])]
-    small = [Case(f"small[{row}]", row) for row in table([BIG // 10, 5, 2])]
+    small = [Case(f"small[{row}]", row) for row in table([BIG // 6, 3, 2])]
     mark_full_products(cast("list[pytest.Item]", spread + small))
     assert not any(case.marks for case in small)
     for device in (0, 1):
