@@ -8,13 +8,18 @@ CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --constrain
 # warnings are errors, but for torch's own about numpy, which is not there
 STRICTLY := -W error -W 'ignore:Failed to initialize NumPy'
 
-.PHONY: demo test fingerprint test-integrations dist check docs format bench report clean
+.PHONY: demo test test-all fingerprint test-integrations dist check docs format bench report clean
 
 demo: $(READY)
 	$(BIN)/flatmin demo
 
+# a file stays with one process, so that what its tests share is made once
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+# The full product of every law's cases, of which `make test` runs every pair of values. For a release, and on a GPU.
+test-all: $(READY)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile -m ""
 
 # What is computed, in 500 checksums: the first call records them, later ones name those that changed. For refactors.
 fingerprint: $(READY)

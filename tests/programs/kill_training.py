@@ -35,7 +35,7 @@ import_module("torch._dynamo")  # which every optimizer imports when it is made
 if find_spec("tensorboard"):
     import_module("torch.utils.tensorboard")
 
-WAITS = 60.0  # seconds for a child that is not killed
+WAITS = 120.0  # seconds for a child that is not killed
 
 
 def child(arguments: list[str], log: Path, prepare: Callable[[], None] = lambda: None) -> int:

@@ -97,12 +97,12 @@ def test_hutchpp_is_unbiased_and_its_error_honest(case: Case) -> None:
     true = case.dense_hessian().trace().item()
     drawn = [
         flatness.trace(case.model, case.loss, products=18, generator=torch.Generator().manual_seed(seed))
-        for seed in range(60)
+        for seed in range(40)
     ]
     values = torch.stack([found.value for found in drawn])
     off = [abs(found.value.item() - true) / max(found.error.item(), 1e-12) for found in drawn]
-    assert abs(values.mean().item() - true) <= 4 * values.std().item() / 60**0.5 + 1e-12
-    assert sum(ratio <= 3 for ratio in off) >= 50  # six samples: a t-distribution's tails
+    assert abs(values.mean().item() - true) <= 4 * values.std().item() / 40**0.5 + 1e-12
+    assert sum(ratio <= 3 for ratio in off) >= 34  # six samples: a t-distribution's tails
 
 
 def test_hutchpp_is_exact_where_few_eigenvalues_are_not_zero() -> None:
@@ -140,9 +140,9 @@ def test_attention_and_recurrent_networks_have_a_hessian_too() -> None:
     torch.manual_seed(0)
     model, x, y = Attention().double(), torch.randn(5, 6, 4, dtype=torch.float64), torch.randint(0, 3, (5,))
     loss = flatness.empirical_risk(x, y)
-    found = flatness.top_eigenvalue(model, loss, max_products=300, tolerance=1e-8)
     theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    (vector,) = flatness.top_eigenvalues(model, loss, max_products=300, tolerance=1e-8).vectors
+    found = flatness.top_eigenvalues(model, loss, max_products=300, tolerance=1e-8)
+    (vector,) = found.vectors
     h = 1e-4
     weights = Weights(model)
     with weights.movable():  # the second difference along the eigenvector, by hand
@@ -150,7 +150,7 @@ def test_attention_and_recurrent_networks_have_a_hessian_too() -> None:
         for step in (-h, 0.0, h):
             weights.move([step * d for d in vector])
             losses.append(cross_entropy(model(x), y).item())
-    assert (losses[0] - 2 * losses[1] + losses[2]) / h**2 == pytest.approx(found.item(), rel=1e-4)
+    assert (losses[0] - 2 * losses[1] + losses[2]) / h**2 == pytest.approx(found.values[0].item(), rel=1e-4)
     assert torch.equal(theta, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
 
 

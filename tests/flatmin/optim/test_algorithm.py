@@ -199,7 +199,7 @@ def test_algorithm_1_never_crosses_the_kink_and_ends_within_a_step_of_zero(start
     theta = nn.Parameter(torch.tensor(start, dtype=torch.float64))
     optimizer = flatmin.AMP(SGD([theta], lr=0.01), epsilon=0.3, inner_iter=inner_iter)
     signs = list[tuple[float, float]]()
-    for _ in range(500):
+    for _ in range(150):  # a hundred to come there from 1, and some to stay
         centre = float(theta.detach())
 
         def closure(centre: float = centre) -> Tensor:

@@ -34,7 +34,7 @@ def draws(norm: Norm, dimension: int, n: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("dimension", [1, 2, 3, 10])
 def test_l2_points_are_uniform_in_the_ball(dimension: int) -> None:
-    points = draws("l2", dimension, 4000)
+    points = draws("l2", dimension, 2000)
     radius = points.norm(dim=1)
     assert radius.max() <= 2 * (1 + 1e-6)
     share = (radius / 2) ** dimension  # uniform in [0, 1], if the points are uniform in the ball

@@ -317,7 +317,7 @@ def test_torchrun_asked_to_end_saves_first(told: Told, folder: Path, tmp_path: P
     while not (place / "state.json").exists() and time.monotonic() < until:
         time.sleep(0.05)
     running.send_signal(signal.SIGTERM)
-    _, err = running.communicate(timeout=60)
+    _, err = running.communicate(timeout=120)
     step = json.loads((place / "state.json").read_text())["step"]
     assert f"stopped by SIGTERM, saved after step {step};" in err
     assert running.returncode != 0

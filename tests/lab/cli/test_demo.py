@@ -26,7 +26,7 @@ from flatmin_lab.training.loop import train
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo")
-    return demo.run(out, seeds=2, noise=0.2, epochs=2, workers=2, console=Console(stderr=True))
+    return demo.run(out, seeds=2, noise=0.2, epochs=1, workers=2, console=Console(stderr=True))
 
 
 def numbers(page: Path) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_the_page_is_one_file_without_scripts_and_well_formed(page: Path) -> Non
 def test_a_demo_training_is_the_training_alone(page: Path) -> None:
     """In a worker beside others or by itself: the same numbers."""
     digits = load("digits")
-    recipe = suited("digits", digits, method="mixup", label_noise=0.2, epochs=2)
+    recipe = suited("digits", digits, method="mixup", label_noise=0.2, epochs=1)
     alone = list(train(recipe, digits, seed=1))[-1]
     assert isinstance(alone, Finished)
     (beside,) = [run for run in numbers(page)["runs"] if (run["method"], run["seed"]) == ("mixup", 1)]

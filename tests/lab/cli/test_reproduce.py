@@ -202,6 +202,6 @@ def test_a_signal_to_all_processes_loses_nothing(tmp_path: Path) -> None:
         while not list(results.glob("*.json")) and time.monotonic() < until:
             time.sleep(0.05)
         os.killpg(started.pid, signal.SIGTERM)
-        assert started.wait(60) == 143, (tmp_path / "log").read_text()
+        assert started.wait(120) == 143, (tmp_path / "log").read_text()
     assert not list(results.glob("*.failed.json"))
     assert "stopped by SIGTERM; the same command goes on" in (tmp_path / "log").read_text()

@@ -4,9 +4,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
+from cProfile import Profile
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -284,16 +284,16 @@ def test_a_data_set_that_is_there_is_not_copied() -> None:
 
 
 def test_a_turn_costs_little() -> None:
-    """Less than 50 µs for the generators and switches, in the middle of many; most of it is torch's."""
+    """For the generators and switches some 70 calls, which take 30 µs; it does not grow with the turns."""
     for deterministic in (False, True):
         surroundings = Surroundings(torch.device("cpu"), deterministic=deterministic)
-        times = []
+        with surroundings.inside():
+            pass  # the first time torch imports what it needs
+        work = Profile()
         for _ in range(500):
-            begin = perf_counter()
-            with surroundings.inside():
+            with work, surroundings.inside():
                 pass
-            times.append(perf_counter() - begin)
-        assert sorted(times)[250] < 50e-6
+        assert sum(entry.callcount for entry in work.getstats()) / 500 < 100
 
 
 class Machine:

@@ -36,7 +36,7 @@ from flatmin_lab.tuning.trial import is_pruned
 from flatmin_lab.tuning.tuner import tune
 
 SRC = ROOT / "src"
-WAITS = 60.0  # seconds for a process that should have come so far
+WAITS = 120.0  # seconds for a process that should have come so far
 
 
 def saved(path: Path, test: Split) -> Path:
