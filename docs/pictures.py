@@ -2,17 +2,19 @@
 
     minima.png   a loss with a sharp and a flat minimum, and the worst loss within ε of each point (paper, figure 1)
     ball.png     Δ of AMP and of SAM at two points of a bowl, by flatmin.AMP itself
+    packages.png the packages in their layers, as architecture.md says them
 
 One panel each, with letters large enough for a phone. (spiral.png is examples/spiral.py's.)
 """
 
+import re
 import sys
 from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Circle
+from matplotlib.patches import Circle, FancyBboxPatch
 from torch import Tensor, nn
 
 import flatmin
@@ -93,9 +95,36 @@ def _arrow(axes: Axes, place: tuple[float, float], way: tuple[float, float], col
     )
 
 
+def layers(package: str) -> list[list[str]]:
+    """Bottom up, those beside each other together: the package's line in architecture.md."""
+    line = re.search(rf"^ +{package}: +(.+)$", (HERE / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert line is not None
+    return [names.split(", ") for names in line[1].split(" → ")]
+
+
+def packages() -> Figure:
+    """A row a layer: what is imported lies below."""
+    with look():
+        figure = Figure(figsize=(SIZE[0], 4.6), layout="constrained")
+        library, laboratory = figure.subplots(2, 1, height_ratios=[4, 11])
+        for axes, package, colour in ((library, "flatmin", AMP), (laboratory, "flatmin_lab", ERM)):
+            found = layers(package)
+            for height, names in enumerate(found):
+                wide = 1 / len(names)
+                for place, name in enumerate(names):
+                    at = (place * wide + 0.01, height + 0.08)
+                    box = {"boxstyle": "round,pad=0,rounding_size=0.012", "mutation_aspect": len(found) * 1.1}
+                    axes.add_patch(FancyBboxPatch(at, wide - 0.02, 0.84, fc=colour, ec="none", alpha=0.22, **box))
+                    axes.text((place + 0.5) * wide, height + 0.5, name, ha="center", va="center", color=INK, fontsize=9)
+            axes.set(xlim=(0, 1), ylim=(0, len(found)), xticks=[], yticks=[])
+            axes.set_title(package, loc="left", fontsize=10)
+            axes.spines[:].set_visible(False)
+    return figure
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
-    for name, figure in (("minima", minima()), ("ball", ball())):
+    for name, figure in (("minima", minima()), ("ball", ball()), ("packages", packages())):
         figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight", metadata={"Software": None})
 
 

@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
 
 import flatmin
 from tests import ROOT
 from tests.programs import torch_alone
+from tests.support.cases import run, setup
 
 LIBRARY = Path(flatmin.__file__).parent
 SOURCE = LIBRARY.parent
@@ -37,29 +40,7 @@ def imports_of(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-# Bottom up: a package imports from packages before it in this order, and from no others. Those on one line are beside
-# each other, and import neither.
-LAYERS = {
-    "flatmin": [
-        ("core",),
-        ("ball", "metrics"),
-        ("attacks", "flatness", "theory", "optim"),
-        ("regularisers", "capture", "doctor", "integrations"),
-    ],
-    "flatmin_lab": [
-        ("system", "models"),
-        ("data",),
-        ("methods",),
-        ("recipes",),
-        ("runs",),
-        ("training",),
-        ("evaluation", "bench"),
-        ("execution",),
-        ("tuning",),
-        ("report",),
-        ("cli",),
-    ],
-}
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 LARGEST_FOLDER = 13  # entries: a dozen can be seen at a glance
 LARGEST_ROOT = 16  # the laboratory's packages, methods.py, and four files that Python asks for
 
@@ -79,18 +60,54 @@ def packages_imported(package: str, path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("package", LAYERS)
+def layers_of(package: str) -> list[list[str]]:
+    """Bottom up, those beside each other together, as the page about the architecture has them."""
+    line = re.search(rf"^ +{package}: +(.+)$", PAGE, re.MULTILINE)
+    assert line is not None
+    return [names.split(", ") for names in line[1].split(" → ")]
+
+
+@pytest.mark.parametrize("package", ["flatmin", "flatmin_lab"])
 def test_a_package_imports_only_from_its_left(package: str) -> None:
-    root, layers = SOURCE / package, LAYERS[package]
+    root, layers = SOURCE / package, layers_of(package)
     level = {name: height for height, names in enumerate(layers) for name in names}
     there = {path.stem for path in root.iterdir() if not path.name.startswith(("_", "py.typed"))}
-    assert there == level.keys(), "every package has its place in LAYERS"
+    assert there == level.keys(), "every package has its place in docs/architecture.md"
     for path in root.rglob("*.py"):
         own = path.relative_to(root).parts[0].removesuffix(".py")
         if own in level:
             imported = packages_imported(package, path) & level.keys() - {own}
             wrong = [name for name in imported if level[name] >= level[own]]
             assert not wrong, f"{path.relative_to(SOURCE)} imports from its right: {wrong}"
+
+
+def test_every_file_that_the_walks_name_is_there_and_a_step_visits_no_other() -> None:
+    walks = PAGE[PAGE.index("## Three walks") : PAGE.index("## Where to add")].split("\n**A ")[1:]
+    named = [re.findall(r"`([\w/]+\.py)`", walk) for walk in walks]
+    for files, package in zip(named, ("flatmin", "flatmin", "flatmin_lab"), strict=True):
+        assert len(files) > 5
+        assert [name for name in files if not (SOURCE / package / name).exists()] == []
+    assert files_of_a_step() == set(named[0])
+
+
+def files_of_a_step() -> set[str]:
+    """Those of the library that a warm step of AMP with `model=` calls into."""
+    case = setup("mlp")
+    optimizer = flatmin.AMP(torch.optim.SGD(case.model.parameters(), lr=0.1), epsilon=0.1, model=case.model)
+    run(case, optimizer, 2)
+    found = set()
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(LIBRARY):
+            found.add(str(path.relative_to(LIBRARY)))
+
+    sys.setprofile(called)
+    try:
+        run(case, optimizer, 1)
+    finally:
+        sys.setprofile(None)
+    return found
 
 
 def test_no_folder_of_the_source_is_too_full() -> None:
