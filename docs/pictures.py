@@ -113,8 +113,10 @@ def packages() -> Figure:
                 wide = 1 / len(names)
                 for place, name in enumerate(names):
                     at = (place * wide + 0.01, height + 0.08)
-                    box = {"boxstyle": "round,pad=0,rounding_size=0.012", "mutation_aspect": len(found) * 1.1}
-                    axes.add_patch(FancyBboxPatch(at, wide - 0.02, 0.84, fc=colour, ec="none", alpha=0.22, **box))
+                    round_ = "round,pad=0,rounding_size=0.012"
+                    box = FancyBboxPatch(at, wide - 0.02, 0.84, boxstyle=round_, mutation_aspect=len(found) * 1.1)
+                    box.set(facecolor=colour, edgecolor="none", alpha=0.22)
+                    axes.add_patch(box)
                     axes.text((place + 0.5) * wide, height + 0.5, name, ha="center", va="center", color=INK, fontsize=9)
             axes.set(xlim=(0, 1), ylim=(0, len(found)), xticks=[], yticks=[])
             axes.set_title(package, loc="left", fontsize=10)
