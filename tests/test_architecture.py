@@ -46,7 +46,7 @@ LARGEST_ROOT = 16  # the laboratory's packages, methods.py, and four files that 
 
 
 def packages_imported(package: str, path: Path) -> set[str]:
-    """The parts of `package` that a file imports: `core` for `from flatmin.core.tensors import wide`."""
+    """The parts of `package` that a file imports: `core` for `from flatmin.core.tensors import plain`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:

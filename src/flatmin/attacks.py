@@ -1,16 +1,16 @@
 """Adversarial examples: the worst input in a small ball around the given one, found by ascent on the input.
 
-    x ← Π(x + α · d)        Π: back into ‖x − x₀‖ ≤ ε and into the bounds of a valid input
+    x ← Π(x + α · d)        Π: projection onto ‖x − x₀‖ ≤ ε and the bounds of a valid input
 
     "linf"    d = sign ∇ₓ J(x)               the ball is a box: no number moves by more than ε (the paper's attacks)
     "l2"      d = ∇ₓ J(x) / ‖∇ₓ J(x)‖        one ball for each example: Σ (x − x₀)² ≤ ε²
 
 FGSM is one such step with α = ε. The loop works in whatever coordinates the model takes. For a model that takes
-normalised pictures, attack `nn.Sequential(normalise, model)` in pixels; or, in "linf", the model itself with ε and the
+normalised images, attack `nn.Sequential(normalise, model)` in pixels; or, in "linf", the model itself with ε and the
 bounds normalised too, (0 − mean)/std to (1 − mean)/std, a number per channel.
 
-An `nn.Module` is attacked in eval mode and left as it was found: no parameter gradient, no BatchNorm statistic, no
-module's mode changes. Any other function is called as it is. The host never waits for the device.
+An `nn.Module` is attacked in eval mode and left as it was: no parameter gradient, no BatchNorm statistic, no module's
+mode changes. Any other function is called as it is. There is no host sync.
 """
 
 import math
@@ -23,8 +23,8 @@ from torch.linalg import vector_norm
 from torch.nn.functional import cross_entropy
 
 from flatmin.ball import NORMS, Norm, shrink
-from flatmin.core.model_state import with_gradients
-from flatmin.core.tensors import moved_within, widest
+from flatmin.core.model_state import eval_mode_with_gradients
+from flatmin.core.tensors import moved_within, widest_dtype
 
 __all__ = ["fgsm", "pgd"]
 
@@ -68,8 +68,8 @@ def pgd(
 
     `epsilon`, `step_size` and `bounds` are numbers, or tensors that broadcast against x; in "l2" a radius or step has
     one number for all, or one per example. The loss is cross-entropy, summed, so that in float16 no gradient is divided
-    away by the batch size. The result is in the ball in x's own type: its numbers are rounded towards x. A number of x
-    that is out of bounds may come back, and goes no further out: for normalised inputs, give normalised bounds.
+    away by the batch size. The result is in the ball in x's own dtype: its numbers are rounded towards x. A number of x
+    that is out of bounds may move back, but no further out: for normalised inputs, give normalised bounds.
 
     >>> def margin(x):
     ...     return torch.stack([x @ torch.tensor([3.0, 4.0]), torch.zeros(len(x))], dim=1)
@@ -78,31 +78,31 @@ def pgd(
     """
     _check(x, epsilon, step_size, steps, norm, bounds)
     step, lower, upper = (_like(x, number, x.dtype) for number in (step_size, *bounds))
-    with with_gradients(model):
-        y = y.clone() if isinstance(y, Tensor) and y.is_inference() else y  # which autograd would not keep
+    with eval_mode_with_gradients(model):
+        y = y.clone() if isinstance(y, Tensor) and y.is_inference() else y  # autograd cannot save an inference tensor
         ball = _BALLS[norm](x.detach().clone(), epsilon, lower, upper)
-        found = ball.drawn(generator) if random_start else ball.start
+        found = ball.random_point(generator) if random_start else ball.start
         for _ in range(steps):
-            asked = found.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(_differentiable((loss or _summed)(model(asked), y)), asked)
-            found = ball.nearest(asked.detach() + step * ball.direction(gradient))
+            point = found.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(_check_loss((loss or _summed_cross_entropy)(model(point), y)), point)
+            found = ball.nearest(point.detach() + step * ball.direction(gradient))
         return found.detach()
 
 
 class _Box:
-    """|x − x₀| ≤ ε for each number, within the bounds; a number that x₀ has outside them goes no further out."""
+    """|x − x₀| ≤ ε for each number, within the bounds; a number of x₀ outside them moves no further out."""
 
     def __init__(self, start: Tensor, epsilon: Number, lower: Number, upper: Number) -> None:
         self.start, self.epsilon = start, _like(start, epsilon, start.dtype)
-        far = _like(start, epsilon, widest(start))
+        far = _like(start, epsilon, widest_dtype(start))
         self.low = torch.maximum(moved_within(start, -far), start.clamp(max=lower))
         self.high = torch.minimum(moved_within(start, far), start.clamp(min=upper))
 
     def direction(self, gradient: Tensor) -> Tensor:
-        return gradient.sign().nan_to_num(0)  # where the gradient is not a number there is nowhere to go
+        return gradient.sign().nan_to_num(0)  # where the gradient is nan, stay
 
-    def drawn(self, generator: torch.Generator | None) -> Tensor:
-        noise = _drawn(torch.rand, self.start.shape, self.start, generator).to(self.start.dtype)
+    def random_point(self, generator: torch.Generator | None) -> Tensor:
+        noise = _draw(torch.rand, self.start.shape, self.start, generator).to(self.start.dtype)
         return self.nearest(self.start + self.epsilon * (2 * noise - 1))
 
     def nearest(self, x: Tensor) -> Tensor:
@@ -112,27 +112,27 @@ class _Box:
 class _Ball:
     """‖x − x₀‖₂ ≤ ε for each example, within the bounds; in float64, where no square is lost or infinite.
 
-    Clamping to bounds that hold x₀ moves every number towards it, and never out of the ball.
+    Clamping to bounds that contain x₀ moves every number towards it, so never out of the ball.
     """
 
     def __init__(self, start: Tensor, epsilon: Number, lower: Number, upper: Number) -> None:
         self.start, self.lower, self.upper = start, start.clamp(max=lower), start.clamp(min=upper)
-        self.epsilon = _like(start, epsilon, widest(start))
+        self.epsilon = _like(start, epsilon, widest_dtype(start))
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Of length 1; 0 for an example whose gradient is 0 or not finite: there is nowhere to go."""
+        """Of length 1; 0 for an example whose gradient is 0 or not finite: it stays."""
         length = _lengths(gradient)
         return torch.where((length > 0) & length.isfinite(), gradient / length, 0)
 
-    def drawn(self, generator: torch.Generator | None) -> Tensor:
+    def random_point(self, generator: torch.Generator | None) -> Tensor:
         """Uniform in the ball of n dimensions: a direction of normal numbers, and a radius of ε · U^(1/n)."""
-        normal = _drawn(torch.randn, self.start.shape, self.start, generator)
-        uniform = _drawn(torch.rand, (len(normal), *[1] * (normal.ndim - 1)), self.start, generator)
+        normal = _draw(torch.randn, self.start.shape, self.start, generator)
+        uniform = _draw(torch.rand, (len(normal), *[1] * (normal.ndim - 1)), self.start, generator)
         radius = self.epsilon * uniform ** (1 / max(math.prod(normal.shape[1:]), 1))
         return self.nearest(self.start + radius * self.direction(normal))
 
     def nearest(self, x: Tensor) -> Tensor:
-        delta = x.to(widest(x)) - self.start
+        delta = x.to(widest_dtype(x)) - self.start
         inside = moved_within(self.start, delta * shrink(_lengths(delta), self.epsilon))
         return inside.clamp(self.lower, self.upper)
 
@@ -140,29 +140,29 @@ class _Ball:
 _BALLS: dict[str, Callable[[Tensor, Number, Number, Number], _Box | _Ball]] = {"linf": _Box, "l2": _Ball}
 
 
-def _drawn(draw: Callable[..., Tensor], shape: Sequence[int], x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Random numbers in x's place, drawn where the generator is: the same ones on every device."""
+def _draw(draw: Callable[..., Tensor], shape: Sequence[int], x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Random numbers on x's device, drawn on the generator's: the same ones on every device."""
     where = x.device if generator is None else generator.device
-    dtype = torch.float64 if where.type == "cpu" else widest(x)
-    return draw(shape, generator=generator, device=where, dtype=dtype).to(x.device, widest(x))
+    dtype = torch.float64 if where.type == "cpu" else widest_dtype(x)
+    return draw(shape, generator=generator, device=where, dtype=dtype).to(x.device, widest_dtype(x))
 
 
 def _lengths(x: Tensor) -> Tensor:
     """The norm of each example, of a shape that broadcasts against x."""
     flat = x.reshape(len(x), math.prod(x.shape[1:]))
-    lengths: Tensor = vector_norm(flat, dim=1, dtype=widest(x))
+    lengths: Tensor = vector_norm(flat, dim=1, dtype=widest_dtype(x))
     return lengths.view(-1, *[1] * (x.ndim - 1))
 
 
 def _like(x: Tensor, number: Number, dtype: torch.dtype) -> Number:
-    """A tensor in this type and x's place. A number stays one: making a tensor of it would be a copy from the host."""
+    """A tensor in this dtype on x's device. A number stays one: making a tensor of it would be a copy from the host."""
     return number.to(x.device, dtype) if isinstance(number, Tensor) else number
 
 
 def _check(x: Tensor, epsilon: Number, step_size: Number, steps: int, norm: str, bounds: tuple[Number, Number]) -> None:
     if not x.is_floating_point():
         raise TypeError(
-            f"inputs must be floats to be moved by a gradient, got {x.dtype}; for pictures, use x.float() / 255"
+            f"inputs must be floats to be moved by a gradient, got {x.dtype}; for images, use x.float() / 255"
         )
     if norm not in NORMS:
         raise ValueError(f"unknown norm {norm!r}; choose from {', '.join(NORMS)}")
@@ -182,7 +182,7 @@ def _check(x: Tensor, epsilon: Number, step_size: Number, steps: int, norm: str,
             )
 
 
-def _differentiable(loss: Tensor) -> Tensor:
+def _check_loss(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
         raise ValueError(f"the loss must be one number for all examples, got shape {tuple(loss.shape)}; take its sum")
     if not loss.requires_grad:
@@ -190,5 +190,5 @@ def _differentiable(loss: Tensor) -> Tensor:
     return loss
 
 
-def _summed(logits: Tensor, y: Any) -> Tensor:
+def _summed_cross_entropy(logits: Tensor, y: Any) -> Tensor:
     return cross_entropy(logits, y, reduction="sum")

@@ -1,16 +1,16 @@
-"""Norms and projections: what "inside the ball" means.
+"""The ball of perturbations: norms, projections, and points drawn uniformly from it.
 
 A perturbation Δ is a list of tensors, one for each parameter. The ball of radius ε is
 
     B(ε) = {Δ : ‖Δ‖ ≤ ε},   ‖Δ‖ = √(Σ Δᵢ²) for "l2" (the paper),   max |Δᵢ| for "linf".
 
-What ‖Δ‖ runs over is the kind of ball: all tensors together ("global", the paper), each group of parameters on its own
-("group"), or each tensor on its own ("tensor", the paper's published code: T tensors then reach ‖Δ‖ = ε√T in all).
+The kind of ball says what ‖Δ‖ is taken over: all tensors together ("global", the paper), each group of parameters
+("group"), or each tensor ("tensor", the paper's published code: T tensors together then reach ‖Δ‖ = ε√T).
 The nearest point of the ball, Π(Δ), is Δ·min(1, ε/‖Δ‖) for "l2" and each number clamped to [−ε, ε] for "linf".
 
-A normal vector points in every direction alike; scaled to the length ε·u^(1/d), with u uniform in [0, 1] and d the
-dimension, it is uniform in the L2 ball. In many dimensions nearly all of a ball lies at its edge. In L∞ every number is
-uniform in [−ε, ε] on its own.
+A normal vector has a uniform direction; scaled to the length ε·u^(1/d), with u uniform in [0, 1] and d the dimension,
+it is uniform in the L2 ball. In many dimensions nearly all of a ball lies near its edge. In L∞ each number is uniform
+in [−ε, ε].
 
 Nothing here reads a number back to the host: radii and comparisons stay on the device.
 """
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from flatmin.core.distributed import generators_of_shards, same_on_all_ranks
-from flatmin.core.tensors import ORDINARY, in_memory_order, keep_, plain
+from flatmin.core.distributed import broadcast_over_mesh, generators_of_shards
+from flatmin.core.tensors import ORDINARY_TYPES, in_memory_order, plain, zero_unless_
 
 Norm = Literal["l2", "linf"]
 Ball = Literal["global", "group", "tensor"]
@@ -33,25 +33,25 @@ BALLS: tuple[Ball, ...] = get_args(Ball)
 __all__ = ["BALLS", "NORMS", "Ball", "Norm", "clamp_", "combine", "norms", "project_", "radii", "shrink", "uniform_"]
 
 _ORDER = {"l2": 2.0, "linf": float("inf")}
-_ROW = 4096
+_ROW = 4096  # numbers: a norm on the CPU is that of the norms of its rows (see `_length`)
 
 
 def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
     """The norm of each tensor, as one vector in float32 (float64 if any tensor is).
 
-    A DTensor counts whole: its shards' norms are combined over its mesh, so every rank of the mesh must call this. The
-    squares are float32's: numbers beyond 1e19 have an infinite norm, those below 1e-19 count little or nothing.
+    The norm of a DTensor is that of the whole: its shards' norms are combined over its mesh, so every rank of the mesh
+    must call this. Squares are float32: numbers beyond 1e19 have an infinite norm, those below 1e-19 hardly count.
 
     >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([[-2.0]])])
     tensor([5., 2.])
     """
     if not tensors:
         return torch.zeros(0)
-    whole = [tensor if type(tensor) in ORDINARY else _without_partial_sums(tensor) for tensor in tensors]
+    whole = [tensor if type(tensor) in ORDINARY_TYPES else _without_partial_sums(tensor) for tensor in tensors]
     parts = [plain(tensor) for tensor in whole]
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     if all(part.is_cuda for part in parts):
-        lengths = _at_once(parts, norm, dtype)
+        lengths = _foreach_norms(parts, norm, dtype)
     else:
         lengths = [_length(part, norm, dtype) for part in parts]
     home = lengths[0].device
@@ -75,9 +75,9 @@ def combine(lengths: Tensor, *, norm: Norm = "l2") -> Tensor:
 
 
 def radii(lengths: Sequence[Tensor], *, ball: Ball = "global", norm: Norm = "l2") -> list[Tensor]:
-    """For each group of tensors, how far out it lies in its ball: one number a group, or one a tensor.
+    """For each group of tensors, its distance from the centre of its ball: one number per group, or per tensor.
 
-    `lengths` has one vector a group: the norms of its tensors.
+    `lengths` has one vector per group: the norms of its tensors.
 
     >>> groups = [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
     >>> [radii(groups, ball=ball) for ball in BALLS]
@@ -93,12 +93,12 @@ def radii(lengths: Sequence[Tensor], *, ball: Ball = "global", norm: Norm = "l2"
 
 
 def shrink(radius: Tensor, epsilon: float | Tensor) -> Tensor:
-    """min(1, ε/‖Δ‖): what Δ is multiplied by to come into the ball. It is 1 inside, also at ‖Δ‖ = 0.
+    """min(1, ε/‖Δ‖): the factor that projects Δ onto the ball. It is 1 inside, also at ‖Δ‖ = 0.
 
     >>> shrink(torch.tensor([0.0, 1.0, 4.0]), 2.0)
     tensor([1.0000, 1.0000, 0.5000])
     """
-    # not ε / radius, which is this for a number and a division for a tensor: two ways to round
+    # not ε / radius, which rounds differently for a number (this product) and a tensor (a division)
     return torch.where(radius > epsilon, radius.reciprocal() * epsilon, 1.0)
 
 
@@ -112,7 +112,7 @@ def project_(
 ) -> None:
     """Π(Δ), in place: the point of the ball nearest to Δ. A ball whose Δ is not finite is set to its centre, 0.
 
-    `groups` has one list of tensors a group and `epsilons` one radius a group; a global ball has one radius.
+    `groups` has one list of tensors per group and `epsilons` one radius per group; a global ball has one radius.
 
     >>> delta = [torch.tensor([3.0]), torch.tensor([4.0])]
     >>> project_([delta], [1.0])
@@ -125,7 +125,7 @@ def project_(
         factors = shrink(radius, epsilon).expand(len(group)).unbind()
         finite = radius.isfinite().expand(len(group)).unbind()
         for tensor, factor, sound in zip(group, factors, finite, strict=True):
-            keep_([tensor], sound)
+            zero_unless_([tensor], sound)
             if norm == "l2":
                 plain(tensor).mul_(factor.to(tensor.device))
             else:
@@ -138,11 +138,11 @@ def clamp_(tensor: Tensor, epsilon: float | Tensor) -> Tensor:
     >>> clamp_(torch.tensor([-3.0, 0.5]), 1.0)
     tensor([-1.0000,  0.5000])
     """
-    return tensor.clamp_(-epsilon, epsilon)  # type: ignore[arg-type]  # the stub forgets that a tensor may bound
+    return tensor.clamp_(-epsilon, epsilon)  # type: ignore[arg-type]  # the stub does not know of tensor bounds
 
 
-def _at_once(tensors: Sequence[Tensor], norm: Norm, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each, in a few launches for each dtype: a list of several dtypes would take one for each tensor."""
+def _foreach_norms(tensors: Sequence[Tensor], norm: Norm, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each, in a few launches per dtype: a list of several dtypes would take one per tensor."""
     kinds: dict[torch.dtype, list[int]] = {}
     found: dict[int, Tensor] = {}
     for place, tensor in enumerate(tensors):
@@ -160,7 +160,7 @@ def _length(tensor: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
     """‖tensor‖, right to the last bits of float32 on the CPU as well.
 
     torch adds the squares of a float32 tensor one by one there: ‖x‖ of 20 million normal numbers comes out 0.1 % too
-    small, which would let Δ leave the ball. Rows first, then the rows' norms: 6e-9, in the same time.
+    small, which would let Δ leave the ball. With rows first, then the norm of the rows' norms, it is 6e-9, as fast.
     """
     if tensor.numel() == 0:
         return torch.zeros((), dtype=dtype, device=tensor.device)
@@ -189,10 +189,10 @@ def _without_partial_sums(tensor: Tensor) -> Tensor:
 
 
 def _by_mesh(tensors: Sequence[Tensor]) -> dict[tuple[Any, tuple[bool, ...]], list[int]]:
-    """Where the DTensors are in the list, by mesh and by the dimensions of it that they are cut along."""
+    """The indices of the DTensors, by mesh and by the mesh dimensions that they are sharded along."""
     kinds: dict[tuple[Any, tuple[bool, ...]], list[int]] = {}
     for place, tensor in enumerate(tensors):
-        if type(tensor) not in ORDINARY and (placements := getattr(tensor, "placements", ())):
+        if type(tensor) not in ORDINARY_TYPES and (placements := getattr(tensor, "placements", ())):
             spread = tuple(not placement.is_replicate() for placement in placements)
             if any(spread):
                 kinds.setdefault((tensor.device_mesh, spread), []).append(place)  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ def _by_mesh(tensors: Sequence[Tensor]) -> dict[tuple[Any, tuple[bool, ...]], li
 
 
 def _over_ranks(lengths: Tensor, mesh: Any, spread: Sequence[bool], norm: Norm) -> Tensor:
-    """The norms of DTensors from those of the shards here, in one message for each dimension they are cut along."""
+    """The norms of DTensors from those of their shards here, in one message per sharded mesh dimension."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     reduce = "sum" if norm == "l2" else "max"
@@ -210,7 +210,7 @@ def _over_ranks(lengths: Tensor, mesh: Any, spread: Sequence[bool], norm: Norm) 
     return full.sqrt() if norm == "l2" else full
 
 
-# ---- a point drawn uniformly from a ball, in the memory of the tensors that it moves
+# ---- points drawn uniformly from a ball
 
 
 def fill_with_noise(
@@ -218,7 +218,7 @@ def fill_with_noise(
 ) -> None:
     """Noise in each: normal, so that its direction is uniform, or for "linf" uniform in [−1, 1].
 
-    `like` are the tensors as they are spread over ranks, if they are: shards get different noise, replicas the same.
+    `like` are the same tensors as DTensors, if they are sharded: shards get different noise, replicas the same.
     """
     generators = generators_of_shards(like, generator)
     for place, tensor in enumerate(tensors):
@@ -236,7 +236,7 @@ def _noise_(tensor: Tensor, *, norm: Norm, generator: torch.Generator | None) ->
         tensor.copy_(noise)
 
 
-def scales(
+def uniform_factors(
     lengths: Sequence[Tensor],
     groups: Sequence[Sequence[Tensor]],
     epsilons: Sequence[float | Tensor],
@@ -245,30 +245,30 @@ def scales(
     norm: Norm,
     generator: torch.Generator | None,
 ) -> list[Tensor]:
-    """For each group the factors, one a tensor, that make its noise uniform in its ball; `lengths`: of the noise."""
+    """For each group the factors, one per tensor, that make noise of these norms uniform in the group's ball."""
     if norm == "linf":
         return [torch.ones_like(length) * epsilon for length, epsilon in zip(lengths, epsilons, strict=True)]
     home = lengths[0].device
     everything = [tensor for group in groups for tensor in group]
-    shared = _share(everything, home, generator) if ball == "global" else None
+    shared = _radius_share(everything, home, generator) if ball == "global" else None
     found = []
     for radius, group, epsilon in zip(radii(lengths, ball=ball), groups, epsilons, strict=True):
         if shared is not None:
             share = shared
         elif ball == "group":
-            share = _share(group, home, generator)
+            share = _radius_share(group, home, generator)
         else:
-            share = torch.stack([_share([tensor], home, generator) for tensor in group])
+            share = torch.stack([_radius_share([tensor], home, generator) for tensor in group])
         found.append(torch.where(radius > 0, epsilon * share / radius, 0.0).expand(len(group)))
     return found
 
 
-def _share(tensors: Sequence[Tensor], home: torch.device, generator: torch.Generator | None) -> Tensor:
-    """u^(1/d): how far out a uniform point of these tensors' ball lies, as a share of its radius."""
+def _radius_share(tensors: Sequence[Tensor], home: torch.device, generator: torch.Generator | None) -> Tensor:
+    """u^(1/d): the distance of a uniform point of these tensors' ball from its centre, as a share of the radius."""
     dimension = sum(tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors)
     device = home if generator is None else generator.device
     share: Tensor = torch.rand((), generator=generator, device=device) ** (1 / max(dimension, 1))
-    return same_on_all_ranks(share.to(home), tensors)
+    return broadcast_over_mesh(share.to(home), tensors)
 
 
 @torch.no_grad()
@@ -289,6 +289,6 @@ def uniform_(
     """
     fill_with_noise(tensors, like=tensors, norm=norm, generator=generator)
     lengths = [norms(tensors, norm=norm)]
-    (factors,) = scales(lengths, [tensors], [epsilon], ball=ball, norm=norm, generator=generator)
+    (factors,) = uniform_factors(lengths, [tensors], [epsilon], ball=ball, norm=norm, generator=generator)
     for tensor, factor in zip(tensors, factors.unbind(), strict=True):
         plain(tensor).mul_(factor.to(tensor.device))

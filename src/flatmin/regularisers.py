@@ -5,7 +5,7 @@
 
     erm                ℓ(x, y), cross-entropy: ordinary training
     label_smoothing    cross-entropy with (1 − s) of the target on the label and s spread over the classes
-    flooding           |J − b| + b: the loss is kept from sinking below b
+    flooding           |J − b| + b: keeps the loss from falling below b
     mixup              λx + (1 − λ)x′ with the labels y and y′ in the same proportion, λ ~ Beta(α, α)
     adversarial        x moved by ε per pixel, one step uphill, back into the valid range
 
@@ -85,7 +85,7 @@ def _smoothed(logits: Tensor, y: Tensor, *, smoothing: float, over: str) -> Tens
 
 
 def flooding(level: float = 0.02) -> Regulariser:
-    """|J − b| + b (Ishida et al. 2020): below the level b the gradient turns round.
+    """|J − b| + b (Ishida et al. 2020): below the level b the gradient is reversed.
 
     >>> sure = torch.tensor([[9.0, 0.0]])
     >>> flooding(0.02).loss(sure, torch.tensor([0]))          # cross-entropy is 0.0001
@@ -106,10 +106,10 @@ def mixup(
     per: Literal["picture", "batch"] = "picture",
     generator: torch.Generator | None = None,
 ) -> Regulariser:
-    """Pairs of pictures and of their labels, mixed (Zhang et al. 2018). α = 0 mixes nothing.
+    """Pairs of images and of their labels, mixed (Zhang et al. 2018). α = 0 mixes nothing.
 
-    λ is drawn per picture, as in the paper's published code, or once per batch, as in MixUp's own. A generator must
-    live on the data's device.
+    λ is drawn per image (`per="picture"`), as in the paper's published code, or once per batch, as in MixUp's own. A
+    generator must be on the data's device.
     """
     if alpha != 0 and not 1e-6 <= alpha <= 1e6:  # beyond, float32 cannot draw it
         raise ValueError(f"mixup's alpha must be 0, or from 1e-6 to 1e6, got {alpha}")
@@ -124,12 +124,14 @@ def _mixed(
     model: nn.Module, x: Tensor, y: Tensor, *, alpha: float, per: str, generator: torch.Generator | None
 ) -> tuple[Tensor, Mixed]:
     if not x.is_floating_point():
-        raise TypeError(f"pictures must be floats to be mixed, got {x.dtype}; use x.float() / 255")
+        raise TypeError(f"images must be floats to be mixed, got {x.dtype}; use x.float() / 255")
     count = len(x) if per == "picture" else 1
     share = _beta(alpha, count, x, generator).to(x.dtype)
     order = torch.rand(len(x), device=x.device, generator=generator).argsort()
     weight = share.view(-1, *[1] * (x.ndim - 1))
-    exact = share if x.dtype == torch.float64 else share.float()  # what the pictures got, also where x is bfloat16
+    exact = (
+        share if x.dtype == torch.float64 else share.float()
+    )  # the rounded share that the images got, even if x is bfloat16
     return weight * x + (1 - weight) * x[order], Mixed(y, y[order], exact.expand(len(x)))
 
 
@@ -158,11 +160,11 @@ def adversarial(
     std: Tensor | Sequence[float] | None = None,
     bounds: tuple[float, float] = (0.0, 1.0),
 ) -> Regulariser:
-    """Training on adversarial examples in place of the pictures (Goodfellow et al. 2015): one step of ε per pixel.
+    """Training on adversarial examples in place of the images (Goodfellow et al. 2015): one step of ε per pixel.
 
-    ε and `bounds` are in pixels of 0 to 1. If the model takes normalised pictures, give the `mean` and `std` of their
-    channels: the step is then ε/std, and the result lies where a valid picture can, (0 − mean)/std to (1 − mean)/std.
-    Data without bounds has `bounds=(-inf, inf)`. That the first batch lies within them is checked.
+    ε and `bounds` are in pixels of 0 to 1. If the model takes normalised images, give the `mean` and `std` of their
+    channels: the step is then ε/std, and the result stays in the valid range, (0 − mean)/std to (1 − mean)/std.
+    Data without bounds has `bounds=(-inf, inf)`. The first batch is checked to lie within them.
     """
     if not bounds[0] < bounds[1]:
         raise ValueError(f"bounds must be two rising numbers, got {bounds}")
@@ -184,23 +186,23 @@ def adversarial(
 
 @dataclass(eq=False)
 class _Attack:
-    """FGSM in the model's own coordinates; what it needs there is copied once a device and type."""
+    """FGSM in the model's own coordinates; ε and bounds are copied there once per device and dtype."""
 
     epsilon: float
     mean: Tensor
     std: Tensor
     bounds: tuple[float, float]
-    there: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    scaled: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         key = (x.device, x.dtype, x.ndim)
-        if key not in self.there:
-            self.there[key] = self._checked(x)
-        epsilon, low, high = self.there[key]
+        if key not in self.scaled:
+            self.scaled[key] = self._scale_checked(x)
+        epsilon, low, high = self.scaled[key]
         return fgsm(model, x, y, epsilon=epsilon, bounds=(low, high)), y
 
-    def _checked(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """ε, lowest and highest value per channel; the one time that the host looks at the pictures."""
+    def _scale_checked(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """ε, lowest and highest value per channel; the only time that the host reads the images."""
         if not {len(self.mean), len(self.std)} <= {1, x.shape[1]}:
             raise ValueError(
                 "mean and std must have one number per channel: "

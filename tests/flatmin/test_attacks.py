@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from flatmin.attacks import fgsm, pgd
 from flatmin.ball import NORMS, Norm
-from flatmin.core.model_state import evaluating
+from flatmin.core.model_state import eval_mode
 
 norms = st.sampled_from(NORMS)
 
@@ -197,7 +197,7 @@ def test_modes_come_back_after_an_exception() -> None:
     seen = []
 
     def failing() -> None:
-        with evaluating(model):
+        with eval_mode(model):
             seen.append(any(module.training for module in model.modules()))
             raise RuntimeError("stop")
 

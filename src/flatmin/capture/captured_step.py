@@ -3,12 +3,12 @@
     step = captured_step(model, loss_fn, optimizer, autocast=torch.bfloat16)
     loss = step(x, y)                  in place of a loop's forward, backward and optimizer.step
 
-A step of a small network is hundreds of kernels of a few microseconds, and Python needs longer to ask for one than the
-GPU to run it. A CUDA graph asks for all of them at once: clean pass, projection, perturbed passes and update.
+A step of a small network is hundreds of kernels of a few microseconds each, and Python takes longer to launch one than
+the GPU to run it. A CUDA graph launches all of them at once: clean pass, projection, perturbed passes and update.
 
-The first call is an ordinary step, so that the optimizer's state exists. The second one captures; a new shape of the
-inputs, a changed setting of a group (other than lr, ε and ζ), moved weights or another mode of the model capture anew.
-On the CPU, and for what cannot be captured, every call is an ordinary step.
+The first call is an ordinary step, which creates the optimizer's state. The second one captures. A new input shape, a
+changed group setting (other than lr, ε and ζ), moved weights or another mode of the model lead to a new capture.
+On the CPU, and for steps that cannot be captured, every call is an ordinary step.
 """
 
 import traceback
@@ -24,18 +24,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from flatmin.capture.graph import MOVED, PLAIN, REPLACED, Recording, StateMissingError, Workspace, captures_itself
-from flatmin.capture.step_spec import CannotCaptureError, Task, in_a_line
+from flatmin.capture.graph import LEAF_TYPES, SCHEDULED, CapturedGraph, StateMissingError, Workspace, can_torch_capture
+from flatmin.capture.step_spec import StepSpec
 from flatmin.core import multi_tensor
-from flatmin.core.tensors import ORDINARY
-from flatmin.optim.wrapper import what
+from flatmin.core.cuda_graph import GENERATOR_REPLACEMENTS, CannotCaptureError
+from flatmin.core.messages import describe, one_line
+from flatmin.core.tensors import ORDINARY_TYPES
 
-SHAPES = 8  # recordings that are kept
-WORTH = 50  # replays that a capture must have to pay
-IN_VAIN = 12  # captures one after the other, none of them replayed again, after which it gives up
-CHANGES = 3  # of the settings of a base whose step is in the graph, after which it is not
+MAX_GRAPHS = 8  # kept at a time, one for each kind of input; each holds memory of its own
+CAPTURE_MIN_REPLAYS = 50  # on average: with fewer, capturing costs more than replaying saves
+MAX_UNUSED_CAPTURES = 12  # in a row, none of them replayed; then every step runs eagerly
+MAX_SETTING_CHANGES = 3  # of the base's settings; then its step is no longer part of the graph
 
-Key = tuple[Any, ...]  # what a recording is for: structure and kinds of the inputs, settings, flags
+Key = tuple[Any, ...]  # what a graph was captured for: structure and kinds of the inputs, settings, flags
 
 
 def captured_step(
@@ -52,16 +53,16 @@ def captured_step(
     """A function that takes one training step: `loss = step(*inputs)`, for any model and any torch optimizer.
 
     loss_fn     loss_fn(model, *inputs) is the loss, or a dict with "loss", or a tuple whose first tensor is the loss
-    optimizer   AMP, RMP, or any optimizer of torch
-    autocast    the type of a torch.autocast around every pass, such as torch.bfloat16
+    optimizer   AMP, RMP, or any torch optimizer
+    autocast    the dtype of a torch.autocast around every pass, such as torch.bfloat16
     compile     use torch.compile for the passes, where they are captured
-    batch       batch(*inputs) makes what loss_fn is given; it runs once a step, as part of the graph
-    scaler      a GradScaler for fp16: the base then steps after the graph, and `scaler.update()` is still yours
-    capture     False: every call is an ordinary step, to compare with
+    batch       batch(*inputs) makes loss_fn's inputs; it runs once a step, as part of the graph
+    scaler      a GradScaler for fp16: the base then steps after the graph; call `scaler.update()` yourself
+    capture     False: every call is an ordinary step, for comparison
 
-    What comes back is what loss_fn returned in the clean pass, in tensors of its own. Gradients are not left behind.
-    Modules and loss function must not change what they do from call to call, other than through their tensors and
-    `train()` or `eval()`: a graph repeats what it saw (`reset()` makes it look again).
+    The step returns what loss_fn returned in the clean pass, in new tensors, and leaves no gradients behind.
+    Modules and loss function must do the same in every call, except through their tensors and `train()` or `eval()`:
+    a graph repeats what was captured (`reset()` discards it).
 
     >>> model = nn.Linear(2, 1)
     >>> _ = nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
@@ -70,83 +71,83 @@ def captured_step(
     (tensor(2.), tensor(1.7000), False)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {what(model)}")
+        raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {what(optimizer)}")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {describe(optimizer)}")
     for name, function in (("loss_fn", loss_fn), ("batch", batch)):
         if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a function, got {what(function)}")
+            raise TypeError(f"{name} must be a function, got {describe(function)}")
     if autocast is not None and not isinstance(autocast, torch.dtype):
-        raise TypeError(f"autocast must be a torch.dtype such as torch.bfloat16, or None, got {what(autocast)}")
+        raise TypeError(f"autocast must be a torch.dtype such as torch.bfloat16, or None, got {describe(autocast)}")
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {what(scaler)}")
-    task = Task(
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {describe(scaler)}")
+    spec = StepSpec(
         model=model,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        batch=batch or _as_they_are,
+        batch=batch or _unchanged,
         autocast=autocast,
         scaler=scaler if scaler is not None and scaler.is_enabled() else None,
     )
-    return CapturedStep(task, compile=compile, capture=capture)
+    return CapturedStep(spec, compile=compile, capture=capture)
 
 
 class CapturedStep:
-    """A training step; `captured` tells whether the last one was the replay of a graph, `reason` why none can be."""
+    """A training step; `captured` says whether the last call replayed a graph, `reason` why none can be captured."""
 
-    def __init__(self, task: Task, *, compile: bool, capture: bool = True) -> None:  # noqa: A002
-        self.task, self._asked = task, (compile, capture)
+    def __init__(self, spec: StepSpec, *, compile: bool, capture: bool = True) -> None:  # noqa: A002
+        self.spec, self._requested = spec, (compile, capture)
         self.captured = False
-        self.say: Callable[[str], None] = _warn  # who hears why a step is not captured, or not compiled
+        self.say: Callable[[str], None] = _warn  # is told why a step is not captured, or not compiled
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was captured, and what could not be; the next call is an ordinary step."""
+        """Discard all graphs, and all reasons against capturing; the next call is an ordinary step."""
         self._forget()
-        self.compile, capture = self._asked
+        self.compile, capture = self._requested
         self._failure = None if capture else "it was asked not to be"
         self._with_state: list[Tensor] | None = None
-        self._in_vain = self._changes = self._captures = self._replays = 0
+        self._unused_captures = self._setting_changes = self._captures = self._replays = 0
 
     @property
     def reason(self) -> str | None:
         """Why the step is not captured; None where it is, or will be."""
-        if self._failure is None and self.task.device.type != "cuda":
+        if self._failure is None and self.spec.device.type != "cuda":
             return "the weights are not on a CUDA device"
         return self._failure
 
     def _forget(self) -> None:
-        self._recordings: dict[Key, Recording] = {}
+        self._graphs: dict[Key, CapturedGraph] = {}
         self._space: Workspace | None = None
         self._addresses: list[int] | None = None
         self._modules: list[nn.Module] = []
-        self._suits = False  # are the weights such as our kernel for SGD takes?
+        self._fits_sgd_kernel = False  # can our SGD kernel update all weights?
 
     def __call__(self, *inputs: Any) -> Any:
         self.captured = False
-        recording = None if self.reason is not None or self._is_new() else self._recording_if_any(inputs)
-        if recording is None:
-            return self._ordinary(inputs)
+        graph = None if self.reason is not None or self._needs_ordinary_step() else self._graph_or_none(inputs)
+        if graph is None:
+            return self._ordinary_step(inputs)
         self.captured = True
-        return self._replayed(recording, inputs)
+        return self._replay(graph, inputs)
 
-    def _recording_if_any(self, inputs: Sequence[Any]) -> Recording | None:
-        """None: this step is an ordinary one, and perhaps all to come."""
+    def _graph_or_none(self, inputs: Sequence[Any]) -> CapturedGraph | None:
+        """The graph for these inputs; None if this step, and perhaps every later one, runs eagerly."""
         try:
-            return self._recording(inputs)
+            return self._graph_for(inputs)
         except StateMissingError as error:
-            _let_go(error)
-        except torch.OutOfMemoryError:  # no fault of the step's: with room again, it can be captured
+            _free_frames(error)
+        except torch.OutOfMemoryError:  # not the step's fault: with more memory it can be captured
             self._forget()
             raise
         except Exception as error:
             self._forget()
-            why = in_a_line(error)
-            if self.compile and _is_the_compilers(error):  # the next call will capture what is not compiled
+            why = one_line(error)
+            if self.compile and _is_compiler_error(error):  # the next call captures it uncompiled
                 self.compile, message = False, f"this step cannot be compiled, and is captured as it is: {why}"
             else:
                 self._failure, message = why, f"this step cannot be captured in a CUDA graph, and runs eagerly: {why}"
-            _let_go(error)
+            _free_frames(error)
             self.say(message)
         except BaseException:  # Ctrl-C in the middle of a capture
             self._forget()
@@ -155,116 +156,118 @@ class CapturedStep:
 
     # ---- without a graph
 
-    def _ordinary(self, inputs: Sequence[Any]) -> Any:
-        task, optimizer, scaler = self.task, self.task.optimizer, self.task.scaler
-        made = task.prepared(inputs)
+    def _ordinary_step(self, inputs: Sequence[Any]) -> Any:
+        spec, optimizer, scaler = self.spec, self.spec.optimizer, self.spec.scaler
+        batch = spec.make_batch(inputs)
 
         def closure() -> Any:
             optimizer.zero_grad()
-            with torch.enable_grad(), task.precision():
-                result = task.loss_fn(task.model, *made)
-            task.loss_of(result).backward()
+            with torch.enable_grad(), spec.precision():
+                result = spec.loss_fn(spec.model, *batch)
+            spec.loss_of(result).backward()
             return result
 
-        if task.wrapper is not None:
-            result = task.wrapper.step(closure, scaler=scaler)
+        if spec.wrapper is not None:
+            result = spec.wrapper.step(closure, scaler=scaler)
         elif isinstance(optimizer, LBFGS):
             result = optimizer.step(closure)
         else:  # so that hooks before the step see its gradients, as they do after a graph
             result = closure()
             optimizer.step() if scaler is None else scaler.step(optimizer)
-        self._with_state = [p for p in task.params if task.base.state.get(p)]
-        for p in task.params:
+        self._with_state = [p for p in spec.params if spec.base.state.get(p)]
+        for p in spec.params:
             p.grad = None
         return tree_map_only(Tensor, Tensor.detach, result)
 
-    def _is_new(self) -> bool:
-        """Must an ordinary step come first, which makes the optimizer's state?"""
+    def _needs_ordinary_step(self) -> bool:
+        """Is some of the optimizer's state still missing, which an ordinary step creates?"""
         known = self._with_state
-        return known is None or not all(self.task.base.state.get(p) for p in known)
+        return known is None or not all(self.spec.base.state.get(p) for p in known)
 
-    # ---- with one
+    # ---- with a graph
 
-    def _recording(self, inputs: Sequence[Any]) -> Recording:
-        """The one for these inputs and settings, captured now if there is none."""
-        task = self.task
-        if task.wrapper is not None:
-            task.wrapper._check_groups()
-        if self._found_addresses() != self._addresses:  # then no graph is worth anything
-            self._look()
+    def _graph_for(self, inputs: Sequence[Any]) -> CapturedGraph:
+        """The graph for these inputs and settings, captured now if there is none."""
+        spec = self.spec
+        if spec.wrapper is not None:
+            spec.wrapper._check_groups()
+        if self._current_addresses() != self._addresses:  # then every graph is stale
+            self._prepare_capture()
         key = self._key(inputs)
-        if key not in self._recordings and self._by_torch() and self._only_settings_changed(key):
-            self._changes += 1
-            if self._changes > CHANGES:  # of a schedule that moves more than lr: the base steps after the graph
-                self._look()
+        if key not in self._graphs and self._uses_torch_capture() and self._only_settings_changed(key):
+            self._setting_changes += 1
+            if self._setting_changes > MAX_SETTING_CHANGES:  # a schedule moves more than lr: step the base outside
+                self._prepare_capture()
                 key = self._key(inputs)
-        recording = self._recordings.pop(key, None)
-        if recording is None:
-            recording = self._captured(inputs)
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            graph = self._capture(inputs)
         else:
-            self._in_vain = 0
+            self._unused_captures = 0
             self._replays += 1
-        self._recordings[key] = recording  # last: the first one is the one not used for longest
-        return recording
+        self._graphs[key] = graph  # last: the first is the least recently used
+        return graph
 
-    def _captured(self, inputs: Sequence[Any]) -> Recording:
-        """A new one, unless there were too many for what they were used."""
-        self._in_vain += 1
+    def _capture(self, inputs: Sequence[Any]) -> CapturedGraph:
+        """A new graph, unless earlier ones were replayed too seldom to be worth it."""
+        self._unused_captures += 1
         self._captures += 1
-        if self._in_vain > IN_VAIN:
-            raise CannotCaptureError(f"shapes or settings were new in each of {IN_VAIN} calls")
-        if self._captures > IN_VAIN + self._replays // WORTH:
+        if self._unused_captures > MAX_UNUSED_CAPTURES:
+            raise CannotCaptureError(f"shapes or settings were new in each of {MAX_UNUSED_CAPTURES} calls")
+        if self._captures > MAX_UNUSED_CAPTURES + self._replays // CAPTURE_MIN_REPLAYS:
             raise CannotCaptureError(
-                f"{self._captures - 1} captures for {self._replays} replays: more shapes than the {SHAPES} it keeps"
+                f"{self._captures - 1} captures for {self._replays} replays: more shapes than the {MAX_GRAPHS} it keeps"
             )
         if self._space is None:
-            self._space = Workspace(self.task)
-        while len(self._recordings) >= SHAPES:
-            del self._recordings[next(iter(self._recordings))]
-        where = {"by_kernel": self._takes_sgd(), "by_torch": self._by_torch()}
-        return Recording(self.task, self._forward(), self._space, inputs, **where)
+            self._space = Workspace(self.spec)
+        while len(self._graphs) >= MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        where = {"by_kernel": self._uses_sgd_kernel(), "by_torch": self._uses_torch_capture()}
+        return CapturedGraph(self.spec, self._forward(), self._space, inputs, **where)
 
-    def _look(self) -> None:
-        """At what the graphs to come will stand on."""
+    def _prepare_capture(self) -> None:
+        """Discard all graphs, and note the weights, buffers and modules that new ones will be captured with."""
         self._forget()
         self._check()
-        multi_tensor.lay_out_momentum(self.task.base)
-        self._modules = self.task.modules()
-        self._suits = multi_tensor.suit([p for group in self.task.base.param_groups for p in group["params"]])
-        self._addresses = self._found_addresses()
+        multi_tensor.match_momentum_layout(self.spec.base)
+        self._modules = self.spec.modules()
+        self._fits_sgd_kernel = multi_tensor.can_update(
+            [p for group in self.spec.base.param_groups for p in group["params"]]
+        )
+        self._addresses = self._current_addresses()
 
-    def _replayed(self, recording: Recording, inputs: Sequence[Any]) -> Any:
-        """The step, and around it the hooks of the wrapper; those of a base are called in its own step."""
-        wrapper = self.task.wrapper
+    def _replay(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Any:
+        """The step, with the wrapper's hooks around it; the base calls its own hooks."""
+        wrapper = self.spec.wrapper
         if wrapper is None:
-            return recording.replay(inputs)
+            return graph.replay(inputs)
         for before in wrapper._optimizer_step_pre_hooks.values():
             before(wrapper, (), {})
-        result = recording.replay(inputs)
+        result = graph.replay(inputs)
         for after in wrapper._optimizer_step_post_hooks.values():
             after(wrapper, (), {})
         return result
 
     def _check(self) -> None:
-        task = self.task
-        tensors: list[Tensor] = [*task.params, *task.model.parameters(), *task.model.buffers()]
-        if any(tensor.device != task.device for tensor in tensors):
+        spec = self.spec
+        tensors: list[Tensor] = [*spec.params, *spec.model.parameters(), *spec.model.buffers()]
+        if any(tensor.device != spec.device for tensor in tensors):
             raise CannotCaptureError("weights and buffers are not all on one device")
-        if any(type(tensor) not in ORDINARY for tensor in tensors):
+        if any(type(tensor) not in ORDINARY_TYPES for tensor in tensors):
             raise CannotCaptureError("some weights or buffers are of a class of their own (sharded, quantised)")
-        if any(isinstance(module, DistributedDataParallel) for module in task.model.modules()):
-            raise CannotCaptureError("gradients of DistributedDataParallel meet in hooks that a graph does not call")
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in task.params):
-            raise CannotCaptureError("a weight has a hook after its gradient is added up, which a graph does not call")
-        addresses = [p.data_ptr() for p in {*task.params, *task.model.parameters()} if p.numel()]
+        if any(isinstance(module, DistributedDataParallel) for module in spec.model.modules()):
+            raise CannotCaptureError("DistributedDataParallel averages gradients in hooks that a graph does not call")
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in spec.params):
+            raise CannotCaptureError("a weight has a post-accumulate-grad hook, which a graph does not call")
+        addresses = [p.data_ptr() for p in {*spec.params, *spec.model.parameters()} if p.numel()]
         if len(set(addresses)) < len(addresses):
             raise CannotCaptureError("two weights share memory; give the modules one nn.Parameter instead")
-        if isinstance(task.base, LBFGS):
+        if isinstance(spec.base, LBFGS):
             raise CannotCaptureError("LBFGS calls its closure as often as it likes")
 
     def _forward(self) -> Callable[..., Any]:
-        """A function of the inputs, compiled if asked for."""
-        model, loss_fn = self.task.model, self.task.loss_fn
+        """The loss as a function of the inputs, compiled if requested."""
+        model, loss_fn = self.spec.model, self.spec.loss_fn
 
         def forward(*inputs: Any) -> Any:
             return loss_fn(model, *inputs)
@@ -273,42 +276,42 @@ class CapturedStep:
             return forward
         from flatmin.capture import compiler
 
-        return compiler.Compiled(forward)
+        return compiler.CompiledForward(forward)
 
-    def _found_addresses(self) -> list[int]:
-        """Where all that a graph reads and writes lies."""
-        task = self.task
-        tensors = [p for group in task.optimizer.param_groups for p in group["params"]]
+    def _current_addresses(self) -> list[int]:
+        """The addresses of everything that a graph reads or writes."""
+        spec = self.spec
+        tensors = [p for group in spec.optimizer.param_groups for p in group["params"]]
         for module in self._modules:
             tensors += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if self._has_base_inside():
-            tensors += [v for state in task.base.state.values() for v in state.values() if isinstance(v, Tensor)]
-        return [REPLACED[0], *(tensor.data_ptr() for tensor in tensors)]
+        if self._has_base_in_graph():
+            tensors += [v for state in spec.base.state.values() for v in state.values() if isinstance(v, Tensor)]
+        return [GENERATOR_REPLACEMENTS[0], *(tensor.data_ptr() for tensor in tensors)]
 
-    def _takes_sgd(self) -> bool:
-        return self._suits and self.task.scaler is None and multi_tensor.is_plain_sgd(self.task.base)
+    def _uses_sgd_kernel(self) -> bool:
+        return self._fits_sgd_kernel and self.spec.scaler is None and multi_tensor.is_plain_sgd(self.spec.base)
 
-    def _by_torch(self) -> bool:
-        return self._changes <= CHANGES and captures_itself(self.task)
+    def _uses_torch_capture(self) -> bool:
+        return self._setting_changes <= MAX_SETTING_CHANGES and can_torch_capture(self.spec)
 
-    def _has_base_inside(self) -> bool:
+    def _has_base_in_graph(self) -> bool:
         """Is the base's update in the graph, by our kernel or by torch's? Else its settings and state are its own."""
-        return self._takes_sgd() or self._by_torch()
+        return self._uses_sgd_kernel() or self._uses_torch_capture()
 
     def _only_settings_changed(self, key: Key) -> bool:
-        return any((*other[:2], other[3]) == (*key[:2], key[3]) for other in self._recordings)
+        return any((*other[:2], other[3]) == (*key[:2], key[3]) for other in self._graphs)
 
     def _key(self, inputs: Sequence[Any]) -> Key:
-        """All else that a graph holds fast."""
-        optimizer, base = self.task.optimizer, self.task.base
+        """Everything else that a capture fixes."""
+        optimizer, base = self.spec.optimizer, self.spec.base
         leaves, shape = tree_flatten(tuple(inputs))
-        moved = (*MOVED, "momentum", "weight_decay", "dampening") if self._takes_sgd() else MOVED
-        inside = self._has_base_inside()
+        moved = (*SCHEDULED, "momentum", "weight_decay", "dampening") if self._uses_sgd_kernel() else SCHEDULED
+        inside = self._has_base_in_graph()
         settings = [
-            (key, _fixed(value, moves=key in moved))
+            (key, _setting_key(value, moves=key in moved))
             for group in optimizer.param_groups
             for key, value in group.items()
-            if (inside and key not in ("params", "param_names")) or key in MOVED
+            if (inside and key not in ("params", "param_names")) or key in SCHEDULED
         ]
         flags = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
         modes = [module.training for module in self._modules]
@@ -316,7 +319,7 @@ class CapturedStep:
         around = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         return (
             shape,
-            tuple(map(_kind, leaves)),
+            tuple(map(_input_key, leaves)),
             tuple(settings),
             (*flags, *modes, *own, multi_tensor.has_hooks(base), around),
         )
@@ -326,38 +329,38 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)  # where the step is called
 
 
-def _let_go(error: BaseException) -> None:
-    """Of the tensors that a pass had on another stream: they keep nodes of autograd alive, which belong there."""
+def _free_frames(error: BaseException) -> None:
+    """Release the tensors in its frames: they belong to another stream, and keep autograd nodes alive."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
         seen = seen.__cause__ or seen.__context__
 
 
-def _is_the_compilers(error: Exception) -> bool:
-    """Did torch.compile fail, and not what it compiled?"""
+def _is_compiler_error(error: Exception) -> bool:
+    """Did torch.compile fail, rather than the code it compiled?"""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException | ImportError)
 
 
-def _as_they_are(*inputs: Any) -> Sequence[Any]:
+def _unchanged(*inputs: Any) -> Sequence[Any]:
     return inputs
 
 
-def _kind(leaf: Any) -> Any:
-    """Of an input, what a graph holds fast."""
+def _input_key(leaf: Any) -> Any:
+    """What a capture fixes of an input."""
     if isinstance(leaf, Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-    if not isinstance(leaf, PLAIN):
+    if not isinstance(leaf, LEAF_TYPES):
         raise CannotCaptureError(
             f"an input is an object of type {type(leaf).__name__}; give tensors and numbers, in tuples, lists and dicts"
         )
     return type(leaf), leaf
 
 
-def _fixed(value: Any, *, moves: bool) -> Any:
-    """Of a group's value, what a graph holds fast: for one that moves, whether it is 0."""
+def _setting_key(value: Any, *, moves: bool) -> Any:
+    """What a capture fixes of a group's setting; of one that may change, whether it is 0."""
     if isinstance(value, Tensor):
         return value.data_ptr() if value.is_cuda else moves or repr(value)
     if moves and isinstance(value, Real):

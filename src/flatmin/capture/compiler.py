@@ -1,12 +1,12 @@
-"""Weight gradients of convolutions beside the rest of the backward pass, on a stream of their own.
+"""torch.compile for the passes, with the weight gradients of convolutions on a second stream.
 
-Going back through a layer, two products are due: the gradient of its input, for which the layer below waits, and that
-of its weight, for which nobody waits until the pass is over. One after the other, small batches leave much of a GPU
-idle in both. So in a compiled backward pass each `convolution_backward` is taken in two: the weight's half is started
-on a second stream, and `joined` waits for them all. The numbers are the same.
+The backward pass of a layer computes two products: the gradient of its input, which the layer below waits for, and
+that of its weight, which nothing waits for until the pass is over. One after the other, small batches leave much of a
+GPU idle in both. So in a compiled backward pass each `convolution_backward` is split in two: the weight's half starts
+on a second stream, and `overlapped` waits for all of them. The numbers are the same.
 
 What a weight gradient reads (the layer's input, the gradient of its output) must not be overwritten meanwhile, so both
-are held until the streams have met, and the compiler is told not to reuse memory of its own accord (`OPTIONS`).
+are kept until the streams have joined, and the compiler may not reuse memory on its own (`COMPILE_OPTIONS`).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,23 +19,23 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
-_beside: list[tuple[torch.cuda.Stream, list[Tensor]]] = []  # the stream for weight gradients, and what they read
+_side_streams: list[tuple[torch.cuda.Stream, list[Tensor]]] = []  # for weight gradients, and the tensors they read
 
 
 @torch.library.custom_op("flatmin::weight_gradient", mutates_args=())
 def weight_gradient(
     gradient: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
-    """∂L/∂weight of a convolution from the gradient of its output; inside `joined`, on the second stream."""
+    """∂L/∂weight of a convolution from the gradient of its output; inside `overlapped`, on the second stream."""
 
     def product() -> Tensor:
         numbers = (stride, padding, dilation, False, [0] * len(stride), groups, [False, True, False])
         found: Tensor = _BACKWARD(gradient, x, weight, None, *numbers)[1]
         return found
 
-    if not _beside or not gradient.is_cuda:
+    if not _side_streams or not gradient.is_cuda:
         return product()
-    stream, read = _beside[-1]
+    stream, read = _side_streams[-1]
     read += [gradient, x, weight]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -50,37 +50,39 @@ def _(
 
 
 @contextmanager
-def joined(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Weight gradients that are asked for inside are computed on `stream`, and are there when the block is left."""
+def overlapped(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Weight gradients requested inside are computed on `stream`, and are complete when the block ends."""
     read: list[Tensor] = []
-    _beside.append((stream, read))
+    _side_streams.append((stream, read))
     try:
         yield
     finally:
-        _beside.pop()
-        if read:  # else nothing was started there, and a capture refuses to wait for what it does not hold
+        _side_streams.pop()
+        if read:  # else nothing was started there, and a capture must not wait for a stream outside it
             torch.cuda.current_stream().wait_stream(stream)
-        read.clear()  # after the streams have met: memory that is free now can be written on the first one
+        read.clear()  # after the streams have joined: memory that is free now can be written on the first one
 
 
-class TakeApart(CustomGraphPass):
-    """Each convolution_backward whose weight gradient leaves the graph as it is, as two operations."""
+class SplitConvolutionBackward(CustomGraphPass):
+    """Splits each convolution_backward whose weight gradient is an output of the graph into two operations."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is _BACKWARD:
-                _take_apart(graph, node)
+                _split(graph, node)
 
     def uuid(self) -> Any:
-        return "flatmin.capture.compiler.TakeApart, 2"
+        return "flatmin.capture.compiler.SplitConvolutionBackward, 2"
 
 
-def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
+def _split(graph: fx.Graph, node: fx.Node) -> None:
     gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = node.args
     parts = {user.args[1]: user for user in node.users}
     mine = parts.get(1)
     wants_input, wants_weight, wants_bias = mask  # type: ignore[misc, str-unpack]
-    if transposed or wants_bias or not (wants_input and wants_weight) or mine is None:  # with one half, nothing waits
+    if (
+        transposed or wants_bias or not (wants_input and wants_weight) or mine is None
+    ):  # with one half there is nothing to overlap
         return
     if any(user.op != "output" for user in mine.users):  # it is needed within the pass
         return
@@ -93,36 +95,36 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
     node.args = (*node.args[:-1], [True, False, False])
 
 
-# small kernels that are alike in one launch; and the compiler's own reuse of memory knows of one stream only
-OPTIONS: dict[str, Any] = {
+# similar small kernels share a launch; the compiler's own reuse of memory assumes a single stream
+COMPILE_OPTIONS: dict[str, Any] = {
     "combo_kernels": True,
-    "post_grad_custom_post_pass": TakeApart(),
+    "post_grad_custom_post_pass": SplitConvolutionBackward(),
     "allow_buffer_reuse": False,
     "inplace_buffers": False,
 }
 
 
-class Compiled:
-    """A compiled function, to be called and differentiated inside `joined`."""
+class CompiledForward:
+    """A compiled function, to be called and differentiated inside `overlapped`."""
 
-    joined = staticmethod(joined)
+    overlapped = staticmethod(overlapped)
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = torch.compile(_own(function), dynamic=False, options=OPTIONS)
+        self.function = torch.compile(_with_own_code(function), dynamic=False, options=COMPILE_OPTIONS)
         self.others: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function(*inputs)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Another function, compiled along with it."""
+        """Another function, compiled once and kept."""
         if function not in self.others:
-            self.others[function] = torch.compile(_own(function), dynamic=False)
+            self.others[function] = torch.compile(_with_own_code(function), dynamic=False)
         return self.others[function]
 
 
-def _own(function: Any) -> FunctionType:
-    """A function with code of its own: the compiler counts compilations by code, and gives up after eight."""
+def _with_own_code(function: Any) -> FunctionType:
+    """A copy with a code object of its own: the compiler counts compilations by code, and gives up after eight."""
     own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
     return own

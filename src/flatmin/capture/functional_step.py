@@ -1,11 +1,11 @@
-"""A training step whose weights stay where they are: what a CUDA graph records of one.
+"""A training step that leaves the weights in place: the form that a CUDA graph captures.
 
-    batch → pass at θ → norm, projection, θ + Δ aside → pass at θ + Δ → is all finite? → the base's update
+    batch → pass at θ → norm, projection, θ + Δ written aside → pass at θ + Δ → all finite? → the base's update
 
-Passes run with other tensors in the place of the weights (weight_swap.py): θ in the precision that a pass computes
-in, then θ + Δ. So nothing is kept and put back, and whenever Python looks, the weights are θ. In the same way the extra
+The passes run with substitutes for the weights (weight_swap.py): θ in the precision that a pass computes in, then
+θ + Δ. So nothing has to be saved and restored, and whenever Python looks, the weights are θ. In the same way the extra
 passes get buffers of their own, and random numbers from where the clean pass began: BatchNorm's statistics and the
-dropout masks are those of the clean pass. Gradients are asked for (`torch.autograd.grad`), not added up in `.grad`.
+dropout masks are those of the clean pass. Gradients come from `torch.autograd.grad` and are not accumulated in `.grad`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from flatmin.capture.step_spec import Task, undone
-from flatmin.capture.weight_swap import cast_once, in_place_of
+from flatmin.capture.step_spec import StepSpec, rehearsal
+from flatmin.capture.weight_swap import weights_cast_once, with_substitutes
 from flatmin.core import multi_tensor
 from flatmin.core.model_state import random_state, set_random_state
-from flatmin.core.tensors import copy_, is_dense, lies_like
+from flatmin.core.tensors import copy_, has_layout_of, is_dense
 from flatmin.optim.amp import AMP
 from flatmin.optim.grad_scaler import inverse_scale, step_scaled
 from flatmin.optim.skip_step import step_unless
@@ -30,8 +30,8 @@ from flatmin.optim.weight_storage import Beside
 Gradients = dict[Tensor, Tensor]
 
 
-class StandIns:
-    """Memory for the tensors that take the place of weights and buffers; all recordings of a task share it."""
+class SubstituteTensors:
+    """Memory for the tensors that take the place of weights and buffers; all graphs of a step share it."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[Tensor, torch.dtype], Tensor] = {}
@@ -46,34 +46,34 @@ class StandIns:
         return found
 
 
-def only_cast(task: Task, inputs: Sequence[Any]) -> set[Tensor]:
-    """The weights that a pass does nothing with but cast them. Not for RMP, whose noise is float32."""
-    if task.autocast is None or not (task.wrapper is None or isinstance(task.wrapper, AMP)):
+def weights_only_cast(spec: StepSpec, inputs: Sequence[Any]) -> set[Tensor]:
+    """The weights with which a pass does nothing but cast them. None for RMP, whose noise is float32."""
+    if spec.autocast is None or not (spec.wrapper is None or isinstance(spec.wrapper, AMP)):
         return set()
 
-    def forth_and_back() -> None:
-        with task.precision():
-            result = task.loss_fn(task.model, *made)
-        torch.autograd.grad(task.loss_of(result), task.params, allow_unused=True)
+    def forward_and_backward() -> None:
+        with spec.precision():
+            result = spec.loss_fn(spec.model, *batch)
+        torch.autograd.grad(spec.loss_of(result), spec.params, allow_unused=True)
 
-    with undone(task), torch.enable_grad():
-        made = task.prepared(inputs)
-        return cast_once(task.params, task.autocast, forth_and_back)
+    with rehearsal(spec), torch.enable_grad():
+        batch = spec.make_batch(inputs)
+        return weights_cast_once(spec.params, spec.autocast, forward_and_backward)
 
 
-class Masks:
-    """Random numbers for extra passes, each from where the clean pass began."""
+class PassRandom:
+    """Random numbers for the extra passes: each draws from where the clean pass began."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def clean_pass_begins(self) -> None:
-        """Here, after the batch, which may draw as well."""
+        """Called after the batch, which may draw as well."""
         self.start = random_state(self.device)
 
     @contextmanager
-    def drawn_again(self, n: int) -> Iterator[None]:
-        """The n-th extra pass."""
+    def extra_pass(self, n: int) -> Iterator[None]:
+        """Around the n-th extra pass."""
         now = random_state(self.device)
         set_random_state(self.device, self.start)
         try:
@@ -82,11 +82,11 @@ class Masks:
             set_random_state(self.device, now)
 
 
-class Passes:
-    """A step of a task, pass by pass; what it leaves for the world outside are its attributes.
+class FunctionalStep:
+    """A step, pass by pass; its outputs are its attributes.
 
-    `result` is what the loss function returned in the clean pass, `measured` what the optimizer notes of a step that
-    perturbs, `skip` whether a gradient was not finite, `gradients` the last ones, if the base has still to step.
+    `result` is what the loss function returned in the clean pass, `measured` what the optimizer measured in a step that
+    perturbs, `skip` whether a gradient was not finite, `gradients` the last ones, if the base still has to step.
     """
 
     result: Any
@@ -96,110 +96,110 @@ class Passes:
 
     def __init__(
         self,
-        task: Task,
+        spec: StepSpec,
         forward: Callable[..., Any],
-        others: StandIns,
+        substitutes: SubstituteTensors,
         inputs: Sequence[Any],
         *,
-        masks: Masks,
+        pass_random: PassRandom,
         rates: Tensor | None = None,
-        base_too: bool = True,
+        with_base: bool = True,
         compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.task, self.forward, self.inputs, self.masks = task, forward, inputs, masks
-        self.half = others.of(only_cast(task, inputs), dtype=task.autocast)
-        wrapper = task.wrapper
+        self.spec, self.forward, self.inputs, self.pass_random = spec, forward, inputs, pass_random
+        self.half = substitutes.of(weights_only_cast(spec, inputs), dtype=spec.autocast)
+        wrapper = spec.wrapper
         self.perturbs = wrapper is not None and not wrapper._is_idle()
         groups = wrapper._perturbed_groups() if wrapper is not None and self.perturbs else []
         moving = [p for group in groups for p in group["params"] if p.requires_grad]
         # θ + Δ of a weight that is only cast goes to the same memory
         self.moved = {
-            **others.of(p for p in moving if p not in self.half),
+            **substitutes.of(p for p in moving if p not in self.half),
             **{p: self.half[p] for p in moving if p in self.half},
         }
-        self.as_if_once = self.perturbs and wrapper is not None and wrapper._shares_a_step()
-        within = wrapper.model if wrapper is not None and self.as_if_once else None
-        self.buffers = {} if within is None else others.of(within.buffers())
-        self.rates, self.base_too, self.around, self.compiled = rates, base_too, around, compiled
+        self.shares_clean_state = self.perturbs and wrapper is not None and wrapper._shares_a_step()
+        within = wrapper.model if wrapper is not None and self.shares_clean_state else None
+        self.buffers = {} if within is None else substitutes.of(within.buffers())
+        self.rates, self.with_base, self.around, self.compiled = rates, with_base, around, compiled
 
     def step(self) -> None:
-        """The whole step; without the base's part, if that is not to be had here."""
+        """The whole step; without the base's part where `with_base` is false."""
         gradients = self.run()
         self.gradients = {}
         if self.rates is not None:
-            multi_tensor.sgd(self.task.base, gradients, self.rates, self.skip)
+            multi_tensor.sgd(self.spec.base, gradients, self.rates, self.skip)
             return
         self.gradients = {p: gradient.to(p.dtype) for p, gradient in gradients.items()}
-        if self.base_too:
+        if self.with_base:
             self.step_base()
             self.gradients = {}
 
     def run(self) -> Gradients:
-        """All but the base's step, which changes nothing but buffers and random states; the last gradients."""
-        self.result, latest, gradients = self._passes()
-        wrapper, device = self.task.wrapper, self.task.device
+        """All but the base's step; it changes only buffers and random states. Returns the last gradients."""
+        self.result, latest, gradients = self._run_passes()
+        wrapper, device = self.spec.wrapper, self.spec.device
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         self.measured = {}
         if wrapper is not None and self.perturbs:
-            self.skip = wrapper._must_skip(list(gradients.values()), self.task.scaler)
+            self.skip = wrapper._must_skip(list(gradients.values()), self.spec.scaler)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
             self.measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
         return gradients
 
-    def _passes(self) -> tuple[Any, Any, Gradients]:
-        """The results of the first and of the last pass, and the last gradients."""
-        task, wrapper = self.task, self.task.wrapper
-        made = task.prepared(self.inputs)
-        self.masks.clean_pass_begins()
-        _copy_beside(self.half)
+    def _run_passes(self) -> tuple[Any, Any, Gradients]:
+        """The results of the first and the last pass, and the last gradients."""
+        spec, wrapper = self.spec, self.spec.wrapper
+        batch = spec.make_batch(self.inputs)
+        self.pass_random.clean_pass_begins()
+        _fill(self.half)
         result: Any = None
         gradients: Gradients = {}
         starts_clean = wrapper is None or wrapper._starts_clean or not self.perturbs
         if starts_clean:
-            result, gradients = self._pass(made, self.half)
+            result, gradients = self._pass(batch, self.half)
         if wrapper is None or not self.perturbs:
             return result, result, gradients
         wrapper._forget_step()
         moved = {p: there for p, there in self.moved.items() if p in gradients or not starts_clean}
-        _copy_beside(self.buffers)
+        _fill(self.buffers)
         for n in range(wrapper.inner_iter):
             storage = Beside(self.moved, gradients, self.compiled)
             wrapper._storage = storage
-            wrapper._perturb(n, inverse_scale(task.scaler, wrapper._owners, task.device))
-            storage.gradients = gradients = {}  # the next ones may have their memory
-            with self.masks.drawn_again(n) if self.as_if_once else nullcontext():
-                latest, gradients = self._pass(made, {**self.half, **moved, **self.buffers})
+            wrapper._perturb(n, inverse_scale(spec.scaler, wrapper._owners, spec.device))
+            storage.gradients = gradients = {}  # free them: the next gradients may use their memory
+            with self.pass_random.extra_pass(n) if self.shares_clean_state else nullcontext():
+                latest, gradients = self._pass(batch, {**self.half, **moved, **self.buffers})
             result = latest if result is None else result
         return result, latest, gradients
 
-    def _pass(self, inputs: Sequence[Any], others: Mapping[Tensor, Tensor]) -> tuple[Any, Gradients]:
-        params = self.task.params
-        with torch.enable_grad(), in_place_of(others), self.around():
-            with self.task.precision():
+    def _pass(self, inputs: Sequence[Any], substitutes: Mapping[Tensor, Tensor]) -> tuple[Any, Gradients]:
+        params = self.spec.params
+        with torch.enable_grad(), with_substitutes(substitutes), self.around():
+            with self.spec.precision():
                 result = self.forward(*inputs)
-            found = torch.autograd.grad(self.task.loss_of(result), params, allow_unused=True)
-        gradients = _apart({p: gradient for p, gradient in zip(params, found, strict=True) if gradient is not None})
+            found = torch.autograd.grad(self.spec.loss_of(result), params, allow_unused=True)
+        gradients = _separate({p: gradient for p, gradient in zip(params, found, strict=True) if gradient is not None})
         return tree_map_only(Tensor, Tensor.detach, result), gradients
 
     @torch.no_grad()
     def step_base(self) -> Tensor | None:
         """The base's own step with the last gradients, unless one of them was not finite; whether it was skipped."""
-        task, wrapper = self.task, self.task.wrapper
-        params = [p for group in task.base.param_groups for p in group["params"]]
-        for p in params:  # of all: what someone left in `.grad` is not of this step
+        spec, wrapper = self.spec, self.spec.wrapper
+        params = [p for group in spec.base.param_groups for p in group["params"]]
+        for p in params:  # all of them: a gradient left over in `.grad` is not this step's
             p.grad = self.gradients.get(p)
         try:
             if wrapper is not None and self.perturbs:
-                step_unless(self.skip, wrapper._owners, list(self.gradients), wrapper._theta, task.scaler)
+                step_unless(self.skip, wrapper._owners, list(self.gradients), wrapper._theta, spec.scaler)
                 wrapper._theta.forget()
                 return self.skip
-            if task.scaler is None:
-                task.base.step()
+            if spec.scaler is None:
+                spec.base.step()
             elif wrapper is not None:
-                return step_scaled(self.skip, wrapper._owners, [], task.scaler)
+                return step_scaled(self.skip, wrapper._owners, [], spec.scaler)
             else:
-                task.scaler.step(task.base)
+                spec.scaler.step(spec.base)
         finally:
             for p in params:
                 p.grad = None
@@ -207,20 +207,20 @@ class Passes:
 
 
 @torch.no_grad()
-def _copy_beside(others: Mapping[Tensor, Tensor]) -> None:
-    copy_((there, here) for here, there in others.items())
+def _fill(substitutes: Mapping[Tensor, Tensor]) -> None:
+    copy_((there, here) for here, there in substitutes.items())
 
 
-def _apart(gradients: Gradients) -> Gradients:
-    """Each in memory of its own, in the order of its weight's, as backward() leaves it in `.grad`.
+def _separate(gradients: Gradients) -> Gradients:
+    """Each gradient in memory of its own, in its weight's layout, as backward() leaves it in `.grad`.
 
-    Autograd may hand out one tensor for two weights, one number for many, or another order.
+    Autograd may return one tensor for two weights, an expanded number, or another layout.
     """
     seen: set[int] = set()
     for p, gradient in gradients.items():
         if not gradient.is_sparse:
             memory = gradient.untyped_storage().data_ptr()
-            if memory in seen or not (lies_like(gradient, p) if is_dense(p) else gradient.is_contiguous()):
+            if memory in seen or not (has_layout_of(gradient, p) if is_dense(p) else gradient.is_contiguous()):
                 gradients[p] = torch.empty_like(p, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
             seen.add(memory)
     return gradients

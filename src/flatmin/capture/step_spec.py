@@ -1,6 +1,7 @@
-"""What a training step computes: loss_fn(model, *batch(*inputs)), and what its optimizer makes of it.
+"""What a training step computes: loss_fn(model, *batch(*inputs)), and the step its optimizer takes with it.
 
-A `Task` holds the parts. `undone` is a block in which they can be run for a look, and nothing is left of it.
+A `StepSpec` holds the parts of a step. `rehearsal` is a block in which they may run without leaving a trace: buffers,
+random states and gradients are restored at its end. A capture warms up in one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,27 +14,15 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from flatmin.core.cuda_graph import CannotCaptureError
 from flatmin.core.model_state import HostRandom, Snapshot
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.step_info import loss_in
 
 
-class CannotCaptureError(RuntimeError):
-    """What a step does that a CUDA graph cannot."""
-
-
-def in_a_line(error: BaseException) -> str:
-    """What it says, without the pages that torch adds.
-
-    >>> in_a_line(ValueError("no\\nand a trace")), in_a_line(MemoryError())
-    ('no', 'MemoryError')
-    """
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """The parts of a step."""
+class StepSpec:
+    """The parts of a training step."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -60,9 +49,9 @@ class Task:
         return next((p.device for p in params), torch.device("cpu"))
 
     def precision(self) -> AbstractContextManager[Any]:
-        return computing_in(self.autocast, self.device)
+        return autocast_to(self.autocast, self.device)
 
-    def prepared(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def make_batch(self, inputs: Sequence[Any]) -> Sequence[Any]:
         with self.precision():
             return self.batch(*inputs)
 
@@ -76,17 +65,17 @@ class Task:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def modules(self) -> list[nn.Module]:
-        """All that a step may run."""
+        """Every module that a step may run."""
         roots = [part for part in (self.model, self.loss_fn, self.batch) if isinstance(part, nn.Module)]
         return list(dict.fromkeys(module for root in roots for module in root.modules()))
 
     def generator(self) -> torch.Generator | None:
-        """One that the optimizer draws from, beside the device's default one."""
+        """The generator that the optimizer draws from, if it has one besides the device's default."""
         return getattr(self.optimizer, "generator", None)
 
 
-def computing_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast to that type, or as it is here, without its cache of cast weights: they change between passes."""
+def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast to this dtype, or as it is set here, without the cache of cast weights: they change between passes."""
     kind = device.type
     if dtype is None and not torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -94,18 +83,18 @@ def computing_in(dtype: torch.dtype | None, device: torch.device) -> AbstractCon
 
 
 @contextmanager
-def undone(task: Task) -> Iterator[None]:
-    """Whatever runs inside, buffers and random states come back, and no gradients are left.
+def rehearsal(spec: StepSpec) -> Iterator[None]:
+    """Whatever runs inside, buffers and random states are restored, and no gradients are left.
 
-    A buffer must be the same tensor afterwards: a graph knows nothing of one that took its place.
+    A buffer must be the same tensor afterwards: a graph would not see one that replaced it.
     """
-    modules, host = task.modules(), HostRandom()
+    modules, host = spec.modules(), HostRandom()
     places = [(module._buffers, name) for module in modules for name in module._buffers]
     buffers = [here[name] for here, name in places]
     before = Snapshot(nn.ModuleList(modules))
-    before.take_random([task.device])
+    before.take_random([spec.device])
     before.take_buffers()
-    own = task.generator()
+    own = spec.generator()
     drawn = None if own is None else own.get_state()
     try:
         yield
@@ -119,8 +108,8 @@ def undone(task: Task) -> Iterator[None]:
         host.put_back()
         if own is not None and drawn is not None:
             own.set_state(drawn)
-        for p in task.params:
+        for p in spec.params:
             p.grad = None
-        if task.wrapper is not None:
-            task.wrapper._store_in_place()
-            task.wrapper._forget_step()
+        if spec.wrapper is not None:
+            spec.wrapper._store_in_place()
+            spec.wrapper._forget_step()

@@ -1,9 +1,9 @@
-"""Other tensors in the place of a model's weights and buffers, for the length of a pass.
+"""Other tensors in place of a model's weights and buffers, for the length of a pass.
 
-`in_place_of` gives parameters other memory: the same tensor objects, so whoever holds one (a module, a loss function)
-sees the others. Under autocast a layer casts its float32 weight to half precision in every pass; where that
-is all that ever happens to a weight (`cast_once` looks), the tensor in its place may be of half precision from the
-start. The numbers are the same, the casts are gone, and the gradient comes in half precision, which is half the bytes.
+`with_substitutes` gives parameters other memory; the tensor objects stay, so whoever holds one (a module, a loss
+function) sees the substitute. Under autocast a layer casts its float32 weight to half precision in every pass. Where
+that is all that ever happens to a weight (`weights_cast_once` finds out), its substitute may be in half precision from
+the start: the same numbers, no casts, and a gradient of half the bytes.
 """
 
 from collections import Counter
@@ -18,19 +18,19 @@ from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
-def in_place_of(others: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Inside, each tensor has the memory (and type) of the one that it is mapped to.
+def with_substitutes(substitutes: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Inside, each tensor has the memory (and dtype) of the one it is mapped to.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
-    >>> with in_place_of({weight: torch.tensor([2.0], dtype=torch.bfloat16)}):
+    >>> with with_substitutes({weight: torch.tensor([2.0], dtype=torch.bfloat16)}):
     ...     print(weight.data)
     tensor([2.], dtype=torch.bfloat16)
     >>> weight.data
     tensor([1.])
     """
-    own = {tensor: tensor.data for tensor in others}
+    own = {tensor: tensor.data for tensor in substitutes}
     try:
-        for tensor, other in others.items():
+        for tensor, other in substitutes.items():
             tensor.data = other
         yield
     finally:
@@ -38,8 +38,8 @@ def in_place_of(others: Mapping[Tensor, Tensor]) -> Iterator[None]:
             tensor.data = data
 
 
-class _Uses(TorchDispatchMode):
-    """Counts what is done with some tensors: `casts` to a type, and all `uses`."""
+class _UseCounter(TorchDispatchMode):
+    """Counts the uses of some tensors: `casts` to a dtype, and all `uses`."""
 
     def __init__(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,19 +59,19 @@ class _Uses(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def cast_once(params: Iterable[Tensor], dtype: torch.dtype, work: Callable[[], object]) -> set[Tensor]:
+def weights_cast_once(params: Iterable[Tensor], dtype: torch.dtype, work: Callable[[], object]) -> set[Tensor]:
     """The float32 parameters with which `work`, forward and backward, does one thing only: cast them to `dtype`, once.
 
-    Not those whose gradient a hook of the user's gets: it would come in half precision.
+    Not those with a gradient hook of the user's: its gradient would come in half precision.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> def work():
     ...     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
     ...         return layer(torch.ones(1, 2)).sum() + layer.bias.sum()      # so the bias is used twice
-    >>> cast_once(layer.parameters(), torch.bfloat16, work) == {layer.weight}
+    >>> weights_cast_once(layer.parameters(), torch.bfloat16, work) == {layer.weight}
     True
     """
     known = [p for p in params if p.dtype == torch.float32]
-    with _Uses(known, dtype) as seen:
+    with _UseCounter(known, dtype) as seen:
         work()
     return {p for p in known if seen.uses[id(p)] == seen.casts[id(p)] == 1 and not p._backward_hooks}

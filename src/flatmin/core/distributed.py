@@ -1,15 +1,15 @@
-"""Several ranks, one model: whose gradient the ascent climbs, and what ranks must agree on.
+"""Several ranks, one model: whose gradient the ascent follows, and what must be equal on all ranks.
 
 With R ranks, Jᵣ the loss of rank r's part of the batch and J = ΣJᵣ/R, there are two perturbations to choose from:
 
     one for all     Δ = Π(ζ ∇J(θ)),     from the synchronised gradient: the step of one process with the whole batch
-    one a rank      Δᵣ = Π(ζ ∇Jᵣ(θ)),   from the rank's own: m-sharpness, with nothing sent during the ascent
+    one per rank    Δᵣ = Π(ζ ∇Jᵣ(θ)),   from the rank's own: m-sharpness, with nothing sent during the ascent
 
 Either way the descent is synchronised, so replicas stay equal to the last bit as long as all of them step or none does:
-with a perturbation a rank, the flag "skip this step" is the only thing that must be sent besides.
+with a perturbation per rank, the flag "skip this step" is all that must be sent besides.
 
-Settings, and which parameters have gradients, must be the same everywhere. They are compared once, in the first step,
-so that a difference becomes an error on all ranks instead of a wait that never ends.
+Settings, and which parameters have gradients, must be the same on all ranks. They are compared once, in the first step,
+so that a difference becomes an error on every rank instead of a deadlock.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,28 +22,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def replicas_in(model: nn.Module | None) -> list[DistributedDataParallel]:
-    """The data-parallel modules of a model: itself, mostly; inside, where it is compiled or has several."""
+    """The data-parallel modules of a model: mostly itself; inside it, if it is compiled or has several."""
     return [] if model is None else [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
 
 
 @contextmanager
 def without_sync(replicas: Iterable[DistributedDataParallel]) -> Iterator[None]:
-    """Backward passes in here leave each rank its own gradient."""
+    """Inside, backward passes leave each rank its own gradient."""
     with ExitStack() as stack:
         for replica in replicas:
             stack.enter_context(replica.no_sync())
         yield
 
 
-def several() -> bool:
+def has_several_ranks() -> bool:
     """Is this one of several ranks?"""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def groups_of(replicas: Iterable[DistributedDataParallel], params: Iterable[Tensor]) -> list[Any]:
-    """The process groups over which the model's weights are replicated or spread, each once."""
-    if not several():
+def process_groups_of(replicas: Iterable[DistributedDataParallel], params: Iterable[Tensor]) -> list[Any]:
+    """The process groups over which the model's weights are replicated or sharded, each once."""
+    if not has_several_ranks():
         return []
     found = [replica.process_group for replica in replicas]
     meshes = dict.fromkeys(param.device_mesh for param in params if hasattr(param, "device_mesh"))
@@ -55,8 +55,8 @@ def groups_of(replicas: Iterable[DistributedDataParallel], params: Iterable[Tens
 def check_layout(
     replicas: Sequence[DistributedDataParallel], params: Sequence[Tensor], *, sync_perturbation: bool
 ) -> None:
-    """Weights may be replicated, or spread as DTensors; a perturbation a rank takes a whole model on each."""
-    if not several():
+    """Weights may be replicated, or sharded as DTensors; a perturbation per rank needs a whole model on each."""
+    if not has_several_ranks():
         return
     if any(getattr(param, "_fsdp_flattened", False) for param in params):
         raise ValueError(
@@ -67,7 +67,7 @@ def check_layout(
         return
     if any(hasattr(param, "device_mesh") for param in params):
         raise ValueError(
-            "sync_perturbation=False gives each rank a perturbation of the whole model, got weights that are spread "
+            "sync_perturbation=False gives each rank a perturbation of the whole model, got weights that are sharded "
             "over ranks; use sync_perturbation=True"
         )
     if not replicas:
@@ -82,8 +82,8 @@ def check_layout(
         )
 
 
-def on_any(flag: Tensor, groups: Sequence[Any]) -> Tensor:
-    """Does the flag hold on any rank? A small message, on the device: nothing waits for it."""
+def any_rank(flag: Tensor, groups: Sequence[Any]) -> Tensor:
+    """Does the flag hold on any rank? Sent from device to device: the host does not wait."""
     for group in groups:
         number = flag.float()
         torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
@@ -91,11 +91,11 @@ def on_any(flag: Tensor, groups: Sequence[Any]) -> Tensor:
     return flag
 
 
-def compare(mine: Mapping[str, object], groups: Sequence[Any], *, device: torch.device, way_out: str) -> None:
-    """An error, on every rank, if these things are not the same on all of them."""
+def check_same(mine: Mapping[str, object], groups: Sequence[Any], *, device: torch.device, way_out: str) -> None:
+    """Raises on every rank if these values are not the same on all of them."""
     known: dict[int, dict[str, object]] = {torch.distributed.get_rank(): dict(mine)}
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where NCCL sends from
-        for group in groups:  # one after the other: then all ranks of a mesh know of all, and none leaves early
+        for group in groups:  # one after the other: then every rank of a mesh knows all values, and none leaves early
             theirs: list[Any] = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(theirs, known, group=group)
             known = {rank: things for each in theirs for rank, things in each.items()}
@@ -109,13 +109,13 @@ def compare(mine: Mapping[str, object], groups: Sequence[Any], *, device: torch.
                 )
 
 
-def compare_missing_gradients(
+def check_missing_gradients(
     params: Sequence[Tensor], model: nn.Module | None, groups: Sequence[Any], *, device: torch.device
 ) -> None:
-    """An error, on every rank, if a parameter has a gradient on some of them alone."""
+    """Raises on every rank if a parameter has a gradient on only some of them."""
     names: dict[Tensor, str] = {param: name for name, param in ([] if model is None else model.named_parameters())}
     missing = [names.get(p, f"number {place}") for place, p in enumerate(params) if p.grad is None]
-    compare(
+    check_same(
         {"parameters without a gradient": missing},
         groups,
         device=device,
@@ -123,9 +123,9 @@ def compare_missing_gradients(
     )
 
 
-def compare_gradient_norms(length: float, groups: Sequence[Any], *, device: torch.device) -> None:
-    """An error, on every rank, if the gradients of replicas were not synchronised."""
-    compare(
+def check_gradient_norms(length: float, groups: Sequence[Any], *, device: torch.device) -> None:
+    """Raises on every rank if the gradients of replicas were not synchronised."""
+    check_same(
         {"‖∇J‖": f"{length:.9g}"},  # in digits: nan is nan
         groups,
         device=device,
@@ -134,8 +134,8 @@ def compare_gradient_norms(length: float, groups: Sequence[Any], *, device: torc
     )
 
 
-def same_on_all_ranks(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """A number drawn at random, as the first rank drew it, where some of these tensors are spread over ranks."""
+def broadcast_over_mesh(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """A random number, as the first rank drew it, if some of these tensors are sharded over ranks."""
     meshes = [tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")]
     if not meshes:
         return number
@@ -146,9 +146,9 @@ def same_on_all_ranks(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def generators_of_shards(tensors: Sequence[Tensor], generator: torch.Generator | None) -> dict[int, torch.Generator]:
-    """For each DTensor in the list, by its place, a generator: the same for replicas, another for each shard.
+    """A generator for each DTensor, by its index in the list: the same for replicas, another for each shard.
 
-    Ranks are mostly seeded alike, and would draw the same numbers for different shards.
+    Ranks are mostly seeded alike, and would otherwise draw the same numbers for different shards.
     """
     spread = [place for place, tensor in enumerate(tensors) if hasattr(tensor, "device_mesh")]
     if not spread:
@@ -156,7 +156,7 @@ def generators_of_shards(tensors: Sequence[Tensor], generator: torch.Generator |
     first = tensors[spread[0]]
     home = torch.device("cpu") if generator is None else generator.device
     drawn = torch.randint(2**62, (), generator=generator, device=home).to(first.device)
-    seed = int(same_on_all_ranks(drawn, [first]))
+    seed = int(broadcast_over_mesh(drawn, [first]))
     found = {}
     for place in spread:
         mesh, placements = tensors[place].device_mesh, tensors[place].placements  # type: ignore[attr-defined]

@@ -1,14 +1,14 @@
-"""The state of a model beside its weights: buffers, random generators, train or eval mode. Saved, and put back.
+"""The state of a model besides its weights: buffers, random generators, train or eval mode. Saved and restored.
 
-A step of AMP runs the model N + 1 times on one batch. Each forward pass moves BatchNorm's running statistics and draws
-dropout masks, so without care the statistics would mix those of θ with those of θ + Δ, and the ascent would climb one
+A step of AMP runs the model N + 1 times on one batch. Each forward pass updates BatchNorm's running statistics and
+draws dropout masks, so without care the statistics would mix those of θ with those of θ + Δ, and a step would climb one
 network's loss and descend another's. A `Snapshot` holds a model's buffers and the states of the random generators
-(torch's, and Python's and numpy's, which some models and augmentations draw from) at one moment and puts them back:
+(torch's, and Python's and numpy's, which some models and augmentations draw from) at one moment and restores them:
 buffers by copying in place (no attribute of a module is touched, so nothing that torch.compile guards on changes),
 generators by setting their state.
 
-A CUDA graph repeats for ever a number that was drawn on the host, so a step that draws some must not be captured:
-`HostRandom` tells. A generator that a user keeps (`numpy.random.default_rng()`) cannot be seen from here.
+A CUDA graph repeats a number that was drawn on the host for ever, so a step that draws any must not be captured:
+`HostRandom` finds out. A user's own generator (`numpy.random.default_rng()`) cannot be seen from here.
 """
 
 import pickle
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from flatmin.core.tensors import Copies
 
-Place = tuple[int, str]  # of a buffer: its module, and its name there
+Place = tuple[int, str]  # of a buffer: the id of its module, and its name there
 
 
 class Snapshot:
@@ -47,13 +47,13 @@ class Snapshot:
 
     def take_buffers(self) -> None:
         self._buffers.forget()
-        self._buffers.take({place: buffer for place, buffer in self._found() if not is_lazy(buffer)})
+        self._buffers.take({place: buffer for place, buffer in self._buffers_by_place() if not is_lazy(buffer)})
 
     def put_back_buffers(self) -> None:
-        self._buffers.put_back(dict(self._found()))
+        self._buffers.put_back(dict(self._buffers_by_place()))
 
-    def _found(self) -> Iterator[tuple[Place, Tensor]]:
-        """The model's buffers by place, twice a step; `named_buffers` takes five times longer to go through it."""
+    def _buffers_by_place(self) -> Iterator[tuple[Place, Tensor]]:
+        """The model's buffers. Called twice a step; `named_buffers` takes five times as long."""
         seen, ahead = set[nn.Module](), [self.model]
         while ahead:
             module = ahead.pop()
@@ -66,7 +66,7 @@ class Snapshot:
                     yield (id(module), name), buffer
 
     def take_random(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
-        """`since`: an earlier moment, which is returned to first."""
+        """`since`: an earlier snapshot, which is restored before this one."""
         self._host = HostRandom(since=None if since is None else since._host)
         self._random = {device: random_state(device) for device in devices if device.type != "cpu"}
 
@@ -78,7 +78,7 @@ class Snapshot:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of the generator that a device draws from by default."""
+    """The state of a device's default generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
     module = torch.get_device_module(device)
@@ -97,11 +97,11 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
         module.set_rng_state(state, device)
 
 
-# ---- the random generators of the host
+# ---- the host's random generators
 
 
 class HostRandom:
-    """Their states as they are now.
+    """The states of torch's, Python's and numpy's generators on the host, as they are now.
 
     >>> before = HostRandom()
     >>> _ = random.random()
@@ -113,7 +113,7 @@ class HostRandom:
     """
 
     def __init__(self, *, since: "HostRandom | None" = None) -> None:
-        """`since`: an earlier moment. If numpy stood still from there to here, both leave it so: it is slow to set."""
+        """`since`: an earlier state. If numpy has drawn nothing since, neither will set it back: that is slow."""
         self.torch, self.python = torch.get_rng_state(), random.getstate()
         self.numpy = None if (numpy := _numpy_random()) is None else numpy.get_state(legacy=False)
         self._sets_numpy = self.numpy is not None
@@ -121,11 +121,11 @@ class HostRandom:
             self._sets_numpy = since._sets_numpy = False
 
     def has_moved(self) -> bool:
-        """Has anyone drawn from one since?"""
+        """Has anything been drawn from one of them since?"""
         return not torch.equal(self.torch, torch.get_rng_state()) or bool(self.moved_besides_torch())
 
     def moved_besides_torch(self) -> list[str]:
-        """Those of Python and numpy that someone has drawn from since, in words."""
+        """The names of those of Python's and numpy's that were drawn from since."""
         now = HostRandom()
         python = ["Python's random"] if self.python != now.python else []
         numpy = ["numpy.random"] if self.numpy is not None and not _same(self.numpy, now.numpy) else []
@@ -139,7 +139,7 @@ class HostRandom:
 
 
 def _same(state: Any, other: Any) -> bool:
-    """Of numpy's states."""
+    """Are these states of numpy's generator equal?"""
     if state is None or other is None or not state["bit_generator"] == other["bit_generator"] == "MT19937":
         return pickle.dumps(state) == pickle.dumps(other)
     here, there = state["state"], other["state"]
@@ -155,11 +155,11 @@ def _numpy_random() -> Any:
 
 
 @contextmanager
-def evaluating(model: object) -> Iterator[None]:
-    """Every module in eval mode; afterwards, also after an exception, each in the mode it had.
+def eval_mode(model: object) -> Iterator[None]:
+    """Every module in eval mode; afterwards, even after an exception, each is back in the mode it had.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(1).eval())
-    >>> with evaluating(model):
+    >>> with eval_mode(model):
     ...     [module.training for module in model.modules()]
     [False, False, False]
     >>> [module.training for module in model.modules()]
@@ -176,14 +176,14 @@ def evaluating(model: object) -> Iterator[None]:
 
 
 @contextmanager
-def with_gradients(model: object) -> Iterator[None]:
-    """Eval mode for whoever takes gradients: cuDNN's recurrent networks have none in it, and torch's own stand in."""
+def eval_mode_with_gradients(model: object) -> Iterator[None]:
+    """Eval mode with gradients: cuDNN's recurrent networks have none in it, so torch's own kernels run instead."""
     recurrent = isinstance(model, nn.Module) and any(isinstance(module, nn.RNNBase) for module in model.modules())
     cudnn = torch.backends.cudnn
     enabled = cudnn.enabled
     try:
         cudnn.enabled = enabled and not recurrent
-        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+        with torch.inference_mode(False), torch.enable_grad(), eval_mode(model):
             yield
     finally:
         cudnn.enabled = enabled

@@ -1,12 +1,11 @@
-"""Arithmetic on lists of tensors that never asks the host.
+"""Arithmetic on lists of tensors, without host syncs.
 
-A training step on a GPU runs ahead of the Python that starts it, until something reads a number back. So the decisions
-of a step ("was every gradient finite?") stay on the device as 0-dim bool tensors, and what depends on them is chosen
-there: `keep_` zeroes a list unless a flag holds, `choose_` overwrites one list by another where a flag holds.
+Python launches the kernels of a training step ahead of the GPU, until something reads a number back. So the decisions
+of a step ("was every gradient finite?") stay on the device as 0-dim bool tensors, and so does what depends on them:
+`zero_unless_` zeroes a list unless a flag holds, `select_` overwrites one list with another if a flag holds.
 
-`plain` looks through the wrappers a gradient or weight may come in (a shard of a DTensor, a sparse tensor's values, a
-complex tensor's two reals) to the dense real numbers that lie on this rank. `Copies` remembers tensors and puts them
-back.
+`plain` looks through the wrappers of a gradient or weight (a shard of a DTensor, a sparse tensor's values, a complex
+tensor's two reals) to the dense real numbers on this rank. `Copies` keeps copies of tensors and restores them.
 """
 
 from collections import defaultdict
@@ -18,66 +17,70 @@ from torch import Tensor
 
 Key = TypeVar("Key", bound=Hashable)
 
-ORDINARY = (Tensor, torch.nn.Parameter, torch.nn.Buffer)  # what a thousand calls a step are about
+ORDINARY_TYPES = (
+    Tensor,
+    torch.nn.Parameter,
+    torch.nn.Buffer,
+)  # not a subclass such as DTensor; `type(t) in …` is the fast test
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The dense real numbers of `tensor` that lie on this rank; the same memory, not a copy.
+    """The dense real numbers of `tensor` on this rank; the same memory, not a copy.
 
     >>> plain(torch.tensor([3 + 4j]))
     tensor([[3., 4.]])
     """
     if tensor.is_sparse:
         tensor = tensor._values()
-    if type(tensor) not in ORDINARY:
+    if type(tensor) not in ORDINARY_TYPES:
         to_local = getattr(tensor, "to_local", None)  # a DTensor; by name: a build of torch may lack torch.distributed
         tensor = tensor if to_local is None else to_local()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def wide(tensor: Tensor) -> torch.dtype:
+def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype for arithmetic on `tensor`: its own, but float32 for half precision.
 
-    >>> wide(torch.zeros(1, dtype=torch.bfloat16)), wide(torch.zeros(1, dtype=torch.complex128))
+    >>> compute_dtype(torch.zeros(1, dtype=torch.bfloat16)), compute_dtype(torch.zeros(1, dtype=torch.complex128))
     (torch.float32, torch.complex128)
     """
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def moved_within(start: Tensor, delta: float | Tensor) -> Tensor:
-    """Start + Δ in the type of `start`, each number rounded towards it: rounded to the nearest, it could leave a ball.
+    """Start + Δ in the dtype of `start`, each number rounded towards it: rounded to nearest, it could leave a ball.
 
-    >>> moved_within(torch.tensor(1.0, dtype=torch.bfloat16), 0.0078)       # to the nearest it would be 1.0078125
+    >>> moved_within(torch.tensor(1.0, dtype=torch.bfloat16), 0.0078)       # to nearest it would be 1.0078125
     tensor(1., dtype=torch.bfloat16)
     """
-    exact = widest(start)
+    exact = widest_dtype(start)
     moved = (start.to(exact) + delta).to(start.dtype)
     length: float | Tensor = delta.abs() if isinstance(delta, Tensor) else abs(delta)
     too_far = (moved.to(exact) - start).abs() > length
     return torch.where(too_far, torch.nextafter(moved, start), moved)
 
 
-def widest(tensor: Tensor) -> torch.dtype:
-    """The dtype in which rounding is judged: float64, where the device has it; an Apple GPU has not."""
+def widest_dtype(tensor: Tensor) -> torch.dtype:
+    """The widest dtype of the device, in which rounding is measured: float64, but not on an Apple GPU."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Do its numbers fill their memory without gaps or overlap, in whatever order?
 
-    >>> picture = torch.zeros(2, 3, 4, 4)
-    >>> is_dense(picture.to(memory_format=torch.channels_last)), is_dense(picture[..., :3])
+    >>> image = torch.zeros(2, 3, 4, 4)
+    >>> is_dense(image.to(memory_format=torch.channels_last)), is_dense(image[..., :3])
     (True, False)
     """
     return tensor.is_contiguous() or in_memory_order(tensor).is_contiguous()
 
 
-def lies_like(tensor: Tensor, other: Tensor) -> bool:
-    """Are its numbers in memory in the order of those of `other`, which has its shape?
+def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
+    """Is it laid out in memory like `other`, a tensor of its shape?
 
-    >>> picture = torch.zeros(2, 3, 4, 4)
-    >>> lies_like(picture.to(memory_format=torch.channels_last), picture)
+    >>> image = torch.zeros(2, 3, 4, 4)
+    >>> has_layout_of(image.to(memory_format=torch.channels_last), image)
     False
     """
     strides = tensor.stride(), other.stride()
@@ -87,12 +90,12 @@ def lies_like(tensor: Tensor, other: Tensor) -> bool:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """The same memory with its dimensions turned so that the last one has the smallest stride."""
+    """The same memory with its dimensions permuted so that the last one has the smallest stride."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def copy_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Target ← source for each pair, in place: a target keeps its storage. One launch a device and dtype on a GPU."""
+    """Target ← source for each pair, in place: a target keeps its storage. On a GPU, a launch per device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in pairs:
         targets, sources = kinds[target.device, target.dtype]
@@ -102,13 +105,13 @@ def copy_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def keep_(tensors: Iterable[Tensor], flag: Tensor) -> None:
+def zero_unless_(tensors: Iterable[Tensor], flag: Tensor) -> None:
     """Zero every tensor unless `flag` holds, in place.
 
     The bits are multiplied by 0 or 1 as integers, not the numbers: 0 · nan = nan.
 
     >>> spoilt = torch.tensor([1.0, float("nan")])
-    >>> keep_([spoilt], torch.tensor(False))
+    >>> zero_unless_([spoilt], torch.tensor(False))
     >>> spoilt
     tensor([0., 0.])
     """
@@ -119,11 +122,11 @@ def keep_(tensors: Iterable[Tensor], flag: Tensor) -> None:
         torch._foreach_mul_(alike, flag.to(device, dtype))
 
 
-def choose_(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
-    """Target ← source for each pair, in place, where `flag` holds; else nothing. The sources are used up.
+def select_(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
+    """Target ← source for each pair, in place, if `flag` holds; else nothing. The sources are overwritten.
 
     >>> weight = torch.tensor([1.0])
-    >>> choose_([(weight, torch.tensor([2.0]))], torch.tensor(True))
+    >>> select_([(weight, torch.tensor([2.0]))], torch.tensor(True))
     >>> weight
     tensor([2.])
     """
@@ -132,19 +135,19 @@ def choose_(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
         bits = _bits(plain(target))
         kinds[bits.device, bits.dtype].append((bits, _bits(plain(source))))
     for (device, _), alike in kinds.items():
-        (choose_one_by_one if device.type == "cpu" else choose_at_once)(alike, flag.to(device))
+        (select_one_by_one if device.type == "cpu" else select_at_once)(alike, flag.to(device))
 
 
-def choose_one_by_one(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
-    """The fewest bytes: 3 sizes. `where` goes integer by integer on the CPU, so two floats are taken for one."""
+def select_one_by_one(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
+    """The fewest bytes: 3 times the size. On the CPU `where` goes number by number, so it gets pairs as one int64."""
     for target, source in pairs:
-        if target.is_contiguous() and source.is_contiguous() and _is_even(target) and _is_even(source):
+        if target.is_contiguous() and source.is_contiguous() and _fits_int64(target) and _fits_int64(source):
             target, source = target.view(-1).view(torch.int64), source.view(-1).view(torch.int64)  # noqa: PLW2901
         torch.where(flag, source, target, out=target)
 
 
-def choose_at_once(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
-    """The fewest launches: target·(1 − flag) + source·flag over integers, 3 kernels for all tensors, 7 sizes."""
+def select_at_once(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
+    """The fewest launches: target·(1 − flag) + source·flag over integers, 3 kernels in all, 7 times the size."""
     targets, sources = map(list, zip(*pairs, strict=True))
     taken = flag.to(targets[0].dtype)
     torch._foreach_mul_(sources, taken)
@@ -157,12 +160,12 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def _is_even(tensor: Tensor) -> bool:
+def _fits_int64(tensor: Tensor) -> bool:
     return tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0
 
 
 class Copies(Generic[Key]):
-    """Copies of tensors by name (or by the tensor itself), whose memory is kept from one step to the next.
+    """Copies of tensors by key (a name, or the tensor itself), in memory that is reused from step to step.
 
     >>> copies, weight = Copies(), torch.tensor([1.0])
     >>> copies.take({"weight": weight})
@@ -174,7 +177,7 @@ class Copies(Generic[Key]):
 
     def __init__(self) -> None:
         self._held: dict[Key, Tensor] = {}
-        self._rooms: dict[Key, Tensor] = {}
+        self._memory: dict[Key, Tensor] = {}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._held
@@ -187,42 +190,42 @@ class Copies(Generic[Key]):
 
     def nbytes(self) -> int:
         """The memory it holds, in use or not."""
-        return sum(plain(room).nbytes for room in self._rooms.values())
+        return sum(plain(memory).nbytes for memory in self._memory.values())
 
-    def room(self, key: Key, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of the shape of `like` to write the copy into."""
-        self._held[key] = self._room(key, like, dtype)
+    def allocate(self, key: Key, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of the shape of `like`, to write the copy into."""
+        self._held[key] = self._allocate(key, like, dtype)
         return self._held[key]
 
-    def _room(self, key: Key, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The memory of last time where it still fits: fresh pages cost the CPU more than the copy itself."""
+    def _allocate(self, key: Key, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The memory of the last step if it still fits: new pages cost the CPU more than the copy itself."""
         dtype = like.dtype if dtype is None else dtype
-        room = self._rooms.get(key)
+        memory = self._memory.get(key)
         fits = (like.shape, like.stride(), dtype, like.device)
-        if room is None or (room.shape, room.stride(), room.dtype, room.device) != fits:
-            room = self._rooms[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-        return room
+        if memory is None or (memory.shape, memory.stride(), memory.dtype, memory.device) != fits:
+            memory = self._memory[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return memory
 
     @torch.no_grad()
     def take(self, tensors: Mapping[Key, Tensor]) -> None:
-        rooms = {key: self._room(key, tensor) for key, tensor in tensors.items()}
-        copy_((rooms[key], tensor) for key, tensor in tensors.items())
-        self._held.update(rooms)  # last: should memory run out above, nothing that was not copied is ever put back
+        copies = {key: self._allocate(key, tensor) for key, tensor in tensors.items()}
+        copy_((copies[key], tensor) for key, tensor in tensors.items())
+        self._held.update(copies)  # last: if memory runs out above, nothing that was not copied is ever put back
 
     @torch.no_grad()
     def put_back(self, tensors: Mapping[Key, Tensor]) -> None:
-        """Into the tensors given, in place; one that has since appeared or changed its shape stays as it is."""
+        """Restore these tensors, in place; one that is new, or has changed its shape, stays as it is."""
         known = {key: tensor for key, tensor in tensors.items() if key in self._held}
         copy_((tensor, self[key]) for key, tensor in known.items() if tensor.shape == self[key].shape)
 
-    def rooms(self) -> Iterable[Tensor]:
-        return {**self._rooms, **self._held}.values()
+    def memory(self) -> Iterable[Tensor]:
+        return {**self._memory, **self._held}.values()
 
     def release(self) -> None:
-        """Hold nothing, and keep no memory."""
-        self._held, self._rooms = {}, {}
+        """Drop all copies, and their memory."""
+        self._held, self._memory = {}, {}
 
     def forget(self) -> None:
-        """Hold nothing; keep the memory of what was held last, let go of what was not used since the last call."""
-        self._rooms = self._held or self._rooms
+        """Drop all copies; keep the memory of those held last, and free what was not used since the last call."""
+        self._memory = self._held or self._memory
         self._held = {}

@@ -1,32 +1,32 @@
-"""Triton kernels that go through whole lists of tensors in one launch.
+"""Triton kernels that process whole lists of tensors in one launch.
 
-A list reaches a kernel as a table of addresses, because its tensors lie anywhere. Program c handles chunk c: `BLOCK`
-numbers of one tensor, or what there is of them. `table` holds, as 64-bit integers, a row after the other,
+A list reaches a kernel as a table of addresses, because its tensors may lie anywhere in memory. Program c handles chunk
+c: `BLOCK` numbers of one tensor, or as many as are left. `table` holds, as 64-bit integers, one row after the other,
 
-    L rows of the chunks' addresses, one for each list · how many numbers a chunk has · its place in another list
+    L rows of the chunks' addresses, one for each list · how many numbers a chunk has · its index in another list
 
-so a program finds its numbers at one look. The kernels are launched with OPTIONS, under which a sum of a product is
-rounded twice unless it says `fma`: so a kernel gives the bits of the torch operations that it stands for.
+so a program finds its numbers with one load. The kernels are launched with LAUNCH_OPTIONS, under which a + b·c is
+rounded twice unless the code says `fma`: so a kernel gives the same bits as the torch operations it replaces.
 """
 
 import triton
 import triton.language as tl
 
-BLOCK = 4096
-ROOTS = 1024
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # 16 numbers a thread
+BLOCK = 4096  # numbers a program
+ROOTS_BLOCK = 1024  # chunk sums added at a time
+LAUNCH_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # 16 numbers a thread
 
 
 @triton.jit
 def _at(table, chunks, row: tl.constexpr, dtype: tl.constexpr, block: tl.constexpr):
-    """The addresses of a chunk's numbers in one of the lists; it begins at a multiple of 16 bytes, for wide loads."""
+    """The addresses of a chunk's numbers in one of the lists; aligned to 16 bytes, for wide loads."""
     address = tl.load(table + row * chunks + tl.program_id(0)).to(tl.pointer_type(dtype))
     return tl.multiple_of(address, 16) + tl.arange(0, block)
 
 
 @triton.jit
 def _load(address, exist, whole: tl.constexpr):
-    """A chunk, or what there is of it: a mask would keep the loads of whole chunks narrow."""
+    """A chunk, whole or partial: a mask would make the loads of whole chunks narrow."""
     if whole:
         return tl.load(address).to(tl.float32)
     return tl.load(address, mask=exist, other=0.0).to(tl.float32)
@@ -51,7 +51,7 @@ def move(
     rounded_once: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Moved = θ + factor · gradient, or θ where `finite` does not hold. Lists: θ, gradients, moved."""
+    """Moved = θ + factor · gradient, or θ if `finite` does not hold. Lists: θ, gradients, moved."""
     if tl.load(table + 3 * chunks + tl.program_id(0)) == block:
         _move(table, chunks, factors, finite, gradient_type, moved_type, rounded_once, block, True)
     else:
@@ -97,8 +97,8 @@ def sgd(
 ):
     """A step of torch.optim.SGD, as its foreach operations round. Lists: θ, gradients, momentum.
 
-    `rates` is (lr, weight decay, momentum, dampening) in float64. Where `skip` holds, θ stays, and the momentum becomes
-    what a gradient of zero makes of it.
+    `rates` is (lr, weight decay, momentum, dampening) in float64. If `skip` holds, θ stays, and the momentum is updated
+    with a gradient of zero.
     """
     if tl.load(table + 3 * chunks + tl.program_id(0)) == block:
         _sgd(table, chunks, rates, skip, gradient_type, has_momentum, has_decay, nesterov, maximize, block, True)
@@ -147,7 +147,7 @@ def _sgd(
 
 @triton.jit(do_not_specialize=["chunks"])
 def squares(table, chunks, sums, dtype: tl.constexpr, block: tl.constexpr):
-    """The sum of squares of each chunk, to its place. One list."""
+    """The sum of squares of each chunk, written to its index in `sums`. One list."""
     count = tl.load(table + chunks + tl.program_id(0))
     place = sums + tl.load(table + 2 * chunks + tl.program_id(0))
     at = _at(table, chunks, 0, dtype, block)
@@ -162,7 +162,7 @@ def squares(table, chunks, sums, dtype: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def roots(ends, sums, lengths, block: tl.constexpr):
-    """√ of the sums between two ends."""
+    """The root of each tensor's sums, those between two `ends`."""
     tensor = tl.program_id(0)
     first, last = tl.load(ends + tensor), tl.load(ends + tensor + 1)
     total = tl.zeros([block], tl.float32)

@@ -10,25 +10,32 @@ error on the way ends it, because what follows would tell nothing.
 
 from collections.abc import Iterator
 
-from flatmin.core.distributed import several
+from flatmin.core.distributed import has_several_ranks
 from flatmin.doctor import check_ranks, check_steps
-from flatmin.doctor.check_baseline import cost, epsilon_zero
-from flatmin.doctor.check_determinism import repeated, rounding_of
+from flatmin.doctor.check_baseline import check_epsilon_zero, measure_cost
+from flatmin.doctor.check_determinism import check_repeats, rounding_of
 from flatmin.doctor.check_gradients import (
-    complete,
+    check_clipping,
+    check_gradients_exist,
+    check_loss,
+    check_mode,
+    check_parameters,
+    check_scaler,
+    check_zero_grad,
     observe_elsewhere,
     observe_on_top,
-    present,
-    returned_loss,
-    scaler_in_use,
-    training_mode,
-    unclipped,
-    zeroed,
 )
-from flatmin.doctor.check_radius import climbs, first_guess, inside, radius
-from flatmin.doctor.closure_call import observe, settle
+from flatmin.doctor.check_radius import check_ascent, check_ball, check_epsilon, first_guess
+from flatmin.doctor.closure_call import observe, settle_scale
 from flatmin.doctor.finding import Crash, Finding, Verdict, during, has_error, own_lines
-from flatmin.doctor.training import MakeTraining, Moment, SetUp, alike, fresh, generators_kept
+from flatmin.doctor.training import (
+    MakeTraining,
+    Training,
+    TrainingSnapshot,
+    check_make_training,
+    new_training,
+    preserve_generators,
+)
 
 __all__ = ["Crash", "Finding", "MakeTraining", "Verdict", "during", "examine", "first_guess", "has_error", "own_lines"]
 
@@ -54,60 +61,64 @@ def examine(make_training: MakeTraining) -> list[Finding]:
     ['the closure zeroes the gradients']
     """
     found: list[Finding] = []
-    with generators_kept():
+    with preserve_generators():
         try:
-            for part in _parts(make_training):
+            for part in _stages(make_training):
                 found += part
-                if check_ranks.anywhere(has_error(part)):  # all ranks stop together
+                if check_ranks.any_rank(has_error(part)):  # all ranks stop together
                     break
-        except check_ranks.Elsewhere as elsewhere:
-            found.append(elsewhere.finding())
+        except check_ranks.OtherRankCrashError as error:
+            found.append(error.finding())
         except Crash as crash:
             found.append(crash.finding())
-            check_ranks.gathered(None, crashed=True)
+            check_ranks.all_gather(None, crashed=True)
         except BaseException:
-            check_ranks.gathered(None, crashed=True)
+            check_ranks.all_gather(None, crashed=True)
             raise
     return found
 
 
-def _parts(make_training: MakeTraining) -> Iterator[list[Finding]]:
+def _stages(make_training: MakeTraining) -> Iterator[list[Finding]]:
     """One part after the other, each with what the ones before it have shown to hold."""
-    set_up, another = fresh(make_training), fresh(make_training)
-    yield [alike(set_up, another)]
-    if several() and (finding := check_ranks.agree(check_ranks.gathered(check_ranks.settings(set_up)))).verdict != "ok":
+    training, another = new_training(make_training), new_training(make_training)
+    yield [check_make_training(training, another)]
+    if (
+        has_several_ranks()
+        and (finding := check_ranks.check_settings(check_ranks.all_gather(check_ranks.settings(training)))).verdict
+        != "ok"
+    ):
         yield [finding]
-    yield from _closure(set_up)
-    del set_up  # a model may fill half of a device
+    yield from _closure(training)
+    del training  # a model may fill half of a device
     yield _steps(another)
-    yield [epsilon_zero(make_training)]
+    yield [check_epsilon_zero(make_training)]
     if not another.is_idle():
-        yield [cost(another)]
+        yield [measure_cost(another)]
 
 
-def _closure(set_up: SetUp) -> Iterator[list[Finding]]:
+def _closure(training: Training) -> Iterator[list[Finding]]:
     """Calls of the closure, all from one moment."""
-    settle(set_up)
-    moment = Moment(set_up)
-    first = observe(set_up)
+    settle_scale(training)
+    snapshot = TrainingSnapshot(training)
+    first = observe(training)
     yield [
-        training_mode(set_up),
-        returned_loss(first),
-        scaler_in_use(first, set_up.scaler),
-        present(first, set_up),
-        complete(set_up),
+        check_mode(training),
+        check_loss(first),
+        check_scaler(first, training.scaler),
+        check_gradients_exist(first, training),
+        check_parameters(training),
     ]
-    if several():
-        yield [check_ranks.reduced(check_ranks.gathered(check_ranks.gradients(first, set_up)))]
-    yield [repeated(first, set_up, moment)]
-    moment.put_back()
-    yield [zeroed(first, observe_on_top(first, set_up), set_up, rounding_of(set_up))]
-    yield [unclipped([first, *observe_elsewhere(set_up, moment)])]
+    if has_several_ranks():
+        yield [check_ranks.check_synchronised(check_ranks.all_gather(check_ranks.gradients(first, training)))]
+    yield [check_repeats(first, training, snapshot)]
+    snapshot.put_back()
+    yield [check_zero_grad(first, observe_on_top(first, training), training, rounding_of(training))]
+    yield [check_clipping([first, *observe_elsewhere(training, snapshot)])]
 
 
-def _steps(set_up: SetUp) -> list[Finding]:
-    if set_up.is_idle():
+def _steps(training: Training) -> list[Finding]:
+    if training.is_idle():
         return [Finding("radius", "ok", "ε = 0 or N = 0: a step is the optimizer's own; there is no more to examine")]
-    settle(set_up)
-    seen = check_steps.watch(set_up)
-    return [judge(seen, set_up) for judge in (*check_steps.JUDGES, inside, climbs, radius)]
+    settle_scale(training)
+    seen = check_steps.observe_steps(training)
+    return [check(seen, training) for check in (*check_steps.STEP_CHECKS, check_ball, check_ascent, check_epsilon)]

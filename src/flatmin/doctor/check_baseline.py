@@ -7,27 +7,27 @@ from typing import Any
 from torch import Tensor
 
 from flatmin.core.tensors import plain
-from flatmin.doctor.check_ranks import anywhere
+from flatmin.doctor.check_ranks import any_rank
 from flatmin.doctor.finding import Finding
-from flatmin.doctor.training import MakeTraining, SetUp, fresh, same_bits
+from flatmin.doctor.training import MakeTraining, Training, new_training, same_bits
 from flatmin.optim.amp import AMP
 
 STEPS = 3
-TURNS = 5
+TIMED_STEPS = 5
 
 
-def epsilon_zero(make_training: MakeTraining) -> Finding:
+def check_epsilon_zero(make_training: MakeTraining) -> Finding:
     """Is AMP with ε = 0 the base optimizer, bit for bit, in weights, buffers and state?"""
     name = "ε = 0"
     plainly, idle = _after(make_training, wrapped=False), _after(make_training, wrapped=True)
     apart = _apart(plainly, idle)
-    if not anywhere(bool(apart)):
+    if not any_rank(bool(apart)):
         return Finding(
             name,
             "ok",
             f"{STEPS} steps with ε = 0 are those of the optimizer itself, bit for bit ({len(plainly)} tensors)",
         )
-    if anywhere(bool(_apart(plainly, _after(make_training, wrapped=False)))):
+    if any_rank(bool(_apart(plainly, _after(make_training, wrapped=False)))):
         return Finding(
             name,
             "cannot tell",
@@ -45,14 +45,14 @@ def epsilon_zero(make_training: MakeTraining) -> Finding:
 
 def _after(make_training: MakeTraining, *, wrapped: bool) -> list[Any]:
     """Weights, buffers and the optimizer's state after a few steps."""
-    set_up = fresh(make_training)
-    for group in set_up.optimizer.param_groups:
+    training = new_training(make_training)
+    for group in training.optimizer.param_groups:
         group["epsilon"] = 0.0
     for _ in range(STEPS):
-        set_up.step() if wrapped else set_up.step_base()
-    states = [set_up.base.state.get(param, {}) for param in set_up.params]
+        training.step() if wrapped else training.step_base()
+    states = [training.base.state.get(param, {}) for param in training.params]
     kept = [value for state in states for _, value in sorted(state.items(), key=lambda item: str(item[0]))]
-    return [*(param.detach() for param in set_up.params), *set_up.model.buffers(), *kept]
+    return [*(param.detach() for param in training.params), *training.model.buffers(), *kept]
 
 
 def _apart(one: list[Any], other: list[Any]) -> list[int]:
@@ -69,33 +69,33 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def cost(set_up: SetUp) -> Finding:
+def measure_cost(training: Training) -> Finding:
     """The time of a step over that of the base alone, its passes, and the memory that it keeps."""
     wrapped, plainly = [], []
-    for _ in range(TURNS):  # in turns; the steps that were watched before have warmed up what there is
-        wrapped.append(_seconds(set_up, wrapped=True))
-        plainly.append(_seconds(set_up, wrapped=False))
+    for _ in range(TIMED_STEPS):  # in turns; the steps that were watched before have warmed up what there is
+        wrapped.append(_seconds(training, wrapped=True))
+        plainly.append(_seconds(training, wrapped=False))
     ours, theirs = median(wrapped), median(plainly)
-    optimizer = set_up.optimizer
+    optimizer = training.optimizer
     passes = optimizer.inner_iter + isinstance(optimizer, AMP)
-    kept = sum(plain(room).nbytes for room in optimizer._rooms())
-    params = sum(plain(param).nbytes for param in set_up.params)
+    kept = sum(plain(room).nbytes for room in optimizer._memory())
+    params = sum(plain(param).nbytes for param in training.params)
     return Finding(
         "cost",
         "ok",
-        f"{ours / theirs:.2f} times a step of {type(set_up.base).__name__} ({1000 * ours:.4g} and "
-        f"{1000 * theirs:.4g} ms, medians of {TURNS}) for {passes} passes; memory beyond it: "
+        f"{ours / theirs:.2f} times a step of {type(training.base).__name__} ({1000 * ours:.4g} and "
+        f"{1000 * theirs:.4g} ms, medians of {TIMED_STEPS}) for {passes} passes; memory beyond it: "
         f"{kept / max(params, 1):.2g} times the parameters ({kept / 2**20:.3g} MiB)",
-        "on a GPU, flatmin.captured_step makes a step one CUDA graph" if params and set_up.params[0].is_cuda else "",
+        "on a GPU, flatmin.captured_step makes a step one CUDA graph" if params and training.params[0].is_cuda else "",
     )
 
 
-def _seconds(set_up: SetUp, *, wrapped: bool) -> float:
-    set_up.wait()
+def _seconds(training: Training, *, wrapped: bool) -> float:
+    training.wait()
     start = perf_counter()
     if wrapped:
-        set_up.step()
+        training.step()
     else:
-        set_up.step_base()
-    set_up.wait()
+        training.step_base()
+    training.wait()
     return perf_counter() - start

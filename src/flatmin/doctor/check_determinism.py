@@ -15,45 +15,45 @@ from typing import Any
 
 import torch
 
-from flatmin.doctor.closure_call import Call, observe
-from flatmin.doctor.finding import Finding, few
-from flatmin.doctor.training import Moment, SetUp, same_bits
+from flatmin.doctor.closure_call import ClosureCall, observe
+from flatmin.doctor.finding import Finding, first_few
+from flatmin.doctor.training import Training, TrainingSnapshot, same_bits
 
 NAME = "closure repeats"
 ROUNDING = {"cpu": 1e-6}  # the share by which two equal calls may differ
-ELSEWHERE = 2e-2  # kernels that add in any order, in half precision
+GPU_ROUNDING = 2e-2  # kernels that add in any order, in half precision
 
 
-def rounding_of(set_up: SetUp) -> float:
-    return max(ROUNDING.get(device.type, ELSEWHERE) for device in set_up.devices)
+def rounding_of(training: Training) -> float:
+    return max(ROUNDING.get(device.type, GPU_ROUNDING) for device in training.devices)
 
 
-def repeated(first: Call, set_up: SetUp, moment: Moment) -> Finding:
-    """`first` was called at `moment`, and nothing since."""
-    if not moment.has_weights():
+def check_repeats(first: ClosureCall, training: Training, snapshot: TrainingSnapshot) -> Finding:
+    """`first` was called at `snapshot`, and nothing since."""
+    if not snapshot.has_weights():
         change = "leave optimizer.step() to the loop: a closure zeroes gradients, runs forward and backward"
         return Finding(NAME, "error", "the closure itself changes the weights", change)
-    drawn, moved = moment.host.moved_besides_torch(), set_up.buffers()
-    moment.put_back()
-    before, counted = set_up.buffers(), dict(_marks(set_up))
-    again = observe(set_up)
-    allowed, gap = rounding_of(set_up), first.gap(again)
+    drawn, moved = snapshot.host.moved_besides_torch(), training.buffers()
+    snapshot.put_back()
+    before, counted = training.buffers(), dict(_marks(training))
+    again = observe(training)
+    allowed, gap = rounding_of(training), first.gap(again)
     if gap > allowed:
-        return _differs(first, again, reasons(counted, dict(_marks(set_up))))
-    if drawn and set_up.optimizer.model is None:  # else AMP puts them back between passes
-        moment.put_back(host=False)
-        if first.gap(other := observe(set_up)) > allowed:
+        return _differs(first, again, reasons(counted, dict(_marks(training))))
+    if drawn and training.optimizer.model is None:  # else AMP puts them back between passes
+        snapshot.put_back(host=False)
+        if first.gap(other := observe(training)) > allowed:
             return _differs(first, other, [f"it draws random numbers from {' and '.join(drawn)}"])
     changed = [name for name, buffer in before.items() if not same_bits(buffer, moved[name])]
     if changed:
-        moment.put_back(buffers=False)
-        if first.gap(other := observe(set_up)) > allowed:
+        snapshot.put_back(buffers=False)
+        if first.gap(other := observe(training)) > allowed:
             return _depends(first, other, changed)
     exact = "bit for bit" if gap == 0 else f"within {gap:.1g}, the rounding of its kernels"
     return Finding(NAME, "ok", f"called twice at the same weights it gives the same loss and gradients, {exact}")
 
 
-def _differs(first: Call, again: Call, why: list[str]) -> Finding:
+def _differs(first: ClosureCall, again: ClosureCall, why: list[str]) -> Finding:
     reason = "; ".join(why) or "something is drawn or counted inside it"
     return Finding(
         NAME,
@@ -64,16 +64,16 @@ def _differs(first: Call, again: Call, why: list[str]) -> Finding:
     )
 
 
-def _depends(first: Call, again: Call, changed: list[str]) -> Finding:
+def _depends(first: ClosureCall, again: ClosureCall, changed: list[str]) -> Finding:
     return Finding(
         NAME,
         "warning",
-        f"the loss depends on buffers that a pass changes ({few(changed)}): {_both(first, again)}",
+        f"the loss depends on buffers that a pass changes ({first_few(changed)}): {_both(first, again)}",
         "nothing where they move slowly, as in spectral normalisation; else update them outside the closure",
     )
 
 
-def _both(first: Call, again: Call) -> str:
+def _both(first: ClosureCall, again: ClosureCall) -> str:
     losses = "" if first.loss is None or again.loss is None else f"losses of {first.loss:.6g} and {again.loss:.6g} and "
     return f"{losses}gradients {first.gap(again):.0%} apart"
 
@@ -87,17 +87,17 @@ def reasons(before: dict[str, object], after: dict[str, object]) -> list[str]:
     generators = [name for name, mark in before.items() if isinstance(mark, bytes) and after.get(name) != mark]
     counters = [name for name, mark in before.items() if isinstance(mark, Number) and after.get(name) != mark]
     told = {"it takes from the iterator": iterators, "it draws from": generators, "it changes": counters}
-    return [f"{what} {few(names)}" for what, names in told.items() if names]
+    return [f"{what} {first_few(names)}" for what, names in told.items() if names]
 
 
-def _marks(set_up: SetUp) -> Iterator[tuple[str, object]]:
+def _marks(training: Training) -> Iterator[tuple[str, object]]:
     modules = (
         (f"model.{place}.{name}".replace("..", "."), value)
-        for place, module in set_up.model.named_modules()
+        for place, module in training.model.named_modules()
         for name, value in vars(module).items()
         if not name.startswith("_")
     )
-    for name, value in chain(_reached(set_up.closure), modules):
+    for name, value in chain(_reached(training.closure), modules):
         if (mark := _mark(value)) is not None:
             yield name, mark
 

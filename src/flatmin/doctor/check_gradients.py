@@ -1,6 +1,6 @@
 """What one call of the closure leaves: a loss, gradients, and a scaler that was used or not.
 
-Every finding is a function of one `Call`, or of a few at different weights.
+Every finding is a function of one `ClosureCall`, or of a few at different weights.
 """
 
 from collections.abc import Sequence
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from flatmin.core.tensors import plain, widest
-from flatmin.doctor.closure_call import Call, observe
-from flatmin.doctor.finding import Finding, few
-from flatmin.doctor.training import Moment, SetUp
+from flatmin.core.tensors import plain, widest_dtype
+from flatmin.doctor.closure_call import ClosureCall, observe
+from flatmin.doctor.finding import Finding, first_few
+from flatmin.doctor.training import Training, TrainingSnapshot
 
 SCALES = (0.9, 1.1, 1.2)  # of the weights, where clipping is looked for
 
 
-def training_mode(set_up: SetUp) -> Finding:
+def check_mode(training: Training) -> Finding:
     """Seen after a call: a closure may switch it on."""
-    if set_up.model.training:
+    if training.model.training:
         return Finding("mode", "ok", "the model is in training mode")
     seen = "the model is in eval mode: BatchNorm keeps its statistics and dropout drops nothing"
     return Finding("mode", "warning", seen, "model.train() before the training")
 
 
-def returned_loss(call: Call) -> Finding:
+def check_loss(call: ClosureCall) -> Finding:
     if call.is_scaled:
         return Finding(
             "loss",
@@ -44,7 +44,7 @@ def returned_loss(call: Call) -> Finding:
     )
 
 
-def scaler_in_use(call: Call, scaler: GradScaler | None) -> Finding:
+def check_scaler(call: ClosureCall, scaler: GradScaler | None) -> Finding:
     used = call.scalers
     if not used and scaler is None:
         return Finding("GradScaler", "ok", "none, and the closure uses none")
@@ -67,9 +67,9 @@ def scaler_in_use(call: Call, scaler: GradScaler | None) -> Finding:
     )
 
 
-def present(call: Call, set_up: SetUp) -> Finding:
+def check_gradients_exist(call: ClosureCall, training: Training) -> Finding:
     """Has every parameter a gradient, and a finite one?"""
-    names = set_up.names()
+    names = training.names()
     frozen = [param for param in names if not param.requires_grad]
     unused = [name for param, name in names.items() if param.requires_grad and param not in call.gradients]
     broken = [names[param] for param, gradient in call.gradients.items() if not gradient.isfinite().all()]
@@ -82,7 +82,7 @@ def present(call: Call, set_up: SetUp) -> Finding:
         )
     if broken:
         change = "look for a division by 0, a log of 0 or an overflow; in fp16 use a GradScaler"
-        return Finding("gradients", "error", f"{seen}; not finite in {few(broken)}", change)
+        return Finding("gradients", "error", f"{seen}; not finite in {first_few(broken)}", change)
     if len(zero) == len(call.gradients):
         return Finding(
             "gradients", "error", f"{seen}: all are 0", "does the loss depend on the optimizer's parameters?"
@@ -91,67 +91,69 @@ def present(call: Call, set_up: SetUp) -> Finding:
         return Finding(
             "gradients",
             "warning",
-            f"{seen}; none in {few(unused)}",
+            f"{seen}; none in {first_few(unused)}",
             "use them in the loss, or leave them out of the optimizer; for frozen ones requires_grad_(False)",
         )
-    return Finding("gradients", "ok", seen + (f"; all 0 at these weights in {few(zero)}" if zero else ""))
+    return Finding("gradients", "ok", seen + (f"; all 0 at these weights in {first_few(zero)}" if zero else ""))
 
 
-def complete(set_up: SetUp) -> Finding:
+def check_parameters(training: Training) -> Finding:
     """Has the optimizer the parameters of the model?"""
-    known = set(set_up.params)
-    wanted = {name: param for name, param in set_up.model.named_parameters() if param.requires_grad}
+    known = set(training.params)
+    wanted = {name: param for name, param in training.model.named_parameters() if param.requires_grad}
     missing = [name for name, param in wanted.items() if param not in known]
     if not missing:
         return Finding("parameters", "ok", f"the optimizer has all {len(wanted)} of the model that want a gradient")
     return Finding(
         "parameters",
         "warning",
-        f"the optimizer lacks {len(missing)} of the model's {len(wanted)} that want a gradient: {few(missing)}",
+        f"the optimizer lacks {len(missing)} of the model's {len(wanted)} that want a gradient: {first_few(missing)}",
         "give them to the optimizer; if they are to stay as they are, requires_grad_(False) saves their gradients",
     )
 
 
-def observe_on_top(first: Call, set_up: SetUp) -> Call:
+def observe_on_top(first: ClosureCall, training: Training) -> ClosureCall:
     """The closure called again, with the gradients of the first call still there."""
     for param, gradient in first.gradients.items():
         param.grad = gradient.clone()
-    return observe(set_up, zero=False)
+    return observe(training, zero=False)
 
 
-def zeroed(first: Call, again: Call, set_up: SetUp, rounding: float) -> Finding:
+def check_zero_grad(first: ClosureCall, again: ClosureCall, training: Training, rounding: float) -> Finding:
     """Does the closure zero the gradients? `again` was called on top of the first, at the same place."""
-    left = [name for param, name in set_up.names().items() if param in first.gradients and _added(first, again, param)]
+    left = [
+        name for param, name in training.names().items() if param in first.gradients and _added(first, again, param)
+    ]
     if first.gap(again) <= rounding or not left:
         return Finding("zero_grad", "ok", "the closure zeroes the gradients")
     return Finding(
         "zero_grad",
         "warning",
         f"a second call adds to the gradients of the first: ‖∇J‖ is {first.norm:.4g}, then {again.norm:.4g}, in "
-        f"{few(left)}",
+        f"{first_few(left)}",
         "begin the closure with optimizer.zero_grad(), unless your loop calls it before every step",
     )
 
 
-def _added(first: Call, again: Call, param: Tensor) -> bool:
-    once, twice = (plain(call.gradients[param]).to(widest(param)) for call in (first, again))
+def _added(first: ClosureCall, again: ClosureCall, param: Tensor) -> bool:
+    once, twice = (plain(call.gradients[param]).to(widest_dtype(param)) for call in (first, again))
     return bool(once.any()) and bool((twice - 2 * once).norm() < 0.1 * once.norm())
 
 
-def observe_elsewhere(set_up: SetUp, moment: Moment) -> list[Call]:
+def observe_elsewhere(training: Training, snapshot: TrainingSnapshot) -> list[ClosureCall]:
     """The closure at other weights, made by scaling: no gradient of a network keeps its norm there."""
     calls = []
     for scale in SCALES:
-        moment.put_back()
+        snapshot.put_back()
         with torch.no_grad():
-            for param in set_up.params:
+            for param in training.params:
                 param.mul_(scale)
-        calls.append(observe(set_up))
-    moment.put_back()
+        calls.append(observe(training))
+    snapshot.put_back()
     return calls
 
 
-def unclipped(calls: Sequence[Call]) -> Finding:
+def check_clipping(calls: Sequence[ClosureCall]) -> Finding:
     """Do the gradients at different weights share a norm, or a largest number, to four digits?"""
     turned = all(calls[0].gap(call) > 1e-2 for call in calls[1:])
     for name, values in (("norm", [call.norm for call in calls]), ("largest number", [call.largest for call in calls])):

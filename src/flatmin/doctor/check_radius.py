@@ -14,25 +14,25 @@ from collections.abc import Sequence
 from math import floor, log10, sqrt
 from statistics import median
 
-from flatmin.doctor.check_steps import Step
+from flatmin.doctor.check_steps import ObservedStep
 from flatmin.doctor.finding import Finding
-from flatmin.doctor.training import SetUp
+from flatmin.doctor.training import Training
 from flatmin.optim.amp import AMP
 
 NAME = "radius"
-SAFE = 0.1
-STEEP = 3.0  # times the loss: beyond it Δ leaves the surroundings of θ
+MAX_GUESS = 0.1
+MAX_LOSS_RATIO = 3.0  # times the loss: beyond it Δ leaves the surroundings of θ
 
 
-def climbs(steps: Sequence[Step], set_up: SetUp) -> Finding:
+def check_ascent(steps: Sequence[ObservedStep], training: Training) -> Finding:
     """Is the loss at θ + Δ above that at θ?"""
     name = "ascent"
-    if not isinstance(set_up.optimizer, AMP):
-        return Finding(name, "ok", f"{type(set_up.optimizer).__name__} does not climb: its Δ is random")
-    if reason := _hidden(steps):
+    if not isinstance(training.optimizer, AMP):
+        return Finding(name, "ok", f"{type(training.optimizer).__name__} does not climb: its Δ is random")
+    if reason := _why_incomparable(steps):
         return Finding(name, "cannot tell", reason, "repair that first")
     rises = [high - low for high, low in zip(_known(steps, "loss_perturbed"), _known(steps, "loss"), strict=True)]
-    maximises = any(group.get("maximize") for group in set_up.base.param_groups)
+    maximises = any(group.get("maximize") for group in training.base.param_groups)
     up = sum(rise < 0 if maximises else rise > 0 for rise in rises)
     side = "below" if maximises else "above"
     seen = f"the loss at θ + Δ is {side} that at θ in {up} of {len(rises)} steps"
@@ -44,7 +44,7 @@ def climbs(steps: Sequence[Step], set_up: SetUp) -> Finding:
     return Finding(name, "warning", seen, change)
 
 
-def _hidden(steps: Sequence[Step]) -> str:
+def _why_incomparable(steps: Sequence[ObservedStep]) -> str:
     """Why the losses of a step cannot be compared; empty if they can."""
     if len(_known(steps, "loss")) < len(steps):
         return "the closure returns no loss"
@@ -53,9 +53,9 @@ def _hidden(steps: Sequence[Step]) -> str:
     return "" if all(step.same_masks for step in steps) else "the passes of a step draw different masks"
 
 
-def inside(steps: Sequence[Step], set_up: SetUp) -> Finding:
+def check_ball(steps: Sequence[ObservedStep], training: Training) -> Finding:
     """Is ‖Δ‖ ≤ ε, over all balls together?"""
-    longest, bound = max(_known(steps, "delta_norm"), default=0.0), _bound(set_up)
+    longest, bound = max(_known(steps, "delta_norm"), default=0.0), _bound(training)
     seen = f"‖Δ‖ is {longest:.4g} at most, and {bound:.4g} is the edge"
     if longest <= bound * (1 + 1e-6):
         return Finding("ball", "ok", seen)
@@ -69,76 +69,76 @@ def first_guess(loss: float, grad_norm: float) -> float:
     (0.1, 0.01)
     """
     if not (loss > 0 and grad_norm > 0):
-        return SAFE
-    exact = min(SAFE, loss / (3 * grad_norm))
+        return MAX_GUESS
+    exact = min(MAX_GUESS, loss / (3 * grad_norm))
     power = 10.0 ** floor(log10(exact * (1 + 1e-9)))
     return float(f"{max(step for step in (1, 2, 5) if step * power <= exact * (1 + 1e-9)) * power:.0e}")
 
 
-def radius(steps: Sequence[Step], set_up: SetUp) -> Finding:
-    optimizer = set_up.optimizer
+def check_epsilon(steps: Sequence[ObservedStep], training: Training) -> Finding:
+    optimizer = training.optimizer
     groups = optimizer._perturbed_groups()
     epsilon = ", ".join(f"{radius:g}" for radius in sorted({float(group["epsilon"]) for group in groups}))
     skipped = sum(bool(step.last["skipped"]) for step in steps)
-    if skipped and set_up.scaler is None:
+    if skipped and training.scaler is None:
         seen = f"ε = {epsilon}: a gradient was not finite in {skipped} of {len(steps)} steps"
         return Finding(NAME, "error", seen, "a much smaller ε, a tenth of it; 0.1 is a good start for most networks")
     if not isinstance(optimizer, AMP):
-        lengths = f"‖Δ‖ = {_middle(steps, 'delta_norm'):.3g}, ‖∇J‖ = {_middle(steps, 'grad_norm'):.3g}"
+        lengths = f"‖Δ‖ = {_median(steps, 'delta_norm'):.3g}, ‖∇J‖ = {_median(steps, 'grad_norm'):.3g}"
         return Finding(NAME, "ok", f"ε = {epsilon}: {lengths}")
-    zeta, length = float(groups[0]["inner_lr"]), _middle(steps, "grad_norm")
+    zeta, length = float(groups[0]["inner_lr"]), _median(steps, "grad_norm")
     norms = _known(steps, "grad_norm")
     seen = (
         f"ε = {epsilon}, ζ = {zeta:g}: ‖∇J‖ is {length:.3g} ({min(norms):.3g} to {max(norms):.3g}), so the ascent "
         f"goes {zeta * length:.3g} far and is cut to ε in {_mean(steps, 'on_ball'):.0%} of the steps"
     )
-    if reason := _hidden(steps):
-        return Finding(NAME, "cannot tell", f"{seen}; {reason}", _advice(None, set_up))
-    loss, perturbed = _middle(steps, "loss"), _middle(steps, "loss_perturbed")
+    if reason := _why_incomparable(steps):
+        return Finding(NAME, "cannot tell", f"{seen}; {reason}", _advice(None, training))
+    loss, perturbed = _median(steps, "loss"), _median(steps, "loss_perturbed")
     seen += f"; the loss goes from {loss:.3g} to {perturbed:.3g}"
     if loss > 0:
         seen += f" ({(perturbed - loss) / loss:+.1%})"
-    guess = first_guess(loss, length) / sqrt(_balls(set_up)) if optimizer.norm == "l2" else None
-    if perturbed > STEEP * loss > 0:
+    guess = first_guess(loss, length) / sqrt(_balls(training)) if optimizer.norm == "l2" else None
+    if perturbed > MAX_LOSS_RATIO * loss > 0:
         change = "ε is too large, unless these weights are trained and their loss is near 0. "
-        return Finding(NAME, "warning", seen, change + _advice(guess, set_up))
+        return Finding(NAME, "warning", seen, change + _advice(guess, training))
     if _mean(steps, "on_ball") == 0:
         seen += "; ε is never reached: ζ does the work, and a larger ε changes nothing"
-    return Finding(NAME, "ok", seen, _advice(guess, set_up))
+    return Finding(NAME, "ok", seen, _advice(guess, training))
 
 
-def _advice(guess: float | None, set_up: SetUp) -> str:
-    if set_up.optimizer.norm != "l2":
+def _advice(guess: float | None, training: Training) -> str:
+    if training.optimizer.norm != "l2":
         return "there is no rule of thumb for L∞; tune ε at the length that you will train"
     start = f"a first guess, from these steps alone: ε = {guess:.2g}" if guess else "a first guess: ε = 0.1"
     return f"{start}; a long training bears more (the paper: 0.5 for 200 epochs). Tune it at the length you will train"
 
 
-def _bound(set_up: SetUp) -> float:
-    groups, ball = set_up.optimizer._perturbed_groups(), set_up.optimizer.ball
+def _bound(training: Training) -> float:
+    groups, ball = training.optimizer._perturbed_groups(), training.optimizer.ball
     radii = [float(group["epsilon"]) for group in groups]
-    if ball == "global" or set_up.optimizer.norm == "linf":
+    if ball == "global" or training.optimizer.norm == "linf":
         return max(radii)
     counts = [len(group["params"]) if ball == "tensor" else 1 for group in groups]
     return sqrt(sum(count * radius**2 for count, radius in zip(counts, radii, strict=True)))
 
 
-def _balls(set_up: SetUp) -> int:
+def _balls(training: Training) -> int:
     """How many balls there are: in all of them together, ‖Δ‖ reaches ε times the root of that."""
-    groups = set_up.optimizer._perturbed_groups()
+    groups = training.optimizer._perturbed_groups()
     return {"global": 1, "group": len(groups), "tensor": sum(len(group["params"]) for group in groups)}[
-        set_up.optimizer.ball
+        training.optimizer.ball
     ]
 
 
-def _known(steps: Sequence[Step], name: str) -> list[float]:
+def _known(steps: Sequence[ObservedStep], name: str) -> list[float]:
     return [value for step in steps if (value := step.last[name]) is not None]
 
 
-def _middle(steps: Sequence[Step], name: str) -> float:
+def _median(steps: Sequence[ObservedStep], name: str) -> float:
     return median(_known(steps, name) or [0.0])
 
 
-def _mean(steps: Sequence[Step], name: str) -> float:
+def _mean(steps: Sequence[ObservedStep], name: str) -> float:
     known = _known(steps, name)
     return sum(known) / len(known) if known else 0.0

@@ -8,57 +8,57 @@ from typing import Any
 
 import torch
 
-from flatmin.core.distributed import replicas_in, several
-from flatmin.core.tensors import ORDINARY, plain, widest
-from flatmin.doctor.closure_call import Call
-from flatmin.doctor.finding import Finding, few
-from flatmin.doctor.training import SetUp
+from flatmin.core.distributed import has_several_ranks, replicas_in
+from flatmin.core.tensors import ORDINARY_TYPES, plain, widest_dtype
+from flatmin.doctor.closure_call import ClosureCall
+from flatmin.doctor.finding import Finding, first_few
+from flatmin.doctor.training import Training
 
 NAME = "ranks"
 
 
-class Elsewhere(Exception):  # noqa: N818
+class OtherRankCrashError(Exception):
     """The user's code crashed on another rank."""
 
     def finding(self) -> Finding:
         return Finding(NAME, "error", f"the examination crashed on {self}", "it is told there")
 
 
-def gathered(thing: Any, *, crashed: bool = False) -> list[Any]:
+def all_gather(thing: Any, *, crashed: bool = False) -> list[Any]:
     """The thing of every rank; of this one alone where there is no other.
 
     Ranks always meet here, whatever they are at: so one that crashed says so in its place, and none waits for it.
     """
-    if not several():
+    if not has_several_ranks():
         return [thing]
     things: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(things, (crashed, thing))
     if not crashed and (others := [f"rank {rank}" for rank, (ill, _) in enumerate(things) if ill]):
-        raise Elsewhere(", ".join(others))
+        raise OtherRankCrashError(", ".join(others))
     return [found for _, found in things]
 
 
-def anywhere(flag: bool) -> bool:
+def any_rank(flag: bool) -> bool:
     """Does it hold on any rank?"""
-    return any(gathered(flag))
+    return any(all_gather(flag))
 
 
-def settings(set_up: SetUp) -> dict[str, Any]:
+def settings(training: Training) -> dict[str, Any]:
     """What must be the same on all ranks."""
-    optimizer = set_up.optimizer
-    own = {name: getattr(optimizer, name) for name in optimizer._same_on_all_ranks}
+    optimizer = training.optimizer
+    own = {name: getattr(optimizer, name) for name in optimizer._same_on_ranks}
     groups = {
         name: [float(group[name]) for group in optimizer.param_groups if name in group]
         for name in ("epsilon", "inner_lr")
     }
     with torch.no_grad():
-        whole = [plain(param) for param in set_up.params if type(param) in ORDINARY]
-        checksum = sum(float(numbers.to(widest(numbers)).sum()) for numbers in whole)
-    kinds = {"optimizer": type(optimizer).__name__, "base": type(set_up.base).__name__}
+        whole = [plain(param) for param in training.params if type(param) in ORDINARY_TYPES]
+        checksum = sum(float(numbers.to(widest_dtype(numbers)).sum()) for numbers in whole)
+    kinds = {"optimizer": type(optimizer).__name__, "base": type(training.base).__name__}
     return {**kinds, **groups, **own, "model given": optimizer.model is not None, "sum of the weights": checksum}
 
 
-def agree(all_settings: Sequence[dict[str, Any]]) -> Finding:
+def check_settings(all_settings: Sequence[dict[str, Any]]) -> Finding:
     apart = [
         f"{name} is {', '.join(str(there[name]) for there in all_settings)}"
         for name in all_settings[0]
@@ -70,24 +70,24 @@ def agree(all_settings: Sequence[dict[str, Any]]) -> Finding:
     return Finding(NAME, "error", f"{len(all_settings)} ranks differ: {'; '.join(apart)}", change)
 
 
-def gradients(call: Call, set_up: SetUp) -> dict[str, Any]:
-    names = set_up.names()
-    whole = all(type(param) in ORDINARY for param in set_up.params)
+def gradients(call: ClosureCall, training: Training) -> dict[str, Any]:
+    names = training.names()
+    whole = all(type(param) in ORDINARY_TYPES for param in training.params)
     return {
         "with": sorted(names[param] for param in call.gradients),
         "norm": call.norm if whole else None,  # of shards it is that of all ranks already
-        "parallel": bool(replicas_in(set_up.model) or replicas_in(set_up.optimizer.model)),
+        "parallel": bool(replicas_in(training.model) or replicas_in(training.optimizer.model)),
     }
 
 
-def reduced(every: Sequence[dict[str, Any]]) -> Finding:
+def check_synchronised(every: Sequence[dict[str, Any]]) -> Finding:
     """Have the ranks the same gradients? Each has its own batch, so they have if the gradients were averaged."""
     odd = sorted(
         {name for there in every for name in there["with"]} - set.intersection(*(set(t["with"]) for t in every))
     )
     if odd:
         change = "use the same parameters on every rank, or DistributedDataParallel(find_unused_parameters=True)"
-        return Finding(NAME, "error", f"{few(odd)} has a gradient on some ranks only", change)
+        return Finding(NAME, "error", f"{first_few(odd)} has a gradient on some ranks only", change)
     lengths = [there["norm"] for there in every if there["norm"] is not None]
     if lengths and max(lengths) - min(lengths) > 1e-4 * max(lengths):
         shown = ", ".join(f"{length:.4g}" for length in lengths)

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from flatmin.ball import combine, norms
 from flatmin.core.model_state import random_state
-from flatmin.core.tensors import plain, wide
-from flatmin.doctor.finding import Finding, few
-from flatmin.doctor.training import SetUp, same_bits
+from flatmin.core.tensors import compute_dtype, plain
+from flatmin.doctor.finding import Finding, first_few
+from flatmin.doctor.training import Training, same_bits
 from flatmin.optim.step_info import Last
 
 STEPS = 5
 
 
 @dataclass(frozen=True)
-class Step:
+class ObservedStep:
     """One step, in numbers."""
 
     passes: int
@@ -34,50 +34,50 @@ class Step:
     last: dict[str, float | None]
 
 
-def watch(set_up: SetUp, count: int = STEPS) -> list[Step]:
-    return [_watched(set_up) for _ in range(count)]
+def observe_steps(training: Training, count: int = STEPS) -> list[ObservedStep]:
+    return [_observe_step(training) for _ in range(count)]
 
 
-def _watched(set_up: SetUp) -> Step:
-    theta = [param.detach().clone() for param in set_up.params]
-    places = [plain(param).data_ptr() for param in set_up.params]
-    start, clean = set_up.buffers(), dict[str, Tensor]()
+def _observe_step(training: Training) -> ObservedStep:
+    theta = [param.detach().clone() for param in training.params]
+    places = [plain(param).data_ptr() for param in training.params]
+    start, clean = training.buffers(), dict[str, Tensor]()
     states: list[list[Tensor]] = []
     moved, returned = [0.0], list[bool]()
 
     def closure() -> Any:
-        states.append([random_state(device) for device in set_up.devices])
-        moved.append(_distance(set_up, theta))
-        result = set_up.closure()
+        states.append([random_state(device) for device in training.devices])
+        moved.append(_distance(training, theta))
+        result = training.closure()
         if not clean:
-            clean.update(set_up.buffers())
+            clean.update(training.buffers())
         return result
 
     def at_base(*_: object) -> None:
-        same = all(same_bits(*pair) for pair in zip(set_up.params, theta, strict=True))
-        returned.append(same and places == [plain(param).data_ptr() for param in set_up.params])
+        same = all(same_bits(*pair) for pair in zip(training.params, theta, strict=True))
+        returned.append(same and places == [plain(param).data_ptr() for param in training.params])
 
-    hook = set_up.base.register_step_pre_hook(at_base)
+    hook = training.base.register_step_pre_hook(at_base)
     try:
-        set_up.step(closure)
+        training.step(closure)
     finally:
         hook.remove()
-    end = set_up.buffers()
-    return Step(
+    end = training.buffers()
+    return ObservedStep(
         passes=len(states),
         same_masks=all(torch.equal(*pair) for entry in states for pair in zip(entry, states[0], strict=True)),
         counted={name: (int(clean[name]) - count, int(end[name]) - count) for name, count in _counts(start)},
         changed=[name for name, buffer in clean.items() if not same_bits(buffer, end[name])],
         came_back=returned[0] if returned else None,
         moved=moved[-1],
-        last=_numbers(set_up.optimizer.last),
+        last=_numbers(training.optimizer.last),
     )
 
 
-def _distance(set_up: SetUp, theta: Sequence[Tensor]) -> float:
-    pairs = zip(set_up.params, theta, strict=True)
-    apart = [(now.detach().to(wide(now)) - then.to(wide(then))) for now, then in pairs]
-    return float(combine(norms(apart, norm=set_up.optimizer.norm), norm=set_up.optimizer.norm))
+def _distance(training: Training, theta: Sequence[Tensor]) -> float:
+    pairs = zip(training.params, theta, strict=True)
+    apart = [(now.detach().to(compute_dtype(now)) - then.to(compute_dtype(then))) for now, then in pairs]
+    return float(combine(norms(apart, norm=training.optimizer.norm), norm=training.optimizer.norm))
 
 
 def _counts(buffers: dict[str, Tensor]) -> Iterator[tuple[str, int]]:
@@ -91,16 +91,16 @@ def _numbers(last: Last) -> dict[str, float | None]:
     return {name: None if value is None else float(value.float().mean()) for name, value in vars(last).items()}
 
 
-def _model_given(set_up: SetUp, example: str) -> str:
+def _model_given(training: Training, example: str) -> str:
     """How to hand over the model, or more of it."""
-    kind = type(set_up.optimizer).__name__
-    if set_up.optimizer.model is None:
+    kind = type(training.optimizer).__name__
+    if training.optimizer.model is None:
         return f"flatmin.{kind}(base, epsilon=…, model=model): {example}"
-    given = type(set_up.optimizer.model).__name__
+    given = type(training.optimizer.model).__name__
     return f"model= is a {given} that lacks a part of the model: give the whole model"
 
 
-def counted_once(steps: Sequence[Step], set_up: SetUp) -> Finding:
+def check_buffers(steps: Sequence[ObservedStep], training: Training) -> Finding:
     """Are BatchNorm's statistics, and all other buffers, those of the clean pass?"""
     first = steps[0]
     if not first.changed:
@@ -114,12 +114,12 @@ def counted_once(steps: Sequence[Step], set_up: SetUp) -> Finding:
     return Finding(
         "BatchNorm",
         "warning",
-        f"{seen}{len(first.changed)} buffers are not those of the clean pass: {few(first.changed)}",
-        _model_given(set_up, "then buffers are those of the clean pass"),
+        f"{seen}{len(first.changed)} buffers are not those of the clean pass: {first_few(first.changed)}",
+        _model_given(training, "then buffers are those of the clean pass"),
     )
 
 
-def same_masks(steps: Sequence[Step], set_up: SetUp) -> Finding:
+def check_masks(steps: Sequence[ObservedStep], training: Training) -> Finding:
     """Does every pass of a step draw the same dropout masks?"""
     if all(step.same_masks for step in steps):
         seen = (
@@ -132,11 +132,11 @@ def same_masks(steps: Sequence[Step], set_up: SetUp) -> Finding:
         "warning",
         f"in {off} of {len(steps)} steps the passes draw different random numbers (masks, or data), so Δ climbs one "
         "loss and the step descends another",
-        _model_given(set_up, "then all passes draw the same masks"),
+        _model_given(training, "then all passes draw the same masks"),
     )
 
 
-def restored(steps: Sequence[Step]) -> Finding:
+def check_restored(steps: Sequence[ObservedStep]) -> Finding:
     known = [step.came_back for step in steps if step.came_back is not None]
     if not known:
         return Finding("θ comes back", "cannot tell", "the base took no step", "see the findings about gradients")
@@ -150,9 +150,9 @@ def restored(steps: Sequence[Step]) -> Finding:
     )
 
 
-def survives(steps: Sequence[Step], set_up: SetUp) -> Finding:
+def check_rounding(steps: Sequence[ObservedStep], training: Training) -> Finding:
     """Is θ + Δ as far from θ as Δ is long, after rounding to the weights' precision?"""
-    dtypes = ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in set_up.params}))
+    dtypes = ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in training.params}))
     pairs = [(step.moved, step.last["delta_norm"]) for step in steps]
     shares = sorted(moved / length for moved, length in pairs if length)
     if not shares:
@@ -169,9 +169,9 @@ def survives(steps: Sequence[Step], set_up: SetUp) -> Finding:
     )
 
 
-JUDGES: tuple[Callable[[Sequence[Step], SetUp], Finding], ...] = (
-    counted_once,
-    same_masks,
-    lambda steps, _: restored(steps),
-    survives,
+STEP_CHECKS: tuple[Callable[[Sequence[ObservedStep], Training], Finding], ...] = (
+    check_buffers,
+    check_masks,
+    lambda steps, _: check_restored(steps),
+    check_rounding,
 )

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from flatmin.ball import combine, norms
-from flatmin.doctor.training import SetUp
+from flatmin.doctor.training import Training
 from flatmin.optim.step_info import loss_in
 
-HALVINGS = 24  # from the usual first scale, 2¹⁶, to far below 1
+MAX_HALVINGS = 24  # from the usual first scale, 2¹⁶, to far below 1
 
 
 @dataclass(frozen=True)
-class Call:
+class ClosureCall:
     """The closure was called once."""
 
     result: Any
@@ -36,7 +36,7 @@ class Call:
     def is_finite(self) -> bool:
         return self.norm < float("inf")  # nan is not
 
-    def gap(self, other: "Call") -> float:
+    def gap(self, other: "ClosureCall") -> float:
         """How far apart two calls are, as a share: of their gradients, or of their losses. 0: bit for bit."""
         if self.gradients.keys() != other.gradients.keys():
             return float("inf")
@@ -51,32 +51,32 @@ def _share(part: float, whole: float) -> float:
     return 0.0 if part == 0 else part / whole if whole else float("inf")
 
 
-def observe(set_up: SetUp, *, zero: bool = True) -> Call:
+def observe(training: Training, *, zero: bool = True) -> ClosureCall:
     if zero:
-        set_up.optimizer.zero_grad()
-    with _scalers_seen() as (scalers, outputs):
-        result = set_up.call()
+        training.optimizer.zero_grad()
+    with _scalers_used() as (scalers, outputs):
+        result = training.call()
     loss = loss_in(result)
-    gradients = {param: dense(param.grad) for param in set_up.params if param.grad is not None}
+    gradients = {param: dense(param.grad) for param in training.params if param.grad is not None}
     number = None if loss is None else float(loss.detach().float().mean())
-    return Call(result, number, gradients, scalers, any(loss is output for output in outputs))
+    return ClosureCall(result, number, gradients, scalers, any(loss is output for output in outputs))
 
 
 def dense(gradient: Tensor) -> Tensor:
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().clone()
 
 
-def settle(set_up: SetUp) -> None:
+def settle_scale(training: Training) -> None:
     """Steps until the gradients do not overflow: a scaler begins high, and the first steps of a training halve it."""
-    for _ in range(HALVINGS if set_up.scaler is not None else 0):
-        call = observe(set_up)
-        if call.is_finite() or set_up.scaler not in call.scalers:
+    for _ in range(MAX_HALVINGS if training.scaler is not None else 0):
+        call = observe(training)
+        if call.is_finite() or training.scaler not in call.scalers:
             return
-        set_up.step()
+        training.step()
 
 
 @contextmanager
-def _scalers_seen() -> Iterator[tuple[list[GradScaler], list[object]]]:
+def _scalers_used() -> Iterator[tuple[list[GradScaler], list[object]]]:
     """The enabled scalers whose `scale` is called inside, and what they returned."""
     seen, outputs_seen = list[GradScaler](), list[object]()
     scale = GradScaler.scale

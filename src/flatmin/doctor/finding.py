@@ -11,7 +11,7 @@ from typing import Literal
 
 Verdict = Literal["ok", "warning", "error", "cannot tell"]
 
-OTHERS = (
+LIBRARIES = (
     "flatmin",
     "flatmin_lab",
     "torch",
@@ -20,7 +20,7 @@ OTHERS = (
     "typer",
     "click",
 )  # whose lines tell a user nothing
-LINES = 3
+MAX_LINES = 3
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ class Crash(Exception):  # noqa: N818
         self.doing, self.error = doing, error
 
     def finding(self) -> Finding:
-        told = [*traceback.format_list(own_lines(self.error)[-LINES:]), *traceback.format_exception_only(self.error)]
+        told = [
+            *traceback.format_list(own_lines(self.error)[-MAX_LINES:]),
+            *traceback.format_exception_only(self.error),
+        ]
         return Finding(self.doing, "error", "".join(told).rstrip(), "it ends in this error: repair it first")
 
 
@@ -67,17 +70,17 @@ def own_lines(error: BaseException) -> list[traceback.FrameSummary]:
 
 def _is_own(module: str) -> bool:
     top = module.partition(".")[0]
-    return top not in OTHERS and not top.startswith("_frozen")
+    return top not in LIBRARIES and not top.startswith("_frozen")
 
 
 def has_error(findings: Iterable[Finding]) -> bool:
     return any(finding.verdict == "error" for finding in findings)
 
 
-def few(names: Sequence[str], most: int = 4) -> str:
+def first_few(names: Sequence[str], most: int = 4) -> str:
     """The first of them, and how many more there are.
 
-    >>> few(["a", "b", "c"], most=2)
+    >>> first_few(["a", "b", "c"], most=2)
     'a, b and 1 more'
     """
     shown = ", ".join(names[:most])

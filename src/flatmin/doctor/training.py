@@ -21,13 +21,13 @@ from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from flatmin.core.messages import describe
 from flatmin.core.model_state import HostRandom, Snapshot, random_state, set_random_state
 from flatmin.core.tensors import Copies, plain
 from flatmin.doctor.finding import Finding, during
 from flatmin.optim.amp import AMP
-from flatmin.optim.grad_scaler import new_gradients_come
+from flatmin.optim.grad_scaler import forget_unscaled
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.wrapper import what
 
 MakeTraining = Callable[[], Any]
 EPSILON = 0.1  # of an optimizer that is not wrapped yet
@@ -35,7 +35,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class SetUp:
+class Training:
     """What the user made, its optimizer wrapped."""
 
     model: nn.Module
@@ -96,7 +96,7 @@ class SetUp:
 
     def _forget_unscaled(self) -> None:
         """What an earlier call of the closure unscaled does not count for the next."""
-        new_gradients_come(self.scaler, (self.optimizer, self.base))
+        forget_unscaled(self.scaler, (self.optimizer, self.base))
 
     def is_idle(self) -> bool:
         return self.optimizer._is_idle()
@@ -108,7 +108,7 @@ class SetUp:
                 torch.get_device_module(device).synchronize()
 
 
-def fresh(make_training: MakeTraining) -> SetUp:
+def new_training(make_training: MakeTraining) -> Training:
     """A new training; the same every time, if all that it draws comes from the usual generators."""
     torch.manual_seed(SEED)
     random.seed(SEED)
@@ -117,7 +117,7 @@ def fresh(make_training: MakeTraining) -> SetUp:
     with during("make_training()"):
         made = make_training()
     if not isinstance(made, tuple | list) or len(made) not in (3, 4):
-        got = f"{len(made)} things" if isinstance(made, tuple | list) else what(made)
+        got = f"{len(made)} things" if isinstance(made, tuple | list) else describe(made)
         raise TypeError(f"make_training must return (model, optimizer, closure), or a scaler besides, got {got}")
     model, optimizer, closure, scaler = (*made, None)[:4]
     _check(model, optimizer, closure, scaler)
@@ -126,7 +126,7 @@ def fresh(make_training: MakeTraining) -> SetUp:
             optimizer if isinstance(optimizer, PerturbedOptimizer) else AMP(optimizer, epsilon=EPSILON, model=model)
         )
     in_use = scaler if scaler is not None and scaler.is_enabled() else None
-    return SetUp(model, wrapped, closure, in_use, was_plain=wrapped is not optimizer)
+    return Training(model, wrapped, closure, in_use, was_plain=wrapped is not optimizer)
 
 
 def _check(model: object, optimizer: object, closure: object, scaler: object) -> None:
@@ -134,22 +134,22 @@ def _check(model: object, optimizer: object, closure: object, scaler: object) ->
     for (name, (thing, kind)), place in zip(kinds.items(), ("first", "second"), strict=True):
         if not isinstance(thing, kind):
             raise TypeError(
-                f"make_training must return (model, optimizer, closure), got {what(thing)} in the {place} place, where "
-                f"a {name} belongs"
+                f"make_training must return (model, optimizer, closure), got {describe(thing)} in the {place} place, "
+                f"where a {name} belongs"
             )
     if any(map(is_lazy, chain(model.parameters(), model.buffers()))):  # type: ignore[attr-defined]
         raise TypeError("the model of make_training has lazy layers without a shape: run a batch through it first")
     if not callable(closure):
         raise TypeError(
-            f"the closure of make_training must be a function without arguments, got {what(closure)}; of several "
+            f"the closure of make_training must be a function without arguments, got {describe(closure)}; of several "
             "micro-batches, one that runs them all"
         )
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"the scaler of make_training must be a torch.amp.GradScaler, got {what(scaler)}")
+        raise TypeError(f"the scaler of make_training must be a torch.amp.GradScaler, got {describe(scaler)}")
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """The caller's random generators are afterwards as they were."""
     host, module = HostRandom(), torch.cuda
     devices = list(range(module.device_count())) if module.is_available() else []
@@ -160,17 +160,17 @@ def generators_kept() -> Iterator[None]:
             host.put_back()
 
 
-class Moment:
+class TrainingSnapshot:
     """Weights, buffers and random generators as they are now."""
 
-    def __init__(self, set_up: SetUp) -> None:
-        self._params = set_up.params
+    def __init__(self, training: Training) -> None:
+        self._params = training.params
         self.weights: Copies[Tensor] = Copies()
         self.weights.take({param: param for param in self._params})
-        self._buffers = Snapshot(set_up.model)
+        self._buffers = Snapshot(training.model)
         self._buffers.take_buffers()
         self.host = HostRandom()
-        self._random = {device: random_state(device) for device in set_up.devices}
+        self._random = {device: random_state(device) for device in training.devices}
 
     def put_back(self, *, buffers: bool = True, host: bool = True) -> None:
         """Return to it; without `host`, Python's and numpy's generators go on."""
@@ -193,7 +193,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*pair)
 
 
-def alike(one: SetUp, other: SetUp) -> Finding:
+def check_make_training(one: Training, other: Training) -> Finding:
     """Do two calls of make_training give equal weights?"""
     optimizer = one.optimizer
     given = "" if optimizer.model is None else ", model=model"

@@ -12,22 +12,22 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatmin.ball import norms
-from flatmin.core.tensors import wide
-from flatmin.flatness.risk import INDEPENDENT, Part, checked, gradient_of
-from flatmin.flatness.weights import Weights, own_generator
+from flatmin.core.tensors import compute_dtype
+from flatmin.flatness.risk import INDEPENDENT_LOSS, LossPart, check_loss, gradient_of
+from flatmin.flatness.weights import Weights, derived_generator
 
 Product = Callable[[Tensor], Tensor]
 _ROW = 4096
 
 
 @contextmanager
-def hessian_products(weights: Weights, parts: Sequence[Part]) -> Iterator[Product]:
+def hessian_products(weights: Weights, parts: Sequence[LossPart]) -> Iterator[Product]:
     """The function v ↦ Hv. Where L has one part, the graph of its gradient is kept; of several, each is made anew."""
     tensors, sizes = weights.tensors, [p.numel() for p in weights.tensors]
-    home, dtype = tensors[0].device, wide(tensors[0])
+    home, dtype = tensors[0].device, compute_dtype(tensors[0])
 
-    def gradient(part: Part) -> list[Tensor] | None:
-        return gradient_of(checked(part(weights.model)), tensors, create_graph=True)
+    def gradient(part: LossPart) -> list[Tensor] | None:
+        return gradient_of(check_loss(part(weights.model)), tensors, create_graph=True)
 
     # the fast kernels of attention have no second derivative, and neither has what torch.compile makes
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
@@ -53,7 +53,7 @@ def hessian_products(weights: Weights, parts: Sequence[Part]) -> Iterator[Produc
                 )
                 total += torch.cat([piece.detach().reshape(-1).to(home, dtype) for piece in found])
             if not depends:
-                raise ValueError(INDEPENDENT)
+                raise ValueError(INDEPENDENT_LOSS)
             return total
 
         yield product
@@ -80,14 +80,14 @@ def orthogonal(w: Tensor, basis: Sequence[Tensor]) -> Tensor:
     return w
 
 
-class Draw:
+class RandomVectors:
     """Random vectors in the space of the weights, flat."""
 
     def __init__(self, weights: Weights, generator: torch.Generator | None) -> None:
         first = weights.tensors[0]
-        self.home, self.dtype = first.device, wide(first)
+        self.home, self.dtype = first.device, compute_dtype(first)
         self.dimension = weights.dimension
-        self.generator = own_generator(generator)
+        self.generator = derived_generator(generator)
 
     def normal(self) -> Tensor:
         where = self.generator.device

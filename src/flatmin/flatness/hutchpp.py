@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatmin.flatness.hessian import Draw, Product, dot, hessian_products, orthogonal
+from flatmin.flatness.hessian import Product, RandomVectors, dot, hessian_products, orthogonal
 from flatmin.flatness.risk import Loss, parts_of
 from flatmin.flatness.weights import Weights
 
@@ -40,29 +40,29 @@ def trace(
     tensor(25.)
     """
     weights = Weights(model, parameters)
-    draw = Draw(weights, generator)
-    if products < min(6, draw.dimension):
+    random = RandomVectors(weights, generator)
+    if products < min(6, random.dimension):
         raise ValueError(f"products must be at least 6, got {products}")
     with weights.movable(), hessian_products(weights, parts_of(loss)) as product:
-        found = _estimate(product, draw, products)
+        found = _estimate(product, random, products)
     if not bool(found.value.isfinite()):
         raise ValueError("the Hessian must be finite to have a trace, got nan or infinity at these weights")
     return found
 
 
-def _estimate(product: Product, draw: Draw, products: int) -> Trace:
+def _estimate(product: Product, random: RandomVectors, products: int) -> Trace:
     third = products // 3
-    if draw.dimension <= products:
-        rows = torch.eye(draw.dimension, device=draw.home, dtype=draw.dtype)
+    if random.dimension <= products:
+        rows = torch.eye(random.dimension, device=random.home, dtype=random.dtype)
         diagonal = torch.stack([product(row)[i] for i, row in enumerate(rows)])
-        return Trace(diagonal.sum(), torch.zeros_like(diagonal[0]), draw.dimension)
-    sketch = torch.stack([product(draw.signs()) for _ in range(third)], dim=1)
+        return Trace(diagonal.sum(), torch.zeros_like(diagonal[0]), random.dimension)
+    sketch = torch.stack([product(random.signs()) for _ in range(third)], dim=1)
     basis, _ = torch.linalg.qr(sketch)
     columns = list(basis.T.contiguous())
     exact = torch.stack([dot(q, product(q)) for q in columns]).sum()
     rest = []
     for _ in range(products - 2 * third):
-        g = orthogonal(draw.signs(), columns)
+        g = orthogonal(random.signs(), columns)
         rest.append(dot(g, product(g)))
     samples = torch.stack(rest)
     return Trace(exact + samples.mean(), samples.std() / len(samples) ** 0.5, products)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatmin.flatness.hessian import Draw, Product, dot, hessian_products, length, orthogonal
+from flatmin.flatness.hessian import Product, RandomVectors, dot, hessian_products, length, orthogonal
 from flatmin.flatness.risk import Loss, parts_of
 from flatmin.flatness.weights import Weights
 
-LEAST = 10
+MIN_PRODUCTS = 10
 
 
 class Eigenvalues(NamedTuple):
@@ -74,52 +74,52 @@ def top_eigenvalues(
         raise ValueError(
             f"k must be from 1 to the {dimension} parameters, and max_products at least k, got {k} and {max_products}"
         )
-    draw = Draw(weights, generator)
+    random = RandomVectors(weights, generator)
     with weights.movable(), hessian_products(weights, parts_of(loss)) as product:
-        return _lanczos(product, weights, draw, k, min(max_products, dimension), tolerance)
+        return _lanczos(product, weights, random, k, min(max_products, dimension), tolerance)
 
 
 def _lanczos(
     product: Product,
     weights: Weights,
-    draw: Draw,
+    random: RandomVectors,
     k: int,
     most: int,
     tolerance: float,
 ) -> Eigenvalues:
-    rounding = 8 * torch.finfo(draw.dtype).eps
-    least = min(most, LEAST + k)
-    basis = [_away(draw.normal(), [])]
+    rounding = 8 * torch.finfo(random.dtype).eps
+    least = min(most, MIN_PRODUCTS + k)
+    basis = [_orthonormal(random.normal(), [])]
     diagonal: list[float] = []
-    beside: list[float] = []
+    off_diagonal: list[float] = []
     while True:
         w = product(basis[-1])
         diagonal.append(float(dot(w, basis[-1])))
         w = orthogonal(w, basis)
         left = float(length(w))
-        values, turned = _of_tridiagonal(diagonal, beside)
+        values, turned = _of_tridiagonal(diagonal, off_diagonal)
         errors = left * turned[-1].abs()
         reach = rounding * float(values.abs().max())  # nearer than this cannot be told
         close = float(errors[:k].max()) <= max(tolerance * float(values[:k].abs().max()), reach)
         # a spectrum that fits is taken whole: then an eigenvalue is found as often as it occurs
-        if len(diagonal) == most or (close and len(diagonal) >= least and most < draw.dimension):
+        if len(diagonal) == most or (close and len(diagonal) >= least and most < random.dimension):
             break
         ended = left <= reach  # the span holds all that the first vector leads to: go on with another
-        basis.append(_away(draw.normal(), basis) if ended else w / left)
-        beside.append(0.0 if ended else left)
+        basis.append(_orthonormal(random.normal(), basis) if ended else w / left)
+        off_diagonal.append(0.0 if ended else left)
     vectors = []
     for mix in turned[:, :k].T.tolist():
         flat = sum((share * q for share, q in zip(mix[1:], basis[1:], strict=True)), mix[0] * basis[0])
         vectors.append(_shaped(flat, weights.tensors))
-    found, near = (numbers[:k].to(draw.home, draw.dtype) for numbers in (values, errors))
+    found, near = (numbers[:k].to(random.home, random.dtype) for numbers in (values, errors))
     return Eigenvalues(found, near, vectors, len(diagonal))
 
 
-def _of_tridiagonal(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[Tensor, Tensor]:
+def _of_tridiagonal(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Eigenvalues, descending, and eigenvectors, in columns."""
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    if beside:
-        off = torch.tensor(beside, dtype=torch.float64)
+    if off_diagonal:
+        off = torch.tensor(off_diagonal, dtype=torch.float64)
         matrix += torch.diag(off, 1) + torch.diag(off, -1)
     if not bool(matrix.isfinite().all()):
         raise ValueError("the Hessian must be finite to have eigenvalues, got nan or infinity at these weights")
@@ -127,7 +127,7 @@ def _of_tridiagonal(diagonal: Sequence[float], beside: Sequence[float]) -> tuple
     return values.flip(0), vectors.flip(1)
 
 
-def _away(v: Tensor, basis: Sequence[Tensor]) -> Tensor:
+def _orthonormal(v: Tensor, basis: Sequence[Tensor]) -> Tensor:
     """A vector of length 1 that is orthogonal to the basis."""
     v = orthogonal(v / length(v), basis)
     return v / length(v)

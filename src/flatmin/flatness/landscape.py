@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.linalg import vector_norm
 
-from flatmin.core.tensors import wide
-from flatmin.flatness.risk import Loss, Part, parts_of, summed
-from flatmin.flatness.weights import Weights, own_generator
+from flatmin.core.tensors import compute_dtype
+from flatmin.flatness.risk import Loss, LossPart, parts_of, total_loss
+from flatmin.flatness.weights import Weights, derived_generator
 
 Direction = Sequence[Tensor]
 Vectors = Literal["zero", "scaled"]
@@ -64,12 +64,14 @@ def directions(
     tensors = Weights(model, parameters).tensors
     if vectors == "zero" and all(p.ndim < 2 for p in tensors):
         raise ValueError("every parameter is a vector, so all directions would be 0; use vectors='scaled'")
-    drawn = own_generator(generator)
-    return [[_scaled(_noise(p, drawn), p.detach(), vectors) for p in tensors] for _ in range(number)]
+    derived = derived_generator(generator)
+    return [[_scaled(_noise(p, derived), p.detach(), vectors) for p in tensors] for _ in range(number)]
 
 
 def _noise(p: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(p.shape, generator=generator, device=generator.device, dtype=torch.float32).to(p.device, wide(p))
+    return torch.randn(p.shape, generator=generator, device=generator.device, dtype=torch.float32).to(
+        p.device, compute_dtype(p)
+    )
 
 
 def _scaled(noise: Tensor, p: Tensor, vectors: Vectors) -> Tensor:
@@ -188,7 +190,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs() <= share * other.abs())
 
 
-def _alone(weights: Weights, parts: Sequence[Part], point: Sequence[float], along: Sequence[Direction]) -> Tensor:
+def _alone(weights: Weights, parts: Sequence[LossPart], point: Sequence[float], along: Sequence[Direction]) -> Tensor:
     weights.move(_sum(point, along))
     return weights.value(parts)
 
@@ -202,7 +204,7 @@ def _sum(point: Sequence[float], along: Sequence[Direction]) -> list[Tensor]:
 
 
 def _together(
-    weights: Weights, parts: Sequence[Part], chunk: Sequence[Sequence[float]], along: Sequence[Direction]
+    weights: Weights, parts: Sequence[LossPart], chunk: Sequence[Sequence[float]], along: Sequence[Direction]
 ) -> Tensor:
     """The model for several weights in one pass: convolutions become grouped ones, matrix products batched ones."""
     names: dict[Tensor, str] = {p: name for name, p in weights.model.named_parameters()}
@@ -210,7 +212,8 @@ def _together(
         raise ValueError("with at_once above 1 the parameters must be the model's own")
     theta = weights.theta()
     moved = [
-        [(t.to(wide(t)) + d).to(t.dtype) for t, d in zip(theta, _sum(point, along), strict=True)] for point in chunk
+        [(t.to(compute_dtype(t)) + d).to(t.dtype) for t, d in zip(theta, _sum(point, along), strict=True)]
+        for point in chunk
     ]
     stacked = {
         names[p]: torch.stack(here).detach() for p, here in zip(weights.tensors, zip(*moved, strict=True), strict=True)
@@ -220,7 +223,7 @@ def _together(
         def model(*inputs: Any, **named: Any) -> Any:
             return functional_call(weights.model, theta, inputs, named)
 
-        return summed(model, parts)
+        return total_loss(model, parts)
 
     with torch.no_grad():
         return vmap(losses)(stacked)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flatmin.ball import BALLS, NORMS, Ball, Norm, combine, norms, project_, radii, uniform_
-from flatmin.flatness.risk import Loss, Part, parts_of
-from flatmin.flatness.weights import Weights, check_radius, own_generator
+from flatmin.flatness.risk import Loss, LossPart, parts_of
+from flatmin.flatness.weights import Weights, check_radius, derived_generator
 
 
 class WorstCase(NamedTuple):
@@ -76,7 +76,7 @@ def worst_case_loss(
         raise ValueError(f"steps must be at least 1, got {steps}")
     if restarts < 0:
         raise ValueError(f"restarts must be at least 0, got {restarts}")
-    weights, parts, drawn = Weights(model, parameters), parts_of(loss), own_generator(generator)
+    weights, parts, derived = Weights(model, parameters), parts_of(loss), derived_generator(generator)
     length = epsilon if step_size is None else step_size
     climbs = []
     with weights.movable():
@@ -84,7 +84,7 @@ def worst_case_loss(
         for start in range(1 + restarts):
             delta = weights.zeros()
             if start:
-                uniform_(delta, epsilon, ball=ball, norm=norm, generator=drawn)
+                uniform_(delta, epsilon, ball=ball, norm=norm, generator=derived)
             climbs.append(_climb(weights, parts, delta, epsilon, length, steps, ball, norm))
     best, where = max(climbs, key=lambda climb: float(climb[0].nan_to_num(-torch.inf)))
     return WorstCase(best, centre, torch.stack([highest for highest, _ in climbs]), where)
@@ -92,7 +92,7 @@ def worst_case_loss(
 
 def _climb(
     weights: Weights,
-    parts: Sequence[Part],
+    parts: Sequence[LossPart],
     delta: list[Tensor],
     epsilon: float,
     length: float,
@@ -148,12 +148,12 @@ def mean_loss(
     _check_kind(ball, norm)
     if samples < 2:
         raise ValueError(f"samples must be at least 2, got {samples}")
-    weights, parts, drawn = Weights(model, parameters), parts_of(loss), own_generator(generator)
+    weights, parts, derived = Weights(model, parameters), parts_of(loss), derived_generator(generator)
     found = []
     with weights.movable():
         for _ in range(samples):
             delta = weights.zeros()
-            uniform_(delta, epsilon, ball=ball, norm=norm, generator=drawn)
+            uniform_(delta, epsilon, ball=ball, norm=norm, generator=derived)
             weights.move_within(delta)
             found.append(weights.value(parts))
     losses = torch.stack(found)

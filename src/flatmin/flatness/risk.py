@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-Part = Callable[[Callable[..., Any]], Tensor]
-Loss = Part | Sequence[Part]
+LossPart = Callable[[Callable[..., Any]], Tensor]
+Loss = LossPart | Sequence[LossPart]
 
 
 @dataclass(frozen=True)
-class _Share:
+class _BatchLoss:
     """The part of one batch in the mean over all examples."""
 
     x: Tensor
@@ -33,7 +33,7 @@ class _Share:
 
 def empirical_risk(
     x: Tensor, y: Tensor, *, batch_size: int = 500, criterion: Callable[[Any, Any], Tensor] = cross_entropy
-) -> Sequence[Part]:
+) -> Sequence[LossPart]:
     """L_ERM: the mean loss over the examples (x, y), in parts. `criterion` must be a mean over its examples.
 
     >>> parts = empirical_risk(torch.zeros(5, 2), torch.tensor([0, 1, 0, 1, 0]), batch_size=2)
@@ -47,10 +47,10 @@ def empirical_risk(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     batches = zip(x.split(batch_size), y.split(batch_size), strict=True)
-    return [_Share(here, labels, len(here) / len(x), criterion) for here, labels in batches]
+    return [_BatchLoss(here, labels, len(here) / len(x), criterion) for here, labels in batches]
 
 
-def parts_of(loss: Loss) -> list[Part]:
+def parts_of(loss: Loss) -> list[LossPart]:
     parts = list(loss) if isinstance(loss, Sequence) else [loss]
     if not parts or not all(callable(part) for part in parts):
         raise TypeError(
@@ -60,7 +60,7 @@ def parts_of(loss: Loss) -> list[Part]:
     return parts
 
 
-def checked(loss: Any) -> Tensor:
+def check_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         way = "take its mean" if isinstance(loss, Tensor) else "return the tensor itself"
@@ -68,28 +68,28 @@ def checked(loss: Any) -> Tensor:
     return loss.reshape(())
 
 
-def value(model: Callable[..., Any], parts: Sequence[Part]) -> Tensor:
+def value(model: Callable[..., Any], parts: Sequence[LossPart]) -> Tensor:
     """L at the weights as they are, on their device."""
     with torch.no_grad():
-        return summed(model, parts).clone()  # it may be a view of a weight, which will move
+        return total_loss(model, parts).clone()  # it may be a view of a weight, which will move
 
 
-def summed(model: Callable[..., Any], parts: Sequence[Part]) -> Tensor:
-    total = checked(parts[0](model))
+def total_loss(model: Callable[..., Any], parts: Sequence[LossPart]) -> Tensor:
+    total = check_loss(parts[0](model))
     for part in parts[1:]:
-        total = total + checked(part(model))
+        total = total + check_loss(part(model))
     return total
 
 
 def value_and_gradient(
-    model: Callable[..., Any], parts: Sequence[Part], parameters: Sequence[Tensor]
+    model: Callable[..., Any], parts: Sequence[LossPart], parameters: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """L and ∇L; a parameter's `.grad` is not touched, one that L does not depend on has the gradient 0."""
     total: Tensor | None = None
     gradient: list[Tensor] = []
     with torch.enable_grad():
         for part in parts:
-            loss = checked(part(model))
+            loss = check_loss(part(model))
             found = gradient_of(loss, parameters)
             total = loss.detach().clone() if total is None else total + loss.detach()
             if gradient and found is not None:
@@ -97,11 +97,11 @@ def value_and_gradient(
             elif found is not None:
                 gradient = [piece.clone() for piece in found]  # it may be a view of something that is expanded
     if not gradient or total is None:
-        raise ValueError(INDEPENDENT)
+        raise ValueError(INDEPENDENT_LOSS)
     return total, gradient
 
 
-INDEPENDENT = (
+INDEPENDENT_LOSS = (
     "the loss must depend on the weights that are looked at, and it does not; compute it from the model that it is "
     "given, as in `lambda model: cross_entropy(model(x), y)`, without no_grad"
 )

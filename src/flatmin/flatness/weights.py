@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from flatmin.core.model_state import Snapshot, with_gradients
-from flatmin.core.tensors import Copies, moved_within, wide
-from flatmin.flatness.risk import Part, value, value_and_gradient
+from flatmin.core.model_state import Snapshot, eval_mode_with_gradients
+from flatmin.core.tensors import Copies, compute_dtype, moved_within
+from flatmin.flatness.risk import LossPart, value, value_and_gradient
 
 
 class Weights:
@@ -59,7 +59,7 @@ class Weights:
         self._random.take_random({p.device for p in self.tensors})
         try:
             plain = torch.autocast(self.tensors[0].device.type, enabled=False)
-            with plain, with_gradients(self.model), _buffers_kept(self.model), _hooks_off(self.tensors):
+            with plain, eval_mode_with_gradients(self.model), _buffers_kept(self.model), _hooks_off(self.tensors):
                 yield
         finally:
             self._theta.put_back({p: p for p in self.tensors})
@@ -70,7 +70,7 @@ class Weights:
         """To θ + Δ, added in float32 at least, and rounded to the weights' type."""
         for p, d in zip(self.tensors, delta, strict=True):
             theta = self._theta[p]
-            p.copy_(theta.to(wide(theta)) + d.to(theta.device))
+            p.copy_(theta.to(compute_dtype(theta)) + d.to(theta.device))
 
     @torch.no_grad()
     def move_within(self, delta: Sequence[Tensor]) -> None:
@@ -84,12 +84,12 @@ class Weights:
         """Copies of the weights as they were when they became movable."""
         return [self._theta[p] for p in self.tensors]
 
-    def value(self, parts: Sequence[Part]) -> Tensor:
+    def value(self, parts: Sequence[LossPart]) -> Tensor:
         """L at the weights as they are."""
         self.replay()
         return value(self.model, parts)
 
-    def value_and_gradient(self, parts: Sequence[Part]) -> tuple[Tensor, list[Tensor]]:
+    def value_and_gradient(self, parts: Sequence[LossPart]) -> tuple[Tensor, list[Tensor]]:
         self.replay()
         return value_and_gradient(self.model, parts, self.tensors)
 
@@ -99,7 +99,7 @@ class Weights:
 
     def zeros(self) -> list[Tensor]:
         """A Δ of 0, in float32 at least."""
-        return [torch.zeros_like(p, dtype=wide(p), requires_grad=False) for p in self.tensors]
+        return [torch.zeros_like(p, dtype=compute_dtype(p), requires_grad=False) for p in self.tensors]
 
 
 def _check(p: object) -> None:
@@ -154,7 +154,7 @@ def check_radius(epsilon: float) -> None:
         raise ValueError(f"epsilon must be at least 0 and finite, got {epsilon}")
 
 
-def own_generator(generator: torch.Generator | None) -> torch.Generator:
+def derived_generator(generator: torch.Generator | None) -> torch.Generator:
     """A generator of our own, on the CPU: with seed 0, or with a seed that the one given draws.
 
     The same numbers on every device; and a model that draws from the generator that was given cannot disturb them.

@@ -1,1 +1,4 @@
-"""flatmin in other people's trainers. Each file imports its framework; importing flatmin imports none of them."""
+"""flatmin in other trainers: Lightning, Accelerate and Hugging Face Transformers.
+
+Each file imports its own framework; importing flatmin imports none of them. replay.py is what they share.
+"""

@@ -1,13 +1,13 @@
-"""Accelerate: the micro-batches of a step run once at θ and again at θ + Δ.
+"""Accelerate: the micro-batches of a step run once at θ, and are replayed at θ + Δ.
 
 A step of Accelerate spans the micro-batches up to the one where `accelerator.sync_gradients` holds: a window. Its
 gradient is their mean, so Δ must come from all of them, and so must the gradient at θ + Δ:
 
-    at θ         each micro-batch as it comes, remembered
-    at θ + Δ     all of them again, when the last one has come; N times
+    at θ         each micro-batch as it arrives; it is kept
+    at θ + Δ     all of them again, once the last one has arrived; N times
     then         clip, step, schedule, as in any loop
 
-Accelerate keeps the loss scale, the accumulation and the exchange between processes to itself; each is asked here.
+Accelerate manages the loss scale, the accumulation and the exchange between processes; here it is asked for each.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from flatmin.integrations.replay import Again
+from flatmin.core.messages import describe
+from flatmin.integrations.replay import Replay
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.step_info import loss_in
-from flatmin.optim.wrapper import what
 
 T = TypeVar("T")
-_TELLING: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+_SKIP_HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 class Window:
@@ -46,27 +46,29 @@ class Window:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> None:
         if not isinstance(accelerator, Accelerator):
-            raise TypeError(f"write Window(accelerator, model, optimizer), got {what(accelerator)} as the accelerator")
+            raise TypeError(
+                f"write Window(accelerator, model, optimizer), got {describe(accelerator)} as the accelerator"
+            )
         self.accelerator = accelerator
         self.model = model
-        self.optimizer = perturbing(optimizer)
-        self._passes: list[Again] = []
+        self.optimizer = unwrap_optimizer(optimizer)
+        self._passes: list[Replay] = []
         check_strategy(accelerator)
         if self.optimizer.model is not None:
-            self.optimizer.model = model  # as prepared: the one that exchanges gradients between processes
+            self.optimizer.model = model  # the prepared one, which exchanges gradients between processes
         if accelerator.scaler is not None and isinstance(optimizer, AcceleratedOptimizer):
-            self._tell_of_skipped_steps(optimizer)
+            self._report_skipped_steps(optimizer)
 
     def backward(self, loss_of: Callable[..., T], *inputs: Any, **named_inputs: Any) -> T:
         """`accelerator.backward` of the loss in `loss_of(*inputs, **named_inputs)`, whose result at θ is returned.
 
         The result is the loss, or has it as a dict's "loss" or a tuple's first tensor: `loss_of` may be a Hugging Face
-        model. It is called again with the same inputs when the window ends, so it takes them as arguments: a loop's
-        variables would be those of the last micro-batch by then.
+        model. It is called again with the same inputs when the window ends, so it takes them as arguments: by then a
+        loop's variables would be those of the last micro-batch.
         """
         if not callable(loss_of):
             raise TypeError(
-                f"window.backward runs a function and its inputs twice, got {what(loss_of)} as the function; write "
+                f"window.backward runs a function and its inputs twice, got {describe(loss_of)} as the function; write "
                 "window.backward(model, **batch), or window.backward(loss_of, x, y)"
             )
 
@@ -76,7 +78,7 @@ class Window:
             if loss is None:
                 raise TypeError(
                     'the function must return the loss as a tensor, a dict\'s "loss" or the first tensor of a tuple, '
-                    f"got {what(result)}"
+                    f"got {describe(result)}"
                 )
             self.accelerator.backward(loss)
             return result
@@ -84,59 +86,61 @@ class Window:
         return self.run(run)
 
     def run(self, run: Callable[[], T]) -> T:
-        """A micro-batch, forward and backward: now at θ, and, with the others, at θ + Δ once the window is whole."""
-        again = Again(run, self.optimizer)
-        together = self.optimizer.sync_perturbation or self.optimizer._is_idle()  # else each climbs its own gradient
-        with nullcontext() if together else self._no_exchange():
+        """A micro-batch, forward and backward: now at θ, and with the others at θ + Δ, once the window is complete."""
+        replay = Replay(run, self.optimizer)
+        together = (
+            self.optimizer.sync_perturbation or self.optimizer._is_idle()
+        )  # else each process ascends its own gradient
+        with nullcontext() if together else self._no_sync():
             result = run()
-        self._passes.append(again)
+        self._passes.append(replay)
         if self.accelerator.sync_gradients:
             passes, self._passes = self._passes, []
             self._run_perturbed(passes)
         return result
 
-    def _run_perturbed(self, passes: list[Again]) -> None:
+    def _run_perturbed(self, passes: list[Replay]) -> None:
         if self.optimizer._is_idle():  # the base's own step follows
             return
         for _ in range(self.optimizer.inner_iter):
             with self.optimizer.perturbed(scaler=self.accelerator.scaler):
-                for again in passes:
-                    with nullcontext() if again is passes[-1] else self._no_exchange():
-                        again()
+                for replay in passes:
+                    with nullcontext() if replay is passes[-1] else self._no_sync():
+                        replay()
 
-    def _no_exchange(self) -> AbstractContextManager[Any]:
+    def _no_sync(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
         return context
 
-    def _tell_of_skipped_steps(self, accelerated: AcceleratedOptimizer) -> None:
-        """Accelerate takes a step for skipped if the scaler did not call it; a perturbing one is always called.
+    def _report_skipped_steps(self, accelerated: AcceleratedOptimizer) -> None:
+        """Accelerate takes a step for skipped if the scaler did not call it; a perturbed optimizer is always called.
 
-        Without this a scheduler would step where the optimizer did not.
+        Without this, a scheduler would step when the optimizer did not.
         """
 
-        def tell(optimizer: Any, *_: object) -> None:
+        def report(optimizer: Any, *_: object) -> None:
             accelerated._accelerate_step_called = not optimizer.last.skipped
 
-        if earlier := _TELLING.pop(self.optimizer, None):  # another window's
+        if earlier := _SKIP_HOOKS.pop(self.optimizer, None):  # another window's
             earlier.remove()
-        _TELLING[self.optimizer] = self.optimizer.register_step_post_hook(tell)
+        _SKIP_HOOKS[self.optimizer] = self.optimizer.register_step_post_hook(report)
 
 
-def perturbing(optimizer: Optimizer) -> PerturbedOptimizer:
+def unwrap_optimizer(optimizer: Optimizer) -> PerturbedOptimizer:
     """The AMP or RMP inside what `accelerator.prepare` returned."""
     inner = optimizer
     while isinstance(inner, AcceleratedOptimizer):
         inner = inner.optimizer
     if not isinstance(inner, PerturbedOptimizer):
         raise TypeError(
-            f"the optimizer must be a flatmin.AMP or flatmin.RMP, prepared by Accelerate or not, got {what(inner)}; "
-            "write accelerator.prepare(model, flatmin.AMP(optimizer, epsilon=0.1, model=model))"
+            "the optimizer must be a flatmin.AMP or flatmin.RMP, prepared by Accelerate or not, got "
+            f"{describe(inner)}; write accelerator.prepare(model, flatmin.AMP(optimizer, epsilon=0.1, model=model))"
         )
     return inner
 
 
 def check_strategy(accelerator: Accelerator) -> None:
-    """Can the weights of a process be perturbed, the way they are spread over processes?"""
+    """Can weights be perturbed that are distributed over processes in this way?"""
     strategy = accelerator.distributed_type
     if strategy in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(f"{strategy.value} steps with an optimizer of its own, which cannot be perturbed; use DDP")

@@ -2,17 +2,17 @@
 
     Trainer(callbacks=[FlatMinima(epsilon=0.1)])
 
-A step takes N + 1 passes, and Lightning knows of one. Calling the optimizer as it is, it would log and count the
+A step takes N + 1 passes, and Lightning knows of one. Left to call the optimizer itself, it would log and count the
 perturbed passes too, replay only the last micro-batch of an accumulation, clip the gradient that Δ comes from, and
-leave a GradScaler with an optimizer that had no passes. So a step is made here, in the one place that all of them go
-through: the `LightningOptimizer`, of which `trainer.optimizers` takes a subclass of ours. No loop, plugin or strategy
-is replaced, and of the module only `log`, while a perturbed pass lasts. A step is then
+hand a GradScaler an optimizer that had no passes. So the step is taken in the one place that all loops go through: the
+`LightningOptimizer`, which a subclass replaces in `trainer.optimizers`. No loop, plugin or strategy is replaced, and of
+the module only `log`, for the length of a perturbed pass. A step is then
 
     the clean pass                   Lightning's own, of every micro-batch, with all its hooks and logs
-    N perturbed passes               the same micro-batches once more: forward and backward alone, unseen by the rest
+    N perturbed passes               the same micro-batches again: forward and backward alone, invisible to the rest
     unscaling, hooks, clipping, step in Lightning's order, once, with the gradient at θ + Δ
 
-What Lightning, its callbacks and its loggers see is θ, once a step. RMP needs no clean pass, but gets it for this.
+Lightning, its callbacks and its loggers see θ, once a step. RMP needs no clean pass, and gets one for their sake.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +33,7 @@ try:
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-except ModuleNotFoundError:  # the same under its older name
+except ModuleNotFoundError:  # the same package under its older name
     import pytorch_lightning as pl  # type: ignore[no-redef]
     from pytorch_lightning.core.optimizer import LightningOptimizer  # type: ignore[assignment]
     from pytorch_lightning.plugins.precision import MixedPrecision, Precision  # type: ignore[assignment]
@@ -44,10 +44,10 @@ except ModuleNotFoundError:  # the same under its older name
     )
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
+from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
-from flatmin.integrations.replay import Again
+from flatmin.integrations.replay import Replay
 from flatmin.optim import AMP, RMP, perturbed
-from flatmin.optim.wrapper import what
 
 __all__ = ["FlatMinima", "PerturbedOptimizer"]
 
@@ -66,7 +66,7 @@ class FlatMinima(pl.Callback):
 
     def __init__(self, epsilon: float | None = None, *, method: type[AMP] | type[RMP] = AMP, **settings: Any) -> None:
         if not (isinstance(method, type) and issubclass(method, perturbed.PerturbedOptimizer)):
-            raise TypeError(f"method must be flatmin.AMP or flatmin.RMP, got {what(method)}")
+            raise TypeError(f"method must be flatmin.AMP or flatmin.RMP, got {describe(method)}")
         known = [name for name in signature(method).parameters if name not in ("base", "epsilon")]
         for name in settings.keys() - set(known):
             raise TypeError(f"{method.__name__} has no setting {name!r}; choose from epsilon, {', '.join(known)}")
@@ -75,7 +75,7 @@ class FlatMinima(pl.Callback):
                 f"FlatMinima without epsilon takes no settings, got {', '.join(settings)}; add epsilon=0.1, or give "
                 f"them to flatmin.{method.__name__} in configure_optimizers"
             )
-        if epsilon is not None:  # wrong values are told now, not when the training begins
+        if epsilon is not None:  # wrong values raise now, not when training begins
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), epsilon=epsilon, **{**settings, "model": None})
         self.epsilon, self.method, self.settings = epsilon, method, settings
 
@@ -90,7 +90,7 @@ class FlatMinima(pl.Callback):
                 f"FlatMinima without epsilon expects configure_optimizers to return flatmin.AMP(...), got {names}; "
                 "write FlatMinima(epsilon=0.1)"
             )
-        trainer.optimizers = optimizers  # type: ignore[assignment]  # it keeps a LightningOptimizer as it is
+        trainer.optimizers = optimizers  # type: ignore[assignment]  # Lightning keeps a LightningOptimizer as it is
 
     def _wrapped(self, optimizer: Optimizer, trainer: pl.Trainer) -> "Optimizer | PerturbedOptimizer":
         if isinstance(optimizer, LightningOptimizer):  # configure_optimizers may return one
@@ -121,7 +121,7 @@ class FlatMinima(pl.Callback):
 class PerturbedOptimizer(LightningOptimizer):
     """A flatmin optimizer as Lightning's loops and `self.optimizers()` see it.
 
-    Manual optimisation is as in a loop of one's own; the scaler of 16-mixed precision is handed over by itself:
+    Manual optimisation works as in a loop of one's own; the scaler of 16-mixed precision is passed automatically:
 
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -130,7 +130,7 @@ class PerturbedOptimizer(LightningOptimizer):
             self.manual_backward(self.loss(batch))
         optimizer.step()
 
-    `replaying` tells a `training_step` that keeps accounts of its own that this is a perturbed pass.
+    `replaying` is true in a perturbed pass, for a `training_step` that keeps statistics of its own.
     """
 
     _optimizer: perturbed.PerturbedOptimizer
@@ -140,11 +140,11 @@ class PerturbedOptimizer(LightningOptimizer):
         super().__init__(optimizer)
         self.replaying = False
         self._configured = configured
-        self._window: list[Again] = []  # the passes at θ since the last step
+        self._window: list[Replay] = []  # the passes at θ since the last step
 
     @property
     def optimizer(self) -> Optimizer:
-        """What `configure_optimizers` returned: schedulers hold it, LearningRateMonitor looks for it."""
+        """What `configure_optimizers` returned: schedulers hold it, LearningRateMonitor searches for it."""
         return self._configured
 
     # Lightning lets this class inherit from AMP, so that isinstance() holds. AMP's methods must run on AMP, not here.
@@ -172,20 +172,20 @@ class PerturbedOptimizer(LightningOptimizer):
     # ---- a step
 
     def remember(self, batch: Any, batch_idx: int) -> None:
-        """A micro-batch comes: it will be run at θ now, and at θ + Δ when the step is due."""
+        """A micro-batch arrives: it runs at θ now, and at θ + Δ when the step is due."""
         if batch_idx % self._module.trainer.accumulate_grad_batches == 0:
             self._window.clear()
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         arguments = (batch, batch_idx) if takes_index else (batch,)
-        self._window.append(Again(partial(self._train_on, *arguments), self._optimizer))
+        self._window.append(Replay(partial(self._train_on, *arguments), self._optimizer))
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """All passes, and the step. In manual optimisation without a closure: the end of what `perturbed()` began."""
+        """All passes, and the step. In manual optimisation without a closure: the step after `perturbed()` blocks."""
         if kwargs:
             raise TypeError(f"step() under FlatMinima takes a closure and nothing else, got {', '.join(kwargs)}")
         self._on_before_step()
         if closure is not None and not self._module.automatic_optimization:
-            self._window = [Again(closure, self._optimizer)]
+            self._window = [Replay(closure, self._optimizer)]
         window, self._window = self._window, []
         result = None if closure is None else self._run_clean(closure, window)
         if self._run_perturbed(window):
@@ -193,25 +193,25 @@ class PerturbedOptimizer(LightningOptimizer):
         self._on_after_step()
         return result
 
-    def _run_clean(self, closure: Callable[[], Any], window: list[Again]) -> Any:
-        window[-1].begin()  # hooks may have drawn random numbers since the batch came
-        one_each = not getattr(self._optimizer, "sync_perturbation", True)  # a Δ for each rank, from its own gradient
+    def _run_clean(self, closure: Callable[[], Any], window: list[Replay]) -> Any:
+        window[-1].record_random_state()  # hooks may have drawn random numbers since the batch arrived
+        one_each = not getattr(self._optimizer, "sync_perturbation", True)  # one Δ per rank, from its own gradient
         with self._in_sync(self._optimizer._is_idle() or not one_each):
             return closure()
 
-    def _run_perturbed(self, window: list[Again]) -> bool:
-        """N blocks, of the whole window each; whether there is a gradient to step with."""
+    def _run_perturbed(self, window: list[Replay]) -> bool:
+        """N blocks, each over the whole window; returns whether there is a gradient to step with."""
         optimizer = self._optimizer
-        if not window:  # manual optimisation had its blocks
+        if not window:  # manual optimisation ran its own blocks
             return True
         if optimizer._is_idle() or not optimizer._has_gradients():
             return optimizer._has_gradients()
         try:
             for _ in range(optimizer.inner_iter):
-                with optimizer.perturbed(scaler=self._scaler), self._unseen():
-                    for again in window:
-                        with self._in_sync(again is window[-1]):
-                            again()
+                with optimizer.perturbed(scaler=self._scaler), self._without_side_effects():
+                    for replay in window:
+                        with self._in_sync(replay is window[-1]):
+                            replay()
                     if not optimizer._has_gradients():
                         raise _NoLossError
         except _NoLossError:  # training_step returned None: as in a plain step, there is none
@@ -219,7 +219,7 @@ class PerturbedOptimizer(LightningOptimizer):
         return True
 
     def _finish(self) -> None:
-        """From here on as if there had been one pass: what Lightning's MixedPrecision does, and Precision without."""
+        """The rest of a step with a single pass: what Lightning's MixedPrecision does, or Precision with no scaler."""
         scaler = self._scaler
         if scaler is not None and not self._step_supports_amp_scaling:
             scaler.unscale_(self._optimizer)
@@ -229,10 +229,10 @@ class PerturbedOptimizer(LightningOptimizer):
             scaler.update()
 
     def _train_on(self, *arguments: Any) -> None:
-        """`training_step` and backward of one micro-batch, as Lightning's closure has them, less the hooks."""
+        """`training_step` and backward of one micro-batch, as in Lightning's closure, without the hooks."""
         trainer = self._module.trainer
         output = self._strategy.training_step(*arguments)
-        loss = output["loss"] if isinstance(output, Mapping) else output  # anything else was refused in the clean pass
+        loss = output["loss"] if isinstance(output, Mapping) else output  # anything else raised in the clean pass
         if loss is not None:
             loss = loss / trainer.accumulate_grad_batches
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
@@ -244,14 +244,14 @@ class PerturbedOptimizer(LightningOptimizer):
             )
 
     @contextmanager
-    def _unseen(self) -> Iterator[None]:
-        """What is logged or counted in here leaves no trace; nor do buffers change with RMP (AMP sees to them)."""
+    def _without_side_effects(self) -> Iterator[None]:
+        """Nothing logged or counted inside remains, and buffers do not change under RMP (AMP restores them itself)."""
         model = None if self._optimizer._starts_clean else self._optimizer.model
         buffers = None if model is None else Snapshot(model)
         metrics = [(module, vars(module).copy()) for module in self._module.modules() if isinstance(module, Metric)]
         if buffers is not None:
             buffers.take_buffers()
-        for metric, _ in metrics:  # they add in place: copies are given to them
+        for metric, _ in metrics:  # they add in place, so they get copies
             for name, value in metric.metric_state.items():
                 setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
         self._module.log = _log_nothing  # type: ignore[method-assign]
@@ -260,7 +260,7 @@ class PerturbedOptimizer(LightningOptimizer):
             yield
         finally:
             self.replaying = False
-            del self._module.log  # the class's own is back
+            del self._module.log  # uncovers the class's own
             for metric, before in metrics:
                 vars(metric).clear()
                 vars(metric).update(before)
@@ -268,7 +268,7 @@ class PerturbedOptimizer(LightningOptimizer):
                 buffers.put_back_buffers()
 
     def _in_sync(self, wanted: bool) -> AbstractContextManager[Any]:
-        """Ranks need to share gradients once, with the last micro-batch of a pass."""
+        """Ranks exchange gradients once, with the last micro-batch of a pass."""
         if wanted or not isinstance(self._strategy, ParallelStrategy):
             return nullcontext()
         out_of_sync: AbstractContextManager[Any] = self._strategy.block_backward_sync()

@@ -1,7 +1,7 @@
-"""A pass that is run at θ, and again at θ + Δ, with the random numbers that it had.
+"""A pass that runs at θ and is replayed at θ + Δ with the same random numbers.
 
-Trainers run each micro-batch when it comes and step when the last one has come, so others have drawn in between. RMP's
-own numbers are among those: put back, its Δ would be the same in every step.
+Trainers run each micro-batch as it arrives and step after the last one, so by then other random numbers have been
+drawn. For RMP nothing is restored: its Δ is drawn from the same generator, and would be the same in every step.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from flatmin.core.model_state import Snapshot
 from flatmin.optim.perturbed import PerturbedOptimizer
 
 
-class Again:
-    """`run`, to be called again, with the random numbers of the moment when it was made, or of the last `begin()`.
+class Replay:
+    """`run`, to be called again with the random state of its construction, or of the last `record_random_state()`.
 
-    They are put back where the optimizer knows its model, as in a step of its own.
+    The state is restored only if the optimizer has a model, as in a step of its own.
     """
 
     def __init__(self, run: Callable[[], Any], optimizer: PerturbedOptimizer) -> None:
@@ -22,9 +22,9 @@ class Again:
         self._devices = optimizer._devices()
         model = optimizer.model if optimizer._starts_clean else None
         self._random = None if model is None else Snapshot(model)
-        self.begin()
+        self.record_random_state()
 
-    def begin(self) -> None:
+    def record_random_state(self) -> None:
         if self._random is not None:
             self._random.take_random(self._devices)
 

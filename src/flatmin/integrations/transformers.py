@@ -1,7 +1,7 @@
 """Hugging Face's Trainer: a step's micro-batches are replayed at θ + Δ before the Trainer clips and steps.
 
 The Trainer runs `training_step` for each micro-batch of an accumulation window, then clips, steps, schedules and logs.
-`AMPTrainer` wraps the optimizer that the Trainer makes, and hands the micro-batches to a `Window`; all else is the
+`AMPTrainer` wraps the optimizer that the Trainer creates, and passes the micro-batches to a `Window`; the rest is the
 Trainer's. The loss it reports is that of the clean passes, the gradient norm that of the step's gradient, at θ + Δ.
 """
 
@@ -28,7 +28,7 @@ class AMPTrainer(Trainer):
 
     epsilon     and the other settings of `method`: inner_lr, inner_iter, ball, norm …
     method      flatmin.AMP, or flatmin.RMP (where the clean passes run too, for the loss alone)
-    perturb     given: perturb(name, parameter) tells which parameters are perturbed; the others are trained as ever
+    perturb     if given, perturb(name, parameter) selects the parameters to perturb; the others are trained as usual
 
     An optimizer in `optimizers=` is wrapped, or used as it is if it is a flatmin.AMP or flatmin.RMP already; then the
     settings are its own. Before another subclass of Trainer it works as a mixin:
@@ -36,7 +36,7 @@ class AMPTrainer(Trainer):
         class AMPSeq2SeqTrainer(AMPTrainer, Seq2SeqTrainer): ...
     """
 
-    optimizer: Any  # None, then what the Trainer or the user made, wrapped, then what Accelerate made of it
+    optimizer: Any  # None, then the Trainer's or the user's, wrapped, then as Accelerate prepared it
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class AMPTrainer(Trainer):
         named = signature(super().__init__).bind_partial(*args, **kwargs).arguments
         given = (named.get("optimizers") or (None, None))[0]
         self._check_settings(given, settings, perturb)
-        if not isinstance(given, PerturbedOptimizer):  # wrong values are told now, not when the training begins
+        if not isinstance(given, PerturbedOptimizer):  # wrong values raise now, not when training begins
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
         self._method, self._settings, self._perturb = method, settings, perturb
         self._window: Window | None = None
@@ -76,7 +76,7 @@ class AMPTrainer(Trainer):
             )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
-        """The Trainer's optimizer, or the user's, wrapped. Each `train()` comes here first."""
+        """The Trainer's optimizer, or the user's, wrapped. Each `train()` calls this first."""
         made = self.optimizer is None
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
         self._window = None
@@ -96,7 +96,7 @@ class AMPTrainer(Trainer):
         step = super().training_step
 
         def run() -> Tensor:
-            loss: Tensor = step(model, copy(inputs), num_items_in_batch)  # copied: some trainers take things out
+            loss: Tensor = step(model, copy(inputs), num_items_in_batch)  # copied: some trainers pop entries
             return loss
 
         return self._window.run(run)

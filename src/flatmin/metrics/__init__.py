@@ -15,6 +15,7 @@ errors, on every device.
 """
 
 from flatmin.metrics.bootstrap_interval import Interval, bootstrap
+from flatmin.metrics.inputs import has_probabilities
 from flatmin.metrics.scores import Reliability, adaptive_ece, brier, ece, error, nll, reliability
 from flatmin.metrics.temperature_scaling import temperature
 
@@ -26,6 +27,7 @@ __all__ = [
     "brier",
     "ece",
     "error",
+    "has_probabilities",
     "nll",
     "reliability",
     "temperature",

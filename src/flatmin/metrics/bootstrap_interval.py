@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatmin.metrics.inputs import checked
+from flatmin.metrics.inputs import check_inputs
 
 __all__ = ["Interval", "bootstrap"]
 
@@ -54,7 +54,7 @@ def bootstrap(
         raise ValueError(f"a bootstrap needs at least one sample, got {samples}")
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is 95 %")
-    labels = checked(logits, labels)
+    labels = check_inputs(logits, labels)
     random = torch.Generator().manual_seed(0) if generator is None else generator
     found = []
     for _ in range(samples):

@@ -9,20 +9,20 @@ whole process on a GPU, and a nan would count as some answer.
 
 from torch import Tensor
 
-__all__ = ["checked", "is_answer"]
+__all__ = ["check_inputs", "has_probabilities"]
 
 
-def is_answer(logits: Tensor) -> Tensor:
+def has_probabilities(logits: Tensor) -> Tensor:
     """Which rows have probabilities, (N,) of bool.
 
     >>> inf = float("inf")
-    >>> is_answer(Tensor([[1.0, -inf], [-inf, -inf], [1.0, inf], [1.0, float("nan")]]))
+    >>> has_probabilities(Tensor([[1.0, -inf], [-inf, -inf], [1.0, inf], [1.0, float("nan")]]))
     tensor([ True, False, False, False])
     """
     return logits.amax(dim=1).isfinite()  # a nan is the largest of its row
 
 
-def checked(logits: Tensor, labels: Tensor) -> Tensor:
+def check_inputs(logits: Tensor, labels: Tensor) -> Tensor:
     """Labels as int64, one of 0 … K−1 for each row of logits, and each row an answer."""
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not logits.numel():
         raise ValueError(
@@ -32,7 +32,7 @@ def checked(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point():
         raise TypeError(f"labels must be whole numbers of the classes, got {labels.dtype}")
     labels, classes = labels.long(), logits.shape[1]
-    unknown, broken = (labels < 0) | (labels >= classes), ~is_answer(logits)
+    unknown, broken = (labels < 0) | (labels >= classes), ~has_probabilities(logits)
     if not bool((unknown | broken).any()):
         return labels
     if bool(unknown.any()):

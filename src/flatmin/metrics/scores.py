@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-from flatmin.core.tensors import wide
-from flatmin.metrics.inputs import checked
+from flatmin.core.tensors import compute_dtype
+from flatmin.metrics.inputs import check_inputs
 
 
 def error(logits: Tensor, labels: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def error(logits: Tensor, labels: Tensor) -> Tensor:
     >>> error(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
     tensor(0.5000)
     """
-    labels = checked(logits, labels)
+    labels = check_inputs(logits, labels)
     return 1 - (logits.argmax(dim=1) == labels).float().mean()
 
 
@@ -37,8 +37,8 @@ def nll(logits: Tensor, labels: Tensor) -> Tensor:
     >>> nll(torch.zeros(1, 10), torch.tensor([3]))      # ln 10
     tensor(2.3026)
     """
-    labels = checked(logits, labels)
-    return cross_entropy(logits.to(wide(logits)), labels)
+    labels = check_inputs(logits, labels)
+    return cross_entropy(logits.to(compute_dtype(logits)), labels)
 
 
 def brier(logits: Tensor, labels: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ def brier(logits: Tensor, labels: Tensor) -> Tensor:
     >>> brier(torch.tensor([[99.0, 0.0], [99.0, 0.0]]), torch.tensor([0, 1]))
     tensor(1.)
     """
-    labels = checked(logits, labels)
-    probability = logits.to(wide(logits)).softmax(dim=1)
+    labels = check_inputs(logits, labels)
+    probability = logits.to(compute_dtype(logits)).softmax(dim=1)
     return (probability - one_hot(labels, logits.shape[1])).square().sum(dim=1).mean()
 
 
@@ -107,8 +107,8 @@ def _confidence(logits: Tensor, labels: Tensor, bins: int) -> tuple[Tensor, Tens
     """The largest probability of each row, and whether its class is the label."""
     if bins < 1:
         raise ValueError(f"there must be at least one bin, got {bins}")
-    labels = checked(logits, labels)
-    confidence = logits.to(wide(logits)).softmax(dim=1).amax(dim=1)
+    labels = check_inputs(logits, labels)
+    confidence = logits.to(compute_dtype(logits)).softmax(dim=1).amax(dim=1)
     return confidence, logits.argmax(dim=1) == labels
 
 

@@ -12,12 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from flatmin.core.tensors import wide
-from flatmin.metrics.inputs import checked
+from flatmin.core.tensors import compute_dtype
+from flatmin.metrics.inputs import check_inputs
 
 __all__ = ["temperature"]
 
-COLDEST, HOTTEST = 1e-3, 1e3
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def temperature(logits: Tensor, labels: Tensor) -> Tensor:
     >>> temperature(four, torch.tensor([0, 0, 0, 1]))                  # right in 75 %: 2 / ln 3
     tensor(1.8205)
     """
-    labels = checked(logits, labels)
+    labels = check_inputs(logits, labels)
     scores = logits.double()
     margins = scores - scores.gather(1, labels[:, None])
     if bool(margins.isnan().any() | margins.isposinf().any()):
@@ -43,12 +43,12 @@ def temperature(logits: Tensor, labels: Tensor) -> Tensor:
             f"got {int((margins == math.inf).any(dim=1).sum())} such rows"
         )
     moments = margins.masked_fill(margins.isneginf(), 0)  # an excluded class has no part: 0 · −inf would be nan
-    return torch.tensor(1 / _sharpness(margins, moments), dtype=wide(logits), device=logits.device)
+    return torch.tensor(1 / _inverse_temperature(margins, moments), dtype=compute_dtype(logits), device=logits.device)
 
 
-def _sharpness(margins: Tensor, moments: Tensor) -> float:
+def _inverse_temperature(margins: Tensor, moments: Tensor) -> float:
     """β = 1/T, by Newton's method between two ends."""
-    low, high = 1 / HOTTEST, 1 / COLDEST
+    low, high = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE
     if not bool(moments.any()):
         return 1.0
     if _slope(margins, moments, high)[0] <= 0:

@@ -1,12 +1,12 @@
-"""The optimizers, and what a step of them is made of.
+"""The optimizers, and the parts of their step.
 
 amp.py               Δ ← Π(Δ + ζ ∇J(θ + Δ)): Adversarial Model Perturbation
 rmp.py               Δ uniform in the ball: Random Model Perturbation
 perturbed.py         the step that both share: with a closure, several, or in `perturbed()` blocks
-wrapper.py           the outside: groups, state, checkpoints and copies are those of the base
-weight_storage.py    where θ, θ + Δ and gradients lie: in the parameters, or beside them
+wrapper.py           an optimizer around another: groups, state, checkpoints and copies are the base's
+weight_storage.py    where θ, θ + Δ and gradients are stored: in the parameters, or beside them
 skip_step.py         a base step that does nothing where a gradient was not finite
-grad_scaler.py       fp16: what the optimizer and a torch.amp.GradScaler tell each other
+grad_scaler.py       fp16: scaled gradients, and the state that a torch.amp.GradScaler keeps of them
 accumulation.py      the mean gradient of micro-batches, each with its own Δ
 param_groups.py      which parameters are perturbed
 step_info.py         what the last step measured
@@ -14,7 +14,8 @@ step_info.py         what the last step measured
 
 from flatmin.optim.amp import AMP
 from flatmin.optim.param_groups import groups
+from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.rmp import RMP
 from flatmin.optim.step_info import Last
 
-__all__ = ["AMP", "RMP", "Last", "groups"]
+__all__ = ["AMP", "RMP", "Last", "PerturbedOptimizer", "groups"]

@@ -1,10 +1,10 @@
-"""Gradients kept aside: the mean of several micro-batches', and those that a pass must not spoil.
+"""Gradients kept outside `grad`: the mean over micro-batches, and a snapshot that survives a pass.
 
-Each micro-batch has a perturbation of its own, so its gradient at θ + Δᵢ is there before the next one climbs from θ:
+Each micro-batch has a perturbation of its own, so its gradient at θ + Δᵢ is ready before the next ascent from θ:
 
-    g = (1/k) Σᵢ ∇Jᵢ(θ + Δᵢ)        m-sharpness, with m pictures to a micro-batch
+    g = (1/k) Σᵢ ∇Jᵢ(θ + Δᵢ)        m-sharpness, with m images to a micro-batch
 
-The sum is kept aside, in float32 at least, and left in `grad` at the end.
+The sum is accumulated separately, in float32 at least, and its mean written to `grad` at the end.
 """
 
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from flatmin.ball import combine, norms
-from flatmin.core.tensors import plain, wide
-from flatmin.optim.grad_scaler import Owners, notes_of, put_back_notes
+from flatmin.core.tensors import compute_dtype, plain
+from flatmin.optim.grad_scaler import Owners, restore_scaler_state, scaler_state
 
 
 class MeanGradient:
-    """Adds up what is in the parameters' `grad`, and leaves the mean there.
+    """Sums up the parameters' `grad`, and writes the mean there.
 
     >>> weight = torch.nn.Parameter(torch.zeros(1))
     >>> mean = MeanGradient([weight])
     >>> for gradient in (1.0, 3.0):
     ...     weight.grad = torch.tensor([gradient])
     ...     mean.add()
-    >>> mean.leave()
+    >>> mean.write_mean()
     >>> weight.grad
     tensor([2.])
     """
@@ -45,7 +45,7 @@ class MeanGradient:
                 continue
             total = self._sums.get(param)
             if total is None:  # copied: the next backward pass may write into this memory
-                self._sums[param] = param.grad.to(wide(param.grad), copy=True)
+                self._sums[param] = param.grad.to(compute_dtype(param.grad), copy=True)
             elif param.grad.is_sparse:
                 total.add_(param.grad)
             elif total.is_sparse:
@@ -57,8 +57,8 @@ class MeanGradient:
             torch._foreach_add_(sums, gradients)
 
     @torch.no_grad()
-    def leave(self) -> None:
-        """A parameter that a micro-batch has no gradient of counts as 0 there."""
+    def write_mean(self) -> None:
+        """A parameter without a gradient in some micro-batch counts as 0 there."""
         for param, total in self._sums.items():
             put_gradient(param, total.div_(self._count))
 
@@ -66,14 +66,14 @@ class MeanGradient:
         return combine(norms(list(self._sums.values())).to(home)).isfinite()
 
 
-class Gradients:
-    """The gradients of this moment, and what a scaler has noted of them; to be put back."""
+class GradientSnapshot:
+    """The current gradients, and what a scaler knows of them, to be restored later."""
 
     def __init__(self, params: Iterable[Tensor], scaler: GradScaler | None, owners: Owners) -> None:
         # copied, because the next backward pass may write into this memory: a bucket's, or one that was zeroed in place
         self._kept = {param: None if param.grad is None else param.grad.clone() for param in params}
         self._scaler, self._owners = scaler, owners
-        self._notes = notes_of(scaler, owners)
+        self._scaler_state = scaler_state(scaler, owners)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -82,11 +82,11 @@ class Gradients:
                 param.grad = None
             else:
                 put_gradient(param, gradient)
-        put_back_notes(self._scaler, self._owners, self._notes)
+        restore_scaler_state(self._scaler, self._owners, self._scaler_state)
 
 
 def put_gradient(param: Tensor, gradient: Tensor) -> None:
-    """In place where that can be: `grad` may be a view of a bucket that ranks exchange."""
+    """In place if possible: `grad` may be a view of a bucket that ranks exchange."""
     if param.grad is None or param.grad.is_sparse or gradient.is_sparse:
         param.grad = gradient.to(param.dtype)
     else:

@@ -7,7 +7,7 @@ Adversarial Model Perturbation (Zheng, Zhang, Mao; CVPR 2021) minimises the wors
 on a batch at a time. Its Algorithm 1, with J the loss of the batch:
 
     Δ ← 0
-    N times:  Δ ← Π(Δ + ζ ∇J(θ + Δ))          ascent, then back into the ball of radius ε
+    N times:  Δ ← Π(Δ + ζ ∇J(θ + Δ))          ascent, then projection onto the ball of radius ε
     θ ← base step at θ with ∇J(θ + Δ)
 
 ε is `epsilon`, ζ is `inner_lr`, N is `inner_iter`.
@@ -24,7 +24,16 @@ from torch.optim.sgd import sgd
 
 from flatmin.ball import Ball, Norm, clamp_, combine, radii, shrink
 from flatmin.core import multi_tensor
-from flatmin.core.tensors import ORDINARY, Copies, copy_, is_dense, keep_, lies_like, plain, wide
+from flatmin.core.tensors import (
+    ORDINARY_TYPES,
+    Copies,
+    compute_dtype,
+    copy_,
+    has_layout_of,
+    is_dense,
+    plain,
+    zero_unless_,
+)
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.weight_storage import Beside
 from flatmin.optim.wrapper import Group, whole_number
@@ -38,17 +47,17 @@ class AMP(PerturbedOptimizer):
         loss = optimizer.step(closure)
 
     epsilon     ε, the radius of the ball; 0.1 is a good start
-    inner_lr    ζ, the rate of the ascent
-    inner_iter  N, its steps; each costs a pass
+    inner_lr    ζ, the learning rate of the ascent
+    inner_iter  N, its number of steps; each costs a pass
     ball        what ε bounds: all parameters together ("global"), each "group", or each "tensor"
     norm        "l2", or "linf": the largest number of Δ
-    model       given: BatchNorm statistics and dropout masks of a step are those of its clean pass
-    sync_perturbation   several ranks: one Δ for all, or (False) one a rank, from its own part of the batch; the latter
+    model       if given, BatchNorm statistics and dropout masks of a step are those of its clean pass
+    sync_perturbation   several ranks: one Δ for all, or (False) one per rank, from its part of the batch; the latter
                         needs `model`, the DistributedDataParallel module
 
-    ε and ζ live in `param_groups`, where a group may have its own and schedulers move them; a group with `epsilon=0` is
-    left alone. `last` has what the last step measured. Memory beyond the base's: one copy of the parameters for N = 1,
-    two for N > 1 (Δ in float32 at least).
+    ε and ζ are in `param_groups`, where a group may have its own and schedulers change them; a group with `epsilon=0`
+    is not perturbed. `last` has what the last step measured. Memory beyond the base's: one copy of the parameters for
+    N = 1, two for N > 1 (Δ in float32 at least).
 
     >>> weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = AMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.5)
@@ -92,103 +101,103 @@ class AMP(PerturbedOptimizer):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._delta: Copies[Tensor] = Copies()  # Δ between two steps of ascent; stays empty for N = 1
+        self._delta: Copies[Tensor] = Copies()  # Δ between two ascent steps; stays empty for N = 1
         super().__setstate__(state)
 
     def _forget_step(self) -> None:
         super()._forget_step()
         self._delta.forget()
 
-    def _rooms(self) -> list[Tensor]:
-        return [*super()._rooms(), *self._delta.rooms()]
+    def _memory(self) -> list[Tensor]:
+        return [*super()._memory(), *self._delta.memory()]
 
     @torch.no_grad()
     def _perturb(self, n: int, unscale: float | Tensor) -> None:
         """Δ ← Π(Δ + ζ∇J), and the weights to θ + Δ."""
         if n == 0:
-            self._delta.forget()  # of the micro-batch before
+            self._delta.forget()  # the previous micro-batch's
         steps = [self._ascent(group, n, unscale) for group in self._perturbed_groups()]
         steps = [step for step in steps if step.params]
         if not steps:
             return
         lengths = [self._lengths(step.directions) for step in steps]
         rates, epsilons = [step.rate for step in steps], [step.epsilon for step in steps]
-        found = self._storage.compiled(bring_inside)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
+        found = self._storage.compiled(projection)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
         if n == 0:
             self._measured["grad_norm"] = _times(found.length, unscale)
         self._measured |= {"delta_norm": found.delta_norm, "on_ball": found.on_ball}
         finite = found.finite
-        self._sound = finite if self._sound is None else finite & self._sound
+        self._all_finite = finite if self._all_finite is None else finite & self._all_finite
         self._storage.keep_theta(p for step in steps for p in step.params)
         is_last = n + 1 == self.inner_iter
-        at_once = n == 0 and is_last and self.norm == "l2"  # Δ = rate · factor · ∇J, which nobody asks for later
+        at_once = n == 0 and is_last and self.norm == "l2"  # Δ = rate · factor · ∇J, which is not needed later
         for step, factor in zip(steps, found.factors, strict=True):
-            in_one = self.ball != "tensor" and step.suits_one_kernel()
-            if at_once and isinstance(self._storage, Beside) and multi_tensor.suit(step.params):
+            in_one_kernel = self.ball != "tensor" and step.fits_fused_kernel()
+            if at_once and isinstance(self._storage, Beside) and multi_tensor.can_update(step.params):
                 moved = [self._storage.perturbed(p) for p in step.params]
                 multi_tensor.move(
                     step.params, step.directions, moved, step.rate * factor, finite, rounded_once=self.ball != "tensor"
                 )
-            elif at_once and in_one and all(self._storage.perturbed(p).dtype == p.dtype for p in step.params):
+            elif at_once and in_one_kernel and all(self._storage.perturbed(p).dtype == p.dtype for p in step.params):
                 moved = [self._storage.perturbed(p) for p in step.params]
                 copy_((there, p) for there, p in zip(moved, step.params, strict=True) if there is not p)
                 step.climb(moved, step.rate * factor[0], unless=~finite)
             else:
-                keep_(step.directions, finite)
+                zero_unless_(step.directions, finite)
                 self._place(step, factor, is_last=is_last)
 
     def _ascent(self, group: Group, n: int, unscale: float | Tensor) -> "_Ascent":
         """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
         rate = _times(group["inner_lr"], unscale)
         gradients = {p: self._storage.gradient_of(p) for p in group["params"]}
-        found = {p: _laid_out(gradient, p) for p, gradient in gradients.items() if gradient is not None}
-        if group.get("maximize"):  # what the base climbs, the worst case descends
+        found = {p: _in_layout_of(gradient, p) for p, gradient in gradients.items() if gradient is not None}
+        if group.get("maximize"):  # the base ascends, so the worst case descends
             found = {p: -gradient for p, gradient in found.items()}
         if n == 0:
             return _Ascent(list(found), list(found.values()), rate, group["epsilon"])
         params = [p for p in group["params"] if p in found or p in self._delta]
         for p in params:
             if p not in self._delta:
-                plain(self._delta.room(p, p, dtype=wide(p))).zero_()
+                plain(self._delta.allocate(p, p, dtype=compute_dtype(p))).zero_()
             if p in found:
                 delta = plain(self._delta[p])
                 delta.add_(plain(found[p]).to(delta.dtype) * _on(delta.device, rate))
         return _Ascent(params, [self._delta[p] for p in params], 1.0, group["epsilon"])
 
     def _place(self, step: "_Ascent", factors: Tensor, *, is_last: bool) -> None:
-        """The group's weights to θ + Δ, for any dtype, norm and ball; Δ is kept where another ascent follows."""
+        """The group's weights to θ + Δ, for any dtype, norm and ball; Δ is kept if another ascent step follows."""
         multipliers = step.rate * (factors if self.norm == "l2" else torch.ones_like(factors))
         for p, direction, multiplier in zip(step.params, step.directions, multipliers.unbind(), strict=True):
             along = plain(direction)
-            room = None if is_last else plain(self._delta.room(p, p, dtype=wide(p)))
+            kept = None if is_last else plain(self._delta.allocate(p, p, dtype=compute_dtype(p)))
             # in float32 at least: bfloat16 would round the multiplier to three digits
-            delta = torch.mul(along.to(wide(along)), multiplier.to(along.device), out=room)
+            delta = torch.mul(along.to(compute_dtype(along)), multiplier.to(along.device), out=kept)
             if self.norm == "linf":
                 clamp_(delta, step.epsilon)
             torch.add(plain(self._storage.theta_of(p)), delta, out=plain(self._storage.perturbed(p)))
 
 
-class Inside(NamedTuple):
-    """What brings Δ + ζ∇J into the ball: for each group the factors, one a tensor; and what is known on the way."""
+class Projection(NamedTuple):
+    """The projection of Δ + ζ∇J onto the ball: for each group the factors, one per tensor; and what it measured."""
 
     factors: list[Tensor]
-    length: Tensor  # of all directions together, before the rates
+    length: Tensor  # the norm of all directions together, before the rates
     delta_norm: Tensor
     on_ball: Tensor
     finite: Tensor
 
 
-def bring_inside(
+def projection(
     lengths: Sequence[Tensor],
     rates: Sequence[float | Tensor],
     epsilons: Sequence[float | Tensor],
     *,
     ball: Ball,
     norm: Norm,
-) -> Inside:
-    """The factors that bring rate · direction into its ball (for "linf": each tensor's longest number).
+) -> Projection:
+    """The factors that project rate · direction onto its ball (for "linf": each tensor's largest number).
 
-    `lengths` has one vector a group: the norms of its directions.
+    `lengths` has one vector per group: the norms of its directions.
     """
     length = combine(torch.cat(list(lengths)), norm=norm)
     lengths = [length * rate for length, rate in zip(lengths, rates, strict=True)]
@@ -202,7 +211,7 @@ def bring_inside(
     inside = [length * factor for length, factor in zip(lengths, factors, strict=True)]
     delta_norm = combine(torch.cat(inside), norm=norm).nan_to_num(0, 0, 0)  # Δ = 0 where it is not finite
     touched = [(radius > epsilon).view(-1) for radius, epsilon in zip(out, epsilons, strict=True)]
-    return Inside(factors, length, delta_norm, torch.cat(touched).to(lengths[0].dtype).mean(), finite)
+    return Projection(factors, length, delta_norm, torch.cat(touched).to(lengths[0].dtype).mean(), finite)
 
 
 @dataclass(frozen=True)
@@ -214,24 +223,24 @@ class _Ascent:
     rate: float | Tensor
     epsilon: float | Tensor
 
-    def suits_one_kernel(self) -> bool:
-        """Can torch's fused kernel move these weights? With float64 its rate is too short, in half precision it is
-        wrong on the CPU (torch 2.13).
+    def fits_fused_kernel(self) -> bool:
+        """Can torch's fused kernel move these weights? Not float64, where its lr is float32, nor half precision on
+        the CPU, where it is wrong (torch 2.13).
         """
         pairs = [(plain(p), plain(direction)) for p, direction in zip(self.params, self.directions, strict=True)]
         home = pairs[0][0].device
         return home.type in ("cpu", "cuda") and all(
             p.device == home
-            and is_dense(p)  # the kernel walks through memory, gaps included
+            and is_dense(p)  # the kernel goes through memory, gaps included
             and (p.dtype == torch.float32 or (p.is_cuda and p.dtype in (torch.bfloat16, torch.float16)))
             and (p.dtype, p.device, p.stride()) == (direction.dtype, direction.device, direction.stride())
             for p, direction in pairs
         )
 
     def climb(self, theta: Sequence[Tensor], rate: Tensor, *, unless: Tensor) -> None:
-        """θ + Δ = θ + rate · directions: a step of SGD uphill, which leaves θ as it is where `unless` holds.
+        """θ + Δ = θ + rate · directions: a step of SGD uphill, which leaves θ as it is if `unless` holds.
 
-        One pass over memory and a launch for all tensors; Δ is never written down.
+        One pass over memory and one launch for all tensors; Δ is never stored.
         """
         weights = [plain(p) for p in theta]
         home = weights[0].device
@@ -251,8 +260,8 @@ class _Ascent:
         )
 
 
-def _laid_out(gradient: Tensor, param: Tensor) -> Tensor:
-    """The gradient, laid out over ranks as its parameter is, and with its strides where they tell the same.
+def _in_layout_of(gradient: Tensor, param: Tensor) -> Tensor:
+    """The gradient, sharded over ranks like its parameter, and with the parameter's strides if the layout is the same.
 
     In a dimension of size 1 any stride will do (a 1×1 convolution in channels-last), but not for torch's fused kernels.
     """
@@ -264,13 +273,13 @@ def _laid_out(gradient: Tensor, param: Tensor) -> Tensor:
     placements = getattr(param, "placements", None)
     if placements is not None and gradient.placements != placements:  # type: ignore[attr-defined]
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
-    if type(gradient) in ORDINARY and gradient.stride() != param.stride() and lies_like(gradient, param):
+    if type(gradient) in ORDINARY_TYPES and gradient.stride() != param.stride() and has_layout_of(gradient, param):
         gradient = gradient.as_strided(param.shape, param.stride())
     return gradient
 
 
 def _times(number: Any, unscale: float | Tensor) -> Any:
-    """A launch less where there is nothing to unscale."""
+    """Saves a launch if there is nothing to unscale."""
     return number * unscale if isinstance(unscale, Tensor) else number
 
 

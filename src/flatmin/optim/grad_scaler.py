@@ -1,10 +1,10 @@
-"""What a perturbing optimizer and a torch.amp.GradScaler tell each other.
+"""A perturbed optimizer under a torch.amp.GradScaler.
 
 Under fp16 the closure multiplies the loss by the scaler's S, so gradients come S times too large: the ascent divides by
-S, on the device. Where `scaler.unscale_(optimizer)` was called, to clip, they are in their own size already. The scaler
-decides whether to step by looking at the last gradient alone, so it is told of an earlier pass that overflowed.
+S, on the device. If `scaler.unscale_(optimizer)` was called, to clip, they are unscaled already. The scaler decides
+whether to step by the last gradient alone, so an earlier pass that overflowed is passed on to it.
 
-The scaler keeps what it knows of an optimizer under the optimizer's id. A user speaks of the wrapper, the scaler steps
+The scaler keeps its state of an optimizer under the optimizer's id. A user passes it the wrapper, but the scaler steps
 the base: `owners` are the two.
 """
 
@@ -22,7 +22,7 @@ from flatmin.core.tensors import plain
 Owners = tuple[Optimizer, Optimizer]  # the wrapper and its base
 
 
-def check_in_use(scaler: GradScaler | None) -> None:
+def check_scaler_used(scaler: GradScaler | None) -> None:
     if scaler is not None and scaler._scale is None:
         raise RuntimeError(
             "a GradScaler was passed that has scaled no loss, so gradients would be divided by a scale they do not "
@@ -31,42 +31,42 @@ def check_in_use(scaler: GradScaler | None) -> None:
 
 
 def inverse_scale(scaler: GradScaler | None, owners: Owners, device: torch.device) -> float | Tensor:
-    """1/S, by which the present gradients are to be multiplied. `scaler.get_scale()` would read S back to the host."""
+    """1/S, the factor that unscales the current gradients. `scaler.get_scale()` would read S back to the host."""
     if scaler is None or _unscaled(scaler, owners):
         return 1.0
     return scaler.scale(torch.ones((), device=device)).reciprocal()
 
 
-def new_gradients_come(scaler: GradScaler | None, owners: Owners) -> None:
-    """The next pass brings gradients that are scaled again: what was unscaled before does not count for them."""
+def forget_unscaled(scaler: GradScaler | None, owners: Owners) -> None:
+    """Before a pass: its gradients will be scaled again, so forget that earlier ones were unscaled."""
     if scaler is not None:
         for owner in _unscaled(scaler, owners):
             del scaler._per_optimizer_states[id(owner)]
 
 
-def notes_of(scaler: GradScaler | None, owners: Owners) -> dict[int, Any]:
-    """What the scaler knows of the present gradients."""
+def scaler_state(scaler: GradScaler | None, owners: Owners) -> dict[int, Any]:
+    """What the scaler knows of the current gradients."""
     known = {} if scaler is None else scaler._per_optimizer_states
     return {id(owner): dict(known[id(owner)]) for owner in owners if id(owner) in known}
 
 
-def put_back_notes(scaler: GradScaler | None, owners: Owners, notes: dict[int, Any]) -> None:
+def restore_scaler_state(scaler: GradScaler | None, owners: Owners, saved: dict[int, Any]) -> None:
     if scaler is not None:
         for owner in owners:
             scaler._per_optimizer_states.pop(id(owner), None)
-        scaler._per_optimizer_states.update(notes)
+        scaler._per_optimizer_states.update(saved)
 
 
 def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scaler: GradScaler) -> Tensor:
-    """`scaler.step(base)`, which skips the step and lowers the scale where `skip` holds too; whether it did."""
+    """`scaler.step(base)`, which also skips the step and lowers the scale if `skip` holds; whether it skipped."""
     wrapper, base = owners
     known = scaler._per_optimizer_states
     if id(wrapper) in known:
         known[id(base)] = known.pop(id(wrapper))
-    if _unscaled(scaler, owners):  # the scaler has looked already: correct what it noted
+    if _unscaled(scaler, owners):  # the scaler has checked the gradients already: correct its flags
         for found in known[id(base)]["found_inf_per_device"].values():
             torch.maximum(found, skip.to(found.device, found.dtype), out=found)  # fused kernels skip at exactly 1
-    else:  # it will look now: show it an infinite gradient
+    else:  # it will check them now: make one infinite
         occupied = [gradient for gradient in map(plain, gradients) if gradient.numel()]
         for gradient in sorted(occupied, key=Tensor.numel)[:1]:
             gradient.masked_fill_(skip.to(gradient.device), float("inf"))
@@ -76,7 +76,7 @@ def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scale
 
 
 def step_fused(base: Optimizer, scale: Tensor | None, found_inf: Tensor) -> None:
-    """The step of a base whose kernels unscale and skip by themselves, told as a scaler tells it."""
+    """A step of a base whose kernels unscale and skip by themselves, with the attributes a scaler would set."""
     base.grad_scale, base.found_inf = scale, found_inf  # type: ignore[attr-defined]
     try:
         base.step()
@@ -84,8 +84,8 @@ def step_fused(base: Optimizer, scale: Tensor | None, found_inf: Tensor) -> None
         del base.grad_scale, base.found_inf  # type: ignore[attr-defined]
 
 
-def step_as_told(base: Optimizer, scale: Tensor | None, found_inf: Tensor) -> None:
-    """The base's own step inside `scaler.step(wrapper)`: S (None: unscaled) and the flag are what the scaler left."""
+def step_with_grad_scale(base: Optimizer, scale: Tensor | None, found_inf: Tensor) -> None:
+    """The base's own step inside `scaler.step(wrapper)`, with the S (None: unscaled) and flag that the scaler set."""
     if getattr(base, "_step_supports_amp_scaling", False):
         step_fused(base, scale, found_inf)
         return
@@ -93,7 +93,7 @@ def step_as_told(base: Optimizer, scale: Tensor | None, found_inf: Tensor) -> No
         inverse = scale.double().reciprocal().float()
         for param in (param for group in base.param_groups for param in group["params"] if param.grad is not None):
             plain(param.grad).mul_(inverse.to(param.device))
-    if not found_inf.item():  # as the scaler asks, of an optimizer that does not know it
+    if not found_inf.item():  # as the scaler does for an optimizer that knows nothing of it
         base.step()
 
 

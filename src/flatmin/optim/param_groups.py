@@ -1,24 +1,25 @@
 """Which parameters are perturbed: the groups of an optimizer, split by name.
 
-Δ lives where ε > 0, and ε is a setting of a group, as weight decay is. To perturb norm layers alone, all but biases, or
-adapters alone, each group is split in two that differ in ε and in nothing else.
+Only parameters in a group with ε > 0 are perturbed; ε is a group setting, like weight decay. To perturb norm layers
+alone, all but biases, or adapters alone, each group is split into two that differ in ε and nothing else.
 """
 
 from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from flatmin.optim.wrapper import Group, what
+from flatmin.core.messages import describe
+from flatmin.optim.wrapper import Group
 
 
 def groups(
     model: nn.Module, *, perturb: Callable[[str, nn.Parameter], bool], among: Iterable[Group] | None = None
 ) -> list[Group]:
-    """Groups for an optimizer, in which only what `perturb(name, parameter)` chooses is perturbed.
+    """Groups for an optimizer in which only the parameters that `perturb(name, parameter)` selects are perturbed.
 
-    The rest is trained as ever, with `epsilon=0`. `among` has groups with settings of their own, which they keep, and
-    parameters of `model`; without it, all of the model's are one group. A tied weight has several names and is chosen
-    if one of them is.
+    The rest is trained as usual, with `epsilon=0`. `among` has groups of the model's parameters, which keep their own
+    settings; without it, all parameters form one group. A tied weight has several names, and is selected if one
+    of them is.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     >>> chosen, rest = groups(model, perturb=lambda name, parameter: name.endswith("weight"))
@@ -27,7 +28,8 @@ def groups(
     """
     if not isinstance(model, nn.Module) or not callable(perturb):
         raise TypeError(
-            f"groups takes a model and a function perturb(name, parameter), got {what(model)} and {what(perturb)}; "
+            f"groups takes a model and a function perturb(name, parameter), got {describe(model)} and "
+            f"{describe(perturb)}; "
             'write groups(model, perturb=lambda name, parameter: "norm" in name)'
         )
     names: dict[nn.Parameter, list[str]] = {}

@@ -2,15 +2,15 @@
 
     Δ uniform in {‖Δ‖ ≤ ε},   θ ← base step at θ with ∇J(θ + Δ)
 
-The paper's baseline for AMP: how much of the gain is the perturbation, and how much that it is adversarial?
+The paper's baseline for AMP: how much of the gain comes from perturbing at all, how much from being adversarial?
 """
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatmin.ball import Ball, Norm, combine, fill_with_noise, norms, scales
-from flatmin.core.tensors import plain, wide
+from flatmin.ball import Ball, Norm, combine, fill_with_noise, norms, uniform_factors
+from flatmin.core.tensors import compute_dtype, plain
 from flatmin.optim.perturbed import PerturbedOptimizer
 
 
@@ -65,11 +65,13 @@ class RMP(PerturbedOptimizer):
         fill_with_noise(moved, like=everything, norm=self.norm, generator=self.generator)
         lengths = [norms([self._storage.perturbed(p) for p in here], norm=self.norm).to(self._home) for here in params]
         epsilons = [group["epsilon"] for group in groups]
-        factors = scales(lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator)
+        factors = uniform_factors(lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator)
         for here, scale in zip(params, factors, strict=True):
             for p, factor in zip(here, scale.unbind(), strict=True):
                 noise = plain(self._storage.perturbed(p))
-                torch.add(plain(self._storage.theta_of(p)), noise.to(wide(noise)) * factor.to(p.device), out=noise)
+                torch.add(
+                    plain(self._storage.theta_of(p)), noise.to(compute_dtype(noise)) * factor.to(p.device), out=noise
+                )
         inside = torch.cat([length * scale for length, scale in zip(lengths, factors, strict=True)])
         self._measured["delta_norm"] = combine(inside, norm=self.norm)
         self._measured["on_ball"] = torch.zeros((), device=self._home)

@@ -1,12 +1,12 @@
-"""A base step that does nothing if a flag on the device says so.
+"""A base step that does nothing if a flag on the device is set.
 
-A gradient that is not finite must not reach the weights, nor the optimizer's moments, where it would stay. Asking the
-host whether to step costs a wait every step; so the step is always taken, and undone on the device:
+A gradient that is not finite must not reach the weights, nor the optimizer's moments, where it would stay. Reading the
+flag on the host would cost a sync every step; so the step is always taken, and undone on the device:
 
-    a fused base    is told through `found_inf`, as torch.amp.GradScaler tells it, and its kernels return at once
-    any other base  steps with zero gradients (its moments decay, nothing turns nan), then θ comes back from its copy
+    a fused base    gets the flag as `found_inf`, as from a torch.amp.GradScaler, and its kernels return at once
+    any other base  steps with zero gradients (its moments decay, nothing turns nan), then θ is restored from its copy
 
-Hooks of the base run in between and see the weights before they come back; hooks of the wrapper see them after.
+Hooks of the base run in between and see the weights before they are restored; hooks of the wrapper see them after.
 With a GradScaler the decision is the scaler's.
 """
 
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from flatmin.core.tensors import Copies, choose_, keep_
+from flatmin.core.tensors import Copies, select_, zero_unless_
 from flatmin.optim.grad_scaler import Owners, step_fused, step_scaled
 
 
 def step_unless(
     skip: Tensor, owners: Owners, params: Sequence[Tensor], theta: Copies[Tensor], scaler: GradScaler | None
 ) -> None:
-    """`base.step()`; where `skip` holds, `params` (those with a gradient) and the base's state stay as they are.
+    """`base.step()`; if `skip` holds, `params` (those with a gradient) and the base's state stay as they are.
 
-    `theta` is where copies of parameters are, and where missing ones are made.
+    `theta` has copies of parameters; missing ones are added.
     """
     _, base = owners
     gradients = [p.grad for p in params if p.grad is not None]
@@ -38,12 +38,12 @@ def step_unless(
         _clear_fresh_state(skip, base, stateless)
     else:
         theta.take({p: p for p in params if p not in theta})
-        keep_(gradients, ~skip)
+        zero_unless_(gradients, ~skip)
         base.step()
-        choose_([(p, theta[p]) for p in params], skip)
+        select_([(p, theta[p]) for p in params], skip)
 
 
 def _clear_fresh_state(skip: Tensor, base: Optimizer, stateless: Sequence[Tensor]) -> None:
-    """Zero the state that a skipped first step made: torch's fused SGD leaves its momentum uninitialised there."""
+    """Zero the state that a skipped first step created: torch's fused SGD leaves its momentum uninitialised then."""
     states = [base.state.get(p, {}) for p in stateless]
-    keep_([value for state in states for value in state.values() if isinstance(value, Tensor)], ~skip)
+    zero_unless_([value for state in states for value in state.values() if isinstance(value, Tensor)], ~skip)

@@ -1,4 +1,4 @@
-"""What a step tells: the losses, norms and flags of the last one, and the loss in what a closure returned."""
+"""What a step measures: losses, norms and flags of the last step, and the loss in what a closure returned."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Last:
-    """What the last step measured, as tensors on the device: nothing waits for them until they are read.
+    """What the last step measured, as tensors on the device: there is no host sync until they are read.
 
     `loss` is that of the clean pass and `loss_perturbed` that of the last pass, at θ + Δ (RMP has that pass alone, so
     the two are one); their difference is the sharpness. `grad_norm` is ‖∇J(θ)‖ (RMP: at θ + Δ) and `delta_norm` is ‖Δ‖
-    over all balls together, both in the ball's norm. `on_ball` is the share of balls whose edge Δ was brought back to
-    (for "linf", of tensors with a clamped number). `skipped` tells that a gradient was not finite and θ stayed as it
-    was. None: not measured.
+    over all balls together, both in the ball's norm. `on_ball` is the share of balls where Δ was projected back to the
+    edge (for "linf", of tensors with a clamped number). `skipped` is true if a gradient was not finite and θ stayed as
+    it was. None: not measured.
     """
 
     loss: Tensor | None = None
@@ -41,14 +41,14 @@ def detached_loss(result: object) -> Tensor | None:
 
 
 def mean_loss(results: Sequence[object], home: torch.device) -> Tensor | None:
-    """Of micro-batches; None if one of them has no loss, or their shapes differ."""
+    """The mean loss of micro-batches; None if one of them has no loss, or their shapes differ."""
     losses = [loss for loss in map(detached_loss, results) if loss is not None]
     alike = len(losses) == len(results) and len({loss.shape for loss in losses}) == 1
     return mean_of(losses, home) if alike else None
 
 
 def mean_of(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
-    """Of numbers on devices.
+    """The mean of numbers on any devices.
 
     >>> mean_of([torch.tensor(1.0), torch.tensor(2.0)], torch.device("cpu"))
     tensor(1.5000)

@@ -1,8 +1,8 @@
-"""Where θ, θ + Δ and the gradients of a step lie: in the parameters, or beside them.
+"""Where θ, θ + Δ and the gradients of a step are stored: in the parameters, or beside them.
 
 InPlace    an ordinary step. The parameters move to θ + Δ, θ is kept in copies, gradients are in `grad`
 Beside     a captured step. The parameters stay at θ; θ + Δ is written to tensors beside them, in the precision that
-           the passes compute in, and gradients come from there: θ needs neither a copy nor a way back
+           the passes compute in, and gradients are taken there: θ is neither copied nor restored
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class InPlace:
-    """θ + Δ goes into the parameters; θ is kept in `theta`."""
+    """θ + Δ is written into the parameters; θ is kept in `theta`."""
 
     theta: Copies[Tensor]
 
@@ -41,17 +41,17 @@ class InPlace:
         return norms(tensors, norm=norm)
 
     def compiled(self, function: Function) -> Function:
-        """A function of a few numbers, as fast as it may be here."""
+        """A function of a few numbers, compiled where the step is."""
         return function
 
 
 @dataclass
 class Beside:
-    """θ + Δ goes to `weights`, and the gradients there are in `gradients`; θ stays in the parameters."""
+    """θ + Δ is written to `weights`, and its gradients are in `gradients`; θ stays in the parameters."""
 
     weights: Mapping[Tensor, Tensor]
     gradients: Mapping[Tensor, Tensor]
-    compiler: Callable[[Function], Function] | None  # None: to the bit as without a capture
+    compiler: Callable[[Function], Function] | None  # None: the same bits as without a capture
 
     def keep_theta(self, params: Iterable[Tensor]) -> None:
         """It stays where it is."""
@@ -66,7 +66,7 @@ class Beside:
         return self.gradients.get(param)
 
     def norms_of(self, tensors: Sequence[Tensor], *, norm: Norm) -> Tensor:
-        if self.compiler is not None and norm == "l2" and multi_tensor.measurable(tensors):
+        if self.compiler is not None and norm == "l2" and multi_tensor.can_read(tensors):
             return multi_tensor.lengths(tensors)
         return norms(tensors, norm=norm)
 

@@ -1,9 +1,9 @@
-"""One optimizer to the outside: a wrapper whose state, groups, checkpoints and copies are those of its base.
+"""An optimizer around another one: its state, groups, checkpoints and copies are those of its base.
 
 A wrapper that copies its base's groups must be linked to it again after every load, deepcopy or added group, and each
 forgotten link is a learning rate that no longer changes. So nothing is copied: `state`, `param_groups` and `defaults`
-are properties that reach through. The wrapper's own numbers (ε, ζ) live in the groups beside lr and weight decay, where
-schedulers move them, checkpoints carry them and a group may have its own.
+are properties that return the base's. The wrapper's own numbers (ε, ζ) are in the groups beside lr and weight decay,
+where schedulers move them, checkpoints carry them and a group may have its own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,10 +17,11 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flatmin.ball import BALLS, NORMS, Ball, Norm
+from flatmin.core.messages import describe
 
 Group = dict[str, Any]
 
-_OF_A_MOMENT = ("step", "last", "grad_scale", "found_inf")
+_NOT_COPIED = ("step", "last", "grad_scale", "found_inf")
 
 
 class OptimizerWrapper(Optimizer):
@@ -42,12 +43,12 @@ class OptimizerWrapper(Optimizer):
         for values in (hyperparameters, *base.param_groups):
             check_hyperparameters(base, {key: values[key] for key in hyperparameters if key in values})
         for key, value in hyperparameters.items():
-            earlier = base.defaults.get(key)  # filled in by a wrapper before this one: not a group's own value
+            earlier = base.defaults.get(key)  # set by an earlier wrapper: not a group's own value
             base.defaults[key] = value
             for group in base.param_groups:
                 if group.get(key, earlier) == earlier:
                     group[key] = value
-        # Optimizer.__init__ would make groups and state of its own; __setstate__ makes the rest, the tables of hooks
+        # not Optimizer.__init__, which would create groups and state of its own; __setstate__ creates the hook tables
         self.__setstate__({"base": base, **settings})
 
     @property
@@ -76,7 +77,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def model(self) -> nn.Module | None:
-        """The model whose buffers and random numbers a step looks after; may be set to what a trainer makes of it."""
+        """The model whose buffers and random numbers a step restores; a trainer may set it to its prepared one."""
         return self._model
 
     @model.setter
@@ -86,13 +87,13 @@ class OptimizerWrapper(Optimizer):
         self._attach_model(model)
 
     def _attach_model(self, model: nn.Module | None) -> None:
-        """A model came, or another one."""
+        """Called with every new model."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or pickle carries: not what belongs to a moment (hooks, a scheduler's patch, a step's copies)."""
+        """What a copy or pickle carries: nothing temporary (hooks, a scheduler's patch, a step's copies)."""
         of_a_subclass = {key: value for key, value in vars(self).items() if not key.startswith("_")}
         return {key: getattr(self, key) for key in self._settings} | {
-            key: value for key, value in of_a_subclass.items() if key not in (*self._settings, *_OF_A_MOMENT)
+            key: value for key, value in of_a_subclass.items() if key not in (*self._settings, *_NOT_COPIED)
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,7 +133,7 @@ class OptimizerWrapper(Optimizer):
         return self.base.register_load_state_dict_post_hook(hook, prepend)
 
     def _check_groups(self) -> None:
-        """The groups' values may have come from anywhere by now: a scheduler, a checkpoint, a user."""
+        """Check the groups' values, which may come from anywhere: a scheduler, a checkpoint, a user."""
         for group in self.param_groups:
             check_hyperparameters(
                 self.base, {key: group.setdefault(key, self.defaults[key]) for key in self._hyperparameters}
@@ -170,7 +171,7 @@ def whole_number(name: str, value: object) -> int:
 
 def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None:
     for name, value in values.items():
-        if isinstance(value, Tensor):  # for the fast path: trusted, because reading it would wait for the device
+        if isinstance(value, Tensor):  # of a captured step: not read, because that would wait for the device
             if value.dim():
                 raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
             continue
@@ -189,7 +190,7 @@ def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None
         raise TypeError(f"{name} cannot wrap {type(base).__name__}; wrap the optimizer inside it, `optimizer.base`")
     if not isinstance(base, Optimizer):
         raise TypeError(
-            f"{name} wraps an instance of torch.optim.Optimizer, got {what(base)}; "
+            f"{name} wraps an instance of torch.optim.Optimizer, got {describe(base)}; "
             f"write {name}(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1)"
         )
     for key in signature(type(base)).parameters.keys() & set(hyperparameters):
@@ -215,21 +216,12 @@ def _check_model(base: Optimizer, model: object) -> None:
     if model is None:
         return
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module or None, got {what(model)}")
+        raise TypeError(f"model must be a torch.nn.Module or None, got {describe(model)}")
     optimized = {id(p) for group in base.param_groups for p in group["params"]}
     if optimized and not any(id(p) in optimized for p in model.parameters()):
         raise ValueError(
             f"model must be the one whose parameters the optimizer has, got a {type(model).__name__} with none of them"
         )
-
-
-def what(thing: object) -> str:
-    """A wrong argument, in the words of an error message.
-
-    >>> what(nn.Linear), what(0.1)
-    ('the class Linear', 'an object of type float')
-    """
-    return f"the class {thing.__name__}" if isinstance(thing, type) else f"an object of type {type(thing).__name__}"
 
 
 def _is_positive(epsilon: Any) -> bool:

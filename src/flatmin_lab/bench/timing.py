@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from flatmin.capture.step_spec import in_a_line
+from flatmin.core.messages import one_line
 
 LONGEST = 0.25  # seconds of a block, if that is more than a step
 MIB = 2**20
@@ -103,7 +103,7 @@ def reason(error: Exception) -> str:
     """In one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    return in_a_line(error)
+    return one_line(error)
 
 
 # ---- memory

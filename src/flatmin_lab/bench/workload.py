@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatmin.capture.step_spec import computing_in
+from flatmin.capture import autocast_to
 from flatmin_lab import models
 from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.batches import Batches
@@ -67,4 +67,4 @@ class Work:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """As captured_step has it."""
-        return computing_in(AUTOCAST.get(self.precision), self.device)
+        return autocast_to(AUTOCAST.get(self.precision), self.device)

@@ -8,8 +8,8 @@ smaller batch of a split runs as it is, and so does everything on a CPU. The ker
 import torch
 from torch import Tensor, nn
 
-from flatmin.capture.graph import no_waiting, sound_generator
-from flatmin.core.model_state import evaluating
+from flatmin.core.cuda_graph import capturable_generator, no_host_sync
+from flatmin.core.model_state import eval_mode
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 
@@ -49,7 +49,7 @@ class Answers:
         return self.logits.clone()
 
     def _plainly(self, x: Tensor) -> Tensor:
-        with evaluating(self.model):
+        with eval_mode(self.model):
             logits: Tensor = self.model(x)
         return logits
 
@@ -65,7 +65,7 @@ class Answers:
         try:
             self._warm_up(stream)
             with (
-                sound_generator(torch.cuda.default_generators[x.device.index or 0], x.device),
+                capturable_generator(torch.cuda.default_generators[x.device.index or 0], x.device),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
                 self.logits = self._plainly(self.x)
@@ -80,7 +80,7 @@ class Answers:
             with torch.cuda.stream(stream):
                 for _ in range(WARM):
                     self._plainly(self.x)
-                with no_waiting():
+                with no_host_sync():
                     self._plainly(self.x)
         finally:  # also where it broke off: what it had begun reads x and the weights
             torch.cuda.current_stream(self.x.device).wait_stream(stream)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatmin.capture.step_spec import Task, undone
+from flatmin.capture import StepSpec, rehearsal
 from flatmin.core.model_state import random_state, set_random_state
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
@@ -46,19 +46,19 @@ class Shares:
         self.team, self.devices = team, drawn_from(device)
         self.draws = False  # does the model draw random numbers?
 
-    def rehearse(self, task: Task, index: Tensor, u: Tensor) -> None:
+    def rehearse(self, spec: StepSpec, index: Tensor, u: Tensor) -> None:
         """A share through batch, model and loss, while an error holds nobody up; nothing is left of it."""
         part = self.team.part(len(index))
-        with undone(task), torch.enable_grad():
-            made = task.prepared((index[part], u[part]))
+        with rehearsal(spec), torch.enable_grad():
+            made = spec.make_batch((index[part], u[part]))
             before = self._states()
-            with task.precision():
-                result = task.loss_fn(task.model, *made)
-            task.loss_of(result).backward()
+            with spec.precision():
+                result = spec.loss_fn(spec.model, *made)
+            spec.loss_of(result).backward()
             self.draws = any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True))
             self.x: Tensor = made[0].detach()
 
-    def meet(self, task: Task) -> DistributedDataParallel:
+    def meet(self, spec: StepSpec) -> DistributedDataParallel:
         """The rehearsed model, as one of several that keep equal.
 
         DistributedDataParallel sorts gradients into buckets when it has seen a first pass, and in which order ranks
@@ -66,8 +66,8 @@ class Shares:
         up as one that was never left.
         """
         self.draws = self.team.any(self.draws)
-        replica = DistributedDataParallel(task.model)
-        with undone(task), torch.enable_grad():
+        replica = DistributedDataParallel(spec.model)
+        with rehearsal(spec), torch.enable_grad():
             for _ in range(2):
                 replica(self.x).sum().backward()
         del self.x

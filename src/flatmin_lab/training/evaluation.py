@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flatmin import metrics
-from flatmin.core.model_state import evaluating
-from flatmin.metrics.inputs import is_answer
+from flatmin.core.model_state import eval_mode
 from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
@@ -40,7 +39,7 @@ def logits_of(
     The model is a module, or a function that knows its own mode (`Answers`).
     """
     parts = []
-    with evaluating(model):
+    with eval_mode(model):
         for x, _ in in_order(split, normalise, batch_size=batch_size):
             if stop():
                 return None
@@ -54,7 +53,7 @@ def measured(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
     >>> measured(torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))
     {'error': 0.5, 'nll': None, 'ece': None}
     """
-    answered = is_answer(logits)
+    answered = metrics.has_probabilities(logits)
     if not bool(answered.all()):
         right = (logits.argmax(dim=1) == labels) & answered
         return {**dict.fromkeys(MEASURES), "error": 1 - right.float().mean().item()}
@@ -67,7 +66,7 @@ def bins_of(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
     >>> bins_of(torch.tensor([[9.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))["number"][-1]
     1
     """
-    answered = is_answer(logits)
+    answered = metrics.has_probabilities(logits)
     if bool(answered.any()):
         parts = metrics.reliability(logits[answered], labels[answered], bins=BINS)
     else:

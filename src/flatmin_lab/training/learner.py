@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 
 import flatmin
 from flatmin.core.model_state import random_state, set_random_state
-from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim import PerturbedOptimizer
 from flatmin.regularisers import Mixed, Regulariser
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
@@ -88,12 +88,12 @@ class Learner:
         """Before it is one of several, where there are several: does its share of a step go well?"""
         if team.size > 1:
             self.shares = Shares(team, self.device)
-            self.shares.rehearse(self.taken.task, *next(self.batches.parts(0)))
+            self.shares.rehearse(self.taken.spec, *next(self.batches.parts(0)))
 
     def join(self) -> None:
         """From now on it is one of them; all ranks call it, when all have rehearsed."""
         if self.shares is not None:
-            self._assemble(self.shares.meet(self.taken.task), self.shares)
+            self._assemble(self.shares.meet(self.taken.spec), self.shares)
 
     def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
         """One step on the batch of these pictures; what it measured, as tensors on the device."""

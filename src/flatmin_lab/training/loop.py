@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flatmin.core.model_state import evaluating
+from flatmin.core.model_state import eval_mode
 from flatmin_lab.data.augment.transforms import augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset, Split
@@ -185,7 +185,7 @@ class _Training:
         averaged = [] if self.learner.average is None else [self.learner.average.module]
         self.answers = [Answers(model, capture=capture) for model in (self.learner.model, *averaged)]
         check_batches(self.learner.model, size=recipe.batch_size, count=len(self.data.train), ranks=team.size)
-        with torch.no_grad(), evaluating(self.learner.model):  # does the model take these pictures?
+        with torch.no_grad(), eval_mode(self.learner.model):  # does the model take these pictures?
             self.learner.model(self.normalise(self.data.train.x[:1]))
         self.learner.rehearse(team)
         self.middle = Middle(self.learner, device, team)

@@ -106,7 +106,7 @@ class Ranks(Team):
     def compare(self, mine: Mapping[str, object], *, way_out: str) -> None:
         everyone = torch.distributed.group.WORLD
         with self.together():
-            distributed.compare(mine, [everyone], device=torch.device("cpu"), way_out=way_out)
+            distributed.check_same(mine, [everyone], device=torch.device("cpu"), way_out=way_out)
 
     @contextmanager
     def together(self) -> Iterator[None]:

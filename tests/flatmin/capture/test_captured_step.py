@@ -24,11 +24,12 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import flatmin
 from flatmin.capture.captured_step import CapturedStep, captured_step
-from flatmin.capture.functional_step import Masks, Passes, StandIns
-from flatmin.capture.graph import REPLACED, _check_result, _Knobs, no_waiting
-from flatmin.capture.packed_outputs import Packed
-from flatmin.capture.step_spec import CannotCaptureError, Task, undone
-from flatmin.capture.weight_swap import cast_once
+from flatmin.capture.functional_step import FunctionalStep, PassRandom, SubstituteTensors
+from flatmin.capture.graph import _check_result, _ScheduledSettings
+from flatmin.capture.packed_outputs import PackedTensors
+from flatmin.capture.step_spec import StepSpec, rehearsal
+from flatmin.capture.weight_swap import weights_cast_once
+from flatmin.core.cuda_graph import GENERATOR_REPLACEMENTS, CannotCaptureError, no_host_sync
 from flatmin.core.model_state import HostRandom
 from flatmin_lab.bench.timing import MIB, memory, peak_since, tidy, use_all_streams
 
@@ -156,7 +157,7 @@ def test_an_error_on_the_way_to_a_graph_keeps_no_tensor_alive(monkeypatch: pytes
     step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1))
     step(case.x, case.y)
     monkeypatch.setattr(CapturedStep, "reason", None)  # as on a GPU
-    monkeypatch.setattr(CapturedStep, "_recording", fail)
+    monkeypatch.setattr(CapturedStep, "_graph_for", fail)
     gc.disable()
     try:
         with pytest.warns(UserWarning, match="runs eagerly: it cannot"):
@@ -177,7 +178,7 @@ def test_what_cannot_be_compiled_is_captured_as_it_is(monkeypatch: pytest.Monkey
     step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1))
     step(case.x, case.y)
     monkeypatch.setattr(CapturedStep, "reason", None)
-    monkeypatch.setattr(CapturedStep, "_recording", fail)
+    monkeypatch.setattr(CapturedStep, "_graph_for", fail)
     with pytest.warns(UserWarning, match="cannot be compiled, and is captured as it is: no such thing$"):
         step(case.x, case.y)
     assert (step.compile, step._failure) == (False, None)
@@ -209,18 +210,18 @@ def test_a_base_that_steps_after_the_graph_may_change_its_settings() -> None:
 def test_a_base_whose_settings_keep_moving_is_taken_out_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     case, made = setup(), list[bool]()
 
-    def recording(*_: object, by_torch: bool, **__: object) -> str:
+    def graph(*_: object, by_torch: bool, **__: object) -> str:
         made.append(by_torch)
-        return "a recording"
+        return "a graph"
 
     base = SGD(case.model.parameters(), lr=0.1, momentum=0.9, fused=True)
     step = captured_step(case.model, loss_fn, base, compile=False)
     step(case.x, case.y)
-    monkeypatch.setattr("flatmin.capture.captured_step.Recording", recording)
-    monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda task: None)
+    monkeypatch.setattr("flatmin.capture.captured_step.CapturedGraph", graph)
+    monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda spec: None)
     for number in range(10):
         base.param_groups[0]["momentum"] = 0.8 + number / 100
-        step._recording((case.x, case.y))
+        step._graph_for((case.x, case.y))
     assert made == [True] * 4 + [False]
 
 
@@ -245,20 +246,20 @@ def test_wrong_arguments_are_named() -> None:
 # ---- what a graph records, run without one
 
 
-def task_of(case: Setup, optimizer: Optimizer, **settings: Any) -> Task:
+def spec_of(case: Setup, optimizer: Optimizer, **settings: Any) -> StepSpec:
     given: dict[str, Any] = {"autocast": None, "scaler": None, "loss_fn": loss_fn, "batch": lambda *inputs: inputs}
-    return Task(model=case.model, optimizer=optimizer, **{**given, **settings})
+    return StepSpec(model=case.model, optimizer=optimizer, **{**given, **settings})
 
 
 def aside(case: Setup, optimizer: Optimizer, **settings: Any) -> Callable[[], Any]:
     """A step whose weights stay where they are."""
-    task = task_of(case, optimizer, **settings)
-    passes = Passes(
-        task,
+    spec = spec_of(case, optimizer, **settings)
+    passes = FunctionalStep(
+        spec,
         partial(loss_fn, case.model),
-        StandIns(),
+        SubstituteTensors(),
         (case.x, case.y),
-        masks=Masks(task.device),
+        pass_random=PassRandom(spec.device),
     )
 
     def step() -> Any:
@@ -401,7 +402,7 @@ def test_weights_that_more_than_a_cast_happens_to_stay_float32() -> None:
         loss = (x * plain.to(torch.bfloat16) + x * hooked.to(torch.bfloat16) + Scaled.apply(x, own)).sum()  # type: ignore[no-untyped-call]
         torch.autograd.grad(loss, [plain, hooked, own])
 
-    assert cast_once([plain, hooked, own], torch.bfloat16, work) == {plain}
+    assert weights_cast_once([plain, hooked, own], torch.bfloat16, work) == {plain}
 
 
 class Replacing(nn.Module):
@@ -427,7 +428,7 @@ def test_a_look_leaves_nothing_behind() -> None:
     step = aside(case, optimizer)
 
     def look() -> None:
-        with undone(task_of(case, optimizer, batch=centred)):
+        with rehearsal(spec_of(case, optimizer, batch=centred)):
             step()
             centred(case.x)
             torch.rand(3)
@@ -448,7 +449,7 @@ def test_what_a_graph_would_not_notice_is_refused() -> None:
     step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1))
     step._check()
     handle = case.model[0].weight.register_post_accumulate_grad_hook(lambda p: None)  # type: ignore[index]
-    with pytest.raises(CannotCaptureError, match="a hook after its gradient"):
+    with pytest.raises(CannotCaptureError, match="a weight has a post-accumulate-grad hook"):
         step._check()
     handle.remove()
     case.model[0].weight.data = case.model[2].weight.data[:, :6].repeat(3, 1)[:8]  # type: ignore[index]
@@ -470,34 +471,34 @@ def test_the_modes_and_buffers_of_a_loss_that_is_a_module_are_seen() -> None:
 
     criterion = Criterion(weight=torch.ones(3))
     step = captured_step(case.model, criterion, SGD(case.model.parameters(), lr=0.1))
-    step._look()
-    key, addresses = step._key((case.x, case.y)), step._found_addresses()
+    step._prepare_capture()
+    key, addresses = step._key((case.x, case.y)), step._current_addresses()
     criterion.eval()
     assert step._key((case.x, case.y)) != key
     criterion.weight = torch.full((3,), 2.0)
-    assert step._found_addresses() != addresses
+    assert step._current_addresses() != addresses
 
 
 def test_a_generator_that_was_replaced_makes_every_step_look_again() -> None:
     case = setup()
     step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1))
-    step._look()
-    assert step._found_addresses() == step._addresses
-    REPLACED[0] += 1
-    assert step._found_addresses() != step._addresses
+    step._prepare_capture()
+    assert step._current_addresses() == step._addresses
+    GENERATOR_REPLACEMENTS[0] += 1
+    assert step._current_addresses() != step._addresses
 
 
 def test_more_shapes_than_it_keeps_are_not_captured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays between the captures do not excuse them, unless they are many."""
-    monkeypatch.setattr("flatmin.capture.captured_step.Recording", lambda *_, **__: "a recording")
-    monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda task: None)
+    monkeypatch.setattr("flatmin.capture.captured_step.CapturedGraph", lambda *_, **__: "a graph")
+    monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda spec: None)
     case, chosen = setup(), random.Random(0)
     for count, gives_up in ((8, False), (12, True)):
         step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1), compile=False)
         given_up = False
         try:
             for _ in range(1000):
-                step._recording((torch.zeros(chosen.randint(1, count)),))
+                step._graph_for((torch.zeros(chosen.randint(1, count)),))
         except CannotCaptureError as error:
             given_up = True
             assert "more shapes than the 8 it keeps" in str(error)  # noqa: PT017
@@ -506,15 +507,15 @@ def test_more_shapes_than_it_keeps_are_not_captured_for_ever(monkeypatch: pytest
 
 
 def test_what_is_kept_of_a_step_keeps_nothing_else() -> None:
-    loss, logits = Packed([torch.tensor(1.0), torch.zeros(100, 100)]).fresh()
+    loss, logits = PackedTensors([torch.tensor(1.0), torch.zeros(100, 100)]).unpack()
     assert loss.untyped_storage().nbytes() < 100
     assert logits.shape == (100, 100)
     case = setup()
     optimizer = SGD(case.model.parameters(), lr=0.1)
-    knobs, alive = _Knobs(optimizer, case.x.device), weakref.ref(optimizer)
+    scheduled, alive = _ScheduledSettings(optimizer, case.x.device), weakref.ref(optimizer)
     gc.disable()
     try:
-        del optimizer, knobs
+        del optimizer, scheduled
         assert alive() is None
     finally:
         gc.enable()
@@ -540,7 +541,7 @@ def test_schedules_do_not_change_what_a_graph_holds_fast() -> None:
     case = setup()
     optimizer = flatmin.AMP(SGD(case.model.named_parameters(), lr=0.1, momentum=0.9), epsilon=0.1)
     step = captured_step(case.model, loss_fn, optimizer)
-    step._suits = True
+    step._fits_sgd_kernel = True
     group, known = optimizer.param_groups[0], step._key((case.x, 3))
     for key, value in {"lr": 0.2, "momentum": 0.8, "weight_decay": 0.0, "epsilon": 0.3, "inner_lr": 2}.items():
         group[key] = value
@@ -626,17 +627,19 @@ def test_dropout_masks_are_those_of_the_clean_pass_and_new_in_every_replay() -> 
 
     def with_masks(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         hidden = model[2](model[1](model[0](x)))
-        masks.copy_(torch.cat([masks[1:], (hidden == 0)[None]]))  # a buffer of the graph: the last three passes
+        pass_random.copy_(
+            torch.cat([pass_random[1:], (hidden == 0)[None]])
+        )  # a buffer of the graph: the last three passes
         return cross_entropy(model[3](hidden), y), hidden == 0
 
-    masks = torch.zeros(3, 10, 16, dtype=torch.bool, device="cuda")
+    pass_random = torch.zeros(3, 10, 16, dtype=torch.bool, device="cuda")
     optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=1e-3), epsilon=1e-3, inner_iter=2, model=case.model)
     step = captured_step(case.model, with_masks, optimizer, compile=False)
     seen = []
     for number in range(6):
         _, mask = step(case.x, case.y)
         assert step.captured == (number > 0)
-        assert all(torch.equal(one, mask) for one in masks)
+        assert all(torch.equal(one, mask) for one in pass_random)
         seen.append(mask)
     assert len({tuple(mask.flatten().tolist()) for mask in seen}) == 6
 
@@ -652,7 +655,7 @@ def test_a_scheduler_moves_the_rate_without_a_new_capture(deterministic: None) -
         for _ in range(5):
             step(case.x, case.y)
             scheduler.step()
-        assert len(step._recordings) == captured
+        assert len(step._graphs) == captured
         results.append(case.weights())
     assert same(*results)
 
@@ -673,7 +676,7 @@ def test_new_shapes_and_settings_capture_anew(deterministic: None) -> None:
             if number == 6:
                 optimizer.param_groups[0]["epsilon"] = 0.0
             step(case.x[:count], case.y[:count])
-        assert len(step._recordings) == (5 if captured else 0)
+        assert len(step._graphs) == (5 if captured else 0)
         results.append([*case.weights(), *case.buffers(), *tensors_in(optimizer)])
     assert same(*results)
 
@@ -859,9 +862,9 @@ def test_only_this_thread_must_not_wait() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with no_waiting():
+        with no_host_sync():
             elsewhere()
-    with pytest.raises(CannotCaptureError, match="reads a number back"), no_waiting():
+    with pytest.raises(CannotCaptureError, match="reads a number back"), no_host_sync():
         number.item()
 
 
@@ -912,8 +915,11 @@ def test_half_precision_weights_stand_in_for_casts(deterministic: None) -> None:
         optimizer = flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1, model=case.model)
         step, losses = steps_of(case, optimizer, 5, capture=captured, autocast=torch.bfloat16)
         if captured:
-            (recording,) = step._recordings.values()
-            assert {p.dim() for p in recording.passes.half} >= {2, 4}  # convolution and linear layer, not BatchNorm
+            (graph,) = step._graphs.values()
+            assert {p.dim() for p in graph.functional_step.half} >= {
+                2,
+                4,
+            }  # convolution and linear layer, not BatchNorm
             assert all(p.dtype == torch.float32 for p in case.model.parameters())
         results.append([*losses, *case.weights(), *case.buffers(), *tensors_in(optimizer)])
     assert same(*results)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flatmin.capture.compiler import TakeApart, weight_gradient
+from flatmin.capture.compiler import SplitConvolutionBackward, weight_gradient
 
 
 def backward_of(layer: nn.Conv2d, x: Tensor) -> tuple[torch.fx.GraphModule, tuple[Tensor, ...]]:
@@ -25,7 +25,7 @@ def test_a_backward_pass_taken_apart_gives_the_same_gradients() -> None:
     for layer in (nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=False), nn.Conv2d(4, 8, 1, groups=2, bias=False)):
         module, inputs = backward_of(layer, torch.randn(2, 4, 8, 8))
         expected = module(*inputs)
-        TakeApart()(module.graph)
+        SplitConvolutionBackward()(module.graph)
         module.recompile()
         targets = [node.target for node in module.graph.nodes]
         assert torch.ops.flatmin.weight_gradient.default in targets
@@ -42,7 +42,7 @@ def test_a_gradient_that_the_pass_itself_needs_is_left_where_it_is() -> None:
     with graph.inserting_before(output):
         doubled = graph.call_function(torch.ops.aten.add.Tensor, (mine, mine))
     output.args = ((output.args[0][0], doubled),)
-    TakeApart()(graph)
+    SplitConvolutionBackward()(graph)
     assert torch.ops.flatmin.weight_gradient.default not in [node.target for node in graph.nodes]
 
 

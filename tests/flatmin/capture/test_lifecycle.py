@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import flatmin
 from flatmin.capture.captured_step import CapturedStep, captured_step
-from flatmin.capture.functional_step import Masks, Passes, StandIns
-from flatmin.capture.graph import StateMissingError, _kept, _Knobs, _Numbers
-from flatmin.capture.step_spec import Task, undone
+from flatmin.capture.functional_step import FunctionalStep, PassRandom, SubstituteTensors
+from flatmin.capture.graph import StateMissingError, _DeviceNumbers, _own_memory, _ScheduledSettings
+from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.core import multi_tensor
 
 STEPS = 14
@@ -40,50 +40,50 @@ class Again:
 
     def __init__(
         self,
-        task: Task,
+        spec: StepSpec,
         forward: Callable[..., Any],
-        space: StandIns,
+        space: SubstituteTensors,
         inputs: Sequence[Any],
         *,
         by_kernel: bool,
         by_torch: bool,
     ) -> None:
-        self.task = task
-        self.inputs = tree_map_only(Tensor, lambda given: _kept(given, device=task.device), tuple(inputs))
-        self.knobs = _Knobs(task.optimizer, task.device)
-        self.rates: _Numbers | None = None
+        self.spec = spec
+        self.inputs = tree_map_only(Tensor, lambda given: _own_memory(given, device=spec.device), tuple(inputs))
+        self.scheduled = _ScheduledSettings(spec.optimizer, spec.device)
+        self.rates: _DeviceNumbers | None = None
         if by_kernel:
-            self.rates = _Numbers(lambda: multi_tensor.rates_of(task.base), torch.float64, task.device)
+            self.rates = _DeviceNumbers(lambda: multi_tensor.rates_of(spec.base), torch.float64, spec.device)
         self.inside = by_kernel or by_torch
-        self.passes = Passes(
-            task,
+        self.functional_step = FunctionalStep(
+            spec,
             forward,
             space,
             self.inputs,
-            masks=Masks(task.device),
-            rates=None if self.rates is None else self.rates.there,
-            base_too=self.inside,
+            pass_random=PassRandom(spec.device),
+            rates=None if self.rates is None else self.rates.on_device,
+            with_base=self.inside,
         )
-        with undone(task), self.knobs.in_groups():
-            gradients = self.passes.run()
-            if self.rates is not None and not multi_tensor.has_state(task.base, gradients):
+        with rehearsal(spec), self.scheduled.in_groups():
+            gradients = self.functional_step.run()
+            if self.rates is not None and not multi_tensor.has_state(spec.base, gradients):
                 raise StateMissingError
 
     @torch.no_grad()
     def replay(self, inputs: Sequence[Any]) -> Any:
         for here, given in zip(tree_leaves(self.inputs), tree_leaves(tuple(inputs)), strict=True):
             here.copy_(given)
-        self.knobs.refresh()
+        self.scheduled.refresh()
         if self.rates is not None:
             self.rates.refresh()
-        with self.knobs.in_groups():
-            self.passes.step()
-        if self.task.wrapper is not None:
-            self.task.wrapper._store_in_place()
-            self.task.wrapper._forget_step()
+        with self.scheduled.in_groups():
+            self.functional_step.step()
+        if self.spec.wrapper is not None:
+            self.spec.wrapper._store_in_place()
+            self.spec.wrapper._forget_step()
         if not self.inside:
-            self.passes.step_base()
-        return self.passes.result
+            self.functional_step.step_base()
+        return self.functional_step.result
 
 
 def sgd_by_torch(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Tensor, skip: Tensor) -> None:
@@ -108,18 +108,18 @@ def sgd_by_torch(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Ten
 
 @pytest.fixture
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatmin.capture.captured_step.Recording", Again)
-    monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda task: StandIns())
+    monkeypatch.setattr("flatmin.capture.captured_step.CapturedGraph", Again)
+    monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda spec: SubstituteTensors())
     monkeypatch.setattr(CapturedStep, "reason", property(lambda step: step._failure))
     monkeypatch.setattr(multi_tensor, "sgd", sgd_by_torch)
-    real = CapturedStep._look
+    real = CapturedStep._prepare_capture
 
     def look(step: CapturedStep) -> None:
         real(step)
-        step._suits = True  # for our kernel, where the base is SGD
-        step._addresses = step._found_addresses()
+        step._fits_sgd_kernel = True  # for our kernel, where the base is SGD
+        step._addresses = step._current_addresses()
 
-    monkeypatch.setattr(CapturedStep, "_look", look)
+    monkeypatch.setattr(CapturedStep, "_prepare_capture", look)
 
 
 def network() -> nn.Sequential:

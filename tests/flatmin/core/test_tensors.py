@@ -8,7 +8,7 @@ import torch
 from tests.support.cases import same
 from torch import Tensor
 
-from flatmin.core.tensors import Copies, choose_, choose_at_once, choose_one_by_one, keep_, plain
+from flatmin.core.tensors import Copies, plain, select_, select_at_once, select_one_by_one, zero_unless_
 
 SPECIAL = [0.0, -0.0, 1.0, -1.5, float("inf"), float("-inf"), float("nan"), 1e-40, 3.4e38]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
@@ -35,7 +35,7 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("flag", [True, False])
 def test_keep_leaves_every_bit_or_none(dtype: torch.dtype, flag: bool) -> None:
     kept = [tensor.clone() for tensor in tensors(dtype)]
-    keep_(kept, torch.tensor(flag))
+    zero_unless_(kept, torch.tensor(flag))
     expected = tensors(dtype) if flag else [torch.zeros_like(tensor) for tensor in tensors(dtype)]
     assert same(kept, expected)
 
@@ -45,11 +45,11 @@ def test_keep_leaves_every_bit_or_none(dtype: torch.dtype, flag: bool) -> None:
 def test_choose_takes_every_bit_of_one_or_the_other(dtype: torch.dtype, flag: bool) -> None:
     targets, sources = [t.clone() for t in tensors(dtype)], [t.flip(0) if t.dim() else t + 1 for t in tensors(dtype)]
     expected = [t.clone() for t in (sources if flag else targets)]
-    choose_(zip(targets, sources, strict=True), torch.tensor(flag))
+    select_(zip(targets, sources, strict=True), torch.tensor(flag))
     assert same(targets, expected)
 
 
-@pytest.mark.parametrize("way", [choose_one_by_one, choose_at_once])
+@pytest.mark.parametrize("way", [select_one_by_one, select_at_once])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("flag", [True, False])
 def test_both_ways_of_choosing_are_the_same(

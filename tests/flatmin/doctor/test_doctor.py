@@ -99,7 +99,7 @@ def test_an_examination_leaves_the_world_as_it_was() -> None:
 
 def test_a_crash_is_told_with_the_user_s_lines_alone() -> None:
     (crash,) = (finding for finding in examine(BROKEN["a crash"][0]) if finding.verdict == "error")
-    assert "trainings.py" in crash.seen
+    assert "doctor_cases.py" in crash.seen
     assert "RuntimeError" in crash.seen
     assert "flatmin/doctor" not in crash.seen
     assert "Traceback" not in crash.seen

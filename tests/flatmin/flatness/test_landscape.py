@@ -46,7 +46,7 @@ def test_a_plane_is_the_loss_at_each_point_and_its_axes_are_lines(case: Case) ->
 @pytest.mark.parametrize("name", CASES)
 def test_the_centre_is_the_loss_itself_bit_for_bit(name: str, device: str) -> None:
     case = Case(name, dtype=torch.float32, device=device)
-    with torch.no_grad(), flatmin.core.model_state.evaluating(case.model):
+    with torch.no_grad(), flatmin.core.model_state.eval_mode(case.model):
         centre = sum(part(case.model) for part in parts_of(case.loss))
     plane = flatness.plane(case.model, case.loss, xs=torch.tensor([-1.0, 0.0]), ys=torch.tensor([0.0]))
     assert torch.equal(plane.losses[0, 1], torch.as_tensor(centre))

@@ -267,7 +267,7 @@ def test_half_precision_gradients_are_added_up_in_float32() -> None:
 def test_bad_closures_are_named_and_lose_nothing() -> None:
     case = setup()
     optimizer, theta = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1), case.weights()
-    with pytest.raises(ValueError, match="or a list of one a micro-batch, got an empty list"):
+    with pytest.raises(ValueError, match="or a list with one per micro-batch, got an empty list"):
         optimizer.step([])
     with pytest.raises(TypeError, match="got an object of type float by position"):
         optimizer.step([case.closure(optimizer), 0.5])  # type: ignore[list-item]
@@ -336,7 +336,7 @@ def test_sparse_and_dense_gradients_of_one_parameter_are_added() -> None:
             weight.grad = gradient
             mean.add()
             weight.grad = None
-        mean.leave()
+        mean.write_mean()
         torch.testing.assert_close(weight.grad, torch.tensor([1.5, 0.5, 0.5]))
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import flatmin
-from flatmin.core.model_state import evaluating
+from flatmin.core.model_state import eval_mode
 from flatmin.doctor import Crash, Finding, MakeTraining, examine, own_lines
 from flatmin_lab import models
 from flatmin_lab.cli import display
@@ -118,7 +118,7 @@ def training(name: str, shape: Sequence[int], device: torch.device) -> MakeTrain
 
 def _check(model: nn.Module, x: Tensor) -> None:
     try:
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), eval_mode(model):
             answer = model(x)
     except (RuntimeError, ValueError) as error:
         shape = ",".join(map(str, x.shape[1:]))
