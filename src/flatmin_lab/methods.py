@@ -24,11 +24,11 @@ from flatmin.regularisers import REGULARISERS, Regulariser, erm
 from flatmin_lab.data.normalise import Normalisation
 
 
-def _as_it_is(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+def _unwrapped(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _around(optimizer: Optimizer, model: nn.Module, *, wrapper: Callable[..., Optimizer], **settings: Any) -> Optimizer:
+def _wrap(optimizer: Optimizer, model: nn.Module, *, wrapper: Callable[..., Optimizer], **settings: Any) -> Optimizer:
     return wrapper(optimizer, model=model, **settings)
 
 
@@ -39,7 +39,7 @@ class Method:
     name: str
     regulariser: Regulariser
     dropout: float = 0.0
-    wrap: Callable[[Optimizer, nn.Module], Optimizer] = _as_it_is
+    wrap: Callable[[Optimizer, nn.Module], Optimizer] = _unwrapped
 
 
 def dropout(rate: float = 0.1) -> Method:
@@ -53,7 +53,7 @@ def rmp(
     epsilon: float = 0.1, *, ball: Ball = "global", norm: Norm = "l2", generator: torch.Generator | None = None
 ) -> Method:
     """A random perturbation of the weights in a ball of radius 0.1."""
-    wrap = partial(_around, wrapper=flatmin.RMP, epsilon=epsilon, ball=ball, norm=norm, generator=generator)
+    wrap = partial(_wrap, wrapper=flatmin.RMP, epsilon=epsilon, ball=ball, norm=norm, generator=generator)
     return Method(name="rmp", regulariser=erm(), wrap=wrap)
 
 
@@ -72,7 +72,7 @@ def amp(
     """
     settings: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
     settings["sync_perturbation"] = sync_perturbation
-    wrap = partial(_around, wrapper=flatmin.AMP, epsilon=epsilon, **settings)
+    wrap = partial(_wrap, wrapper=flatmin.AMP, epsilon=epsilon, **settings)
     return Method(name="amp", regulariser=erm(), wrap=wrap)
 
 
@@ -80,10 +80,10 @@ OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp
 METHODS = (*REGULARISERS, *OTHERS)
 
 
-def resolved(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A method's settings with the paper's where none are given: numbers and words, not generators or switches.
 
-    >>> resolved("amp", {"epsilon": 0.1})
+    >>> resolve_settings("amp", {"epsilon": 0.1})
     {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2'}
     """
     make = OTHERS.get(name) or REGULARISERS[name]

@@ -76,7 +76,7 @@ def dies_at(call: int) -> None:
 
 def dies_half_way(number: int) -> None:
     """From now on the process kills itself when half of its checkpoint of that number is on the disk."""
-    left, real = [number], files.written_whole
+    left, real = [number], files.atomic_write
 
     class Half:
         def __init__(self, file: BinaryIO) -> None:
@@ -95,7 +95,7 @@ def dies_half_way(number: int) -> None:
         with real(path) as file:
             yield Half(file)
 
-    setattr(checkpoint, "written_whole", torn)  # noqa: B010  # where the module looks it up
+    setattr(checkpoint, "atomic_write", torn)  # noqa: B010  # where the module looks it up
 
 
 def state_of(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from flatmin_lab.data import Batches, Dataset, Normalisation, Split, augmentation
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.events import Record, Saved
+from flatmin_lab.runs.events import Event, Saved
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 
@@ -74,9 +74,9 @@ def after(steps: int) -> Callable[[], str | None]:
     return stop
 
 
-def run(recipe: Recipe, folder: Path | None = None, **more: Any) -> list[Record]:
+def run(recipe: Recipe, folder: Path | None = None, **more: Any) -> list[Event]:
     return list(train(recipe, tiny_data(), folder=folder, **more))
 
 
-def saves(records: list[Record]) -> Iterator[int]:
+def saves(records: list[Event]) -> Iterator[int]:
     return (record.step for record in records if isinstance(record, Saved))

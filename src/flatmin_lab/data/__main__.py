@@ -14,7 +14,7 @@ from flatmin_lab.data.formats.download_progress import download_bar
 def describe(data: Dataset, seconds: float) -> str:
     """A few lines of facts."""
     statistics = Normalisation.of(data.train)
-    scale = 255 if data.train.pictures else 1
+    scale = 255 if data.train.is_images else 1
     counts = {
         which: split.y.bincount(minlength=data.num_classes)
         for which, split in (("train", data.train), ("test", data.test))

@@ -55,7 +55,7 @@ class Batches:
             raise ValueError(
                 f"the batch size must be from 1 to the {len(self.split)} pictures of the split, got {self.batch_size}"
             )
-        if self.augment.stages and not self.split.pictures:
+        if self.augment.stages and not self.split.is_images:
             raise ValueError("only pictures can be augmented, got points; use the augmentation 'none'")
         self.augment.check(self.split.shape)
 
@@ -71,7 +71,7 @@ class Batches:
     def at(self, index: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The batch of these pictures with these random numbers: device work alone, of a shape that `index` fixes."""
         x = self.split.x[index]
-        if self.split.pictures:  # points have no augmentation
+        if self.split.is_images:  # points have no augmentation
             x = self.augment(x, u)
         return self.normalise(x, dtype=self.dtype), self.split.y[index]
 

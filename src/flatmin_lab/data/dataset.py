@@ -36,13 +36,13 @@ class Split:
         return self.x.shape[1:]
 
     @property
-    def pictures(self) -> bool:
+    def is_images(self) -> bool:
         return self.x.dtype == torch.uint8
 
     @property
     def kind(self) -> str:
         """What it holds, in words: "pictures of 3 × 32 × 32"."""
-        return f"{'pictures' if self.pictures else 'points'} of {' × '.join(map(str, self.shape))}"
+        return f"{'pictures' if self.is_images else 'points'} of {' × '.join(map(str, self.shape))}"
 
     def to(self, device: torch.device | str) -> "Split":
         """On that device; itself where it is there already."""
@@ -66,7 +66,7 @@ class Dataset:
     def __post_init__(self) -> None:
         where = f"{self.name} ({self.source})" if self.source else self.name
         for which, split in (("training", self.train), ("test", self.test)):
-            _check(where, which, split, len(self.names))
+            _check_split(where, which, split, len(self.names))
         if self.train.shape != self.test.shape:
             raise ValueError(
                 f"{where}: training and test pictures must have one shape, "
@@ -115,7 +115,7 @@ class Dataset:
         return digest.hexdigest()
 
 
-def numbered(y_train: Tensor, y_test: Tensor, where: str) -> list[str]:
+def default_class_names(y_train: Tensor, y_test: Tensor, where: str) -> list[str]:
     """Names for classes that have none: 0, 1, 2, … up to the largest label."""
     low, high = int(min(y_train.min(), y_test.min())), int(max(y_train.max(), y_test.max()))
     if low != 0:
@@ -132,7 +132,7 @@ def numbered(y_train: Tensor, y_test: Tensor, where: str) -> list[str]:
     return [str(number) for number in range(high + 1)]
 
 
-def _check(name: str, which: str, split: Split, num_classes: int) -> None:
+def _check_split(name: str, which: str, split: Split, num_classes: int) -> None:
     """The rules of a split."""
     x, y = split.x, split.y
     if len(x) != len(y):
@@ -157,7 +157,7 @@ def _check(name: str, which: str, split: Split, num_classes: int) -> None:
         )
 
 
-def stratified(labels: Tensor, *, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def stratified_split(labels: Tensor, *, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Indices of two parts in their old order; the second has that share of every class, rounded."""
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():

@@ -24,34 +24,34 @@ class Normalisation:
         """The statistics of a split. A channel that never varies keeps its scale."""
         if not isinstance(split, Split):
             raise TypeError(f"Normalisation.of takes a Split such as data.train, got {type(split).__name__}")
-        if split.pictures:
-            mean, variance = _of_pictures(split.x)
+        if split.is_images:
+            mean, variance = _image_statistics(split.x)
         else:
             mean, variance = split.x.double().mean(dim=0), split.x.double().var(dim=0, correction=0)
-        deviation = torch.where(variance > 0, variance, 1.0).sqrt()
-        return Normalisation(mean.float(), deviation.float())
+        std = torch.where(variance > 0, variance, 1.0).sqrt()
+        return Normalisation(mean.float(), std.float())
 
     def __call__(self, x: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """uint8 pictures or float points, normalised; in `dtype`, computed in float32."""
-        mean, std = self._beside(x)
+        mean, std = self._statistics_like(x)
         unit = x.float() / 255 if x.dtype == torch.uint8 else x
         return ((unit - mean) / std).to(dtype)
 
     def undo(self, x: Tensor) -> Tensor:
         """Back to pictures with values from 0 to 1, or to points."""
-        mean, std = self._beside(x)
+        mean, std = self._statistics_like(x)
         return x.float() * std + mean
 
-    def _beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _statistics_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and deviation in a shape that meets x's channels."""
         view = (-1, *[1] * (x.ndim - 2))
         return self.mean.view(view), self.std.view(view)
 
 
-def _of_pictures(x: Tensor) -> tuple[Tensor, Tensor]:
+def _image_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of x/255 from a count of each of the 256 grey levels: no float copy of the set is made."""
     levels = torch.arange(256, device=x.device)
-    counts = torch.stack([_counts(x[:, channel]) for channel in range(x.shape[1])])
+    counts = torch.stack([_level_counts(x[:, channel]) for channel in range(x.shape[1])])
     n = x.numel() // x.shape[1]
     total, squares = (counts * levels).sum(dim=1), (counts * levels**2).sum(dim=1)
     # n² · variance in whole numbers: nothing cancels
@@ -61,5 +61,5 @@ def _of_pictures(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-def _counts(channel: Tensor, *, part: int = 4096) -> Tensor:
+def _level_counts(channel: Tensor, *, part: int = 4096) -> Tensor:
     return torch.stack([torch.bincount(piece.flatten(), minlength=256) for piece in channel.split(part)]).sum(dim=0)

@@ -35,7 +35,7 @@ def _svhn(name: str, root: Path) -> Dataset | None:
 
 OFFICIAL: dict[str, Callable[[str, Path], Dataset | None]] = {"cifar10": _cifar, "cifar100": _cifar, "svhn": _svhn}
 EMBEDDED: dict[str, Callable[[], Dataset]] = {"digits": digits.load, "spiral": spiral.load}
-MADE = tuple(f"{name}{synthetic.SUFFIX}" for name in OFFICIAL)
+SYNTHETIC = tuple(f"{name}{synthetic.SUFFIX}" for name in OFFICIAL)
 DATA_SETS = (*OFFICIAL, *EMBEDDED)  # those that are real; the spiral is the paper's own
 
 
@@ -62,7 +62,7 @@ def load(
 def _load(name: str, root: Path, *, download: bool, progress: Progress | None, size: tuple[int, int] | None) -> Dataset:
     if name in EMBEDDED:
         return EMBEDDED[name]()
-    if name in MADE:
+    if name in SYNTHETIC:
         return synthetic.load(name)
     if name in OFFICIAL:
         found = OFFICIAL[name](name, root)
@@ -72,7 +72,7 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
                     fetch(remote, root, progress=progress)
             found = OFFICIAL[name](name, root)
         if found is None:
-            raise FileNotFoundError(_missing(name, root))
+            raise FileNotFoundError(_not_found(name, root))
         return found
     path = Path(name).expanduser()
     if name and path.is_dir():
@@ -88,7 +88,7 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
     )
 
 
-def _missing(name: str, root: Path) -> str:
+def _not_found(name: str, root: Path) -> str:
     if name == "svhn":
         looked = list(svhn.FILES)
     else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-EVEN = 8  # channels that the half-precision kernels of a GPU handle at once
+CHANNEL_MULTIPLE = 8  # channels that the half-precision kernels of a GPU handle at once
 
 
 def relu(dropout: float) -> list[nn.Module]:
@@ -28,14 +28,14 @@ def head(channels: int, num_classes: int, dropout: float, *, momentum: float = 0
     )
 
 
-class FewChannels(nn.Conv2d):
+class PaddedConv2d(nn.Conv2d):
     """A convolution of pictures, which have three channels, or one.
 
     In half precision a GPU has no fast kernels for so few. There they are filled up with zeros to eight: the same sums.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        missing = -self.in_channels % EVEN
+        missing = -self.in_channels % CHANNEL_MULTIPLE
         if not (missing and x.is_cuda and torch.is_autocast_enabled("cuda")):
             return super().forward(x)
         filled, weight = (pad(tensor, [0, 0, 0, 0, 0, missing]) for tensor in (x, self.weight))
@@ -44,7 +44,7 @@ class FewChannels(nn.Conv2d):
 
 
 def conv3x3(inputs: int, outputs: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
-    kind = FewChannels if inputs < EVEN else nn.Conv2d
+    kind = PaddedConv2d if inputs < CHANNEL_MULTIPLE else nn.Conv2d
     return kind(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=bias)
 
 

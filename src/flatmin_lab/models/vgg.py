@@ -10,8 +10,8 @@ from flatmin_lab.models.layers import check, conv3x3, initialise, relu
 
 # convolutions in each of the five groups, which have 1, 2, 4, 8 and 8 times the width: 64 to 512 channels
 DEPTHS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-TIMES = (1, 2, 4, 8, 8)
-SIDE = 2 ** len(TIMES)
+WIDTH_FACTORS = (1, 2, 4, 8, 8)
+MIN_SIDE = 2 ** len(WIDTH_FACTORS)
 
 
 class VGG(nn.Module):
@@ -37,7 +37,7 @@ class VGG(nn.Module):
             raise ValueError(f"VGG's width must be at least 1, got {width}")
         layers: list[nn.Module] = []
         channels = in_channels
-        for times, count in zip(TIMES, DEPTHS[depth], strict=True):
+        for times, count in zip(WIDTH_FACTORS, DEPTHS[depth], strict=True):
             for _ in range(count):
                 layers += [conv3x3(channels, times * width, bias=True), nn.BatchNorm2d(times * width), *relu(dropout)]
                 channels = times * width
@@ -55,9 +55,9 @@ class VGG(nn.Module):
         initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        if min(x.shape[2:]) < SIDE:
+        if min(x.shape[2:]) < MIN_SIDE:
             raise ValueError(
-                f"VGG halves pictures {len(TIMES)} times and needs at least {SIDE} by {SIDE} pixels, "
+                f"VGG halves pictures {len(WIDTH_FACTORS)} times and needs at least {MIN_SIDE} by {MIN_SIDE} pixels, "
                 f"got {x.shape[2]} by {x.shape[3]}; use another model for small pictures"
             )
         logits: Tensor = self.classifier(self.features(x))

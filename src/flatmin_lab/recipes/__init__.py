@@ -6,3 +6,8 @@ lr_schedules.py    learning rates as functions of the step
 paper_tables.py    the paper's tables and figures, each a function that lists its recipes
 paper_numbers.py   what the paper reports
 """
+
+from flatmin_lab.recipes.defaults import default_recipe
+from flatmin_lab.recipes.recipe import Job, Recipe
+
+__all__ = ["Job", "Recipe", "default_recipe"]

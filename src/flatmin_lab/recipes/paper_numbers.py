@@ -49,7 +49,7 @@ cifar100 pyramidnet164_270 17.13±0.210 15.09±0.092 16.45±0.136 14.34±0.153 1
 
 class Value(NamedTuple):
     mean: float
-    deviation: float | None = None
+    std: float | None = None
 
 
 def reported(data: str, model: str, method: str, augment: str = "vanilla") -> dict[str, Value]:
@@ -77,5 +77,5 @@ def _tables() -> dict[tuple[str, str, str, str], dict[str, Value]]:
 
 
 def _value(text: str) -> Value:
-    mean, _, deviation = text.partition("±")
-    return Value(float(mean), float(deviation) if deviation else None)
+    mean, _, std = text.partition("±")
+    return Value(float(mean), float(std) if std else None)

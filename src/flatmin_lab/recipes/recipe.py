@@ -17,19 +17,19 @@ from typing import Any, Literal, NamedTuple
 
 from flatmin_lab import methods, models
 from flatmin_lab.data.augment.transforms import KINDS, Kind
-from flatmin_lab.data.registry import MADE, OFFICIAL
+from flatmin_lab.data.registry import OFFICIAL, SYNTHETIC
 from flatmin_lab.recipes.lr_schedules import SCHEDULES
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
-EPOCHS, BATCH = 200, 50  # the paper's
-PROTOCOLS = {"paper": EPOCHS, "short": 60, "smoke": 3}  # and their epochs
-LONG = 150  # epochs from which on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
+PAPER_EPOCHS, PAPER_BATCH_SIZE = 200, 50  # the paper's
+PROTOCOLS = {"paper": PAPER_EPOCHS, "short": 60, "smoke": 3}  # and their epochs
+LONG_EPOCHS = 150  # epochs from which on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
 SHORT_RADIUS = 0.1
-RADIUS = {"digits": 0.3, "spiral": 0.2}  # of AMP at these lengths
+SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # of AMP at these lengths
 # the paper's tables: the first with its own augmentation, the second with three
 TABLE_1, TABLE_2 = ("preactresnet18", "vgg16"), ("wideresnet28_10", "pyramidnet164_270")
-COMMON = {"num_classes", "in_channels", "dropout"}  # what every model takes
+COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # what every model takes
 SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast, and not what
 
 
@@ -46,8 +46,8 @@ class Recipe:
     augment: Kind = "vanilla"
     label_noise: float = 0.0  # share of the training labels replaced by a wrong one
     validation: bool = False  # train on nine tenths and measure on the last one: the test set is not looked at
-    epochs: int = EPOCHS
-    batch_size: int = BATCH
+    epochs: int = PAPER_EPOCHS
+    batch_size: int = PAPER_BATCH_SIZE
     lr: float = 0.1
     momentum: float = 0.9
     nesterov: bool = True
@@ -89,19 +89,19 @@ class Recipe:
 
     def _rules(self) -> list[tuple[str, str, bool]]:
         return [
-            ("epochs", "a whole number of at least 1", _whole(self.epochs)),
-            ("batch_size", "a whole number of at least 1", _whole(self.batch_size)),
+            ("epochs", "a whole number of at least 1", _is_positive_int(self.epochs)),
+            ("batch_size", "a whole number of at least 1", _is_positive_int(self.batch_size)),
             (
                 "model_settings",
                 "the model's own, without those of every model",
-                not COMMON & self.model_settings.keys(),
+                not COMMON_SETTINGS & self.model_settings.keys(),
             ),
             ("lr", "above 0 and finite", 0 < self.lr < float("inf")),
             ("momentum", "at least 0 and below 1 (and above 0 for Nesterov's)", 0 <= self.momentum < 1),
             ("nesterov", "false where momentum is 0", self.momentum > 0 or not self.nesterov),
             ("weight_decay", "at least 0 and finite", 0 <= self.weight_decay < float("inf")),
             ("label_noise", "at least 0 and below 1", 0 <= self.label_noise < 1),
-            ("milestones", "rising shares between 0 and 1", _rising(self.milestones)),
+            ("milestones", "rising shares between 0 and 1", _is_rising(self.milestones)),
             ("gamma", "above 0 and at most 1", 0 < self.gamma <= 1),
             ("warmup", "epochs, at least 0 and fewer than there are", 0 <= self.warmup < self.epochs),
             ("warmup", "0 with one_cycle, which has its own", not (self.warmup and self.schedule == "one_cycle")),
@@ -119,7 +119,7 @@ class Recipe:
         kinds = ("vanilla",) if self.model in TABLE_1 else ("vanilla", "cutout", "autoaugment")
         lengths = {count: name for name, epochs in PROTOCOLS.items() for count in (epochs, 2 * epochs)}
         name = lengths.get(self.epochs)
-        if self.data not in (MADE if name == "smoke" else OFFICIAL) or self.model not in TABLE_1 + TABLE_2:
+        if self.data not in (SYNTHETIC if name == "smoke" else OFFICIAL) or self.model not in TABLE_1 + TABLE_2:
             return "own"
         if name is None or self.augment not in (*kinds, "vanilla_v1"):
             return "own"
@@ -130,8 +130,8 @@ class Recipe:
         if replace(self, settings={}) != plain:
             return "own"
         usual = replace(plain, epochs=PROTOCOLS[name])
-        settings = methods.resolved(self.method, perturbation(usual) if self.method == "amp" else {})
-        mine = methods.resolved(self.method, self.settings)
+        settings = methods.resolve_settings(self.method, perturbation(usual) if self.method == "amp" else {})
+        mine = methods.resolve_settings(self.method, self.settings)
         apart = [f"{key} {mine.get(key)}" for key in {**settings, **mine} if mine.get(key) != settings.get(key)]
         apart += ["first version's crops"] * (self.augment not in kinds) + ["no Nesterov"] * (not self.nesterov)
         apart += [f"clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
@@ -181,19 +181,19 @@ def differences(here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _whole(number: object) -> bool:
+def _is_positive_int(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
-def _rising(milestones: tuple[float, ...]) -> bool:
+def _is_rising(milestones: tuple[float, ...]) -> bool:
     return list(milestones) == sorted(set(milestones)) and all(0 < share < 1 for share in milestones)
 
 
 def perturbation(recipe: Recipe) -> dict[str, float]:
     """ε and ζ: the paper's for 200 epochs, and a small radius for short trainings."""
-    if recipe.data in RADIUS:
-        return {"epsilon": RADIUS[recipe.data], "inner_lr": 1.0}
+    if recipe.data in SMALL_DATA_RADIUS:
+        return {"epsilon": SMALL_DATA_RADIUS[recipe.data], "inner_lr": 1.0}
     epsilon, inner_lr = {"cutout": (0.3, 0.5), "autoaugment": (0.1, 0.1)}.get(recipe.augment, (0.5, 1.0))
     if recipe.model.startswith("vgg"):
         epsilon, inner_lr = 0.1, 0.2
-    return {"epsilon": epsilon if recipe.epochs >= LONG else min(epsilon, SHORT_RADIUS), "inner_lr": inner_lr}
+    return {"epsilon": epsilon if recipe.epochs >= LONG_EPOCHS else min(epsilon, SHORT_RADIUS), "inner_lr": inner_lr}

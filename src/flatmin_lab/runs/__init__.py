@@ -10,3 +10,33 @@ result.py             result.json, flat
 result_store.py       results/: a file for each finished run, and what is planned
 evaluation_files.py   what was measured of a run after its training
 """
+
+from flatmin_lab.runs.events import (
+    DivergedError,
+    Epoch,
+    Event,
+    Failed,
+    Finished,
+    Measured,
+    Note,
+    Progress,
+    RunError,
+    Saved,
+    Started,
+    Stopped,
+)
+
+__all__ = [
+    "DivergedError",
+    "Epoch",
+    "Event",
+    "Failed",
+    "Finished",
+    "Measured",
+    "Note",
+    "Progress",
+    "RunError",
+    "Saved",
+    "Started",
+    "Stopped",
+]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.optional_deps import need
 
 NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
@@ -62,7 +62,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
     text = json.dumps(checkpoint.state, allow_nan=False)
     content = save(tensors, metadata={"state": text, "sha256": digest(tensors, text)})
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(content)
 
 

@@ -27,7 +27,7 @@ def exists(path: Path) -> bool:
     return (path / "config.json").exists()
 
 
-def stored(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """The folder's config.json, checked."""
     if not exists(path):
         raise FileNotFoundError(f"{path} is not a run folder: it has no config.json")
@@ -41,7 +41,7 @@ def stored(path: Path) -> dict[str, Any]:
     return known
 
 
-class Newest(NamedTuple):
+class NewestCheckpoint(NamedTuple):
     """The newest checkpoint that is whole, if there is one, and what is wrong with newer ones."""
 
     path: Path | None
@@ -49,7 +49,7 @@ class Newest(NamedTuple):
     damaged: list[tuple[Path, DamagedError]]
 
 
-def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> Newest:
+def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> NewestCheckpoint:
     """Of checkpoints that come newest first; one of another run than the config's is an error."""
     damaged: list[tuple[Path, DamagedError]] = []
     for path in places:
@@ -59,8 +59,8 @@ def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> Newest:
             damaged.append((path, error))
         else:
             check_same(path, whole.state.get("run", {}), config)
-            return Newest(path, whole, damaged)
-    return Newest(None, None, damaged)
+            return NewestCheckpoint(path, whole, damaged)
+    return NewestCheckpoint(None, None, damaged)
 
 
 def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:

@@ -11,24 +11,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 
 EVALUATION, LANDSCAPE = "evaluation.json", "landscape.json"
 
 
-def keep(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
+def write_evaluation(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
     """Write it down; what an earlier look at the same checkpoint found besides stays."""
     path = folder / name
-    known = stored(folder, name) or {}
+    known = read_evaluation(folder, name) or {}
     if known.get("checkpoint") != found["checkpoint"]:
         known = {}
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(json.dumps({**known, **found}, indent=1, allow_nan=False).encode())
     return path
 
 
-def stored(folder: Path, name: str) -> dict[str, Any] | None:
+def read_evaluation(folder: Path, name: str) -> dict[str, Any] | None:
     """What is kept there; None where there is nothing, or nothing that can be read."""
     try:
         return read_json(folder / name)

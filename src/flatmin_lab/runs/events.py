@@ -29,11 +29,11 @@ class BusyError(RunError):
     """Another process is at work in that folder: its message begins so."""
 
 
-class ElsewhereError(RunError):
+class OtherRankError(RunError):
     """Another process of those that train a model together could not go on, so none of them does."""
 
 
-class RefusedElsewhereError(ElsewhereError, ValueError):
+class OtherRankRefusedError(OtherRankError, ValueError):
     """What another process was asked for makes no sense."""
 
 
@@ -112,4 +112,4 @@ class Finished:
     result: Mapping[str, Any]
 
 
-Record = Started | Progress | Epoch | Saved | Measured | Note | Stopped | Failed | Finished
+Event = Started | Progress | Epoch | Saved | Measured | Note | Stopped | Failed | Finished

@@ -28,19 +28,19 @@ from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.config import IDENTITY, newest_whole
 from flatmin_lab.runs.events import Note, RunError
 from flatmin_lab.runs.tensorboard import Board
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 
-KEPT = 2
+KEPT_CHECKPOINTS = 2
 
 
 @dataclass(eq=False)
 class RunFolder:
-    """Made by `run_opening.open_`; until it is closed, no other process can open it."""
+    """Made by `run_opening.open_run_folder`; until it is closed, no other process can open it."""
 
     path: Path
     config: Mapping[str, Any]
-    held: IO[bytes]
+    lock_file: IO[bytes]
     board: Board | None = field(default=None, init=False)
     notes: list[Note] = field(default_factory=list, init=False)  # for the reader, until they are told
 
@@ -48,19 +48,19 @@ class RunFolder:
     def identity(self) -> dict[str, Any]:
         return {key: self.config[key] for key in IDENTITY}
 
-    def begin(self) -> None:
+    def write_config(self) -> None:
         with self._writing("config.json"):
             self._write_json("config.json", self.config)
 
-    def told(self) -> Iterator[Note]:
+    def take_notes(self) -> Iterator[Note]:
         while self.notes:
             yield self.notes.pop(0)
 
     def close(self) -> None:
         try:
-            self._draw(lambda board: board.close())
+            self._use_board(lambda board: board.close())
         finally:
-            self.held.close()
+            self.lock_file.close()
 
     # ---- checkpoints
 
@@ -69,14 +69,14 @@ class RunFolder:
         path = self.path / checkpoint.name_of(step)
         with self._writing(f"the checkpoint after step {step}"):
             checkpoint.write(path, Checkpoint(saved.tensors, {**saved.state, "run": self.identity}))
-        for old in checkpoint.listed(self.path)[KEPT:]:
+        for old in checkpoint.listed(self.path)[KEPT_CHECKPOINTS:]:
             with suppress(OSError):  # it will be tried again
                 old.unlink(missing_ok=True)
         with self._writing("state.json"):
             self._write_json("state.json", {"step": step, "saved": _now(), "checkpoints": self._names()})
         return path
 
-    def newest(self) -> Checkpoint | None:
+    def newest_checkpoint(self) -> Checkpoint | None:
         """The newest whole checkpoint; newer ones that are not are put aside, and a note says so."""
         _, whole, damaged = newest_whole(checkpoint.listed(self.path), self.config)
         if damaged and whole is None:
@@ -89,7 +89,7 @@ class RunFolder:
             self.notes.append(Note(f"{what}; it was put aside as {path.name}.damaged, and the one before it is used"))
         return whole
 
-    def kept(self) -> str | None:
+    def newest_name(self) -> str | None:
         """The newest checkpoint's name."""
         return next(iter(self._names()), None)
 
@@ -111,7 +111,7 @@ class RunFolder:
                         f"are kept in {aside.name}"
                     )
                 )
-            with written_whole(path) as file:
+            with atomic_write(path) as file:
                 file.write("".join(_json(line) + "\n" for line in lines).encode())
         try:
             self.board = Board.where_installed(self.path / "tensorboard", after=len(lines))
@@ -121,9 +121,9 @@ class RunFolder:
     def add_metrics(self, line: Mapping[str, Any]) -> None:
         with self._writing("metrics.jsonl"), (self.path / "metrics.jsonl").open("ab") as file:
             file.write((_json(line) + "\n").encode())
-        self._draw(lambda board: board.add(line))
+        self._use_board(lambda board: board.add(line))
 
-    def _draw(self, act: Callable[[Board], None]) -> None:
+    def _use_board(self, act: Callable[[Board], None]) -> None:
         if self.board is not None:
             try:
                 act(self.board)
@@ -149,17 +149,17 @@ class RunFolder:
             self.notes.append(Note(f"{error}; it was put aside as result.json.damaged"))
             return None
 
-    def diverged(self, what: str, step: int) -> None:
+    def write_divergence(self, what: str, step: int) -> None:
         """For whoever watches: why it will not go on. A later checkpoint puts an end to that."""
         with suppress(OSError):
             self._write_json("state.json", {"step": step, "diverged": what, "checkpoints": self._names()})
 
-    def finish(self, result: Mapping[str, Any]) -> None:
+    def write_result(self, result: Mapping[str, Any]) -> None:
         with self._writing("result.json"):
             self._write_json("result.json", result)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        with written_whole(self.path / name) as file:
+        with atomic_write(self.path / name) as file:
             file.write((_json(content, indent=2) + "\n").encode())
 
     @contextmanager
@@ -170,7 +170,7 @@ class RunFolder:
             yield
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            kept = self.kept()
+            kept = self.newest_name()
             raise RunError(
                 f"{what} could not be written to {self.path}: {'the disk is full' if full else error}. "
                 f"{f'The checkpoint {kept} is whole' if kept else 'There is no checkpoint yet'}; "
@@ -183,7 +183,7 @@ class RunFolder:
             there = (self.path / ".lock").stat()
         except FileNotFoundError:
             there = None
-        here = os.fstat(self.held.fileno())
+        here = os.fstat(self.lock_file.fileno())
         if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             raise RunError(
                 f"{self.path} was removed or replaced while this run was training; nothing was written to it"

@@ -7,10 +7,10 @@ tuning, and named so. `best_test_epoch` is the published code's rule, chosen wit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatmin_lab.methods import resolved
+from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.recipe import Recipe
 
-MEASURED = ("_loss", "_error", "_nll", "_ece", "memorised")
+METRIC_SUFFIXES = ("_loss", "_error", "_nll", "_ece", "memorised")
 
 
 def split_of(numbers: Mapping[str, Any]) -> str:
@@ -18,7 +18,7 @@ def split_of(numbers: Mapping[str, Any]) -> str:
     return "validation" if "validation_error" in numbers else "test"
 
 
-def result_of(
+def build_result(
     recipe: Recipe, seed: int, data_sha256: str, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     last = lines[-1]
@@ -27,10 +27,10 @@ def result_of(
         "recipe": settings.pop("name"),
         "protocol": recipe.protocol,
         **settings,
-        "settings": resolved(recipe.method, recipe.settings),
+        "settings": resolve_settings(recipe.method, recipe.settings),
         "data_sha256": data_sha256,
         "seed": seed,
-        **{name: value for name, value in last.items() if name.endswith(MEASURED)},
+        **{name: value for name, value in last.items() if name.endswith(METRIC_SUFFIXES)},
         **_best(lines),
         "seconds": last["seconds"],
         **facts,

@@ -17,21 +17,29 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from flatmin_lab.methods import resolved
+from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.recipe import SPEED, Job
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import numbers, read_json
 
 State = Literal["done", "unmeasured", "without weights", "failed", "begun", "missing"]
 PLANNED, FAILED, COST = "planned.json", ".failed.json", "cost-"
-SAME = ("_error", "_nll", "seconds", "seed", "data_sha256", "commit", "hardware")  # by which a training is known again
+IDENTITY_SUFFIXES = (
+    "_error",
+    "_nll",
+    "seconds",
+    "seed",
+    "data_sha256",
+    "commit",
+    "hardware",
+)  # by which a training is known again
 CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, as far as known
 
 
 @dataclass(frozen=True)
-class Ledger:
+class ResultStore:
     results: Path
     runs: Path
 
@@ -66,28 +74,28 @@ class Ledger:
         if found is not None:
             if all(part in found for part in parts):
                 return "done"
-            return "unmeasured" if self.is_of(job, found) else "without weights"
+            return "unmeasured" if self.has_weights_of(job, found) else "without weights"
         if self.failure(job).exists():
             return "failed"
         return "begun" if run_config.exists(self.folder(job)) else "missing"
 
-    def is_of(self, job: Job, result: Mapping[str, Any]) -> bool:
+    def has_weights_of(self, job: Job, result: Mapping[str, Any]) -> bool:
         """Whether the run's folder holds the weights that a result is of, and not those of another training."""
         folder = self.folder(job)
         if not checkpoint.listed(folder) or not (folder / "result.json").exists():
             return False
         own = read_json(folder / "result.json")
-        return all(own.get(key) == result.get(key) for key in own if key.endswith(SAME))
+        return all(own.get(key) == result.get(key) for key in own if key.endswith(IDENTITY_SUFFIXES))
 
     def write(self, job: Job, result: Mapping[str, Any]) -> Path:
         """A run's result; what it failed with before is forgotten."""
-        _write(self.file(job), result)
+        _write_json(self.file(job), result)
         self.failure(job).unlink(missing_ok=True)
         return self.file(job)
 
     def write_failure(self, job: Job, what: str, step: int | None, facts: Mapping[str, Any]) -> None:
-        said = {"name": job.recipe.name, "protocol": job.recipe.protocol, **_known(job)}
-        _write(self.failure(job), {**said, "error": what, "step": step, **facts})
+        said = {"name": job.recipe.name, "protocol": job.recipe.protocol, **_identity(job)}
+        _write_json(self.failure(job), {**said, "error": what, "step": step, **facts})
 
     # ---- what AMP costs
 
@@ -97,7 +105,7 @@ class Ledger:
     def write_cost(self, protocol: str, found: Mapping[str, Any]) -> Path:
         """One file a kind of hardware."""
         machine = "".join(c if c.isalnum() else "-" for c in str(found["hardware"]).lower())
-        _write(self.results / protocol / f"{COST}{machine}.json", {"protocol": protocol, **found})
+        _write_json(self.results / protocol / f"{COST}{machine}.json", {"protocol": protocol, **found})
         return self.results / protocol / f"{COST}{machine}.json"
 
     # ---- what was planned
@@ -132,7 +140,7 @@ class Ledger:
         ]
         if new:
             lines = ",\n".join(f"  {json.dumps(run)}" for run in [*known, *new])
-            _written(self.results / PLANNED, f'{{"runs": [\n{lines}\n]}}\n')
+            _write_text(self.results / PLANNED, f'{{"runs": [\n{lines}\n]}}\n')
         return len(new)
 
 
@@ -142,7 +150,7 @@ def curves_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, list[
     return {name: numbers([line.get(key) for line in lines]) for name, key in keys.items() if key in lines[-1]}
 
 
-def tidy(folder: Path, kept: Path | None = None) -> None:
+def remove_old_checkpoints(folder: Path, kept: Path | None = None) -> None:
     """Of a finished run the last weights are enough: those that were measured, or the newest."""
     places = checkpoint.listed(folder)
     for old in [place for place in places if place != (kept or places[0])]:
@@ -150,16 +158,16 @@ def tidy(folder: Path, kept: Path | None = None) -> None:
             old.unlink()
 
 
-def _known(job: Job) -> dict[str, Any]:
+def _identity(job: Job) -> dict[str, Any]:
     """What names a training in a table."""
     recipe = job.recipe
     names = {"data": recipe.data, "model": recipe.model, "method": recipe.method, "seed": job.seed}
-    return {**names, "settings": resolved(recipe.method, recipe.settings), "augment": recipe.augment}
+    return {**names, "settings": resolve_settings(recipe.method, recipe.settings), "augment": recipe.augment}
 
 
 def differs(found: Mapping[str, Any], job: Job) -> list[str]:
     """In what a result differs from what is asked for; how fast it was computed is nothing of that kind."""
-    asked = {**job.recipe.as_json(), **_known(job)}
+    asked = {**job.recipe.as_json(), **_identity(job)}
     ignored = {"name", *(key for key in SPEED if key != "precision")}
     return [
         f"{key} is {found.get(key)!r} there and {value!r} here"
@@ -172,13 +180,13 @@ def _sorted(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     """A key a line: small, and a change is one line."""
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items())
-    _written(path, f"{{\n{lines}\n}}\n")
+    _write_text(path, f"{{\n{lines}\n}}\n")
 
 
-def _written(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())

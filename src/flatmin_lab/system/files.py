@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
 
-BESIDE = ".beside"
+TEMPORARY_SUFFIX = ".beside"
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file to write into; it gets its name, in place of what had it, when the block ends without an exception."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{BESIDE}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
     try:
         with beside.open("wb") as file:
             yield file
@@ -29,15 +29,15 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-    settle(path.parent)
+    fsync_folder(path.parent)
 
 
-def standing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """The path, or the next folder above that is there: in it, what is missing will be made."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
-def settle(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """The folder itself to the disk, so that the new name lasts; where folders cannot be opened there is no need."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
@@ -47,9 +47,9 @@ def settle(folder: Path) -> None:
             os.close(handle)
 
 
-def sweep(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """Remove what killed writers left beside; whoever calls this holds the folder's lock."""
-    for left in folder.glob(f".*{BESIDE}"):
+    for left in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         left.unlink(missing_ok=True)
 
 

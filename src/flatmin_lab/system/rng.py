@@ -23,33 +23,33 @@ from flatmin.core.model_state import random_state, set_random_state
 State = Tensor | torch.Generator
 
 
-class Surroundings:
+class RandomScope:
     """Entered, the world is the training's, with its GPU as the current one; left, it is the caller's."""
 
     def __init__(self, device: torch.device, *, deterministic: bool) -> None:
-        self.device, self.devices = device, drawn_from(device)
+        self.device, self.devices = device, generator_devices(device)
         self.deterministic = deterministic
         if deterministic and device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         self.own: dict[torch.device, State] = {}
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         current = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with current, self._own_generators(), _switched(self.deterministic):
+        with current, self._own_generators(), _determinism(self.deterministic):
             yield
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
         outer = {device: _state(device) for device in self.devices}
         for device in self.devices:
-            _put(device, self.own[device] if self.own else _apart(device, outer[device]))
+            _set_state(device, self.own[device] if self.own else _private_copy(device, outer[device]))
         try:
             yield
         finally:
             self.own = {device: _state(device) for device in self.devices}
             for device, state in outer.items():
-                _put(device, state)
+                _set_state(device, state)
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -65,19 +65,19 @@ def _state(device: torch.device) -> State:
     return _generator(device).graphsafe_get_state() if device.type == "cuda" else random_state(device)
 
 
-def _put(device: torch.device, state: State) -> None:
+def _set_state(device: torch.device, state: State) -> None:
     if isinstance(state, Tensor):
         set_random_state(device, state)
     else:
         _generator(device).graphsafe_set_state(state)
 
 
-def _apart(device: torch.device, state: State) -> State:
+def _private_copy(device: torch.device, state: State) -> State:
     """One with the same values, that nobody else has."""
     return state if isinstance(state, Tensor) else state.clone_state()
 
 
-def drawn_from(device: torch.device) -> list[torch.device]:
+def generator_devices(device: torch.device) -> list[torch.device]:
     """The devices whose default generators a training on that one draws from."""
     return list({torch.device("cpu"): None, device: None})
 
@@ -94,7 +94,7 @@ def seed_generators(devices: Iterable[torch.device], seed: int) -> None:
 
 
 @contextmanager
-def _switched(deterministic: bool) -> Iterator[None]:
+def _determinism(deterministic: bool) -> Iterator[None]:
     """Deterministic algorithms where asked for, here or before; else cuDNN may choose the fastest ones."""
     before = torch.are_deterministic_algorithms_enabled()
     warn, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark

@@ -11,3 +11,7 @@ captured_forward.py   the forward pass in eval mode as a CUDA graph
 ranks.py              the processes that train one model, and what they must agree on
 data_parallel.py      what each rank computes of a step
 """
+
+from flatmin_lab.training.loop import train
+
+__all__ = ["train"]

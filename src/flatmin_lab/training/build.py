@@ -13,25 +13,25 @@ from torch.optim import SGD
 
 from flatmin_lab import methods, models
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.label_noise import with_wrong_labels
+from flatmin_lab.data.label_noise import add_label_noise
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.methods import Method
 from flatmin_lab.recipes.recipe import Recipe
 
 
-class Prepared(NamedTuple):
+class PreparedData(NamedTuple):
     data: Dataset  # what it is measured on is its test split, whichever that is
     which: str  # "test", or "validation"
     wrong: Tensor  # the places of wrong training labels
     normalise: Normalisation
 
 
-def prepared(recipe: Recipe, data: Dataset, seed: int) -> Prepared:
+def prepare_data(recipe: Recipe, data: Dataset, seed: int) -> PreparedData:
     """The same for every method with that seed."""
     which = "validation" if recipe.validation else "test"
     chosen = data.held_out(seed) if recipe.validation else data
-    noisy, wrong = with_wrong_labels(chosen, recipe.label_noise, seed=seed)
-    return Prepared(noisy, which, wrong, Normalisation.of(noisy.train))
+    noisy, wrong = add_label_noise(chosen, recipe.label_noise, seed=seed)
+    return PreparedData(noisy, which, wrong, Normalisation.of(noisy.train))
 
 
 class ClippedSGD(SGD):
@@ -69,7 +69,7 @@ def build_sgd(recipe: Recipe, model: nn.Module) -> SGD:
     return ClippedSGD(model.parameters(), clip_norm=recipe.clip_norm, **settings)
 
 
-def method_of(recipe: Recipe, normalise: Normalisation) -> Method:
+def build_method(recipe: Recipe, normalise: Normalisation) -> Method:
     return methods.build(recipe.method, normalise=normalise, **recipe.settings)
 
 

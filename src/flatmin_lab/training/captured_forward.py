@@ -13,51 +13,51 @@ from flatmin.core.model_state import evaluating
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 
-FULL = 500  # pictures in a full batch
-WARM = 3  # passes before a capture: cuDNN's search, memory
+EVAL_BATCH_SIZE = 500  # pictures in a full batch
+WARMUP_PASSES = 3  # passes before a capture: cuDNN's search, memory
 
 
-class Answers:
+class CapturedForward:
     """A function from inputs to logits: the model in eval mode, without gradients.
 
     >>> model = nn.Sequential(nn.Dropout(0.5), nn.Flatten())
-    >>> Answers(model)(torch.ones(1, 1, 2)), model.training
+    >>> CapturedForward(model)(torch.ones(1, 1, 2)), model.training
     (tensor([[1., 1.]]), True)
     """
 
-    def __init__(self, model: nn.Module, *, full: int = FULL, capture: bool = True) -> None:
-        self.model, self.full, self.capture = model, full, capture
+    def __init__(self, model: nn.Module, *, batch_size: int = EVAL_BATCH_SIZE, capture: bool = True) -> None:
+        self.model, self.batch_size, self.capture = model, batch_size, capture
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._held: object = None  # what the graph holds fast
+        self._captured_for: object = None  # what the graph holds fast
 
     def prepare(self, split: Split, normalise: Normalisation) -> None:
         """Capture now what would be captured later, so that its memory is taken from the start."""
-        if self.capture and split.x.is_cuda and len(split) >= self.full:
-            self(normalise(split.x[: self.full]))
+        if self.capture and split.x.is_cuda and len(split) >= self.batch_size:
+            self(normalise(split.x[: self.batch_size]))
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.capture or not x.is_cuda or len(x) != self.full:
-            return self._plainly(x)
-        if self._held != (held := self._holds(x)):
-            self._held, self.graph = held, None
-            self._try(x)
+        if not self.capture or not x.is_cuda or len(x) != self.batch_size:
+            return self._run_eager(x)
+        if self._captured_for != (signature := self._signature(x)):
+            self._captured_for, self.graph = signature, None
+            self._capture(x)
         if self.graph is None:
-            return self._plainly(x)
+            return self._run_eager(x)
         self.x.copy_(x)
         self.graph.replay()
         return self.logits.clone()
 
-    def _plainly(self, x: Tensor) -> Tensor:
+    def _run_eager(self, x: Tensor) -> Tensor:
         with evaluating(self.model):
             logits: Tensor = self.model(x)
         return logits
 
-    def _holds(self, x: Tensor) -> object:
+    def _signature(self, x: Tensor) -> object:
         tensors = (*self.model.parameters(), *self.model.buffers())
         return x.shape, x.stride(), x.dtype, x.device, [tensor.data_ptr() for tensor in tensors]
 
-    def _try(self, x: Tensor) -> None:
+    def _capture(self, x: Tensor) -> None:
         """Capture a pass; what cannot be captured is computed as it is. A lack of memory is not hidden."""
         self.x = x.clone()
         stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()
@@ -68,7 +68,7 @@ class Answers:
                 sound_generator(torch.cuda.default_generators[x.device.index or 0], x.device),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
-                self.logits = self._plainly(self.x)
+                self.logits = self._run_eager(self.x)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -78,9 +78,9 @@ class Answers:
     def _warm_up(self, stream: torch.cuda.Stream) -> None:
         try:
             with torch.cuda.stream(stream):
-                for _ in range(WARM):
-                    self._plainly(self.x)
+                for _ in range(WARMUP_PASSES):
+                    self._run_eager(self.x)
                 with no_waiting():
-                    self._plainly(self.x)
+                    self._run_eager(self.x)
         finally:  # also where it broke off: what it had begun reads x and the weights
             torch.cuda.current_stream(self.x.device).wait_stream(stream)

@@ -31,41 +31,41 @@ from flatmin.capture.step_spec import Task, undone
 from flatmin.core.model_state import random_state, set_random_state
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.system.rng import drawn_from, seed_generators
-from flatmin_lab.training.captured_forward import FULL
+from flatmin_lab.system.rng import generator_devices, seed_generators
+from flatmin_lab.training.captured_forward import EVAL_BATCH_SIZE
 from flatmin_lab.training.evaluation import logits_of
-from flatmin_lab.training.ranks import Team
+from flatmin_lab.training.ranks import RankGroup
 
-Made = tuple[Tensor, Any]  # a batch: inputs, and what the loss compares with
+Batch = tuple[Tensor, Any]  # a batch: inputs, and what the loss compares with
 
 
-class Shares:
+class BatchSharding:
     """One rank's view of the batches."""
 
-    def __init__(self, team: Team, device: torch.device) -> None:
-        self.team, self.devices = team, drawn_from(device)
+    def __init__(self, ranks: RankGroup, device: torch.device) -> None:
+        self.ranks, self.devices = ranks, generator_devices(device)
         self.draws = False  # does the model draw random numbers?
 
     def rehearse(self, task: Task, index: Tensor, u: Tensor) -> None:
         """A share through batch, model and loss, while an error holds nobody up; nothing is left of it."""
-        part = self.team.part(len(index))
+        part = self.ranks.shard(len(index))
         with undone(task), torch.enable_grad():
             made = task.prepared((index[part], u[part]))
-            before = self._states()
+            before = self._generator_states()
             with task.precision():
                 result = task.loss_fn(task.model, *made)
             task.loss_of(result).backward()
-            self.draws = any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True))
+            self.draws = any(not torch.equal(a, b) for a, b in zip(before, self._generator_states(), strict=True))
             self.x: Tensor = made[0].detach()
 
-    def meet(self, task: Task) -> DistributedDataParallel:
+    def replicate(self, task: Task) -> DistributedDataParallel:
         """The rehearsed model, as one of several that keep equal.
 
         DistributedDataParallel sorts gradients into buckets when it has seen a first pass, and in which order ranks
         are added up depends on the bucket: so two passes come first, always, and a training that is gone on with adds
         up as one that was never left.
         """
-        self.draws = self.team.any(self.draws)
+        self.draws = self.ranks.any(self.draws)
         replica = DistributedDataParallel(task.model)
         with undone(task), torch.enable_grad():
             for _ in range(2):
@@ -76,21 +76,22 @@ class Shares:
     # ---- a step
 
     def batch_of(
-        self, made: Callable[[Tensor, Tensor], Made], labels: Tensor, *, mixes: bool, asks: nn.Module | None
+        self, made: Callable[[Tensor, Tensor], Batch], labels: Tensor, *, is_mixup: bool, attacked: nn.Module | None
     ) -> Callable[[Tensor, Tensor], tuple[Tensor, Any, slice]]:
         """From a function that makes any batch, one that makes this rank's part, with the target of the whole.
 
-        It may be one that `mixes` pictures, or one that `asks` a model, whose statistics must be the first rank's.
+        `is_mixup`: it mixes images, so it makes the whole batch on every rank. `attacked`: the model that it attacks,
+        whose statistics must be the first rank's.
         """
 
         def batch(index: Tensor, u: Tensor) -> tuple[Tensor, Any, slice]:
-            part = self.team.part(len(index))
-            if mixes:
+            part = self.ranks.shard(len(index))
+            if is_mixup:
                 x, target = made(index, u)
                 return x[part], target, part
-            if asks is not None:
-                same_buffers([asks], self.team)
-            with self.own_numbers():
+            if attacked is not None:
+                broadcast_buffers([attacked], self.ranks)
+            with self.own_random_numbers():
                 x, _ = made(index[part], u[part])
             return x, labels[index], part
 
@@ -98,23 +99,23 @@ class Shares:
 
     def logits(self, model: nn.Module, x: Tensor, part: slice, count: int) -> Tensor:
         """Of the whole batch, in float32; the gradient goes into this rank's part."""
-        with self.own_numbers():
+        with self.own_random_numbers():
             own: Tensor = model(x).float()
         whole = own.new_zeros((count, *own.shape[1:]))
         whole[part] = own.detach()
         torch.distributed.all_reduce(whole)  # a picture's logits and zeros: exact
         if own.requires_grad:
-            own.register_hook(lambda gradient: gradient * self.team.size)
+            own.register_hook(lambda gradient: gradient * self.ranks.size)
         return torch.cat([whole[: part.start], own, whole[part.stop :]])
 
     @contextmanager
-    def own_numbers(self) -> Iterator[None]:
+    def own_random_numbers(self) -> Iterator[None]:
         """Random numbers that no other rank has, and that follow from those that all have."""
         if not self.draws:
             yield
             return
-        common = self._states()
-        text = hashlib.blake2b(self.team.rank.to_bytes(8, "little"), digest_size=8)
+        common = self._generator_states()
+        text = hashlib.blake2b(self.ranks.rank.to_bytes(8, "little"), digest_size=8)
         for state in common:
             text.update(state.numpy().data)
         seed_generators(self.devices, int.from_bytes(text.digest(), "little", signed=True))
@@ -125,43 +126,43 @@ class Shares:
                 set_random_state(device, state)
                 torch.rand((), device=device)  # all ranks move on by one
 
-    def _states(self) -> list[Tensor]:
+    def _generator_states(self) -> list[Tensor]:
         return [random_state(device) for device in self.devices]
 
     def mean(self, measured: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Over the ranks, of what each measured of a perturbation of its own."""
         numbers = torch.stack([value.float() for value in measured.values()])
         torch.distributed.all_reduce(numbers)
-        return dict(zip(measured, (numbers / self.team.size).unbind(), strict=True))
+        return dict(zip(measured, (numbers / self.ranks.size).unbind(), strict=True))
 
 
-def same_buffers(modules: Iterable[nn.Module], team: Team) -> None:
+def broadcast_buffers(modules: Iterable[nn.Module], ranks: RankGroup) -> None:
     """The first rank's statistics on all ranks, before they are used."""
-    if team.size > 1:
+    if ranks.size > 1:
         for module in modules:
             for buffer in module.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
 
-def logits_shared(
+def sharded_logits(
     model: Callable[[Tensor], Tensor],
     split: Split,
     normalise: Normalisation,
     *,
-    team: Team,
-    batch_size: int = FULL,
+    ranks: RankGroup,
+    batch_size: int = EVAL_BATCH_SIZE,
     stop: Callable[[], object] = lambda: None,
 ) -> Tensor | None:
     """As `logits_of`, each rank with some of the batches; they are the batches of one process, and so are the numbers.
 
     None on all ranks where `stop()` became true on one.
     """
-    if team.size == 1:
+    if ranks.size == 1:
         return logits_of(model, split, normalise, batch_size=batch_size, stop=stop)
-    batches = team.part(-(-len(split) // batch_size))
+    batches = ranks.shard(-(-len(split) // batch_size))
     here = slice(batches.start * batch_size, batches.stop * batch_size)
     mine = Split(split.x[here], split.y[here])
     own = logits_of(model, mine, normalise, batch_size=batch_size, stop=stop) if len(mine) else torch.zeros(0)
-    parts = team.gathered(None if own is None else own.cpu())
+    parts = ranks.all_gather(None if own is None else own.cpu())
     found = [part for part in parts if part is not None]
     return None if len(found) < len(parts) else torch.cat([part for part in found if len(part)]).to(split.x.device)

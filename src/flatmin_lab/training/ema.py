@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
-class Average(AveragedModel):
+class EMA(AveragedModel):
     """`module` is the average; `update_parameters(model)` takes the model's present weights in.
 
     >>> model = nn.Linear(1, 1, bias=False)
-    >>> average = Average(model, decay=0.75)
+    >>> average = EMA(model, decay=0.75)
     >>> for value in (1.0, 5.0):
     ...     _ = nn.init.constant_(model.weight, value)
     ...     average.update_parameters(model)

@@ -16,7 +16,7 @@ from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.system.json_data import number
-from flatmin_lab.training.captured_forward import FULL
+from flatmin_lab.training.captured_forward import EVAL_BATCH_SIZE
 
 MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "error": metrics.error,
@@ -32,12 +32,12 @@ def logits_of(
     split: Split,
     normalise: Normalisation,
     *,
-    batch_size: int = FULL,
+    batch_size: int = EVAL_BATCH_SIZE,
     stop: Callable[[], object] = lambda: None,
 ) -> Tensor | None:
     """The logits (N, K) of all pictures in their order; None where `stop()` became true meanwhile.
 
-    The model is a module, or a function that knows its own mode (`Answers`).
+    The model is a module, or a function that knows its own mode (`CapturedForward`).
     """
     parts = []
     with evaluating(model):
@@ -48,10 +48,10 @@ def logits_of(
     return torch.cat(parts)
 
 
-def measured(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
+def score_logits(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
     """Error, NLL and ECE as numbers; None where one is not finite, which JSON cannot say.
 
-    >>> measured(torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))
+    >>> score_logits(torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))
     {'error': 0.5, 'nll': None, 'ece': None}
     """
     answered = is_answer(logits)
@@ -61,10 +61,10 @@ def measured(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
     return {name: number(measure(logits, labels)) for name, measure in MEASURES.items()}
 
 
-def bins_of(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
+def reliability_bins(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
     """The reliability bins as lists, over the rows that have probabilities.
 
-    >>> bins_of(torch.tensor([[9.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))["number"][-1]
+    >>> reliability_bins(torch.tensor([[9.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))["number"][-1]
     1
     """
     answered = is_answer(logits)

@@ -29,11 +29,11 @@ from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.checkpoint import Checkpoint
-from flatmin_lab.system.rng import drawn_from, generator, seed_generators
-from flatmin_lab.training.build import build_model, build_sgd, method_of
-from flatmin_lab.training.data_parallel import Shares
-from flatmin_lab.training.ema import Average
-from flatmin_lab.training.ranks import Team
+from flatmin_lab.system.rng import generator, generator_devices, seed_generators
+from flatmin_lab.training.build import build_method, build_model, build_sgd
+from flatmin_lab.training.data_parallel import BatchSharding
+from flatmin_lab.training.ema import EMA
+from flatmin_lab.training.ranks import RankGroup
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,29 +52,31 @@ class Learner:
         capture: bool = True,
     ) -> None:
         self.recipe, self.batches, self.device, self.capture = recipe, batches, device, capture
-        self.method = method_of(recipe, batches.normalise)
+        self.method = build_method(recipe, batches.normalise)
         seed_generators([torch.device("cpu")], generator("weights", seed).initial_seed())
         self.model = build_model(recipe, data, self.method).to(device)
-        seed_generators(drawn_from(self.device), generator("training", seed).initial_seed())
+        seed_generators(generator_devices(self.device), generator("training", seed).initial_seed())
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
-        self.average = None if recipe.ema is None else Average(self.model, decay=recipe.ema)
+        self.ema = None if recipe.ema is None else EMA(self.model, decay=recipe.ema)
         self.notes: list[str] = []  # why steps are not captured, or not compiled, that were to be
-        self.shares: Shares | None = None
+        self.sharding: BatchSharding | None = None
         self._assemble(self.model, None)
 
-    def _assemble(self, model: nn.Module, shares: Shares | None) -> None:
-        """A step of the model, which for `shares` is inside one that speaks to other ranks."""
+    def _assemble(self, model: nn.Module, sharding: BatchSharding | None) -> None:
+        """A step of the model, which for `sharding` is inside one that speaks to other ranks."""
         recipe, regulariser = self.recipe, self.method.regulariser
         base = build_sgd(recipe, self.model)
         wrapped = self.method.wrap(base, model)
         self.optimizer = wrapped if isinstance(wrapped, PerturbedOptimizer) else flatmin.AMP(base, epsilon=0.0)
-        batch: Any = _batch_of(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
-        if shares is not None:
-            asks = self.model if regulariser.name == "adversarial" else None
-            batch = shares.batch_of(batch, self.batches.split.y, mixes=regulariser.name == "mixup", asks=asks)
-        self.taken = flatmin.captured_step(
+        batch: Any = _make_batch(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
+        if sharding is not None:
+            attacked = self.model if regulariser.name == "adversarial" else None
+            batch = sharding.batch_of(
+                batch, self.batches.split.y, is_mixup=regulariser.name == "mixup", attacked=attacked
+            )
+        self.train_step = flatmin.captured_step(
             model,
-            _loss_of(regulariser, shares),
+            _make_loss(regulariser, sharding),
             self.optimizer,
             autocast=AUTOCAST.get(recipe.precision),
             compile=recipe.compile,
@@ -82,27 +84,27 @@ class Learner:
             scaler=self.scaler,
             capture=self.capture,
         )
-        self.taken.say = self.notes.append
+        self.train_step.say = self.notes.append
 
-    def rehearse(self, team: Team) -> None:
+    def rehearse(self, ranks: RankGroup) -> None:
         """Before it is one of several, where there are several: does its share of a step go well?"""
-        if team.size > 1:
-            self.shares = Shares(team, self.device)
-            self.shares.rehearse(self.taken.task, *next(self.batches.parts(0)))
+        if ranks.size > 1:
+            self.sharding = BatchSharding(ranks, self.device)
+            self.sharding.rehearse(self.train_step.task, *next(self.batches.parts(0)))
 
     def join(self) -> None:
         """From now on it is one of them; all ranks call it, when all have rehearsed."""
-        if self.shares is not None:
-            self._assemble(self.shares.meet(self.taken.task), self.shares)
+        if self.sharding is not None:
+            self._assemble(self.sharding.replicate(self.train_step.task), self.sharding)
 
     def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
         """One step on the batch of these pictures; what it measured, as tensors on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss, error = self.taken(index, u)
+        loss, error = self.train_step(index, u)
         self.scaler.update()
-        if self.average is not None:
-            self.average.update_parameters(self.model)
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
         return self._measured(loss, error)
 
     def _measured(self, loss: Tensor, error: Tensor) -> dict[str, Tensor]:
@@ -112,8 +114,8 @@ class Learner:
         for name in ("delta_norm", "grad_norm", "on_ball", "skipped"):
             if (value := getattr(last, name)) is not None:
                 measured[name] = value
-        if self.shares is not None and not self.optimizer.sync_perturbation:
-            return self.shares.mean(measured)
+        if self.sharding is not None and not self.optimizer.sync_perturbation:
+            return self.sharding.mean(measured)
         return measured
 
     def is_finite(self) -> bool:
@@ -127,10 +129,10 @@ class Learner:
         parts: dict[str, Mapping[str, Any]] = {
             "model": self.model.state_dict(),
             "optimizer": {f"{i}.{key}": value for i, values in optimizer.items() for key, value in values.items()},
-            "random": {device.type: random_state(device) for device in drawn_from(self.device)},
+            "random": {device.type: random_state(device) for device in generator_devices(self.device)},
         }
-        if self.average is not None:
-            parts["average"] = self.average.state_dict()
+        if self.ema is not None:
+            parts["average"] = self.ema.state_dict()
         named = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -146,8 +148,8 @@ class Learner:
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint: in place, so the weights keep their storage and memory format."""
         self.model.load_state_dict(checkpoint.part("model"))
-        if self.average is not None:
-            self.average.load_state_dict(checkpoint.part("average"))
+        if self.ema is not None:
+            self.ema.load_state_dict(checkpoint.part("average"))
         saved = checkpoint.state["optimizer"]
         state = {int(i): dict(values) for i, values in saved["state"].items()}
         for name, tensor in checkpoint.part("optimizer").items():
@@ -157,7 +159,7 @@ class Learner:
         self._lay_out_moments()
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         random = checkpoint.part("random")
-        for device in drawn_from(self.device):
+        for device in generator_devices(self.device):
             if device.type in random:  # not where training goes on on another kind of device
                 set_random_state(device, random[device.type])
 
@@ -172,7 +174,7 @@ class Learner:
 # ---- what a step computes, without the learner: a graph that held it would be freed late, and its memory with it
 
 
-def _batch_of(
+def _make_batch(
     model: nn.Module, batches: Batches, regulariser: Regulariser, *, channels_last: bool
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Any]]:
     def batch(index: Tensor, u: Tensor) -> tuple[Tensor, Any]:
@@ -185,12 +187,12 @@ def _batch_of(
     return batch
 
 
-def _loss_of(regulariser: Regulariser, shares: Shares | None) -> Callable[..., tuple[Tensor, Tensor]]:
+def _make_loss(regulariser: Regulariser, sharding: BatchSharding | None) -> Callable[..., tuple[Tensor, Tensor]]:
     """The loss, and the error of the batch; a function that torch.compile can take, with nothing else in it."""
     loss = regulariser.loss
 
     def loss_and_error(model: nn.Module, x: Tensor, target: Tensor | Mixed, *part: slice) -> tuple[Tensor, Tensor]:
-        logits = model(x) if shares is None else shares.logits(model, x, part[0], len(_labels(target)))
+        logits = model(x) if sharding is None else sharding.logits(model, x, part[0], len(_labels(target)))
         wrong = logits.detach().argmax(dim=1) != _labels(target)
         return loss(logits.float(), target), wrong.float().mean()
 

@@ -19,7 +19,7 @@ from flatmin_lab.cli.commands.train_seeds import Trainings
 from flatmin_lab.cli.request import Request
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.events import Failed, Finished, Progress, Record, RunError, Started, Stopped
+from flatmin_lab.runs.events import Event, Failed, Finished, Progress, RunError, Started, Stopped
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
 
@@ -150,10 +150,10 @@ def test_many_seeds_go_on_with_nothing_but_their_folder(tmp_path: Path) -> None:
         request(seed=None, out=tmp_path / "runs" / "seed-1", resume=True).plans(2)
 
 
-def made_up(*ends: Record) -> Callable[..., Iterator[tuple[int, Record]]]:
+def made_up(*ends: Event) -> Callable[..., Iterator[tuple[int, Event]]]:
     """In place of `together`: trainings that end so."""
 
-    def records(*_: object, **__: object) -> Iterator[tuple[int, Record]]:
+    def records(*_: object, **__: object) -> Iterator[tuple[int, Event]]:
         yield from enumerate(ends)
         if any(isinstance(end, Failed) for end in ends):
             raise RunError("failed") from OSError("failed")

@@ -29,7 +29,7 @@ def test_digits_need_no_file_and_have_a_fixed_test_set() -> None:
 
 def test_the_spiral_is_drawn_by_its_seed() -> None:
     data = load("spiral")
-    assert not data.train.pictures
+    assert not data.train.is_images
     assert (len(data.train), len(data.test)) == (400, 10_000)
     assert torch.equal(load_spiral(seed=3).train.x, load_spiral(seed=3).train.x)
     assert not torch.equal(load_spiral(seed=3).train.x, data.train.x)

@@ -120,14 +120,14 @@ def test_steps_of_more_than_eight_digits_come_in_their_order(tmp_path: Path) -> 
 
 def test_who_comes_second_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between looking at an empty folder and holding it, another process begins and ends a run there."""
-    folder, real = tmp_path / "run", open_folder.hold
+    folder, real = tmp_path / "run", open_folder.lock_folder
 
     def late(path: Path) -> Any:
-        monkeypatch.setattr(open_folder, "hold", real)
+        monkeypatch.setattr(open_folder, "lock_folder", real)
         run(tiny_recipe(), folder, stop=after(8))
         return real(path)
 
-    monkeypatch.setattr(open_folder, "hold", late)
+    monkeypatch.setattr(open_folder, "lock_folder", late)
     with pytest.raises(FileExistsError, match="holds a run already"):
         run(tiny_recipe(lr=0.5), folder)
     assert lasting(folder)["state"]["run"]["recipe"]["lr"] == 0.1

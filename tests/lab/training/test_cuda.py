@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from flatmin_lab import methods, models
 from flatmin_lab.data import Dataset, Normalisation, Split
 from flatmin_lab.recipes.recipe import PRECISIONS, Recipe
-from flatmin_lab.runs.events import Finished, Note, Progress, Record, RunError, Stopped
-from flatmin_lab.system.rng import Surroundings
-from flatmin_lab.training.captured_forward import Answers
+from flatmin_lab.runs.events import Event, Finished, Note, Progress, RunError, Stopped
+from flatmin_lab.system.rng import RandomScope
+from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.evaluation import logits_of
-from flatmin_lab.training.loop import moments, train
+from flatmin_lab.training.loop import train, training_steps
 
 pytestmark = pytest.mark.cuda
 
@@ -99,9 +99,9 @@ def test_every_step_is_captured_and_measures_the_same(variant: str) -> None:
         for index, u in learner.batches.parts(epoch):
             measured = learner.step(index, u, 0.01)
             first = first or measured
-            captured.append(learner.taken.captured)
+            captured.append(learner.train_step.captured)
             assert measured.keys() == first.keys()
-    assert learner.taken.reason is None
+    assert learner.train_step.reason is None
     assert captured == [False] + [True] * 9
 
 
@@ -133,12 +133,12 @@ def test_the_host_never_waits_within_a_step(method: str, precision: Any, capture
 @pytest.mark.parametrize("variant", ["erm", "amp", "mixup", "dropout", "rmp", "averaged bf16"])
 def test_the_host_never_waits_within_an_epoch(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     """Between its first step and its last, although progress is told after each: numbers come when they come."""
-    monkeypatch.setattr("flatmin_lab.training.loop.BREATH", 0.0)
+    monkeypatch.setattr("flatmin_lab.training.loop.PROGRESS_SECONDS", 0.0)
     recipe = tiny_recipe(schedule="cosine", augment="vanilla", epochs=5, **VARIANTS[variant])
     settings: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     settings |= {"checkpoint_epochs": 1, "checkpoint_minutes": 99.0}
-    records = moments(recipe, tiny_data(), seed=0, device="cuda", **settings)
-    record: Record | None = None
+    records = training_steps(recipe, tiny_data(), seed=0, device="cuda", **settings)
+    record: Event | None = None
     done = quiet = told = 0
     while not isinstance(record, Finished):
         within = done > 10 and done % 5 != 0  # after two epochs all graphs are there
@@ -166,10 +166,10 @@ def test_captured_answers_are_the_models_own(network: str) -> None:
     """Bit for bit, when the weights have changed in place, and when they have moved."""
     data = photographs(40).to("cuda")
     normalise = Normalisation.of(data.test)
-    surroundings = Surroundings(torch.device("cuda"), deterministic=True)
-    with surroundings.inside():
+    scope = RandomScope(torch.device("cuda"), deterministic=True)
+    with scope.active():
         model = models.build(network).cuda()
-        answers = Answers(model, full=16)
+        answers = CapturedForward(model, batch_size=16)
         held = []
         for change in ("none", "in place", "moved"):
             for param in model.parameters():
@@ -194,7 +194,7 @@ def test_what_cannot_be_captured_is_answered_all_the_same() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.flatten(1) * float(x.max())  # the host reads a number
 
-    answers, x = Answers(Reading(), full=4), torch.rand(4, 1, 2, 2, device="cuda")
+    answers, x = CapturedForward(Reading(), batch_size=4), torch.rand(4, 1, 2, 2, device="cuda")
     for _ in range(2):
         assert torch.equal(answers(x), Reading()(x))
         assert answers.graph is None

@@ -25,9 +25,9 @@ from flatmin_lab import methods
 from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Epoch, Finished, Note, Progress, RunError, Started, Stopped
-from flatmin_lab.system.rng import Surroundings, generator
+from flatmin_lab.system.rng import RandomScope, generator
 from flatmin_lab.training.build import ClippedSGD, build_model
-from flatmin_lab.training.captured_forward import Answers
+from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 
@@ -235,7 +235,7 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch:
 
 
 def test_progress_comes_with_numbers_and_the_start_with_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatmin_lab.training.loop.BREATH", 0.0)
+    monkeypatch.setattr("flatmin_lab.training.loop.PROGRESS_SECONDS", 0.0)
     records = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1))
     assert isinstance(records[0], Started)
     assert records[0].steps == 5
@@ -253,8 +253,8 @@ def test_the_averaged_weights_are_the_average() -> None:
         theta = [param.detach().double() for param in learner.model.parameters()]
         expected = theta if expected is None else [0.8 * e + 0.2 * t for e, t in zip(expected, theta, strict=True)]
     assert expected is not None
-    assert learner.average is not None
-    for ours, theirs in zip(learner.average.module.parameters(), expected, strict=True):
+    assert learner.ema is not None
+    for ours, theirs in zip(learner.ema.module.parameters(), expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -358,10 +358,10 @@ def test_the_average_is_torchs_own() -> None:
     for index, u in learner.batches.parts(0):
         learner.step(index, u, 0.1)
         theirs.update_parameters(learner.model)
-    assert learner.average is not None
+    assert learner.ema is not None
     expected = theirs.state_dict()
-    assert learner.average.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in learner.average.state_dict().items())
+    assert learner.ema.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in learner.ema.state_dict().items())
 
 
 def test_a_training_is_freed_when_it_ends() -> None:
@@ -403,14 +403,14 @@ class TestAnswers:
             def forward(self, x: Tensor) -> Tensor:
                 raise error
 
-        answers = Answers(Failing())
+        answers = CapturedForward(Failing())
         with pytest.raises(torch.OutOfMemoryError) if "memory" in str(error) else nullcontext():
-            answers._try(torch.ones(1))
+            answers._capture(torch.ones(1))
         assert answers.graph is None
         assert made_up == ["cpu", "current"]
 
 
-class TestSurroundings:
+class TestRandomScope:
     def test_the_training_s_gpu_is_the_current_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         current: list[object] = ["cuda:0"]
 
@@ -421,9 +421,9 @@ class TestSurroundings:
             current.pop()
 
         monkeypatch.setattr(torch.cuda, "device", entered)
-        for name in ("_state", "_put", "_apart"):
+        for name in ("_state", "_set_state", "_private_copy"):
             monkeypatch.setattr(f"flatmin_lab.system.rng.{name}", lambda *_: torch.zeros(1))
-        with Surroundings(torch.device("cuda", 1), deterministic=False).inside():
+        with RandomScope(torch.device("cuda", 1), deterministic=False).active():
             assert current[-1] == "cuda:1"
         assert current == ["cuda:0"]
 
@@ -432,13 +432,13 @@ class TestSurroundings:
         expected = torch.rand(4)
         torch.manual_seed(1)
         before = torch.backends.cudnn.benchmark
-        ours = [Surroundings(torch.device("cpu"), deterministic=deterministic) for deterministic in (False, True)]
+        ours = [RandomScope(torch.device("cpu"), deterministic=deterministic) for deterministic in (False, True)]
         drawn: list[list[Tensor]] = [[], []]
         outside = []
         for _ in range(4):
-            for surroundings, mine in zip(ours, drawn, strict=True):
-                with surroundings.inside():
-                    assert torch.are_deterministic_algorithms_enabled() == surroundings.deterministic
+            for scope, mine in zip(ours, drawn, strict=True):
+                with scope.active():
+                    assert torch.are_deterministic_algorithms_enabled() == scope.deterministic
                     if not mine:
                         torch.manual_seed(7)
                     mine.append(torch.rand(()))

@@ -116,7 +116,7 @@ class _Stage:
             torch.index_select(weights, 0, row, out=weight)
             torch.gather(flat, 2, place[:, None].expand(-1, x.shape[1], -1), out=found)
             total.addcmul_(found, weight[:, None])
-        return operations.whole(total).view_as(x)
+        return operations.to_uint8(total).view_as(x)
 
     def _look_up(self, x: Tensor, row: Tensor) -> Tensor:
         old = x.flatten(2).long()

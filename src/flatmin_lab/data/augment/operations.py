@@ -51,7 +51,7 @@ def places(name: str, amount: float, height: int, width: int) -> tuple[Tensor, T
     """
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     if name == "rotate":
-        return _rotated(amount, x, y)
+        return _rotation(amount, x, y)
     along, across, side = (x, y, width) if name.endswith("_x") else (y, x, height)
     at = along.double() + 0.5
     if name in SHEARS:
@@ -69,7 +69,7 @@ def places(name: str, amount: float, height: int, width: int) -> tuple[Tensor, T
     return taps.flatten(1), cubic(between.flatten())
 
 
-def _rotated(degrees: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _rotation(degrees: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Counter-clockwise about the middle, in Pillow's fixed point: numbers are rounded to 1/65536."""
     height, width = x.shape
     angle = -math.radians(degrees % 360.0)
@@ -99,14 +99,14 @@ def cubic(between: Tensor) -> Tensor:
     return torch.stack([before, low, high, after]).float()
 
 
-def whole(x: Tensor) -> Tensor:
+def to_uint8(x: Tensor) -> Tensor:
     """Cut to whole numbers from 0 to 255, in place."""
     return x.clamp_(0, 255).to(torch.int16).to(torch.uint8)  # float32 straight to uint8 takes a CPU four times as long
 
 
 def blend(bright: Tensor, dull: Tensor, factor: Tensor | float) -> Tensor:
     """Dull + factor · (bright − dull), cut to whole numbers from 0 to 255."""
-    return whole((bright - dull).mul_(factor).add_(dull))  # in two roundings, as Pillow: a fused one would differ
+    return to_uint8((bright - dull).mul_(factor).add_(dull))  # in two roundings, as Pillow: a fused one would differ
 
 
 def levels(name: str, amount: float) -> Tensor:

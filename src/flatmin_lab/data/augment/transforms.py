@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from flatmin_lab.data.augment.autoaugment import AutoAugment
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.sources.synthetic import stands_for
+from flatmin_lab.data.sources.synthetic import original_name
 
 Kind = Literal["none", "vanilla", "vanilla_v1", "cutout", "autoaugment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -32,7 +32,7 @@ class Stage(Protocol):
     def __call__(self, x: Tensor, u: Tensor) -> Tensor: ...
 
 
-def below(u: Tensor, count: int) -> Tensor:
+def to_index(u: Tensor, count: int) -> Tensor:
     """Uniform float32 numbers in [0, 1) as whole numbers 0 … count − 1."""
     return (u * count).long()  # u ≤ 1 − 2⁻²⁴, and then u · count is rounded to less than count
 
@@ -55,7 +55,7 @@ class Crop:
         pass
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
-        top, left = below(u, 2 * self.padding + 1).unbind(1)
+        top, left = to_index(u, 2 * self.padding + 1).unbind(1)
         windows = pad(x, [self.padding] * 4, value=self.fill).unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)
         return windows[torch.arange(len(x), device=x.device), :, top, left]
 
@@ -93,7 +93,7 @@ class Cutout:
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
         def covered(u: Tensor, side: int) -> Tensor:
-            start = below(u, side)[:, None] - self.length // 2
+            start = to_index(u, side)[:, None] - self.length // 2
             place = torch.arange(side, device=x.device)
             return (place >= start) & (place < start + self.length)
 
@@ -143,7 +143,7 @@ class Augmentation:
 CROPS = {"cifar10": Crop(4), "cifar100": Crop(4), "svhn": Crop(2), "digits": Crop(1, fill=0)}
 CUTOUTS = {"cifar10": Cutout(16), "cifar100": Cutout(8), "svhn": Cutout(20), "digits": Cutout(4)}
 SHAPES = {"cifar10": (3, 32, 32), "cifar100": (3, 32, 32), "svhn": (3, 32, 32), "digits": (1, 8, 8)}
-UPRIGHT = ("svhn", "digits")  # a mirrored digit is another sign, or none
+NOT_FLIPPED = ("svhn", "digits")  # a mirrored digit is another sign, or none
 
 
 def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
@@ -157,7 +157,7 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
     """
     if kind not in KINDS:
         raise ValueError(f"unknown augmentation {kind!r}; choose from {', '.join(KINDS)}")
-    name = stands_for(data if isinstance(data, str) else data.name)
+    name = original_name(data if isinstance(data, str) else data.name)
     name = name if isinstance(data, str) or tuple(data.train.shape) == SHAPES.get(name) else ""
     if isinstance(data, str) and data not in CROPS:
         raise ValueError(
@@ -166,12 +166,12 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
         )
     if kind == "none":
         return Augmentation()
-    if isinstance(data, Dataset) and not data.train.pictures:
+    if isinstance(data, Dataset) and not data.train.is_images:
         raise ValueError(f"only pictures can be augmented, got the points of {data.name}; use the augmentation 'none'")
     side = min(SHAPES[name][1:] if isinstance(data, str) else data.train.shape[1:])
     first_version, usual = Crop(max(side // 16, 1), fill=0), CROPS.get(name, Crop(max(side // 8, 1)))
     stages: list[Stage] = [first_version if kind == "vanilla_v1" else usual]
-    if name not in UPRIGHT:
+    if name not in NOT_FLIPPED:
         stages.append(Flip())
     if kind == "autoaugment":
         policy = AutoAugment("svhn" if name == "svhn" else "cifar10")

@@ -17,9 +17,9 @@ from typing import BinaryIO, NamedTuple
 from flatmin_lab.system.files import lock
 
 Progress = Callable[[str, int, int], None]  # file, bytes there, bytes in all
-CHUNK = 1 << 18
-WAIT = 30.0  # seconds without a byte
-TRIES = 4
+CHUNK_BYTES = 1 << 18
+TIMEOUT_SECONDS = 30.0  # seconds without a byte
+MAX_TRIES = 4
 
 
 class Remote(NamedTuple):
@@ -74,8 +74,8 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
             with part.open("ab") as file:
                 lock(file, f"another process is fetching {part}; wait for it to end")  # until the file has its name
                 if not target.exists():  # another process may have brought it since
-                    _complete(remote, file, progress or (lambda *_: None), pause)
-                    _name(remote, part, target)
+                    _fetch_all(remote, file, progress or (lambda *_: None), pause)
+                    _verify_and_rename(remote, part, target)
                     return target
                 if not file.tell():
                     part.unlink()
@@ -90,7 +90,7 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
     return target
 
 
-def _name(remote: Remote, part: Path, target: Path) -> None:
+def _verify_and_rename(remote: Remote, part: Path, target: Path) -> None:
     try:
         _verify(part, remote, f"what came from {remote.url} is not the official file and was deleted; try again")
     except ValueError:
@@ -99,22 +99,22 @@ def _name(remote: Remote, part: Path, target: Path) -> None:
     part.replace(target)
 
 
-def _complete(remote: Remote, file: BinaryIO, progress: Progress, pause: float) -> None:
+def _fetch_all(remote: Remote, file: BinaryIO, progress: Progress, pause: float) -> None:
     """Ask until all is there, as long as every few tries bring something."""
     tries, mark = 0, file.tell()
     while file.tell() < remote.size:
         try:
-            _continue(remote, file, progress)
+            _fetch_rest(remote, file, progress)
             lost: Exception = ConnectionError("the server closed the line")
         except urllib.error.HTTPError as error:
-            lost, tries = error, TRIES if 400 <= error.code < 500 else tries  # a refusal is final
+            lost, tries = error, MAX_TRIES if 400 <= error.code < 500 else tries  # a refusal is final
             error.close()
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             lost = error
         if file.tell() >= remote.size:
             return
-        tries, mark = (1, file.tell()) if file.tell() > mark + CHUNK else (tries + 1, mark)
-        if tries >= TRIES:
+        tries, mark = (1, file.tell()) if file.tell() > mark + CHUNK_BYTES else (tries + 1, mark)
+        if tries >= MAX_TRIES:
             there = file.tell()
             if not there:
                 Path(file.name).unlink()
@@ -127,11 +127,13 @@ def _complete(remote: Remote, file: BinaryIO, progress: Progress, pause: float) 
         time.sleep(pause)
 
 
-def _continue(remote: Remote, file: BinaryIO, progress: Progress) -> None:
+def _fetch_rest(remote: Remote, file: BinaryIO, progress: Progress) -> None:
     """Append what is missing. Where the server cannot give a part, what is there already is read over."""
     there = file.tell()
     headers = {"User-Agent": "flatmin", **({"Range": f"bytes={there}-"} if there else {})}
-    with urllib.request.urlopen(urllib.request.Request(remote.url, headers=headers), timeout=WAIT) as response:
+    with urllib.request.urlopen(
+        urllib.request.Request(remote.url, headers=headers), timeout=TIMEOUT_SECONDS
+    ) as response:
         given = response.headers.get("Content-Range", "")
         if response.status == 206 and not given.startswith(f"bytes {there}-"):
             raise ConnectionError(f"the server answered with the wrong part, {given}")
@@ -139,7 +141,7 @@ def _continue(remote: Remote, file: BinaryIO, progress: Progress) -> None:
         if response.status == 200 and whole is not None and whole != str(remote.size):
             raise ConnectionError(f"the server answered with {whole} bytes, and the file has {remote.size}")
         over = 0 if response.status == 206 else there
-        while chunk := _read(response, min(CHUNK, remote.size - there + over)):
+        while chunk := _read(response, min(CHUNK_BYTES, remote.size - there + over)):
             file.write(chunk[over:])
             file.flush()
             there += len(chunk[over:])

@@ -111,7 +111,7 @@ def _from_pickle(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]
         raise ValueError(f"{what}: the labels must be a list of whole numbers below 2³¹; use the official file")
     if len(labels) != len(x):
         raise ValueError(f"{what}: every picture needs one label, got {len(x)} pictures and {len(labels)} labels")
-    return _pictures(x), torch.tensor(labels, dtype=torch.int64)
+    return _images(x), torch.tensor(labels, dtype=torch.int64)
 
 
 def _from_binary(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]:
@@ -123,8 +123,8 @@ def _from_binary(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]
             "it is cut short or of another data set: unpack or fetch it again"
         )
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, head + PIXELS)
-    return _pictures(records[:, head:]), torch.from_numpy(records[:, head - 1].astype(np.int64))
+    return _images(records[:, head:]), torch.from_numpy(records[:, head - 1].astype(np.int64))
 
 
-def _pictures(rows: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> Tensor:
+def _images(rows: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> Tensor:
     return torch.from_numpy(np.array(rows)).view(-1, 3, 32, 32)  # a copy: the file's bytes may not be written to

@@ -6,7 +6,7 @@ the same fifth always.
 
 import torch
 
-from flatmin_lab.data.dataset import Dataset, Split, stratified
+from flatmin_lab.data.dataset import Dataset, Split, stratified_split
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator
 
@@ -16,7 +16,7 @@ def load() -> Dataset:
     digits = need("sklearn.datasets", "the data set digits").load_digits()
     x = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)[:, None]
     y = torch.from_numpy(digits.target).long()
-    train, test = stratified(y, share=0.2, generator=generator("digits"))
+    train, test = stratified_split(y, share=0.2, generator=generator("digits"))
     return Dataset(
         "digits",
         Split(x[train], y[train]),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatmin_lab.data.dataset import Dataset, Split, numbered
+from flatmin_lab.data.dataset import Dataset, Split, default_class_names
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 CHANNELS = (1, 3, 4)
@@ -21,9 +21,13 @@ Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 def load(path: Path) -> Dataset:
     arrays = read(path, KEYS, optional=("names",))
     y_train, y_test = (_labels(arrays[key], f"{path}: {key}") for key in ("y_train", "y_test"))
-    names = _names(arrays["names"], f"{path}: names") if "names" in arrays else numbered(y_train, y_test, str(path))
-    train = Split(_pictures(arrays["x_train"], f"{path}: x_train"), y_train)
-    test = Split(_pictures(arrays["x_test"], f"{path}: x_test"), y_test)
+    names = (
+        _names(arrays["names"], f"{path}: names")
+        if "names" in arrays
+        else default_class_names(y_train, y_test, str(path))
+    )
+    train = Split(_images(arrays["x_train"], f"{path}: x_train"), y_train)
+    test = Split(_images(arrays["x_test"], f"{path}: x_test"), y_test)
     return Dataset(path.stem, train, test, names, str(path))
 
 
@@ -45,7 +49,7 @@ def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -
     return arrays
 
 
-def _pictures(x: Array, what: str) -> Tensor:
+def _images(x: Array, what: str) -> Tensor:
     """uint8 pictures as (N, C, H, W), floats of two dimensions as points."""
     if x.dtype.kind == "f" and x.ndim == 2:
         return torch.from_numpy(x.astype(np.float32))

@@ -32,15 +32,15 @@ class Spiral:
         return Spiral(x + 0.03 * torch.randn(n, 2, generator=generator, dtype=torch.float32), arm ^ flipped, flipped)
 
 
-TRAIN, WRONG = 400, 0.2
+TRAIN_POINTS, WRONG_SHARE = 400, 0.2
 
 
-def training() -> Spiral:
+def training_points() -> Spiral:
     """The training points of the data set, and which of their labels are wrong."""
-    return Spiral.draw(TRAIN, wrong=WRONG, generator=seeded("spiral", 0))
+    return Spiral.draw(TRAIN_POINTS, wrong=WRONG_SHARE, generator=seeded("spiral", 0))
 
 
-def load(*, train: int = TRAIN, test: int = 10_000, wrong: float = WRONG, seed: int = 0) -> Dataset:
+def load(*, train: int = TRAIN_POINTS, test: int = 10_000, wrong: float = WRONG_SHARE, seed: int = 0) -> Dataset:
     """400 points to train on, a fifth of them with a wrong label, and 10,000 right ones to test with."""
     generator = seeded("spiral", seed)
     drawn, clean = Spiral.draw(train, wrong=wrong, generator=generator), Spiral.draw(test, wrong=0, generator=generator)

@@ -36,5 +36,5 @@ def _split(path: Path) -> Split:
     wrong = y[(digits != y) | (digits < 0) | (digits > 10)]
     if len(wrong):
         raise ValueError(f"{path}: labels must be whole numbers 0 to 10, where 10 is the digit 0, got {wrong[0]}")
-    pictures = torch.from_numpy(np.ascontiguousarray(x.transpose(3, 2, 0, 1)))
-    return Split(pictures, torch.from_numpy(digits % 10))
+    images = torch.from_numpy(np.ascontiguousarray(x.transpose(3, 2, 0, 1)))
+    return Split(images, torch.from_numpy(digits % 10))

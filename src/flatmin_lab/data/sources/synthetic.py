@@ -12,13 +12,13 @@ from flatmin_lab.system.rng import generator
 
 SUFFIX = "-made"
 CLASSES = {"svhn": 10, "cifar10": 10, "cifar100": 100}
-TRAIN, TEST, SIDE = 200, 100, 32
+TRAIN_IMAGES, TEST_IMAGES, SIDE = 200, 100, 32
 
 
-def stands_for(name: str) -> str:
+def original_name(name: str) -> str:
     """The set that a made one is in the shape of; any other is itself.
 
-    >>> stands_for("svhn-made"), stands_for("digits")
+    >>> original_name("svhn-made"), original_name("digits")
     ('svhn', 'digits')
     """
     return name.removesuffix(SUFFIX)
@@ -30,15 +30,15 @@ def load(name: str) -> Dataset:
     >>> load("cifar10-made").train
     Split(200 pictures of 3 × 32 × 32 on cpu)
     """
-    like = stands_for(name)
+    like = original_name(name)
     draw = generator("made", like)
     coarse = torch.rand(CLASSES[like], 3, 4, 4, generator=draw, dtype=torch.float32)
     patterns = interpolate(coarse, size=(SIDE, SIDE), mode="bilinear", align_corners=True)
-    train, test = _pictures(patterns, TRAIN, draw), _pictures(patterns, TEST, draw)
+    train, test = _images(patterns, TRAIN_IMAGES, draw), _images(patterns, TEST_IMAGES, draw)
     return Dataset(name, train, test, [str(number) for number in range(CLASSES[like])], "made on the spot")
 
 
-def _pictures(patterns: torch.Tensor, count: int, draw: torch.Generator) -> Split:
+def _images(patterns: torch.Tensor, count: int, draw: torch.Generator) -> Split:
     y = torch.arange(count) % len(patterns)
     shifts = torch.randint(-4, 5, (count, 2), generator=draw)
     moved = torch.stack(

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatmin_lab.data.dataset import Dataset, Split, numbered
+from flatmin_lab.data.dataset import Dataset, Split, default_class_names
 from flatmin_lab.data.sources import npz
-from flatmin_lab.data.sources.image_folder import GREY, eight_bits
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.data.sources.image_folder import GREY_MODES, check_eight_bits
+from flatmin_lab.system.files import atomic_write
 
 PROBES = 16
 SPLITS = ("train", "test")
@@ -39,7 +39,7 @@ def from_torch(
     path = None if cache is None else Path(cache).expanduser()
     kept = None if path is None or not path.exists() else _cached(path, seen)
     splits = kept or (_read(train), _read(test))
-    found = names or getattr(train, "classes", None) or numbered(splits[0].y, splits[1].y, name)
+    found = names or getattr(train, "classes", None) or default_class_names(splits[0].y, splits[1].y, name)
     data = Dataset(name, splits[0], splits[1], [str(one) for one in found], str(path or type(train).__name__))
     if path is not None and kept is None:
         _write(path, seen, splits)
@@ -55,7 +55,7 @@ def _item(split: Any, index: int) -> tuple[Tensor, int]:
     if not isinstance(item, tuple | list) or len(item) != 2:
         got = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
         raise TypeError(f"the data set must give pairs (picture, label), got {got} at {index}")
-    return _picture(item[0], index), _label(item[1], index)
+    return _image(item[0], index), _label(item[1], index)
 
 
 def _label(y: Any, index: int) -> int:
@@ -69,11 +69,14 @@ def _label(y: Any, index: int) -> int:
     return value
 
 
-def _picture(x: Any, index: int) -> Tensor:
+def _image(x: Any, index: int) -> Tensor:
     """A picture as uint8 (C, H, W), or a point as float32 (D,)."""
     channels_last = isinstance(x, np.ndarray)
     if hasattr(x, "convert") and hasattr(x, "mode"):  # a PIL image
-        x, channels_last = np.array(x.convert("L" if eight_bits(x.mode, f"item {index}") in GREY else "RGB")), True
+        x, channels_last = (
+            np.array(x.convert("L" if check_eight_bits(x.mode, f"item {index}") in GREY_MODES else "RGB")),
+            True,
+        )
     if isinstance(x, np.ndarray):
         x = torch.from_numpy(np.array(x))
     if not isinstance(x, Tensor):
@@ -162,5 +165,5 @@ def _write(path: Path, seen: str, splits: tuple[Split, Split]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {f"x_{which}": split.x.numpy() for which, split in zip(SPLITS, splits, strict=True)}
     labels = {f"y_{which}": split.y.numpy() for which, split in zip(SPLITS, splits, strict=True)}
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         np.savez(file, allow_pickle=False, probe=np.array(seen), **arrays, **labels)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import pillow_loop
 from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Dataset, Flip, Split, augmentation, load
-from flatmin_lab.data.augment.transforms import Stage, below
+from flatmin_lab.data.augment.transforms import Stage, to_index
 
 STAGES: list[Stage] = [Crop(4), Crop(2, fill=0), Crop(0), Flip(), Cutout(16), Cutout(8), Cutout(5), Cutout(20)]
 
@@ -147,7 +147,7 @@ def test_the_hole_is_black_and_its_middle_is_anywhere() -> None:
 @settings(deadline=None, derandomize=True)
 def test_whole_numbers_stay_below_their_count(count: int, bits: int) -> None:
     u = torch.tensor([bits / 2**24])
-    assert 0 <= int(below(u, count)) < count
+    assert 0 <= int(to_index(u, count)) < count
 
 
 def test_random_numbers_belong_to_the_picture_not_to_the_batch() -> None:

@@ -213,7 +213,7 @@ def test_who_comes_second_while_nothing_has_come_yet_spoils_nothing(tmp_path: Pa
 def test_a_line_that_stalls_after_some_bytes_loses_none(
     tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "WAIT", 0.2)
+    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.2)
     Handler.stall, Handler.breaks_after = 0.6, [200_000, 200_000]
     assert fetch(remote(server), tmp_path, pause=0).read_bytes() == CONTENT
     assert Handler.asked == [None, "bytes=200000-", "bytes=400000-"]
