@@ -95,7 +95,7 @@ def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def build(name: str, *, normalise: Normalisation | None = None, **settings: Any) -> Method:
     """A method by name, with the paper's settings where none are given.
 
-    `normalise` is what the model's pictures went through: adversarial training must undo it, the others do not look.
+    `normalise` is what the model's images went through: adversarial training must undo it, the others do not look.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; choose from {', '.join(METHODS)}")
@@ -107,8 +107,8 @@ def build(name: str, *, normalise: Normalisation | None = None, **settings: Any)
     if name == "adversarial" and not {"mean", "std"} & settings.keys():
         if normalise is None:
             raise ValueError(
-                "adversarial training must know what the pictures went through: give "
-                "normalise=Normalisation.of(data.train), or mean= and std= ([0.0] and [1.0] for pictures of 0 to 1)"
+                "adversarial training must know what the images went through: give "
+                "normalise=Normalisation.of(data.train), or mean= and std= ([0.0] and [1.0] for images of 0 to 1)"
             )
         settings = {"mean": normalise.mean, "std": normalise.std, **settings}
     made = make(**settings)

@@ -1,4 +1,4 @@
-"""Trainings that take a moment: a few pictures, a tiny network, and what a training leaves behind."""
+"""Trainings that take a moment: a few images, a tiny network, and what a training leaves behind."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 
 
-def pictures(count: int, seed: int) -> Split:
+def images(count: int, seed: int) -> Split:
     """Three classes of 6 by 6: a bright row, column or diagonal, in noise."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % 3
@@ -27,7 +27,7 @@ def pictures(count: int, seed: int) -> Split:
 
 
 def tiny_data(train: int = 44, test: int = 30) -> Dataset:
-    return Dataset("tiny", pictures(train, 0), pictures(test, 1), ["row", "column", "diagonal"])
+    return Dataset("tiny", images(train, 0), images(test, 1), ["row", "column", "diagonal"])
 
 
 def tiny_recipe(**changes: Any) -> Recipe:

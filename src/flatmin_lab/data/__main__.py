@@ -40,11 +40,9 @@ def describe(data: Dataset, seconds: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flatmin_lab.data", description=__doc__)
-    parser.add_argument("name", help=f"{', '.join(DATA_SETS)}, an .npz file or a folder of pictures")
+    parser.add_argument("name", help=f"{', '.join(DATA_SETS)}, an .npz file or a folder of images")
     parser.add_argument("--root", type=Path, default=Path("data"), help="where the official files are")
-    parser.add_argument(
-        "--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="bring a folder's pictures to it"
-    )
+    parser.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="bring a folder's images to it")
     parser.add_argument("--download", action="store_true", help="fetch the official files if they are not there")
     arguments = parser.parse_args()
     start = perf_counter()

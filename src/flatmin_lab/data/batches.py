@@ -4,7 +4,7 @@
     for x, y in batches.epoch(3): ...
 
 The plan of an epoch is made on the CPU and copied to the data's device once. So an epoch can be begun anywhere
-(`start=` a batch), it is the same on every device, and every method with that seed sees the same pictures.
+(`start=` a batch), it is the same on every device, and every method with that seed sees the same images.
 """
 
 import math
@@ -28,7 +28,7 @@ HELP = {
 
 
 class Plan(NamedTuple):
-    """An epoch, or a part of one: which picture comes when, and its random numbers, on the data's device."""
+    """An epoch, or a part of one: which image comes when, and its random numbers, on the data's device."""
 
     order: Tensor  # (N,)
     u: Tensor  # (N, draws)
@@ -53,10 +53,10 @@ class Batches:
                 )
         if self.batch_size not in range(1, len(self.split) + 1):
             raise ValueError(
-                f"the batch size must be from 1 to the {len(self.split)} pictures of the split, got {self.batch_size}"
+                f"the batch size must be from 1 to the {len(self.split)} images of the split, got {self.batch_size}"
             )
         if self.augment.stages and not self.split.is_images:
-            raise ValueError("only pictures can be augmented, got points; use the augmentation 'none'")
+            raise ValueError("only images can be augmented, got points; use the augmentation 'none'")
         self.augment.check(self.split.shape)
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Batches:
         return Plan(order.to(device), u.to(device))
 
     def at(self, index: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch of these pictures with these random numbers: device work alone, of a shape that `index` fixes."""
+        """The batch of these images with these random numbers: device work alone, of a shape that `index` fixes."""
         x = self.split.x[index]
         if self.split.is_images:  # points have no augmentation
             x = self.augment(x, u)
@@ -93,6 +93,6 @@ class Batches:
 def in_order(
     split: Split, normalise: Normalisation, *, batch_size: int = 500, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pictures as they are, normalised, in the order they lie in: for evaluation."""
+    """The images as they are, normalised, in the order they lie in: for evaluation."""
     for x, y in zip(split.x.split(batch_size), split.y.split(batch_size), strict=True):
         yield normalise(x, dtype=dtype), y

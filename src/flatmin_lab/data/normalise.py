@@ -1,6 +1,6 @@
 """Normalisation: (x − mean) / deviation, channel by channel, with the training set's own statistics.
 
-Pictures are divided by 255 first, so mean and deviation are numbers between 0 and 1. The statistics are sums of whole
+Images are divided by 255 first, so mean and deviation are numbers between 0 and 1. The statistics are sums of whole
 numbers, exact in any order and on any device.
 """
 
@@ -32,13 +32,13 @@ class Normalisation:
         return Normalisation(mean.float(), std.float())
 
     def __call__(self, x: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """uint8 pictures or float points, normalised; in `dtype`, computed in float32."""
+        """uint8 images or float points, normalised; in `dtype`, computed in float32."""
         mean, std = self._statistics_like(x)
         unit = x.float() / 255 if x.dtype == torch.uint8 else x
         return ((unit - mean) / std).to(dtype)
 
     def undo(self, x: Tensor) -> Tensor:
-        """Back to pictures with values from 0 to 1, or to points."""
+        """Back to images with values from 0 to 1, or to points."""
         mean, std = self._statistics_like(x)
         return x.float() * std + mean
 

@@ -3,7 +3,7 @@
 load("cifar10", "data")      looks in data/ and data/cifar10/, for the unpacked folder and for the archive
 load("digits")               embedded; needs no file
 load("cifar10-made")         in the shape of CIFAR-10, made on the spot
-load("pets.npz"), load("pictures/pets")
+load("pets.npz"), load("images/pets")
 """
 
 from collections.abc import Callable
@@ -50,11 +50,11 @@ def load(
 ) -> Dataset:
     """The data set on the device.
 
-    `download` fetches official files into `root` where they are missing. `size` (height, width) is what the pictures of
+    `download` fetches official files into `root` where they are missing. `size` (height, width) is what the images of
     a folder are brought to.
 
     >>> load("digits").train
-    Split(1438 pictures of 1 × 8 × 8 on cpu)
+    Split(1438 images of 1 × 8 × 8 on cpu)
     """
     return _load(str(name), Path(root).expanduser(), download=download, progress=progress, size=size).to(device)
 
@@ -81,10 +81,10 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
         return npz.load(path)
     if path.suffix == ".npz" or len(path.parts) > 1:
         problem = "and is neither" if path.exists() else "and is not there"
-        raise FileNotFoundError(f"{path.absolute()} must be an .npz file or a folder of pictures, {problem}")
+        raise FileNotFoundError(f"{path.absolute()} must be an .npz file or a folder of images, {problem}")
     raise ValueError(
         f"unknown data set {name!r}; choose from {', '.join(DATA_SETS)}, "
-        "or give the path of an .npz file or of a folder of pictures that exists"
+        "or give the path of an .npz file or of a folder of images that exists"
     )
 
 

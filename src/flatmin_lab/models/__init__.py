@@ -54,7 +54,7 @@ def canonical(name: str) -> str:
 
 
 def settings_for(name: str, shape: Sequence[int]) -> dict[str, int]:
-    """What a model must be told of its inputs beyond their channels: an mlp for pictures, their side.
+    """What a model must be told of its inputs beyond their channels: an mlp for images, their side.
 
     >>> settings_for("mlp", (1, 8, 8)), settings_for("mlp", (2,)), settings_for("convnet", (1, 8, 8))
     ({'side': 8}, {}, {})

@@ -29,7 +29,7 @@ def head(channels: int, num_classes: int, dropout: float, *, momentum: float = 0
 
 
 class PaddedConv2d(nn.Conv2d):
-    """A convolution of pictures, which have three channels, or one.
+    """A convolution of images, which have three channels, or one.
 
     In half precision a GPU has no fast kernels for so few. There they are filled up with zeros to eight: the same sums.
     """

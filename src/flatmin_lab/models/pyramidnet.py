@@ -1,7 +1,7 @@
 """Pyramidal residual networks (Han et al. 2017): every block is a little wider than the one before.
 
 The width grows from 16 by `alpha` in equal steps over all 3n blocks, rounded to whole channels. Shortcuts have no
-weights: where a block halves the picture the shortcut averages 2 × 2 places, and missing channels are zeros. There is
+weights: where a block halves the image the shortcut averages 2 × 2 places, and missing channels are zeros. There is
 no ReLU before the first convolution of a block and none after the sum.
 """
 

@@ -57,8 +57,8 @@ class VGG(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if min(x.shape[2:]) < MIN_SIDE:
             raise ValueError(
-                f"VGG halves pictures {len(WIDTH_FACTORS)} times and needs at least {MIN_SIDE} by {MIN_SIDE} pixels, "
-                f"got {x.shape[2]} by {x.shape[3]}; use another model for small pictures"
+                f"VGG halves images {len(WIDTH_FACTORS)} times and needs at least {MIN_SIDE} by {MIN_SIDE} pixels, "
+                f"got {x.shape[2]} by {x.shape[3]}; use another model for small images"
             )
         logits: Tensor = self.classifier(self.features(x))
         return logits

@@ -45,7 +45,7 @@ def _model_for(data: Dataset) -> str:
 
 
 def _batch_size_for(count: int, *, validation: bool) -> int:
-    """The paper's, or less where there are fewer pictures, or where one would be left alone in the last batch."""
+    """The paper's, or less where there are fewer images, or where one would be left alone in the last batch."""
     count -= round(count * 0.1) if validation else 0
     sizes = (size for size in range(min(PAPER_BATCH_SIZE, count), 1, -1) if count % size != 1)
     return next(sizes, max(count, 1))

@@ -10,9 +10,9 @@ recipe's name says what it trains, not which table asked for it. The paper's own
              6 minutes with ERM and 11 with AMP
     short    60 epochs, divided after 30 and 45, 3 trials, AMP with a radius of at most 0.1: a large one needs a long
              training. All else as `paper`
-    smoke    3 epochs of narrow networks on 200 pictures made on the spot, 3 trials: seconds on a CPU, and no evidence
+    smoke    3 epochs of narrow networks on 200 images made on the spot, 3 trials: seconds on a CPU, and no evidence
 
-Trainings are in bf16 on pictures as NHWC, compiled, with the settings that the paper gives each method.
+Trainings are in bf16 on images as NHWC, compiled, with the settings that the paper gives each method.
 """
 
 from collections.abc import Callable, Mapping
@@ -139,7 +139,7 @@ def curves(protocol: Protocol) -> Experiment:
 
 
 def landscape(protocol: Protocol) -> Experiment:
-    """The loss around the weights along random directions, on training and test pictures: AMP's is flatter."""
+    """The loss around the weights along random directions, on training and test images: AMP's is flatter."""
     recipes = _resnets(protocol, ("erm", "amp"))
     return _experiment("landscape", "landscapes of the loss", protocol, recipes, trials=1, parts=("landscape",))
 

@@ -7,7 +7,7 @@ What does not change the numbers (the device, where the files are, how often a c
 
 The paper's protocol: SGD with Nesterov momentum 0.9, batches of 50, a rate of 0.1 divided by ten after epochs 100 and
 150 of 200, weight decay 1e-4, crops and flips, AMP with ε = 0.5 and ζ = 1 on PreActResNet18. `short` is the same in 60
-epochs, with a radius of at most 0.1; `smoke` is seconds on pictures made on the spot, to see that everything runs.
+epochs, with a radius of at most 0.1; `smoke` is seconds on images made on the spot, to see that everything runs.
 """
 
 import json
@@ -42,7 +42,7 @@ class Recipe:
     method: str = "erm"
     settings: Mapping[str, Any] = field(default_factory=dict)  # the method's, where they are not its defaults
     model_settings: Mapping[str, Any] = field(default_factory=dict)
-    size: tuple[int, int] | None = None  # what a folder's pictures are brought to
+    size: tuple[int, int] | None = None  # what a folder's images are brought to
     augment: Kind = "vanilla"
     label_noise: float = 0.0  # share of the training labels replaced by a wrong one
     validation: bool = False  # train on nine tenths and measure on the last one: the test set is not looked at

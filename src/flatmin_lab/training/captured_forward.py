@@ -13,7 +13,7 @@ from flatmin.core.model_state import evaluating
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 
-EVAL_BATCH_SIZE = 500  # pictures in a full batch
+EVAL_BATCH_SIZE = 500  # images in a full batch
 WARMUP_PASSES = 3  # passes before a capture: cuDNN's search, memory
 
 

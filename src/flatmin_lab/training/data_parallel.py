@@ -1,7 +1,7 @@
 """A batch shared out among ranks: what each computes of a step, so that together it is the step of one process.
 
 Every rank has all data, and the same plan of every epoch; it makes and runs its own part of a batch. Then the ranks
-send one another their logits z, a few numbers a picture, and each computes the loss J of the whole batch. Its gradient
+send one another their logits z, a few numbers an image, and each computes the loss J of the whole batch. Its gradient
 flows into a rank's own logits alone, R times, so that the mean that DistributedDataParallel takes is
 
     (1/R) Σᵣ R · (∂J/∂zᵣ)(∂zᵣ/∂θ) = ∇J,
@@ -10,7 +10,7 @@ the whole batch's, also where shares are unequal; and loss and error are the sam
 
     label smoothing, flooding    are functions of these logits: those of the whole batch, |J − b| too
     MixUp                        mixes the whole batch, with the same numbers on every rank, which then takes its part
-    adversarial                  moves each picture on its own (in eval mode), so each rank does its share
+    adversarial                  moves each image on its own (in eval mode), so each rank does its share
     BatchNorm                    has the statistics of the share; the running ones that count are the first rank's
     dropout                      has masks of its own on each rank, which follow from the seed
     AMP, RMP                     one Δ for all ranks; for AMP with sync_perturbation=False one a rank
@@ -103,7 +103,7 @@ class BatchSharding:
             own: Tensor = model(x).float()
         whole = own.new_zeros((count, *own.shape[1:]))
         whole[part] = own.detach()
-        torch.distributed.all_reduce(whole)  # a picture's logits and zeros: exact
+        torch.distributed.all_reduce(whole)  # an image's logits and zeros: exact
         if own.requires_grad:
             own.register_hook(lambda gradient: gradient * self.ranks.size)
         return torch.cat([whole[: part.start], own, whole[part.stop :]])

@@ -26,7 +26,7 @@ class NonFiniteLoss(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """What a step measured, of how many pictures."""
+    """What a step measured, of how many images."""
 
     images: int
     names: Sequence[str]
@@ -46,10 +46,10 @@ class Transfer(NamedTuple):
 
 
 class EpochMetrics:
-    """Means over pictures, a measure at a time."""
+    """Means over images, a measure at a time."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, tuple[float, int]] = {}  # total, and over how many pictures
+        self.sums: dict[str, tuple[float, int]] = {}  # total, and over how many images
         self.pending: list[tuple[int, Mapping[str, Tensor]]] = []  # steps that the host has not asked for
         self.in_flight: deque[Transfer] = deque()  # those that it has asked for, and not counted
         self.uncounted = 0

@@ -35,7 +35,7 @@ def logits_of(
     batch_size: int = EVAL_BATCH_SIZE,
     stop: Callable[[], object] = lambda: None,
 ) -> Tensor | None:
-    """The logits (N, K) of all pictures in their order; None where `stop()` became true meanwhile.
+    """The logits (N, K) of all images in their order; None where `stop()` became true meanwhile.
 
     The model is a module, or a function that knows its own mode (`CapturedForward`).
     """

@@ -1,7 +1,7 @@
 """Everything that changes while a model is trained (weights, optimizer, averages, random numbers), and a step of it.
 
 Ordinary training is AMP with a radius of 0, which is the base optimizer itself, bit for bit; so there is one form of a
-step, whatever the method and the precision, `flatmin.captured_step`. Of a batch it is given which pictures it has, and
+step, whatever the method and the precision, `flatmin.captured_step`. Of a batch it is given which images it has, and
 their random numbers; the rest is done on the device, on a GPU as the replay of one CUDA graph:
 
     x, y = batches.at(index, u)
@@ -98,7 +98,7 @@ class Learner:
             self._assemble(self.sharding.replicate(self.train_step.task), self.sharding)
 
     def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
-        """One step on the batch of these pictures; what it measured, as tensors on the device."""
+        """One step on the batch of these images; what it measured, as tensors on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss, error = self.train_step(index, u)
@@ -178,7 +178,7 @@ def _make_batch(
     model: nn.Module, batches: Batches, regulariser: Regulariser, *, channels_last: bool
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Any]]:
     def batch(index: Tensor, u: Tensor) -> tuple[Tensor, Any]:
-        with torch.autocast(index.device.type, enabled=False):  # pictures are made in float32, whatever the precision
+        with torch.autocast(index.device.type, enabled=False):  # images are made in float32, whatever the precision
             x, y = batches.at(index, u)
         if channels_last and x.ndim == 4:
             x = x.to(memory_format=torch.channels_last)

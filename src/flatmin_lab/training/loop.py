@@ -5,7 +5,7 @@
 
 With a run folder, every epoch is a line in its metrics.jsonl and every state worth keeping a checkpoint; a folder that
 was begun is gone on with, to the same bits as if it had never been left (on CUDA: if the recipe is deterministic). A
-checkpoint falls between two steps, and what it holds does not depend on when it is taken: the order of the pictures and
+checkpoint falls between two steps, and what it holds does not depend on when it is taken: the order of the images and
 their random numbers follow from seed, epoch and batch, and the sums of an epoch are kept in it to the last bit.
 
 Several processes can train one model (`ranks`): the same recipe, its batches shared out; the first one has the folder.
@@ -185,7 +185,7 @@ class _TrainingRun:
         averaged = [] if self.learner.ema is None else [self.learner.ema.module]
         self.forwards = [CapturedForward(model, capture=capture) for model in (self.learner.model, *averaged)]
         check_batches(self.learner.model, size=recipe.batch_size, count=len(self.data.train), processes=ranks.size)
-        with torch.no_grad(), evaluating(self.learner.model):  # does the model take these pictures?
+        with torch.no_grad(), evaluating(self.learner.model):  # does the model take these images?
             self.learner.model(self.normalise(self.data.train.x[:1]))
         self.learner.rehearse(ranks)
         self.state = TrainState(self.learner, device, ranks)

@@ -140,19 +140,19 @@ def _describe(error: Exception) -> str:
 
 
 def check_batches(model: nn.Module, *, size: int, count: int, processes: int) -> None:
-    """Batches of that size, of so many pictures, among so many ranks: BatchNorm needs two pictures in each share."""
+    """Batches of that size, of so many images, among so many ranks: BatchNorm needs two images in each share."""
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     smallest = min(size, count % size or size)
-    left = f"leaves one of {processes} processes {smallest // processes} of the {smallest} pictures of a batch"
+    left = f"leaves one of {processes} processes {smallest // processes} of the {smallest} images of a batch"
     if norms and smallest // processes < 2:
-        left = left if processes > 1 else f"leaves one of {count} pictures alone"
+        left = left if processes > 1 else f"leaves one of {count} images alone"
         raise ValueError(
-            f"BatchNorm needs batches of two pictures or more, and a batch size of {size} {left}; "
+            f"BatchNorm needs batches of two images or more, and a batch size of {size} {left}; "
             "choose another --batch-size"
         )
     if smallest < processes:
         raise ValueError(
-            f"every process needs a picture of every batch, and a batch size of {size} {left}; "
+            f"every process needs an image of every batch, and a batch size of {size} {left}; "
             "choose another --batch-size, or fewer processes"
         )
 

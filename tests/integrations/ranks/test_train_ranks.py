@@ -139,8 +139,8 @@ REFUSED = {
     "epochs": "same checkpoint_epochs, got 1 on rank 0 and 2 on rank 1",
     "model": "32",
     "folder": "would lie in the file",
-    "small": "a batch size of 1 leaves one of 2 processes 0 of the 1 pictures of a batch",
-    "norm": "a batch size of 41 leaves one of 2 processes 1 of the 3 pictures of a batch",
+    "small": "a batch size of 1 leaves one of 2 processes 0 of the 1 images of a batch",
+    "norm": "a batch size of 41 leaves one of 2 processes 1 of the 3 images of a batch",
     "inputs": "adversarial training takes inputs of 0.4 to 0.6",
     "set": "sync_perturbation must be True or False, got 'no'",
 }
@@ -262,7 +262,7 @@ WRONG = {
     "data": (2, "all ranks must have the same data set (SHA-256), got"),
     "missing": (2, "rank 1 of 2: "),
     "folder": (2, "would lie in the file"),
-    "small": (2, "a batch size of 1 leaves one of 2 processes 0 of the 1 pictures"),
+    "small": (2, "a batch size of 1 leaves one of 2 processes 0 of the 1 images"),
     "held": (2, "holds a run already (finished)"),
 }
 

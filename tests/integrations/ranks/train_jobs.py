@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.support.small_runs import after, lasting, pictures, tiny_data, tiny_recipe
+from tests.support.small_runs import after, lasting, images, tiny_data, tiny_recipe
 from torch import Tensor
 
 from flatmin_lab.data import Normalisation
@@ -142,8 +142,8 @@ def _notes(records: list[Event]) -> list[str]:
 
 
 def measured_in_shares(rank: int, folder: Path) -> dict[str, Any]:
-    """30 pictures in batches of 8: as one process measures them; and broken off on all ranks where one is asked."""
-    data, more = tiny_data(), pictures(30, 5)
+    """30 images in batches of 8: as one process measures them; and broken off on all ranks where one is asked."""
+    data, more = tiny_data(), images(30, 5)
     torch.manual_seed(0)
     answers = CapturedForward(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3)))
     normalise = Normalisation.of(data.train)

@@ -221,7 +221,7 @@ def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
         (["--set", "smoothing"], "KEY=VALUE"),
         (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belong to the schedule multi_step"),
         (["--model", "vgg16"], "32"),
-        (["--data", "spiral", "--augment", "vanilla"], "pictures"),
+        (["--data", "spiral", "--augment", "vanilla"], "images"),
         (["--data", "spiral", "--method", "adversarial"], "bounds"),
         (["--nonsense"], "nonsense"),
         (["--checkpoint-epochs", "0"], "checkpoint-epochs"),
@@ -388,7 +388,7 @@ def test_doctor_finds_everything_and_the_law_holds(tmp_path: Path) -> None:
     assert "3 steps with ε = 0 are those of the optimizer itself, bit for bit" in text
     assert "no errors, no warnings" in text
     assert "cifar10 not in" in text
-    assert "digits 1438 and 359 pictures of 1 × 8 × 8" in text
+    assert "digits 1438 and 359 images of 1 × 8 × 8" in text
 
 
 def test_doctor_examines_a_model_of_the_user_s_own(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ CIFAR = replace(tiny_data(), name="cifar10")
 
 @pytest.fixture
 def photographs() -> Dataset:
-    """Pictures of the size of CIFAR's."""
+    """Images of the size of CIFAR's."""
     data = tiny_data()
     large = [split.x.repeat(1, 3, 6, 6)[:, :, :32, :32] for split in (data.train, data.test)]
     return replace(data, train=replace(data.train, x=large[0]), test=replace(data.test, x=large[1]))
@@ -176,7 +176,7 @@ def test_each_data_set_has_a_model_that_takes_it(photographs: Dataset) -> None:
 @pytest.mark.parametrize(
     ("count", "validation", "expected"), [(51, False, 49), (7, True, 6), (12, False, 12), (900, True, 50)]
 )
-def test_few_pictures_of_one_s_own_get_a_batch_size_that_works(count: int, validation: bool, expected: int) -> None:
+def test_few_images_of_one_s_own_get_a_batch_size_that_works(count: int, validation: bool, expected: int) -> None:
     data = tiny_data(train=count)
     recipe = default_recipe("mine.npz", data, validation=validation, epochs=1, model="convnet")
     assert recipe.batch_size == expected

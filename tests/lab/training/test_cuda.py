@@ -31,7 +31,7 @@ NETWORKS = ("preactresnet18", "vgg16", "wideresnet10_2", "pyramidnet29_24", "con
 
 
 def photographs(count: int = 64) -> Dataset:
-    """Pictures of CIFAR's size."""
+    """Images of CIFAR's size."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     split = Split(x, torch.arange(count) % 10)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.small_runs import after, lasting, learner_of, pictures, run, same, tiny_data, tiny_recipe
+from tests.support.small_runs import after, lasting, learner_of, images, run, same, tiny_data, tiny_recipe
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
@@ -178,7 +178,7 @@ def test_a_tuning_run_never_looks_at_the_test_set() -> None:
     """With another test set nothing changes."""
     data = tiny_data()
     results = []
-    for one in (data, replace(data, test=pictures(9, 7))):
+    for one in (data, replace(data, test=images(9, 7))):
         last = list(train(tiny_recipe(validation=True), one))[-1]
         assert isinstance(last, Finished)
         results.append({k: v for k, v in last.result.items() if k not in ("seconds", "data_sha256")})

@@ -18,7 +18,7 @@ import pytest
 from tests import ROOT
 from tests.support.processes import flatmin, words
 from tests.support.report_files import result, write
-from tests.support.small_runs import after, pictures
+from tests.support.small_runs import after, images
 
 from flatmin_lab.cli.commands import tune as tune_command
 from flatmin_lab.data import Split, load
@@ -41,7 +41,7 @@ WAITS = 60.0  # seconds for a process that should have come so far
 
 def saved(path: Path, test: Split) -> Path:
     """A few pictures in a file: a tenth of the training set is twelve of them."""
-    train = pictures(120, 0)
+    train = images(120, 0)
     arrays = {"x_train": train.x, "y_train": train.y, "x_test": test.x, "y_test": test.y}
     plain: dict[str, Any] = {name: tensor.numpy() for name, tensor in arrays.items()}
     np.savez(path, **plain)
@@ -50,7 +50,7 @@ def saved(path: Path, test: Split) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("data") / "tiny.npz", pictures(30, 1))
+    return saved(tmp_path_factory.mktemp("data") / "tiny.npz", images(30, 1))
 
 
 def asked(data: Path, out: Path, *more: object) -> list[object]:
@@ -145,7 +145,7 @@ def test_the_same_command_gives_the_same_trials_and_a_second_call_nothing_new(
 
 def test_the_test_set_is_never_looked_at(tmp_path: Path, out: Path) -> None:
     """With another one nothing changes."""
-    other = saved(tmp_path / "other.npz", pictures(9, 7))
+    other = saved(tmp_path / "other.npz", images(9, 7))
     assert flatmin(*asked(other, tmp_path / "out", "--trials", 2, "--measure", "nll")).exit_code == 0
     assert without_times(tuning_of(tmp_path / "out")) == without_times(tuning_of(out))[:2]
     own = json.loads((tmp_path / "out" / "trial-0" / "result.json").read_text())
@@ -524,7 +524,7 @@ def test_other_flags_win_over_the_tuning_and_another_length_is_said(out: Path, t
 
 
 def test_a_training_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path) -> None:
-    other = saved(tmp_path / "other.npz", pictures(9, 7))
+    other = saved(tmp_path / "other.npz", images(9, 7))
     for flags, message in (
         (["--method", "erm"], "is of --method amp, got erm"),
         (["--data", "digits"], "got digits; leave one of the two flags out"),

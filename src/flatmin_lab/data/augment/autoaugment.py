@@ -1,8 +1,8 @@
-"""AutoAugment for a whole batch on its device: every picture its own sub-policy, no branch, no copy to the host.
+"""AutoAugment for a whole batch on its device: every image its own sub-policy, no branch, no copy to the host.
 
-A picture draws five numbers: its sub-policy, and for each of the two operations whether it is done and with which sign.
+An image draws five numbers: its sub-policy, and for each of the two operations whether it is done and with which sign.
 From them it gets a row number; every row of a stage has its own map of places, table of grey levels and factor, worked
-out once a device and picture size (operations.py), and the last row does nothing. So all pictures take
+out once a device and image size (operations.py), and the last row does nothing. So all images take
 the same way through the same operations, most of which leave most of them alone, and the shapes never depend on what
 was drawn: the whole can be captured in a CUDA graph after one call outside.
 """
@@ -32,7 +32,7 @@ from flatmin_lab.data.augment.policies import POLICIES, SubPolicy
 
 @dataclass(frozen=True)
 class AutoAugment:
-    """The stage: `AutoAugment("cifar10")(x, u)` for uint8 pictures (B, 3, H, W) and u of shape (B, 5) in [0, 1)."""
+    """The stage: `AutoAugment("cifar10")(x, u)` for uint8 images (B, 3, H, W) and u of shape (B, 5) in [0, 1)."""
 
     policy: str | tuple[SubPolicy, ...] = "cifar10"
     draws: ClassVar[int] = 5
@@ -59,12 +59,12 @@ class AutoAugment:
     def check(self, shape: torch.Size) -> None:
         if shape[0] != 3:
             raise ValueError(
-                f"AutoAugment needs 3 colour channels, got pictures with {shape[0]}; "
+                f"AutoAugment needs 3 colour channels, got images with {shape[0]}; "
                 "use 'vanilla' or 'cutout' for these, or turn them into RGB"
             )
         if min(shape[1:]) < 3:
             raise ValueError(
-                f"AutoAugment needs pictures of at least 3 by 3, got {shape[1]} by {shape[2]}; use 'vanilla' for these"
+                f"AutoAugment needs images of at least 3 by 3, got {shape[1]} by {shape[2]}; use 'vanilla' for these"
             )
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class _Stage:
         return table.gather(2, old).view_as(x)
 
     def _table(self, name: str, x: Tensor, old: Tensor, row: Tensor) -> Tensor:
-        """The grey levels' new ones where they depend on the picture: (B, 3, 256), or (B, 1, 256) for all channels."""
+        """The grey levels' new ones where they depend on the image: (B, 3, 256), or (B, 1, 256) for all channels."""
         if name == "contrast":
             return operations.contrast(operations.grey(x), self.factor[row])
         if name == "autocontrast":
@@ -137,7 +137,7 @@ class _Stage:
         return operations.equalize(counts)
 
     def _blend(self, x: Tensor, row: Tensor) -> Tensor:
-        """Colour and sharpness; all other rows blend with the factor 1, which is x whatever the other picture is."""
+        """Colour and sharpness; all other rows blend with the factor 1, which is x whatever the other image is."""
         dull = operations.smooth(x) if "sharpness" in self.names else operations.grey(x).float()
         if {"sharpness", "color"} <= self.names:  # a lerp by 0 or 1 chooses, in place
             dull.lerp_(operations.grey(x).float(), self.is_a["color"][row].float()[:, None, None, None])

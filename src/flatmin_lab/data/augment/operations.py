@@ -1,14 +1,14 @@
 """The 14 operations of AutoAugment as tables: what each does to a place, or to a grey level.
 
-A geometric operation is a map from every place of the new picture to the place of the old one that it shows. It depends
+A geometric operation is a map from every place of the new image to the place of the old one that it shows. It depends
 on operation, level and sign alone, so it is worked out once and a batch only looks it up:
 
     rotate, translate_x, translate_y    one place, the nearest one
     shear_x, shear_y                    four places in a row or a column, and what they weigh (bicubic)
 
-Places outside the picture show the fill, 128. invert, posterize, solarize and brightness are tables of 256 grey levels;
-contrast, autocontrast and equalize too, but their tables depend on the picture. color and sharpness blend the picture
-with a duller one, d + factor · (x − d), where a factor 1 is the picture itself.
+Places outside the image show the fill, 128. invert, posterize, solarize and brightness are tables of 256 grey levels;
+contrast, autocontrast and equalize too, but their tables depend on the image. color and sharpness blend the image
+with a duller one, d + factor · (x − d), where a factor 1 is the image itself.
 
 Pillow is followed in everything, down to its 16.16 fixed point for rotations, with the interpolation, fill and signs of
 the published AMP code: rotation is never mirrored, the other signed operations are.
@@ -45,7 +45,7 @@ def magnitude(name: str, level: int) -> float:
 
 
 def places(name: str, amount: float, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where the new picture's places are found in the old one: (4, H·W) places, and (4, H·W) what they weigh.
+    """Where the new image's places are found in the old one: (4, H·W) places, and (4, H·W) what they weigh.
 
     The place H·W stands for the fill. Operations that take one place have it second, with the whole weight.
     """
@@ -110,7 +110,7 @@ def blend(bright: Tensor, dull: Tensor, factor: Tensor | float) -> Tensor:
 
 
 def levels(name: str, amount: float) -> Tensor:
-    """The new grey level of each of the 256, for the operations whose table does not depend on the picture."""
+    """The new grey level of each of the 256, for the operations whose table does not depend on the image."""
     old = torch.arange(256)
     if name == "invert":
         new = 255 - old
@@ -126,7 +126,7 @@ def levels(name: str, amount: float) -> Tensor:
 
 
 def contrast(luma: Tensor, factor: Tensor) -> Tensor:
-    """Tables that move away from the mean grey of (B, 1, H, W) pictures, or towards it: (B, 1, 256)."""
+    """Tables that move away from the mean grey of (B, 1, H, W) images, or towards it: (B, 1, 256)."""
     count = luma.shape[2] * luma.shape[3]
     mean = (2 * luma.sum(dim=(2, 3)) + count) // (2 * count)  # rounded, in whole numbers
     return blend(torch.arange(256, device=luma.device), mean[..., None].float(), factor[:, None, None])
@@ -153,7 +153,7 @@ def equalize(counts: Tensor) -> Tensor:
 
 
 def grey(x: Tensor) -> Tensor:
-    """Luma of (B, 3, H, W) pictures as Pillow's mode L: (B, 1, H, W) int32."""
+    """Luma of (B, 3, H, W) images as Pillow's mode L: (B, 1, H, W) int32."""
     red, green, blue = x.int().split(1, dim=1)
     luma: Tensor = (red * 19595).add_(green, alpha=38470).add_(blue, alpha=7471).add_(0x8000)
     return luma >> 16

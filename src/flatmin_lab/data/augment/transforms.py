@@ -1,7 +1,7 @@
-"""Augmentation of whole batches on their device: each picture has its own random numbers, drawn before.
+"""Augmentation of whole batches on their device: each image has its own random numbers, drawn before.
 
-A stage is a pure function of uint8 pictures x (B, C, H, W) and of numbers u (B, draws), uniform in [0, 1). Whoever
-calls it makes the numbers, a row a picture, so the same row gives the same picture in any batch, on any device. A stage
+A stage is a pure function of uint8 images x (B, C, H, W) and of numbers u (B, draws), uniform in [0, 1). Whoever
+calls it makes the numbers, a row an image, so the same row gives the same image in any batch, on any device. A stage
 never looks at values on the host and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
 
     augment = augmentation("cutout", data)
@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Stage(Protocol):
-    """What a stage is: how many numbers a picture needs, a check of the pictures' shape, and the change itself."""
+    """What a stage is: how many numbers an image needs, a check of the images' shape, and the change itself."""
 
     @property
     def draws(self) -> int: ...
@@ -62,7 +62,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class Flip:
-    """Mirror left and right, every second picture on average."""
+    """Mirror left and right, every second image on average."""
 
     draws: ClassVar[int] = 1
 
@@ -75,7 +75,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Cutout:
-    """Black out a square whose middle is any place of the picture; what hangs over the border is lost."""
+    """Black out a square whose middle is any place of the image; what hangs over the border is lost."""
 
     length: int
     draws: ClassVar[int] = 2
@@ -87,8 +87,8 @@ class Cutout:
     def check(self, shape: torch.Size) -> None:
         if self.length > min(shape[1:]):
             raise ValueError(
-                f"Cutout's length must be at most the picture's side, or nothing may be left of it: "
-                f"got {self.length} for pictures of {shape[1]} by {shape[2]}"
+                f"Cutout's length must be at most the image's side, or nothing may be left of it: "
+                f"got {self.length} for images of {shape[1]} by {shape[2]}"
             )
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
@@ -117,21 +117,21 @@ class Augmentation:
         return sum(stage.draws for stage in self.stages)
 
     def draw(self, count: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """The numbers for that many pictures, (count, draws), made where the generator is."""
+        """The numbers for that many images, (count, draws), made where the generator is."""
         device = "cpu" if generator is None else generator.device
         return torch.rand(count, self.draws, generator=generator, device=device, dtype=torch.float32)
 
     def check(self, shape: torch.Size) -> None:
-        """Whether pictures of shape (C, H, W) can go through: raises ValueError where they cannot."""
+        """Whether images of shape (C, H, W) can go through: raises ValueError where they cannot."""
         for stage in self.stages:
             stage.check(shape)
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
         if x.dtype != torch.uint8 or x.ndim != 4:
-            raise TypeError(f"pictures must be uint8 (B, C, H, W), got {x.dtype} of shape {tuple(x.shape)}")
+            raise TypeError(f"images must be uint8 (B, C, H, W), got {x.dtype} of shape {tuple(x.shape)}")
         if u.shape != (len(x), self.draws) or u.dtype != torch.float32:
             raise ValueError(
-                f"{len(x)} pictures need float32 random numbers of shape {(len(x), self.draws)}, "
+                f"{len(x)} images need float32 random numbers of shape {(len(x), self.draws)}, "
                 f"got {u.dtype} of shape {tuple(u.shape)}; make them with draw({len(x)})"
             )
         columns = u.split([stage.draws for stage in self.stages], dim=1)
@@ -167,7 +167,7 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
     if kind == "none":
         return Augmentation()
     if isinstance(data, Dataset) and not data.train.is_images:
-        raise ValueError(f"only pictures can be augmented, got the points of {data.name}; use the augmentation 'none'")
+        raise ValueError(f"only images can be augmented, got the points of {data.name}; use the augmentation 'none'")
     side = min(SHAPES[name][1:] if isinstance(data, str) else data.train.shape[1:])
     first_version, usual = Crop(max(side // 16, 1), fill=0), CROPS.get(name, Crop(max(side // 8, 1)))
     stages: list[Stage] = [first_version if kind == "vanilla_v1" else usual]

@@ -5,7 +5,7 @@
     cifar-100-python/      train, test, meta                              or cifar-100-python.tar.gz
     cifar-100-binary/      train.bin, test.bin, fine_label_names.txt      or cifar-100-binary.tar.gz
 
-A picture is 3072 bytes, the red plane first; CIFAR-100 is read with its 100 fine labels.
+An image is 3072 bytes, the red plane first; CIFAR-100 is read with its 100 fine labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Layout:
         counts = {name: len(y) for name, (_, y) in zip(names, parts, strict=True)}
         if len(set(counts.values())) > 1:
             raise ValueError(
-                f"{where}: the training batches must have the same number of pictures, got {counts}; "
+                f"{where}: the training batches must have the same number of images, got {counts}; "
                 "one of them is cut short: unpack or fetch it again"
             )
         return Split(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
@@ -110,7 +110,7 @@ def _from_pickle(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]
     if not (isinstance(labels, list) and all(type(y) is int and abs(y) < 1 << 31 for y in labels)):
         raise ValueError(f"{what}: the labels must be a list of whole numbers below 2³¹; use the official file")
     if len(labels) != len(x):
-        raise ValueError(f"{what}: every picture needs one label, got {len(x)} pictures and {len(labels)} labels")
+        raise ValueError(f"{what}: every image needs one label, got {len(x)} images and {len(labels)} labels")
     return _images(x), torch.tensor(labels, dtype=torch.int64)
 
 

@@ -1,8 +1,8 @@
-"""A folder of pictures: one folder a class, under `train` and `test` or, where there are none, divided by a seed.
+"""A folder of images: one folder a class, under `train` and `test` or, where there are none, divided by a seed.
 
     pets/train/cat/1.png   pets/train/dog/2.jpg   pets/test/cat/3.png   …       or   pets/cat/1.png   pets/dog/2.jpg   …
 
-All pictures must have one size, or be brought to one with `size=`. They are RGB, or grey where every one of them is.
+All images must have one size, or be brought to one with `size=`. They are RGB, or grey where every one of them is.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from flatmin_lab.system.rng import generator
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 GREY_MODES = ("1", "L", "LA")
 COLOUR_MODES = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
-WHAT = "a folder of pictures"
+WHAT = "a folder of images"
 TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
@@ -43,8 +43,8 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
     if test is None:
         if min(splits[0].y.bincount().tolist()) < 3:
             raise ValueError(
-                f"{path}: a class must have at least 3 pictures for a fifth of them to be one for testing; "
-                "add pictures, or make train/ and test/"
+                f"{path}: a class must have at least 3 images for a fifth of them to be one for testing; "
+                "add images, or make train/ and test/"
             )
         train_part, test_part = stratified_split(splits[0].y, share=0.2, generator=generator("folder", seed))
         splits = [splits[0].at(train_part), splits[0].at(test_part)]
@@ -57,7 +57,7 @@ def _classes(folders: Sequence[Path]) -> list[str]:
         for folder in folders
     ]
     if not sets[0]:
-        raise FileNotFoundError(f"{folders[0]} must hold a folder of pictures a class, got no folder in it")
+        raise FileNotFoundError(f"{folders[0]} must hold a folder of images a class, got no folder in it")
     if any(names != sets[0] for names in sets):
         odd = sorted(set(sets[0]) ^ set(sets[1]))
         raise ValueError(f"train and test must have the same classes; only one of them has {', '.join(odd)}")
@@ -65,7 +65,7 @@ def _classes(folders: Sequence[Path]) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith((".", "__"))  # .git, .ipynb_checkpoints, ._picture.png, __MACOSX
+    return name.startswith((".", "__"))  # .git, .ipynb_checkpoints, ._image.png, __MACOSX
 
 
 def _list_images(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
@@ -74,7 +74,7 @@ def _list_images(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[i
         images = [file for file in (folder / name).rglob("*") if file.suffix.lower() in EXTENSIONS]
         here = sorted(file for file in images if not any(map(_is_hidden, file.relative_to(folder).parts)))
         if not here:
-            raise FileNotFoundError(f"{folder / name} must hold pictures ({', '.join(EXTENSIONS)}), got none")
+            raise FileNotFoundError(f"{folder / name} must hold images ({', '.join(EXTENSIONS)}), got none")
         files += here
         labels += [label] * len(here)
     return files, labels
@@ -85,15 +85,15 @@ def _mode(file: Path) -> str:
     try:
         with image.open(file) as opened:
             mode = str(opened.mode)
-    except Exception as error:  # a damaged picture can raise anything
-        raise ValueError(f"{file} is not a picture that can be read ({error}); repair or remove it") from error
+    except Exception as error:  # a damaged image can raise anything
+        raise ValueError(f"{file} is not an image that can be read ({error}); repair or remove it") from error
     return check_eight_bits(mode, str(file))
 
 
 def check_eight_bits(mode: str, what: str) -> str:
     """The mode, if it is one whose numbers go from 0 to 255; others would be cut off when converted."""
     if mode not in (*GREY_MODES, *COLOUR_MODES):
-        raise ValueError(f"pictures must have 8 bits a channel, got mode {mode} in {what}; convert it first")
+        raise ValueError(f"images must have 8 bits a channel, got mode {mode} in {what}; convert it first")
     return mode
 
 
@@ -104,15 +104,15 @@ def _read(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Ten
     for file in files:
         try:
             with image.open(file) as opened:
-                converted = ops.exif_transpose(opened).convert(mode)  # cameras write turned pictures
+                converted = ops.exif_transpose(opened).convert(mode)  # cameras write turned images
                 if size is not None:
                     converted = converted.resize((size[1], size[0]), image.Resampling.BILINEAR)
                 row = np.array(converted)
-        except Exception as error:  # a damaged picture can raise anything
-            raise ValueError(f"{file} is not a picture that can be read ({error}); repair or remove it") from error
+        except Exception as error:  # a damaged image can raise anything
+            raise ValueError(f"{file} is not an image that can be read ({error}); repair or remove it") from error
         if rows and row.shape != rows[0].shape:
             raise ValueError(
-                f"all pictures must have one size: {first} is {rows[0].shape[1]} by {rows[0].shape[0]}, "
+                f"all images must have one size: {first} is {rows[0].shape[1]} by {rows[0].shape[0]}, "
                 f"{file} is {row.shape[1]} by {row.shape[0]}; give size=(height, width), or --size HEIGHT WIDTH, to "
                 "bring them to one"
             )

@@ -1,4 +1,4 @@
-"""Two spiral arms in the plane, after the paper's picture of a decision boundary: points, not pictures.
+"""Two spiral arms in the plane, after the paper's image of a decision boundary: points, not images.
 
 Some training labels can be turned around, so that a network that learns everything by heart is seen to do so.
 """

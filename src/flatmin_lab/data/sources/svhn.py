@@ -1,6 +1,6 @@
 """SVHN, cropped digits, from the official `train_32x32.mat` and `test_32x32.mat`.
 
-X is (32, 32, 3, N) uint8 and y (N, 1), with the digit 0 called 10. The paper does not use the 531,131 extra pictures.
+X is (32, 32, 3, N) uint8 and y (N, 1), with the digit 0 called 10. The paper does not use the 531,131 extra images.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Pictures made on the spot, in the shape of the paper's data sets: to see that everything runs, not to measure.
+"""Images made on the spot, in the shape of the paper's data sets: to see that everything runs, not to measure.
 
-Every class is a smooth pattern of its own, drawn once; a picture is its class's pattern, shifted and in noise. What is
+Every class is a smooth pattern of its own, drawn once; an image is its class's pattern, shifted and in noise. What is
 made depends on nothing but the name, so its checksum is the same everywhere.
 """
 
@@ -28,7 +28,7 @@ def load(name: str) -> Dataset:
     """Of the set that it stands for: "cifar10-made" has ten classes.
 
     >>> load("cifar10-made").train
-    Split(200 pictures of 3 × 32 × 32 on cpu)
+    Split(200 images of 3 × 32 × 32 on cpu)
     """
     like = original_name(name)
     draw = generator("made", like)

@@ -1,8 +1,8 @@
-"""Any `torch.utils.data.Dataset` of (picture, label), read once into tensors, and from a cache the next time.
+"""Any `torch.utils.data.Dataset` of (image, label), read once into tensors, and from a cache the next time.
 
     data = from_torch(train, test, name="mine", cache="data/mine.npz")
 
-A picture is a PIL image, a uint8 array or tensor, or floats from 0 to 1 (which is what ToTensor makes): tensors with
+An image is a PIL image, a uint8 array or tensor, or floats from 0 to 1 (which is what ToTensor makes): tensors with
 the channels first, arrays with the channels last. A float vector is a point. Random transforms do not belong in the
 data set: they would be frozen by the reading, so one that answers differently the second time is refused. Augmentation
 is `flatmin_lab.data.augment.transforms`.
@@ -54,7 +54,7 @@ def _item(split: Any, index: int) -> tuple[Tensor, int]:
     item = split[index]
     if not isinstance(item, tuple | list) or len(item) != 2:
         got = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
-        raise TypeError(f"the data set must give pairs (picture, label), got {got} at {index}")
+        raise TypeError(f"the data set must give pairs (image, label), got {got} at {index}")
     return _image(item[0], index), _label(item[1], index)
 
 
@@ -70,7 +70,7 @@ def _label(y: Any, index: int) -> int:
 
 
 def _image(x: Any, index: int) -> Tensor:
-    """A picture as uint8 (C, H, W), or a point as float32 (D,)."""
+    """An image as uint8 (C, H, W), or a point as float32 (D,)."""
     channels_last = isinstance(x, np.ndarray)
     if hasattr(x, "convert") and hasattr(x, "mode"):  # a PIL image
         x, channels_last = (
@@ -80,7 +80,7 @@ def _image(x: Any, index: int) -> Tensor:
     if isinstance(x, np.ndarray):
         x = torch.from_numpy(np.array(x))
     if not isinstance(x, Tensor):
-        raise TypeError(f"a picture must be a PIL image, an array or a tensor, got {type(x).__name__} at {index}")
+        raise TypeError(f"an image must be a PIL image, an array or a tensor, got {type(x).__name__} at {index}")
     x = torch.as_tensor(x).detach().cpu()
     if x.ndim == 1 and x.is_floating_point():
         if not bool(x.isfinite().all()):
@@ -98,7 +98,7 @@ def _channels_first(x: Tensor, index: int, *, last: bool) -> Tensor:
         if x.shape[place] in npz.CHANNELS:
             return x.movedim(place, 0)
     raise ValueError(
-        f"a picture must have 1, 3 or 4 channels, first in a tensor and last in an array, "
+        f"an image must have 1, 3 or 4 channels, first in a tensor and last in an array, "
         f"got shape {tuple(x.shape)} at {index}"
     )
 
@@ -107,12 +107,12 @@ def _as_uint8(x: Tensor, index: int) -> Tensor:
     if x.is_floating_point():
         if not bool(((x >= 0) & (x <= 1)).all()):
             raise ValueError(
-                f"a float picture must have values from 0 to 1, got {x.min():g} to {x.max():g} at {index}; "
+                f"a float image must have values from 0 to 1, got {x.min():g} to {x.max():g} at {index}; "
                 "pass the data set without normalisation"
             )
         return (x * 255).round().to(torch.uint8)
     if x.dtype != torch.uint8:
-        raise ValueError(f"a picture must be uint8, or floats from 0 to 1, got {x.dtype} at {index}; convert it first")
+        raise ValueError(f"an image must be uint8, or floats from 0 to 1, got {x.dtype} at {index}; convert it first")
     return x
 
 
@@ -123,7 +123,7 @@ def _probe(split: Any, which: str) -> str:
     except TypeError as error:
         raise TypeError(f"the {which} set must know its length; make a list of an iterable data set first") from error
     if count == 0:
-        raise ValueError(f"the {which} set must have at least one picture, got none")
+        raise ValueError(f"the {which} set must have at least one image, got none")
     text = str(count)
     for index in sorted({number * (count - 1) // (PROBES - 1) for number in range(PROBES)}):
         first, again = _item(split, index), _item(split, index)
@@ -143,7 +143,7 @@ def _read(split: Any) -> Split:
     if len(shapes) > 1:
         (one, first), (two, second), *_ = shapes.items()
         raise ValueError(
-            f"all pictures must have one shape, got {one} at {first} and {two} at {second}; resize them in the data set"
+            f"all images must have one shape, got {one} at {first} and {two} at {second}; resize them in the data set"
         )
     return Split(torch.stack([x for x, _ in items]), torch.tensor([y for _, y in items]))
 

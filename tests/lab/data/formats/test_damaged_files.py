@@ -124,12 +124,12 @@ def test_one_bit_changed_anywhere_never_passes_unseen(tmp_path: Path, layout: st
             data = load(name, tmp_path)
         except ValueError:
             continue
-        # the archive's name and date, and what follows the last element of a matrix, say nothing of the pictures
+        # the archive's name and date, and what follows the last element of a matrix, say nothing of the images
         assert data.checksum == checksum
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_unpacked_file_changed_anywhere_is_an_error_or_other_pictures(tmp_path: Path, layout: str) -> None:
+def test_an_unpacked_file_changed_anywhere_is_an_error_or_other_images(tmp_path: Path, layout: str) -> None:
     name, write, archive = LAYOUTS[layout]
     root = write(tmp_path, made(5, classes(name), seed=0), made(3, classes(name), seed=1), **PLAIN.get(layout, {}))
     victim = root / "train_32x32.mat" if archive is None else max(root.iterdir(), key=lambda file: "test" in file.name)
