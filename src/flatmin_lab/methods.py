@@ -34,7 +34,7 @@ def _wrap(optimizer: Optimizer, model: nn.Module, *, wrapper: Callable[..., Opti
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A regulariser, the model's dropout, and what is put around the optimizer."""
+    """A regulariser, the model's dropout rate, and the wrapper around the optimizer."""
 
     name: str
     regulariser: Regulariser
@@ -68,7 +68,7 @@ def amp(
 ) -> Method:
     """The worst perturbation. 0.5 and 1 are the paper's for PreActResNet18 over 200 epochs; VGG16 has 0.1 and 0.2.
 
-    `sync_perturbation=False`: one a rank, where several train a model together.
+    `sync_perturbation=False`: a perturbation per rank, where several ranks train one model.
     """
     settings: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
     settings["sync_perturbation"] = sync_perturbation
@@ -81,7 +81,7 @@ METHODS = (*REGULARISERS, *OTHERS)
 
 
 def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's settings with the paper's where none are given: numbers and words, not generators or switches.
+    """A method's settings, completed by the paper's: numbers and strings, not generators or flags.
 
     >>> resolve_settings("amp", {"epsilon": 0.1})
     {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2'}
@@ -95,7 +95,7 @@ def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def build(name: str, *, normalise: Normalisation | None = None, **settings: Any) -> Method:
     """A method by name, with the paper's settings where none are given.
 
-    `normalise` is what the model's images went through: adversarial training must undo it, the others do not look.
+    `normalise` is what the model's images went through: adversarial training must undo it, the others ignore it.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; choose from {', '.join(METHODS)}")

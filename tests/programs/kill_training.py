@@ -1,4 +1,4 @@
-"""Run as a program: `flatmin train` in forked children that are killed with SIGKILL, then gone on with to the end.
+"""Run as a program: `flatmin train` in forked children that are killed with SIGKILL, then resumed to the end.
 
     python -m tests.programs.kill_training FOLDER SEED KILLS TRAIN-ARGUMENTS…
 
@@ -121,7 +121,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 class Found:
     killed: int = 0  # at random moments
     points: int = 0  # at a call that makes a file last, or with half a checkpoint written
-    finished: int = 0  # runs that were gone on with to the end
+    finished: int = 0  # runs that were resumed to the end
     apart: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 

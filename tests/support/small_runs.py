@@ -1,4 +1,4 @@
-"""Trainings that take a moment: a few images, a tiny network, and what a training leaves behind."""
+"""Runs that take a moment: a few images, a tiny network, and what a run leaves in its folder."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def tiny_recipe(**changes: Any) -> Recipe:
 
 
 def learner_of(recipe: Recipe, data: Dataset, *, seed: int = 0, device: str = "cpu", capture: bool = True) -> Learner:
-    """What a training has at its beginning, to be stepped by hand."""
+    """The learner at the start of a run, to be stepped by hand."""
     there = data.to(device)
     batches = Batches(
         split=there.train,
@@ -64,7 +64,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def after(steps: int) -> Callable[[], str | None]:
-    """A question that is answered yes after so many times."""
+    """A `stop` that gives a reason after so many calls."""
     asked = [0]
 
     def stop() -> str | None:
@@ -78,5 +78,5 @@ def run(recipe: Recipe, folder: Path | None = None, **more: Any) -> list[Event]:
     return list(train(recipe, tiny_data(), folder=folder, **more))
 
 
-def saves(records: list[Event]) -> Iterator[int]:
-    return (record.step for record in records if isinstance(record, Saved))
+def saves(events: list[Event]) -> Iterator[int]:
+    return (event.step for event in events if isinstance(event, Saved))

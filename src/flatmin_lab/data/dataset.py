@@ -32,11 +32,12 @@ class Split:
 
     @property
     def shape(self) -> torch.Size:
-        """Of one image or point."""
+        """The shape of one image or point."""
         return self.x.shape[1:]
 
     @property
     def is_images(self) -> bool:
+        """Images, and not points?"""
         return self.x.dtype == torch.uint8
 
     @property
@@ -92,7 +93,7 @@ class Dataset:
     def held_out(self, seed: SupportsIndex, *, share: float = 0.1) -> "Dataset":
         """The training set in two parts: the last tenth of an order drawn by the seed becomes the test split.
 
-        The real test set is not in it, so nothing tuned with it can have seen it.
+        The real test set is not in it, so what is tuned with it has never seen the test set.
         """
         count = round(len(self.train) * share) if 0 < share < 1 else 0
         if not 0 < count < len(self.train):
@@ -106,7 +107,7 @@ class Dataset:
 
     @cached_property
     def checksum(self) -> str:
-        """SHA-256 over shapes and contents: two data sets that train alike have the same one."""
+        """SHA-256 over types, shapes and contents: two data sets that train alike have the same one."""
         digest = hashlib.sha256()
         for split in (self.train, self.test):
             for tensor in (split.x, split.y):
@@ -133,7 +134,7 @@ def default_class_names(y_train: Tensor, y_test: Tensor, where: str) -> list[str
 
 
 def _check_split(name: str, which: str, split: Split, num_classes: int) -> None:
-    """The rules of a split."""
+    """The rules that every split keeps."""
     x, y = split.x, split.y
     if len(x) != len(y):
         raise ValueError(f"{name}: every {which} image needs one label, got {len(x)} images and {len(y)} labels")
@@ -158,7 +159,7 @@ def _check_split(name: str, which: str, split: Split, num_classes: int) -> None:
 
 
 def stratified_split(labels: Tensor, *, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Indices of two parts in their old order; the second has that share of every class, rounded."""
+    """Indices of two parts, each in the old order; the second has that share of every class, rounded."""
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():
         members = (labels == label).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Wrong labels on purpose: a share of the training labels replaced at random, so that learning by heart does harm.
+"""Label noise: a share of the training labels is replaced at random, so that memorising them does harm.
 
 The test labels stay true. Which labels are replaced, and by what, depends on the seed alone, so every method gets the
 same ones.
@@ -16,11 +16,11 @@ from flatmin_lab.system.rng import generator
 
 class NoisyDataset(NamedTuple):
     data: Dataset
-    wrong: Tensor  # the places of the replaced labels in the training split, on its device
+    wrong: Tensor  # indices of the replaced labels in the training split, on its device
 
 
 def add_label_noise(data: Dataset, share: float, *, seed: int) -> NoisyDataset:
-    """That share of the training labels, rounded, each replaced by another class, all others equally likely."""
+    """Replace that share of the training labels, rounded, each by one of the other classes, all equally likely."""
     if not 0 <= share < 1:
         raise ValueError(f"the share of wrong labels must be at least 0 and below 1, got {share}")
     if share == 0:

@@ -1,7 +1,7 @@
-"""Normalisation: (x − mean) / deviation, channel by channel, with the training set's own statistics.
+"""Normalisation: (x − mean) / std, channel by channel, with the training set's own mean and standard deviation.
 
-Images are divided by 255 first, so mean and deviation are numbers between 0 and 1. The statistics are sums of whole
-numbers, exact in any order and on any device.
+Images are divided by 255 first, so both are numbers between 0 and 1. The statistics are sums of integers, exact in any
+order and on any device.
 """
 
 from dataclasses import dataclass
@@ -43,18 +43,18 @@ class Normalisation:
         return x.float() * std + mean
 
     def _statistics_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation in a shape that meets x's channels."""
+        """Mean and standard deviation, shaped to broadcast over x's channels."""
         view = (-1, *[1] * (x.ndim - 2))
         return self.mean.view(view), self.std.view(view)
 
 
 def _image_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of x/255 from a count of each of the 256 grey levels: no float copy of the set is made."""
+    """Mean and variance of x/255 from a count of each of the 256 grey levels, without a float copy of the data."""
     levels = torch.arange(256, device=x.device)
     counts = torch.stack([_level_counts(x[:, channel]) for channel in range(x.shape[1])])
     n = x.numel() // x.shape[1]
     total, squares = (counts * levels).sum(dim=1), (counts * levels**2).sum(dim=1)
-    # n² · variance in whole numbers: nothing cancels
+    # n² · variance in integers: nothing cancels
     spread = [n * int(square) - int(one) ** 2 for one, square in zip(total, squares, strict=True)]
     mean = total.double() / (255 * n)
     variance = torch.tensor([number / (255 * n) ** 2 for number in spread], dtype=torch.float64, device=x.device)

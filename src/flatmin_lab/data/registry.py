@@ -2,7 +2,7 @@
 
 load("cifar10", "data")      looks in data/ and data/cifar10/, for the unpacked folder and for the archive
 load("digits")               embedded; needs no file
-load("cifar10-made")         in the shape of CIFAR-10, made on the spot
+load("cifar10-made")         synthetic images in the shape of CIFAR-10
 load("pets.npz"), load("images/pets")
 """
 
@@ -36,7 +36,7 @@ def _svhn(name: str, root: Path) -> Dataset | None:
 OFFICIAL: dict[str, Callable[[str, Path], Dataset | None]] = {"cifar10": _cifar, "cifar100": _cifar, "svhn": _svhn}
 EMBEDDED: dict[str, Callable[[], Dataset]] = {"digits": digits.load, "spiral": spiral.load}
 SYNTHETIC = tuple(f"{name}{synthetic.SUFFIX}" for name in OFFICIAL)
-DATA_SETS = (*OFFICIAL, *EMBEDDED)  # those that are real; the spiral is the paper's own
+DATA_SETS = (*OFFICIAL, *EMBEDDED)  # the real ones; the spiral is the paper's own
 
 
 def load(
@@ -51,7 +51,7 @@ def load(
     """The data set on the device.
 
     `download` fetches official files into `root` where they are missing. `size` (height, width) is what the images of
-    a folder are brought to.
+    a folder are resized to.
 
     >>> load("digits").train
     Split(1438 images of 1 × 8 × 8 on cpu)

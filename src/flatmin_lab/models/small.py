@@ -8,7 +8,7 @@ from flatmin_lab.models.layers import check, conv3x3, head, initialise, relu
 
 
 def convnet(*, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.0, width: int = 32) -> nn.Sequential:
-    """Four 3 × 3 convolutions with BatchNorm and one halving: any image of 2 by 2 pixels or more."""
+    """Four 3 × 3 convolutions with BatchNorm and one 2 × 2 pooling: images of 2 by 2 pixels or more."""
     check(num_classes, in_channels, dropout)
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")

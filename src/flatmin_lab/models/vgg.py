@@ -1,6 +1,6 @@
-"""VGG with BatchNorm (Simonyan and Zisserman 2015), 3 × 3 convolutions between five halvings, then three linear layers.
+"""VGG with BatchNorm (Simonyan and Zisserman 2015), 3 × 3 convolutions between five poolings, then three linear layers.
 
-As published with AMP: 32 by 32 pixels shrink to one place of 512 numbers, and both hidden linear layers have 4096
+As published with AMP: 32 by 32 pixels shrink to one position of 512 channels, and both hidden linear layers have 4096
 neurons, where many CIFAR versions have one linear layer only.
 """
 
@@ -44,7 +44,7 @@ class VGG(nn.Module):
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1),  # the one place there is at 32 by 32
+            nn.AdaptiveAvgPool2d(1),  # a single position already at 32 by 32
             nn.Flatten(),
             nn.Linear(channels, hidden),
             *relu(dropout),

@@ -1,6 +1,6 @@
-"""The recipe that suits a data set: the paper's protocol, in small for small sets.
+"""The default recipe for a data set: the paper's protocol, scaled down for small data sets.
 
-recipe = suited("cifar10", data, method="amp")
+recipe = default_recipe("cifar10", data, method="amp")
 """
 
 from dataclasses import replace
@@ -19,10 +19,10 @@ SMALL_DATA: dict[str, dict[str, Any]] = {
 
 
 def default_recipe(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> Recipe:
-    """The recipe for a data set: the paper's protocol, in small for small sets; `changes` are fields of it.
+    """The paper's protocol, scaled down for small data sets; `changes` replace fields of the recipe.
 
-    A model given by name brings its own settings; AMP's radius follows model, augmentation and length where it is not
-    among the method's `settings`.
+    A model given by name has its own default settings. AMP's radius follows from model, augmentation and length, unless
+    the method's `settings` have one.
     """
     values: dict[str, Any] = dict(SMALL_DATA.get(name) or {"model": _model_for(data), "augment": _augment_for(data)})
     if name not in DATA_SETS:
@@ -45,7 +45,7 @@ def _model_for(data: Dataset) -> str:
 
 
 def _batch_size_for(count: int, *, validation: bool) -> int:
-    """The paper's, or less where there are fewer images, or where one would be left alone in the last batch."""
+    """The paper's batch size, or less for fewer images, or where one image would be alone in the last batch."""
     count -= round(count * 0.1) if validation else 0
     sizes = (size for size in range(min(PAPER_BATCH_SIZE, count), 1, -1) if count % size != 1)
     return next(sizes, max(count, 1))

@@ -1,7 +1,7 @@
-"""What the paper reports, number by number: means and deviations over ten trainings of 200 epochs.
+"""What the paper reports, number by number: mean and standard deviation over ten runs of 200 epochs.
 
 Zheng, Zhang and Mao, "Regularizing Neural Networks via Adversarial Model Perturbation", CVPR 2021. Errors and ECE in
-per cent, as printed; the figure of the ECE has no deviations.
+per cent, as printed; the figure of the ECE has no standard deviations.
 """
 
 from functools import cache
@@ -53,10 +53,10 @@ class Value(NamedTuple):
 
 
 def reported(data: str, model: str, method: str, augment: str = "vanilla") -> dict[str, Value]:
-    """What the paper has for a cell: error, nll, ece, fgsm_error, pgd_error, as far as it has them.
+    """What the paper has for a cell of its tables: error, nll, ece, fgsm_error, pgd_error, where it has them.
 
     >>> reported("cifar10", "preactresnet18", "amp")["error"]
-    Value(mean=3.97, deviation=0.091)
+    Value(mean=3.97, std=0.091)
     """
     return _tables().get((data, model, augment, method), {})
 

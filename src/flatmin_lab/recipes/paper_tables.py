@@ -1,18 +1,18 @@
-"""The paper's tables and figures, each a function of the protocol: which trainings it needs, what is measured of them.
+"""The paper's tables and figures as experiments: which runs each needs under a protocol, and what is measured of them.
 
-    exhibit = EXHIBITS["table1"]("short")
-    exhibit.recipes[0].name                     short/svhn-preactresnet18-erm
+    experiment = EXPERIMENTS["table1"]("short")
+    experiment.recipes[0].name                  short/svhn-preactresnet18-erm
 
-One training may serve many: the calibration figure, the attacks and the landscapes look at table 1's networks. So a
-recipe's name says what it trains, not which table asked for it. The paper's own numbers are in `paper.py`.
+A run may serve several experiments: the calibration figure, the attacks and the landscapes use table 1's networks. So a
+recipe's name says what it trains, not which table asked for it. The paper's own numbers are in `paper_numbers.py`.
 
     paper    200 epochs, the rate divided by ten after 100 and 150, 10 trials; a PreActResNet18 takes an H200 some
              6 minutes with ERM and 11 with AMP
     short    60 epochs, divided after 30 and 45, 3 trials, AMP with a radius of at most 0.1: a large one needs a long
-             training. All else as `paper`
-    smoke    3 epochs of narrow networks on 200 images made on the spot, 3 trials: seconds on a CPU, and no evidence
+             run. All else as `paper`
+    smoke    3 epochs of narrow networks on 200 synthetic images, 3 trials: seconds on a CPU, and no evidence
 
-Trainings are in bf16 on images as NHWC, compiled, with the settings that the paper gives each method.
+Runs are in bf16, channels-last and compiled, with the settings that the paper gives each method.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ SMOKE_MODEL_SETTINGS: dict[str, dict[str, Any]] = {
 class Experiment:
     """A table or a figure: `parts` is what is measured of its networks beside error, NLL and calibration.
 
-    One without trials is measured in some steps, and trains nothing to its end.
+    One without trials times a few steps, and trains no network to the end.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Experiment:
     recipes: tuple[Recipe, ...]
     trials: int
     parts: tuple[Measurement, ...] = ()
-    beside: tuple[Recipe, ...] = ()  # rows that are shown where they have been trained, for another exhibit
+    beside: tuple[Recipe, ...] = ()  # rows of other experiments, shown where they have been trained
 
     def jobs(self, seeds: tuple[int, ...] | None = None) -> list[Job]:
-        """Seed by seed, so that what is broken off on a CPU has whole tables; a GPU takes data set by data set."""
+        """Seed by seed, so that an interrupted CPU has complete tables; a GPU goes data set by data set."""
         chosen = (seeds or range(self.trials)) if self.trials else ()
         return [Job(recipe, seed) for seed in chosen for recipe in self.recipes]
 
@@ -71,7 +71,7 @@ def cell(
     variant: str = "",
     **changes: Any,
 ) -> Recipe:
-    """A cell of the paper's tables under a protocol; a variant has a name, and fields of the recipe that differ."""
+    """A cell of the paper's tables under a protocol; a variant has a name, and recipe fields that differ."""
     words = [data, model, method, *([augment] if augment != "vanilla" else []), *([variant] if variant else [])]
     values: dict[str, Any] = {"precision": "bf16", "channels_last": True, "compile": True}
     if protocol == "smoke":
@@ -161,12 +161,12 @@ def spiral(protocol: Protocol) -> Experiment:
 
 
 def cost(protocol: Protocol) -> Experiment:
-    """The time of table 1's ERM and AMP on CIFAR-10, from some steps; the paper: 1.8 times, 2.4 and 4.2 h on a V100."""
+    """The time of table 1's ERM and AMP on CIFAR-10, from a few steps; paper: 1.8 times, 2.4 and 4.2 h on a V100."""
     recipes = [cell(protocol, "cifar10", RESNET, method) for method in ("erm", "amp")]
     return _experiment("cost", "computational cost", protocol, recipes, trials=0)
 
 
-# ---- what the paper does not have: readings of its text and of its code's versions, equal compute, precision
+# ---- experiments the paper does not have: readings of its text and code, equal compute, precision
 
 
 def ball(protocol: Protocol) -> Experiment:
@@ -227,9 +227,9 @@ def compute(protocol: Protocol) -> Experiment:
 
 
 def precision(protocol: Protocol) -> Experiment:
-    """AMP on CIFAR-10 in float32 beside bfloat16: is the perturbation lost in rounding? ERM on CIFAR-100: is it surer?
+    """AMP on CIFAR-10 in float32 beside bfloat16: is the perturbation lost in rounding? Is ERM over-confident?
 
-    ERM's NLL there is well above the paper's. A GPU that has TF32 convolves in it, which is torch's default.
+    ERM's NLL on CIFAR-100 is well above the paper's. A GPU that has TF32 convolves in it, which is torch's default.
     """
     recipes = []
     for data, method in (("cifar10", "amp"), ("cifar100", "erm")):
@@ -259,7 +259,7 @@ EXPERIMENTS: dict[str, Callable[[Protocol], Experiment]] = {
 
 @cache
 def by_name() -> dict[str, Recipe]:
-    """Every recipe of every exhibit under every protocol."""
+    """Every recipe of every experiment under every protocol."""
     experiments = [make(protocol) for make in EXPERIMENTS.values() for protocol in get_args(Protocol)]
     return {recipe.name: recipe for experiment in experiments for recipe in (*experiment.recipes, *experiment.beside)}
 

@@ -1,13 +1,13 @@
-"""A recipe is everything that decides what a training computes, but the seed: frozen, checked when made, plain JSON.
+"""A recipe is everything that decides what a run computes, except the seed: frozen, checked when made, plain JSON.
 
-    recipe = suited("cifar10", data, method="amp")       the paper's protocol
-    recipe = replace(recipe, epochs=60, lr=0.05)         a variant
+    recipe = default_recipe("cifar10", data, method="amp")       the paper's protocol
+    recipe = replace(recipe, epochs=60, lr=0.05)                 a variant
 
 What does not change the numbers (the device, where the files are, how often a checkpoint is written) is not in it.
 
 The paper's protocol: SGD with Nesterov momentum 0.9, batches of 50, a rate of 0.1 divided by ten after epochs 100 and
 150 of 200, weight decay 1e-4, crops and flips, AMP with ε = 0.5 and ζ = 1 on PreActResNet18. `short` is the same in 60
-epochs, with a radius of at most 0.1; `smoke` is seconds on images made on the spot, to see that everything runs.
+epochs, with a radius of at most 0.1; `smoke` takes seconds on synthetic images, to see that everything runs.
 """
 
 import json
@@ -23,29 +23,29 @@ from flatmin_lab.recipes.lr_schedules import SCHEDULES
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
 PAPER_EPOCHS, PAPER_BATCH_SIZE = 200, 50  # the paper's
-PROTOCOLS = {"paper": PAPER_EPOCHS, "short": 60, "smoke": 3}  # and their epochs
-LONG_EPOCHS = 150  # epochs from which on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
+PROTOCOLS = {"paper": PAPER_EPOCHS, "short": 60, "smoke": 3}  # with their epochs
+LONG_EPOCHS = 150  # from so many epochs on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
 SHORT_RADIUS = 0.1
-SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # of AMP at these lengths
+SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in defaults.py
 # the paper's tables: the first with its own augmentation, the second with three
 TABLE_1, TABLE_2 = ("preactresnet18", "vgg16"), ("wideresnet28_10", "pyramidnet164_270")
-COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # what every model takes
-SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast, and not what
+COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # arguments of every model
+SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a run computes, not what
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Every field is compared when a training goes on: a run folder belongs to one recipe."""
+    """Every field is compared when a run is resumed: a run folder belongs to one recipe."""
 
     data: str
     model: str
     method: str = "erm"
     settings: Mapping[str, Any] = field(default_factory=dict)  # the method's, where they are not its defaults
     model_settings: Mapping[str, Any] = field(default_factory=dict)
-    size: tuple[int, int] | None = None  # what a folder's images are brought to
+    size: tuple[int, int] | None = None  # what a folder's images are resized to
     augment: Kind = "vanilla"
     label_noise: float = 0.0  # share of the training labels replaced by a wrong one
-    validation: bool = False  # train on nine tenths and measure on the last one: the test set is not looked at
+    validation: bool = False  # train on nine tenths and evaluate on the last one: the test set is not used
     epochs: int = PAPER_EPOCHS
     batch_size: int = PAPER_BATCH_SIZE
     lr: float = 0.1
@@ -53,11 +53,11 @@ class Recipe:
     nesterov: bool = True
     weight_decay: float = 1e-4
     schedule: str = "multi_step"
-    milestones: tuple[float, ...] = (0.5, 0.75)  # shares of the training
+    milestones: tuple[float, ...] = (0.5, 0.75)  # fractions of the run
     gamma: float = 0.1
     warmup: float = 0.0  # epochs
     clip_norm: float | None = None  # of the gradient that the step takes; Δ is not clipped
-    ema: float | None = None  # decay of a running average of the weights, measured beside them
+    ema: float | None = None  # decay of an EMA of the weights, evaluated beside them
     precision: Precision = "fp32"
     channels_last: bool = False
     compile: bool = False  # on CUDA: the passes through torch.compile
@@ -139,7 +139,7 @@ class Recipe:
         return f"{name}, but {', '.join(apart)}" if apart else name
 
     def as_json(self) -> dict[str, Any]:
-        """As a file gives it back: lists for tuples."""
+        """The fields as JSON holds them: lists for tuples."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
 
@@ -152,7 +152,7 @@ class Recipe:
 
 
 def exceptions(protocol: str) -> list[str]:
-    """In what a training says that it differs from a cell of its protocol.
+    """In what a run differs from a cell of its protocol, as `Recipe.protocol` says.
 
     >>> exceptions("paper, but ball tensor, 400 epochs"), exceptions("paper")
     (['ball tensor', '400 epochs'], [])
@@ -161,19 +161,19 @@ def exceptions(protocol: str) -> list[str]:
 
 
 class Job(NamedTuple):
-    """A training: what, and with which random numbers."""
+    """A training run to do: a recipe and a seed."""
 
     recipe: Recipe
     seed: int
 
     @property
     def key(self) -> tuple[str, int]:
-        """What it is known by among the paper's."""
+        """Its identity among the paper's runs: name and seed."""
         return self.recipe.name, self.seed
 
 
 def differences(here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """What one recipe has and the other has not, in words."""
+    """The differences of two recipes, in words."""
     return [
         f"{key} is {here.get(key)!r} there and {asked.get(key)!r} here"
         for key in sorted(here.keys() | asked.keys())
@@ -190,7 +190,7 @@ def _is_rising(milestones: tuple[float, ...]) -> bool:
 
 
 def perturbation(recipe: Recipe) -> dict[str, float]:
-    """ε and ζ: the paper's for 200 epochs, and a small radius for short trainings."""
+    """ε and ζ: the paper's for 200 epochs, and a small radius for short runs."""
     if recipe.data in SMALL_DATA_RADIUS:
         return {"epsilon": SMALL_DATA_RADIUS[recipe.data], "inner_lr": 1.0}
     epsilon, inner_lr = {"cutout": (0.3, 0.5), "autoaugment": (0.1, 0.1)}.get(recipe.augment, (0.5, 1.0))

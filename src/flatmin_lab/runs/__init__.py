@@ -2,7 +2,7 @@
 
 events.py             what a training run yields while it runs, and the errors it ends with
 folder.py             the files of a run's folder
-open_folder.py        may this run have this folder? New, or resumed
+open_folder.py        opens a run's folder, new or resumed
 config.py             config.json: which run a folder and its checkpoints belong to
 checkpoint.py         a safetensors file with a checksum
 tensorboard.py        the metrics as TensorBoard curves

@@ -1,9 +1,9 @@
-"""What was measured of a run after its training, kept in its folder for the report.
+"""Evaluations of a trained run, kept in its folder for the report.
 
-    evaluation.json       error and calibration; robustness and flatness, where they were asked for
+    evaluation.json       error and calibration; robustness and flatness, if requested
     landscape.json        the loss over a plane through the weights
 
-Each says which checkpoint it is of. What was measured of another checkpoint is not mixed with it.
+Each names the checkpoint it was measured on. Evaluations of different checkpoints are never mixed.
 """
 
 import json
@@ -18,7 +18,7 @@ EVALUATION, LANDSCAPE = "evaluation.json", "landscape.json"
 
 
 def write_evaluation(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
-    """Write it down; what an earlier look at the same checkpoint found besides stays."""
+    """Write an evaluation; what earlier evaluations of the same checkpoint found stays."""
     path = folder / name
     known = read_evaluation(folder, name) or {}
     if known.get("checkpoint") != found["checkpoint"]:
@@ -29,7 +29,7 @@ def write_evaluation(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
 
 
 def read_evaluation(folder: Path, name: str) -> dict[str, Any] | None:
-    """What is kept there; None where there is nothing, or nothing that can be read."""
+    """The stored evaluation; None where there is none, or none that can be read."""
     try:
         return read_json(folder / name)
     except ValueError:

@@ -1,7 +1,7 @@
-"""May this run have this folder? It may begin in one that holds nothing, and go on in its own.
+"""Opening a run's folder: a new run needs an empty one, and a resumed run its own.
 
-The folder is looked at before it is held, so that one that is refused stays as it is, and again when no other process
-can change it any more.
+The folder is checked before it is locked, so that a refused one stays untouched, and again once no other process can
+change it.
 """
 
 import os
@@ -19,7 +19,7 @@ RUN_FILES = {"config.json", "metrics.jsonl", "state.json", "result.json", "tenso
 
 
 def open_run_folder(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
-    """A new run; with `resume`, the run that is there, if one is."""
+    """Open the folder for a new run or, with `resume`, for the run that it holds, if any."""
     check(path, config, resume=resume)
     lock_file = lock_folder(path)
     try:
@@ -35,7 +35,7 @@ def open_run_folder(path: Path, config: Mapping[str, Any], *, resume: bool) -> R
 
 
 def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
-    """Does the folder hold this run, to go on with? Raises where it holds anything else that could be lost."""
+    """Does the folder hold this run, to resume? Raises where it holds anything else that could be lost."""
     _check_path(path)
     if exists(path) and (resume or _has_progress(path)):
         known = read_config(path)
@@ -43,7 +43,7 @@ def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
             check_same(path, known, config)
             return True
         raise FileExistsError(
-            f"{path} holds a run already{_progress(path)}; go on with --resume, or choose another folder with --out"
+            f"{path} already holds a run{_progress(path)}; resume it with --resume, or choose another folder with --out"
         )
     known_names = RUN_FILES if exists(path) else {".lock"}
     foreign = [entry.name for entry in _entries(path) if entry.name not in known_names]
@@ -55,7 +55,7 @@ def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
 
 
 def _check_path(path: Path) -> None:
-    """Can there be a folder? What is not there yet will be made, in the next folder above that is."""
+    """Can the folder be made and written to? Missing folders are made in the nearest parent that exists."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
     above = nearest_existing(path)
@@ -66,7 +66,7 @@ def _check_path(path: Path) -> None:
 
 
 def lock_folder(path: Path) -> IO[bytes]:
-    """The folder, made if need be, for this process alone until the file is closed."""
+    """Lock the folder, made if missing, for this process until the file is closed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         fsync_folder(path.parent)
@@ -84,7 +84,7 @@ def lock_folder(path: Path) -> IO[bytes]:
 
 
 def _has_progress(path: Path) -> bool:
-    """An epoch, a checkpoint or a result; a run that ended before had wrong flags, or was killed at once."""
+    """Is there an epoch, a checkpoint or a result? A run without had wrong flags, or was killed at once."""
     measured = (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").stat().st_size > 0
     return measured or (path / "result.json").exists() or any(path.glob("checkpoint-*")) or not _is_run(path)
 
@@ -98,7 +98,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _entries(path: Path) -> list[Path]:
-    """What lies in a folder, but for files that a killed run had begun to write."""
+    """What a folder holds, without the temporary files of a killed run."""
     found = list(path.iterdir()) if path.exists() else []
     return [entry for entry in found if not (entry.name.startswith(".") and entry.name.endswith(TEMPORARY_SUFFIX))]
 

@@ -1,4 +1,4 @@
-"""result.json: what a finished training has to say, flat, so that many of them make a table.
+"""result.json: the result of a finished run, flat, so that many of them make a table.
 
 Error, NLL and ECE (fractions) are the last epoch's: of the test set, or of the held-out tenth where the recipe is for
 tuning, and named so. `best_test_epoch` is the published code's rule, chosen with the test labels: a comparison only.
@@ -14,7 +14,7 @@ METRIC_SUFFIXES = ("_loss", "_error", "_nll", "_ece", "memorised")
 
 
 def split_of(numbers: Mapping[str, Any]) -> str:
-    """What a result, or the line of an epoch, was measured on: test, or validation for a tuning run."""
+    """The split that a result, or an epoch's line, was measured on: test, or validation for a tuning run."""
     return "validation" if "validation_error" in numbers else "test"
 
 
@@ -38,7 +38,7 @@ def build_result(
 
 
 def _best(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The epoch with the lowest test error: of a tuning run there is none, the test set was not looked at."""
+    """The epoch with the lowest test error; a tuning run has none, for it does not use the test set."""
     if "test_error" not in lines[0]:
         return {}
     best = min(lines, key=lambda line: line["test_error"])

@@ -1,12 +1,12 @@
-"""Which runs are there: a result file for each that finished, a folder for each that was begun.
+"""The store of results: a file for each finished run, and a folder for each run that has started.
 
-    results/short/cifar10-preactresnet18-amp-0.json           what came of it: small, kept, the evidence
-    results/short/cifar10-preactresnet18-amp-1.failed.json    what it failed with
-    results/short/cost-nvidia-h200.json                       what a step of ERM and of AMP takes there
-    results/planned.json                                      what was to be run, written down before it ran
-    runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and of no use once all is measured
+    results/short/cifar10-preactresnet18-amp-0.json           its result: small, kept, the evidence
+    results/short/cifar10-preactresnet18-amp-1.failed.json    its error
+    results/short/cost-nvidia-h200.json                       the time of a step of ERM and of AMP there
+    results/planned.json                                      the planned runs, written before they start
+    runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and not needed once all is measured
 
-A result file is result.json with what was measured afterwards, and the curves of the training.
+A result file is result.json with the evaluations after training, and the training curves.
 """
 
 import json
@@ -34,8 +34,8 @@ IDENTITY_SUFFIXES = (
     "data_sha256",
     "commit",
     "hardware",
-)  # by which a training is known again
-CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, as far as known
+)  # what tells two runs apart
+CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, where known
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ResultStore:
         return self.runs / f"{job.recipe.name}-{job.seed}"
 
     def result(self, job: Job) -> dict[str, Any] | None:
-        """Of a finished run; an error where the file is another recipe's."""
+        """The result of a finished run; an error where the file belongs to another recipe."""
         if not self.file(job).exists():
             return None
         try:
@@ -64,12 +64,12 @@ class ResultStore:
             raise ValueError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
         if apart := differs(found, job):
             raise ValueError(
-                f"{self.file(job)} is of another training: {'; '.join(apart)}. Move it away, or give other --results"
+                f"{self.file(job)} is of another run: {'; '.join(apart)}. Move it away, or give other --results"
             )
         return found
 
     def state(self, job: Job, parts: Iterable[str] = ()) -> State:
-        """How far a run is, where these parts are wanted of it."""
+        """How far a run is, if these parts are to be measured of it."""
         found = self.result(job)
         if found is not None:
             if all(part in found for part in parts):
@@ -80,7 +80,7 @@ class ResultStore:
         return "begun" if run_config.exists(self.folder(job)) else "missing"
 
     def has_weights_of(self, job: Job, result: Mapping[str, Any]) -> bool:
-        """Whether the run's folder holds the weights that a result is of, and not those of another training."""
+        """Does the run's folder hold the weights that this result was measured on, and not those of another run?"""
         folder = self.folder(job)
         if not checkpoint.listed(folder) or not (folder / "result.json").exists():
             return False
@@ -88,7 +88,7 @@ class ResultStore:
         return all(own.get(key) == result.get(key) for key in own if key.endswith(IDENTITY_SUFFIXES))
 
     def write(self, job: Job, result: Mapping[str, Any]) -> Path:
-        """A run's result; what it failed with before is forgotten."""
+        """Write a run's result, and delete its earlier failure."""
         _write_json(self.file(job), result)
         self.failure(job).unlink(missing_ok=True)
         return self.file(job)
@@ -97,28 +97,28 @@ class ResultStore:
         said = {"name": job.recipe.name, "protocol": job.recipe.protocol, **_identity(job)}
         _write_json(self.failure(job), {**said, "error": what, "step": step, **facts})
 
-    # ---- what AMP costs
+    # ---- the cost of AMP
 
     def costs(self, protocol: str) -> list[Path]:
         return sorted((self.results / protocol).glob(f"{COST}*.json"))
 
     def write_cost(self, protocol: str, found: Mapping[str, Any]) -> Path:
-        """One file a kind of hardware."""
+        """Write the cost: one file per kind of hardware."""
         machine = "".join(c if c.isalnum() else "-" for c in str(found["hardware"]).lower())
         _write_json(self.results / protocol / f"{COST}{machine}.json", {"protocol": protocol, **found})
         return self.results / protocol / f"{COST}{machine}.json"
 
-    # ---- what was planned
+    # ---- the plan
 
     def planned(self) -> list[dict[str, Any]]:
-        """In the order of their planning: name, seed and day."""
+        """The planned runs in order: name, seed and day."""
         path = self.results / PLANNED
         return list(read_json(path).get("runs", [])) if path.exists() else []
 
     def plan(self, runs: Sequence[tuple[Job, tuple[str, ...]]], today: date) -> int:
-        """Write down what is to be run and measured, before it is; how many of these are new.
+        """Add runs and what is to be measured of them to the plan; returns how many are new.
 
-        What was begun before it was planned cannot be planned any more.
+        A run that has already started cannot be planned.
         """
         known = self.planned()
         there = {(run["name"], run["seed"]) for run in known}
@@ -126,7 +126,7 @@ class ResultStore:
         if late := [job for job, _ in fresh if self.state(job) != "missing"]:
             names = ", ".join(f"{job.recipe.name} with seed {job.seed}" for job in late[:3])
             raise ValueError(
-                f"a plan is written before its trainings run, and {len(late)} of these have been begun: {names}; "
+                f"a plan is written before its runs start, and {len(late)} of these have started: {names}; "
                 "plan the others, with --seeds or --methods"
             )
         new = [
@@ -145,13 +145,13 @@ class ResultStore:
 
 
 def curves_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, list[float | None]]:
-    """An epoch a number, to six digits."""
+    """The curves: a number per epoch, to six digits."""
     keys = {name: name if name in lines[-1] else f"{split}_{name}" for name in CURVES}
     return {name: numbers([line.get(key) for line in lines]) for name, key in keys.items() if key in lines[-1]}
 
 
 def remove_old_checkpoints(folder: Path, kept: Path | None = None) -> None:
-    """Of a finished run the last weights are enough: those that were measured, or the newest."""
+    """Keep one checkpoint of a finished run: the one that was measured, or the newest."""
     places = checkpoint.listed(folder)
     for old in [place for place in places if place != (kept or places[0])]:
         with suppress(OSError):
@@ -159,14 +159,14 @@ def remove_old_checkpoints(folder: Path, kept: Path | None = None) -> None:
 
 
 def _identity(job: Job) -> dict[str, Any]:
-    """What names a training in a table."""
+    """What identifies a run in a table."""
     recipe = job.recipe
     names = {"data": recipe.data, "model": recipe.model, "method": recipe.method, "seed": job.seed}
     return {**names, "settings": resolve_settings(recipe.method, recipe.settings), "augment": recipe.augment}
 
 
 def differs(found: Mapping[str, Any], job: Job) -> list[str]:
-    """In what a result differs from what is asked for; how fast it was computed is nothing of that kind."""
+    """In what a result differs from the requested run; how fast it was computed does not count."""
     asked = {**job.recipe.as_json(), **_identity(job)}
     ignored = {"name", *(key for key in SPEED if key != "precision")}
     return [
@@ -181,7 +181,7 @@ def _sorted(value: Any) -> str:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """A key a line: small, and a change is one line."""
+    """A key per line: small, and a change is one line."""
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items())
     _write_text(path, f"{{\n{lines}\n}}\n")
 

@@ -1,11 +1,11 @@
-"""The process around a training: its random generators, and torch's switches for determinism.
+"""A run's own random state and torch's determinism switches, and generators that are seeded by their purpose.
 
-A training draws from generators of its own, although torch has one a device: they are put in place while it runs, and
-the caller's come back when it yields. So what a caller draws between two records changes nothing in the training, nor
-the other way round.
+torch has one default generator a device. A training run swaps in its own states while it computes, and the caller's
+come back when it yields. So what a caller draws between two events changes nothing in the run, and the run changes
+nothing that the caller draws.
 
-On a GPU not only the values are its own, but the state that holds them: a CUDA graph draws from the state that it was
-captured with, and two trainings that shared one would write into each other's from two streams.
+On a GPU a run owns the state object too, not only its values: a CUDA graph draws from the state that it was captured
+with, and two runs that shared one would write to it from two streams.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ State = Tensor | torch.Generator
 
 
 class RandomScope:
-    """Entered, the world is the training's, with its GPU as the current one; left, it is the caller's."""
+    """In `active()`, default generators, current GPU and determinism switches are the run's; outside, the caller's."""
 
     def __init__(self, device: torch.device, *, deterministic: bool) -> None:
         self.device, self.devices = device, generator_devices(device)
@@ -73,17 +73,17 @@ def _set_state(device: torch.device, state: State) -> None:
 
 
 def _private_copy(device: torch.device, state: State) -> State:
-    """One with the same values, that nobody else has."""
+    """A state of its own with the same values."""
     return state if isinstance(state, Tensor) else state.clone_state()
 
 
 def generator_devices(device: torch.device) -> list[torch.device]:
-    """The devices whose default generators a training on that one draws from."""
+    """The devices whose default generators a run on that device draws from."""
     return list({torch.device("cpu"): None, device: None})
 
 
 def seed_generators(devices: Iterable[torch.device], seed: int) -> None:
-    """The default generators of these devices and no others: `torch.manual_seed` would seed every GPU."""
+    """Seed the default generators of these devices alone: `torch.manual_seed` would seed every GPU."""
     for device in devices:
         if device.type == "cpu":
             torch.default_generator.manual_seed(seed)
@@ -95,7 +95,7 @@ def seed_generators(devices: Iterable[torch.device], seed: int) -> None:
 
 @contextmanager
 def _determinism(deterministic: bool) -> Iterator[None]:
-    """Deterministic algorithms where asked for, here or before; else cuDNN may choose the fastest ones."""
+    """Deterministic algorithms where the run or the caller asks for them; else cuDNN may pick the fastest."""
     before = torch.are_deterministic_algorithms_enabled()
     warn, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark
     switch = deterministic and (warn or not before)
@@ -103,7 +103,7 @@ def _determinism(deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not (deterministic or before)
     limit = torch.backends.cudnn.benchmark_limit
-    if limit is not None:  # where there is cuDNN: it looks at all algorithms, not at the first ten
+    if limit is not None:  # where there is cuDNN: try all algorithms, not the first ten
         torch.backends.cudnn.benchmark_limit = 0
     try:
         yield
@@ -115,7 +115,7 @@ def _determinism(deterministic: bool) -> Iterator[None]:
             torch.backends.cudnn.benchmark_limit = limit
 
 
-# ---- Random generators that depend on what they are for and on nothing else.
+# ---- generators that depend on their purpose alone
 
 
 def generator(*what: str | SupportsIndex) -> torch.Generator:

@@ -1,8 +1,8 @@
-"""A model's answers in eval mode, a full batch of them as the replay of a CUDA graph.
+"""A model's forward pass in eval mode, replayed as a CUDA graph for full batches.
 
-A training measures its model after every epoch, always with the same weights in memory: their numbers change, their
-place does not. So the forward pass for a full batch is captured once and lasts for the whole training; the last,
-smaller batch of a split runs as it is, and so does everything on a CPU. The kernels are the same, and so are the bits.
+A run evaluates its model after every epoch, always with the same weight tensors: their values change, their memory does
+not. So the forward pass of a full batch is captured once for the whole run; the last, smaller batch of a split runs
+eagerly, and so does everything on a CPU. The kernels are the same, and so are the bits.
 """
 
 import torch
@@ -13,8 +13,8 @@ from flatmin.core.model_state import evaluating
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 
-EVAL_BATCH_SIZE = 500  # images in a full batch
-WARMUP_PASSES = 3  # passes before a capture: cuDNN's search, memory
+EVAL_BATCH_SIZE = 500  # images; the size of batch that is captured
+WARMUP_PASSES = 3  # before a capture: cuDNN searches for algorithms, and memory is allocated
 
 
 class CapturedForward:
@@ -28,10 +28,10 @@ class CapturedForward:
     def __init__(self, model: nn.Module, *, batch_size: int = EVAL_BATCH_SIZE, capture: bool = True) -> None:
         self.model, self.batch_size, self.capture = model, batch_size, capture
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._captured_for: object = None  # what the graph holds fast
+        self._captured_for: object = None  # input layout and weight addresses that the graph was captured with
 
     def prepare(self, split: Split, normalise: Normalisation) -> None:
-        """Capture now what would be captured later, so that its memory is taken from the start."""
+        """Capture now rather than at the first evaluation, so that its memory is taken from the start."""
         if self.capture and split.x.is_cuda and len(split) >= self.batch_size:
             self(normalise(split.x[: self.batch_size]))
 
@@ -58,7 +58,7 @@ class CapturedForward:
         return x.shape, x.stride(), x.dtype, x.device, [tensor.data_ptr() for tensor in tensors]
 
     def _capture(self, x: Tensor) -> None:
-        """Capture a pass; what cannot be captured is computed as it is. A lack of memory is not hidden."""
+        """Capture a pass; a model that cannot be captured runs eagerly. Running out of memory is not hidden."""
         self.x = x.clone()
         stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(x.device))
@@ -82,5 +82,5 @@ class CapturedForward:
                     self._run_eager(self.x)
                 with no_waiting():
                     self._run_eager(self.x)
-        finally:  # also where it broke off: what it had begun reads x and the weights
+        finally:  # also after an error: kernels already started read x and the weights
             torch.cuda.current_stream(self.x.device).wait_stream(stream)

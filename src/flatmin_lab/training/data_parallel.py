@@ -1,21 +1,21 @@
-"""A batch shared out among ranks: what each computes of a step, so that together it is the step of one process.
+"""Data parallelism: each rank computes its shard of a batch, and together they take the step of one process.
 
-Every rank has all data, and the same plan of every epoch; it makes and runs its own part of a batch. Then the ranks
-send one another their logits z, a few numbers an image, and each computes the loss J of the whole batch. Its gradient
-flows into a rank's own logits alone, R times, so that the mean that DistributedDataParallel takes is
+Every rank has all data and the same plan of every epoch; it makes and runs its own shard of a batch. Then the ranks
+exchange their logits z, a few numbers an image, and each computes the loss J of the whole batch. Its gradient flows
+into a rank's own logits alone, R times, so that the mean that DistributedDataParallel takes is
 
     (1/R) Σᵣ R · (∂J/∂zᵣ)(∂zᵣ/∂θ) = ∇J,
 
-the whole batch's, also where shares are unequal; and loss and error are the same numbers on all ranks.
+the whole batch's, also where shards are unequal; and loss and error are the same numbers on all ranks.
 
     label smoothing, flooding    are functions of these logits: those of the whole batch, |J − b| too
-    MixUp                        mixes the whole batch, with the same numbers on every rank, which then takes its part
-    adversarial                  moves each image on its own (in eval mode), so each rank does its share
-    BatchNorm                    has the statistics of the share; the running ones that count are the first rank's
-    dropout                      has masks of its own on each rank, which follow from the seed
+    MixUp                        mixes the whole batch, with the same numbers on every rank, which then takes its shard
+    adversarial                  moves each image on its own (in eval mode), so each rank does its shard
+    BatchNorm                    has the statistics of the shard; the running ones that count are the first rank's
+    dropout                      has its own masks on each rank, which follow from the seed
     AMP, RMP                     one Δ for all ranks; for AMP with sync_perturbation=False one a rank
 
-Random numbers are the same on all ranks, and move on alike, but where the model itself draws some.
+Random states are the same on all ranks and advance alike, except where the model itself draws.
 """
 
 import hashlib
@@ -36,18 +36,18 @@ from flatmin_lab.training.captured_forward import EVAL_BATCH_SIZE
 from flatmin_lab.training.evaluation import logits_of
 from flatmin_lab.training.ranks import RankGroup
 
-Batch = tuple[Tensor, Any]  # a batch: inputs, and what the loss compares with
+Batch = tuple[Tensor, Any]  # inputs, and the targets of the loss
 
 
 class BatchSharding:
-    """One rank's view of the batches."""
+    """One rank's shard of the batches."""
 
     def __init__(self, ranks: RankGroup, device: torch.device) -> None:
         self.ranks, self.devices = ranks, generator_devices(device)
         self.draws = False  # does the model draw random numbers?
 
     def rehearse(self, task: Task, index: Tensor, u: Tensor) -> None:
-        """A share through batch, model and loss, while an error holds nobody up; nothing is left of it."""
+        """Run a shard through batch, model and loss, where an error blocks no other rank; then undo it."""
         part = self.ranks.shard(len(index))
         with undone(task), torch.enable_grad():
             made = task.prepared((index[part], u[part]))
@@ -59,11 +59,10 @@ class BatchSharding:
             self.x: Tensor = made[0].detach()
 
     def replicate(self, task: Task) -> DistributedDataParallel:
-        """The rehearsed model, as one of several that keep equal.
+        """The rehearsed model in DistributedDataParallel, which keeps the ranks' copies equal.
 
-        DistributedDataParallel sorts gradients into buckets when it has seen a first pass, and in which order ranks
-        are added up depends on the bucket: so two passes come first, always, and a training that is gone on with adds
-        up as one that was never left.
+        DistributedDataParallel sorts gradients into buckets after its first pass, and the order in which ranks are
+        summed depends on the bucket. So two passes always come first, and a resumed run sums as an uninterrupted one.
         """
         self.draws = self.ranks.any(self.draws)
         replica = DistributedDataParallel(task.model)
@@ -78,7 +77,7 @@ class BatchSharding:
     def batch_of(
         self, made: Callable[[Tensor, Tensor], Batch], labels: Tensor, *, is_mixup: bool, attacked: nn.Module | None
     ) -> Callable[[Tensor, Tensor], tuple[Tensor, Any, slice]]:
-        """From a function that makes any batch, one that makes this rank's part, with the target of the whole.
+        """From a function that makes a batch, one that makes this rank's shard, with the targets of the whole batch.
 
         `is_mixup`: it mixes images, so it makes the whole batch on every rank. `attacked`: the model that it attacks,
         whose statistics must be the first rank's.
@@ -98,19 +97,19 @@ class BatchSharding:
         return batch
 
     def logits(self, model: nn.Module, x: Tensor, part: slice, count: int) -> Tensor:
-        """Of the whole batch, in float32; the gradient goes into this rank's part."""
+        """The logits of the whole batch, in float32; the gradient goes into this rank's shard."""
         with self.own_random_numbers():
             own: Tensor = model(x).float()
         whole = own.new_zeros((count, *own.shape[1:]))
         whole[part] = own.detach()
-        torch.distributed.all_reduce(whole)  # an image's logits and zeros: exact
+        torch.distributed.all_reduce(whole)  # one rank's logits plus zeros: exact
         if own.requires_grad:
             own.register_hook(lambda gradient: gradient * self.ranks.size)
         return torch.cat([whole[: part.start], own, whole[part.stop :]])
 
     @contextmanager
     def own_random_numbers(self) -> Iterator[None]:
-        """Random numbers that no other rank has, and that follow from those that all have."""
+        """Random numbers of this rank alone, derived from the state that all ranks share."""
         if not self.draws:
             yield
             return
@@ -124,20 +123,20 @@ class BatchSharding:
         finally:
             for device, state in zip(self.devices, common, strict=True):
                 set_random_state(device, state)
-                torch.rand((), device=device)  # all ranks move on by one
+                torch.rand((), device=device)  # all ranks advance by one draw
 
     def _generator_states(self) -> list[Tensor]:
         return [random_state(device) for device in self.devices]
 
     def mean(self, measured: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Over the ranks, of what each measured of a perturbation of its own."""
+        """The mean over ranks of what each measured of its own perturbation."""
         numbers = torch.stack([value.float() for value in measured.values()])
         torch.distributed.all_reduce(numbers)
         return dict(zip(measured, (numbers / self.ranks.size).unbind(), strict=True))
 
 
 def broadcast_buffers(modules: Iterable[nn.Module], ranks: RankGroup) -> None:
-    """The first rank's statistics on all ranks, before they are used."""
+    """Copy the main rank's buffers to all ranks, before they are used."""
     if ranks.size > 1:
         for module in modules:
             for buffer in module.buffers():
@@ -153,7 +152,7 @@ def sharded_logits(
     batch_size: int = EVAL_BATCH_SIZE,
     stop: Callable[[], object] = lambda: None,
 ) -> Tensor | None:
-    """As `logits_of`, each rank with some of the batches; they are the batches of one process, and so are the numbers.
+    """As `logits_of`, each rank with some of the batches: the same batches as in one process, so the same numbers.
 
     None on all ranks where `stop()` became true on one.
     """

@@ -1,10 +1,11 @@
-"""The means of an epoch: what the steps measured on the device, brought to the host now and then in one piece.
+"""The means of an epoch: what the steps measured on the device, copied to the host now and then in one transfer.
 
-On a GPU a piece travels while training goes on: it is packed there and copied to page-locked memory, and an event says
-when it has arrived. Progress counts what has (`wait=False`), an epoch's end and a checkpoint wait for all of it.
+On a GPU a transfer overlaps with training: the numbers are packed there and copied to pinned memory, and a CUDA event
+says when they have arrived. Progress counts what has arrived (`wait=False`); an epoch's end and a checkpoint wait for
+all of it.
 
-The numbers are added up on the host one by one, in the order of the steps, so a mean does not depend on when the host
-looked, and a checkpoint keeps the sums to the last bit.
+The host adds the numbers one by one, in the order of the steps, so a mean does not depend on when they were collected,
+and a checkpoint keeps the sums to the last bit.
 """
 
 import math
@@ -15,25 +16,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ALWAYS_COUNTED = ("loss", "error", "skipped")  # what a step that was skipped counts in too
+ALWAYS_COUNTED = ("loss", "error", "skipped")  # counted for skipped steps too
 
 
 class NonFiniteLoss(NamedTuple):
-    """The first step whose loss is not finite: how many steps before the last one, and the loss."""
+    """The first loss that is not finite: how many steps before the last one it was, and its value."""
 
     steps_ago: int
     loss: float
 
 
 class StepRow(NamedTuple):
-    """What a step measured, of how many images."""
+    """The names of what a step measured, and its number of images."""
 
     images: int
     names: Sequence[str]
 
 
 class Transfer(NamedTuple):
-    """Steps on their way to the host: all their numbers in a row, and when they are there (None: they are)."""
+    """Steps on their way to the host: their numbers in one tensor, and the event of their arrival (None: arrived)."""
 
     rows: Sequence[StepRow]
     numbers: Tensor
@@ -46,12 +47,12 @@ class Transfer(NamedTuple):
 
 
 class EpochMetrics:
-    """Means over images, a measure at a time."""
+    """Means over the images of an epoch, one per metric."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, tuple[float, int]] = {}  # total, and over how many images
-        self.pending: list[tuple[int, Mapping[str, Tensor]]] = []  # steps that the host has not asked for
-        self.in_flight: deque[Transfer] = deque()  # those that it has asked for, and not counted
+        self.sums: dict[str, tuple[float, int]] = {}  # total, and number of images
+        self.pending: list[tuple[int, Mapping[str, Tensor]]] = []  # steps not sent to the host yet
+        self.in_flight: deque[Transfer] = deque()  # sent, and not counted yet
         self.uncounted = 0
 
     def add(self, images: int, measured: Mapping[str, Tensor]) -> None:
@@ -59,7 +60,7 @@ class EpochMetrics:
         self.uncounted += 1
 
     def collect(self, *, wait: bool = True) -> NonFiniteLoss | None:
-        """Ask for all steps so far, and add up those that have come; what is broken stops it."""
+        """Send all steps so far, and add up those that have arrived, up to the first loss that is not finite."""
         if self.pending:
             self.in_flight.append(_send(self.pending))
             self.pending = []
@@ -75,7 +76,7 @@ class EpochMetrics:
         return None
 
     def _count(self, images: int, measured: Mapping[str, float]) -> None:
-        """A step that overflowed has no norm, and moved nothing: it counts in loss and error alone."""
+        """A step that overflowed has no norm and moved nothing: it counts in loss and error alone."""
         skipped = measured.get("skipped", 0.0) > 0
         for name, value in measured.items():
             if name in ALWAYS_COUNTED or (math.isfinite(value) and not skipped):

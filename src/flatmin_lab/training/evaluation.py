@@ -1,7 +1,7 @@
-"""What a trained model is worth: its logits for a whole split, in eval mode and float32, and measures of them.
+"""Evaluation: the logits of a whole split, in eval mode and float32, and error, NLL and ECE of them.
 
-Evaluation is at θ, never at θ + Δ, and does not depend on the precision that the model was trained in. A model that has
-diverged is measured too: a row of logits that has no probabilities is a wrong answer.
+Evaluation is at θ, never at θ + Δ, and does not depend on the precision of training. A diverged model is evaluated too:
+a row of logits without probabilities counts as wrong.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,9 @@ def logits_of(
     batch_size: int = EVAL_BATCH_SIZE,
     stop: Callable[[], object] = lambda: None,
 ) -> Tensor | None:
-    """The logits (N, K) of all images in their order; None where `stop()` became true meanwhile.
+    """The logits (N, K) of all images in order; None where `stop()` became true meanwhile.
 
-    The model is a module, or a function that knows its own mode (`CapturedForward`).
+    The model is a module, or a function that sets eval mode itself (`CapturedForward`).
     """
     parts = []
     with evaluating(model):
@@ -49,7 +49,7 @@ def logits_of(
 
 
 def score_logits(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Error, NLL and ECE as numbers; None where one is not finite, which JSON cannot say.
+    """Error, NLL and ECE as numbers; None where one is not finite, which JSON cannot hold.
 
     >>> score_logits(torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))
     {'error': 0.5, 'nll': None, 'ece': None}
@@ -62,7 +62,7 @@ def score_logits(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
 
 
 def reliability_bins(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
-    """The reliability bins as lists, over the rows that have probabilities.
+    """The bins of a reliability diagram as lists, over the rows that have probabilities.
 
     >>> reliability_bins(torch.tensor([[9.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))["number"][-1]
     1

@@ -1,17 +1,17 @@
-"""Everything that changes while a model is trained (weights, optimizer, averages, random numbers), and a step of it.
+"""Everything that changes while a model is trained (weights, optimizer, EMA, random states), and a step of it.
 
-Ordinary training is AMP with a radius of 0, which is the base optimizer itself, bit for bit; so there is one form of a
-step, whatever the method and the precision, `flatmin.captured_step`. Of a batch it is given which images it has, and
-their random numbers; the rest is done on the device, on a GPU as the replay of one CUDA graph:
+Ordinary training is AMP with a radius of 0, which is the base optimizer itself, bit for bit. So there is one form of a
+step for every method and precision, `flatmin.captured_step`. Its inputs are the indices of a batch and their random
+numbers; the rest runs on the device, on a GPU as the replay of one CUDA graph:
 
     x, y = batches.at(index, u)
     x, target = regulariser.batch(model, x, y)
     optimizer.step(closure, scaler=scaler)
 
-The first weights and the first random state depend on the seed alone, and are made on the CPU: every method, on every
-device, begins with the same ones. `tensors` and `state` are what a checkpoint holds, and `load` takes.
+The initial weights and random state depend on the seed alone, and are made on the CPU: every method, on every device,
+starts with the same ones. `tensors` and `state` are what a checkpoint holds, and `load` restores them.
 
-One of several ranks (`join`) does its share of each step, and is the same learner as the others: see data_parallel.py.
+On several ranks (`join`) each learner computes its shard of every step, and all stay equal: see data_parallel.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Learner:
-    """A model on its way. Its random numbers come from the device's default generator."""
+    """A model in training. Its random numbers come from the device's default generator."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Learner:
         seed_generators(generator_devices(self.device), generator("training", seed).initial_seed())
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.ema = None if recipe.ema is None else EMA(self.model, decay=recipe.ema)
-        self.notes: list[str] = []  # why steps are not captured, or not compiled, that were to be
+        self.notes: list[str] = []  # why steps are not captured or compiled although they should be
         self.sharding: BatchSharding | None = None
         self._assemble(self.model, None)
 
     def _assemble(self, model: nn.Module, sharding: BatchSharding | None) -> None:
-        """A step of the model, which for `sharding` is inside one that speaks to other ranks."""
+        """Build the step of the model, which with `sharding` is wrapped in DistributedDataParallel."""
         recipe, regulariser = self.recipe, self.method.regulariser
         base = build_sgd(recipe, self.model)
         wrapped = self.method.wrap(base, model)
@@ -87,13 +87,13 @@ class Learner:
         self.train_step.say = self.notes.append
 
     def rehearse(self, ranks: RankGroup) -> None:
-        """Before it is one of several, where there are several: does its share of a step go well?"""
+        """On several ranks, before they join: try this rank's shard of a step."""
         if ranks.size > 1:
             self.sharding = BatchSharding(ranks, self.device)
             self.sharding.rehearse(self.train_step.task, *next(self.batches.parts(0)))
 
     def join(self) -> None:
-        """From now on it is one of them; all ranks call it, when all have rehearsed."""
+        """Connect to the other ranks; all ranks call it, once all have rehearsed."""
         if self.sharding is not None:
             self._assemble(self.sharding.replicate(self.train_step.task), self.sharding)
 
@@ -122,7 +122,7 @@ class Learner:
         tensors = [t for t in self.model.state_dict().values() if t.is_floating_point()]
         return bool(torch.stack([t.isfinite().all() for t in tensors]).all())
 
-    # ---- in and out of a checkpoint
+    # ---- checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
         optimizer = self.optimizer.state_dict()["state"]
@@ -137,7 +137,7 @@ class Learner:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def state(self) -> dict[str, Any]:
-        """What of the optimizer and the scaler is not a tensor."""
+        """The state of optimizer and scaler that is not tensors."""
         optimizer = self.optimizer.state_dict()
         numbers = {
             str(i): {key: value for key, value in values.items() if not isinstance(value, Tensor)}
@@ -146,7 +146,7 @@ class Learner:
         return {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: in place, so the weights keep their storage and memory format."""
+        """Restore a checkpoint in place, so the weights keep their storage and memory format."""
         self.model.load_state_dict(checkpoint.part("model"))
         if self.ema is not None:
             self.ema.load_state_dict(checkpoint.part("average"))
@@ -160,25 +160,27 @@ class Learner:
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         random = checkpoint.part("random")
         for device in generator_devices(self.device):
-            if device.type in random:  # not where training goes on on another kind of device
+            if device.type in random:  # not where training resumes on another kind of device
                 set_random_state(device, random[device.type])
 
     def _lay_out_moments(self) -> None:
-        """In memory as the weights are (channels-last), which a file does not keep: mixed layouts are slow."""
+        """Give momentum the weights' memory format (channels-last), which a file does not keep: mixed ones are slow."""
         for param, values in self.optimizer.state.items():
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
                     values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
-# ---- what a step computes, without the learner: a graph that held it would be freed late, and its memory with it
+# ---- a step's functions, without a reference to the learner: a graph that held it would be freed late
 
 
 def _make_batch(
     model: nn.Module, batches: Batches, regulariser: Regulariser, *, channels_last: bool
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Any]]:
     def batch(index: Tensor, u: Tensor) -> tuple[Tensor, Any]:
-        with torch.autocast(index.device.type, enabled=False):  # images are made in float32, whatever the precision
+        with torch.autocast(
+            index.device.type, enabled=False
+        ):  # images are normalised in float32, whatever the precision
             x, y = batches.at(index, u)
         if channels_last and x.ndim == 4:
             x = x.to(memory_format=torch.channels_last)
@@ -188,7 +190,7 @@ def _make_batch(
 
 
 def _make_loss(regulariser: Regulariser, sharding: BatchSharding | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The loss, and the error of the batch; a function that torch.compile can take, with nothing else in it."""
+    """A function for loss and error of the batch, which torch.compile can take."""
     loss = regulariser.loss
 
     def loss_and_error(model: nn.Module, x: Tensor, target: Tensor | Mixed, *part: slice) -> tuple[Tensor, Tensor]:
@@ -200,5 +202,5 @@ def _make_loss(regulariser: Regulariser, sharding: BatchSharding | None) -> Call
 
 
 def _labels(target: Tensor | Mixed) -> Tensor:
-    """The label that counts most."""
+    """The label with the larger share."""
     return torch.where(target.share >= 0.5, target.y, target.partner) if isinstance(target, Mixed) else target

@@ -1,17 +1,17 @@
-"""Training: epochs of steps, a measurement after each, checkpoints in between. It yields records and prints nothing.
+"""Training: epochs of steps, an evaluation after each, checkpoints in between. It yields events and prints nothing.
 
-    for record in train(recipe, data, seed=0):
-        match record: ...                                  flatmin_lab.runs.events
+    for event in train(recipe, data, seed=0):
+        match event: ...                                   flatmin_lab.runs.events
 
-With a run folder, every epoch is a line in its metrics.jsonl and every state worth keeping a checkpoint; a folder that
-was begun is gone on with, to the same bits as if it had never been left (on CUDA: if the recipe is deterministic). A
-checkpoint falls between two steps, and what it holds does not depend on when it is taken: the order of the images and
-their random numbers follow from seed, epoch and batch, and the sums of an epoch are kept in it to the last bit.
+With a run folder, every epoch is a line in its metrics.jsonl, and an existing run is resumed bit for bit (on CUDA: if
+the recipe is deterministic). A checkpoint is taken between two steps, and a run does not depend on when that happens:
+the order of the images and their random numbers follow from seed, epoch and batch, and a checkpoint keeps the sums of
+the epoch to the last bit.
 
-Several processes can train one model (`ranks`): the same recipe, its batches shared out; the first one has the folder.
+Several processes can train one model (`ranks`): the same recipe, its batches sharded; the main rank has the folder.
 
-The headline is the last epoch's measurement. The best test epoch, which the paper's published code reports, is chosen
-with the test labels: it is kept beside as a comparison and named so.
+The headline is the last epoch's evaluation. The best test epoch, which the paper's published code reports, is chosen
+with the test labels: it is kept for comparison only, and named so.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -42,15 +42,15 @@ from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.ranks import RankGroup, check_batches, check_same_run
 from flatmin_lab.training.train_state import TrainState, run_facts
 
-MAX_UNREAD_STEPS = 50  # steps after which the host asks for what the device measured, at the latest
-PROGRESS_SECONDS = 0.25  # seconds between two reports of progress
+MAX_UNREAD_STEPS = 50  # steps after which the host reads what the device measured, at the latest
+PROGRESS_SECONDS = 0.25  # between two Progress events
 SINGLE_PROCESS = RankGroup()
 
 
 def config_of(
     recipe: Recipe, data: Dataset, seed: int, device: torch.device | str = "cpu", ranks: RankGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
-    """What a run folder keeps of a training, to know it again."""
+    """config.json of a run: recipe, seed and data, which identify it, and the machine."""
     known = {"recipe": recipe.as_json(), "seed": seed, "data_sha256": data.checksum}
     return known | run_facts(torch.device(device), ranks)
 
@@ -69,11 +69,11 @@ def train(
     checkpoint_minutes: float = 10.0,
     ranks: RankGroup = SINGLE_PROCESS,
 ) -> Iterator[Event]:
-    """Train, and yield what happens; in a run folder, which `resume` goes on with if it was begun.
+    """Train, and yield events; with `resume`, the run in `folder` continues where its last checkpoint is.
 
-    `stop` is asked between steps: a reason, once given, saves and ends. On a GPU a step is the replay of a CUDA graph;
-    `capture=False` does without, to the same bits where the recipe is deterministic and in fp32. With a `ranks` of
-    several, all ranks call it alike; the first one's `folder` counts, and a reason to stop on one is a reason for all.
+    `stop` is called between steps: when it returns a reason, the run is saved and ends. On a GPU a step is the replay
+    of a CUDA graph; `capture=False` does without, to the same bits where the recipe is deterministic and in fp32. On
+    several `ranks`, all call it alike; the main rank's `folder` counts, and a reason to stop on one stops all.
     """
     check_arguments(recipe, capture=capture, checkpoint_epochs=checkpoint_epochs, checkpoint_minutes=checkpoint_minutes)
     events = training_steps(
@@ -94,7 +94,7 @@ def train(
 
 
 def check_arguments(recipe: Recipe, *, capture: bool, checkpoint_epochs: int, checkpoint_minutes: float) -> None:
-    """Does what is asked for make sense?"""
+    """Raise where the arguments contradict each other."""
     if checkpoint_epochs < 1 or not checkpoint_minutes >= 0:
         raise ValueError(
             "checkpoints come every 1 or more epochs and every 0 or more minutes, "
@@ -122,13 +122,13 @@ def training_steps(
     step_by_step: bool = True,
     ranks: RankGroup = SINGLE_PROCESS,
 ) -> Generator[Event | None, None, None]:
-    """As `train`; step by step it also yields None after each step, so that many can be trained by turns."""
+    """As `train`; with `step_by_step` it also yields None after each step, so that many runs can take turns."""
     scope = RandomScope(torch.device(device), deterministic=recipe.deterministic)
     with ranks.raise_together(), scope.active():
         training = _TrainingRun(recipe, data, seed, torch.device(device), stop, ranks, capture=capture)
         config = config_of(recipe, data, seed, device, ranks)
     check_same_run(config, torch.device(device), ranks, checkpoint_epochs=checkpoint_epochs)
-    # what is wrong with a recipe has come out by now, so a folder is begun only by a training that can begin
+    # a bad recipe has raised by now, so a folder is created only for a run that can start
     with ranks.raise_together():
         held = open_run_folder(Path(folder), config, resume=resume) if folder is not None and ranks.is_main else None
     try:
@@ -152,7 +152,7 @@ def training_steps(
 
 
 class _TrainingRun:
-    """A training: its data, its learner, and where it is."""
+    """A run: its data, its learner, and its state."""
 
     def __init__(
         self,
@@ -169,9 +169,9 @@ class _TrainingRun:
             raise ValueError(f"the recipe is for {recipe.data}, got the data set {data.name}")
         self.recipe, self.seed, self.device, self.stop, self.ranks = recipe, seed, device, stop, ranks
         self.folder: RunFolder | None = None
-        self.keeps = False  # is there a folder, on the first rank?
+        self.keeps = False  # does the main rank have a folder?
         self.uncaptured = capture and ranks.size > 1
-        capture = capture and ranks.size == 1  # a graph with messages between ranks in it was never tried
+        capture = capture and ranks.size == 1  # graphs with communication between ranks are untested
         self.checksum = data.checksum
         self.data, self.which, self.wrong, self.normalise = prepare_data(recipe, data.to(device), seed)
         self.batches = Batches(
@@ -185,7 +185,7 @@ class _TrainingRun:
         averaged = [] if self.learner.ema is None else [self.learner.ema.module]
         self.forwards = [CapturedForward(model, capture=capture) for model in (self.learner.model, *averaged)]
         check_batches(self.learner.model, size=recipe.batch_size, count=len(self.data.train), processes=ranks.size)
-        with torch.no_grad(), evaluating(self.learner.model):  # does the model take these images?
+        with torch.no_grad(), evaluating(self.learner.model):  # does the model accept these images?
             self.learner.model(self.normalise(self.data.train.x[:1]))
         self.learner.rehearse(ranks)
         self.state = TrainState(self.learner, device, ranks)
@@ -201,7 +201,7 @@ class _TrainingRun:
     def run(
         self, folder: RunFolder | None, checkpoint_epochs: int, checkpoint_seconds: float
     ) -> Iterator[Event | None]:
-        """What happens, and None after each step."""
+        """The events, and None after each step."""
         self.folder, self.keeps = folder, self.ranks.any(folder is not None)
         state = self.state
         self.learner.join()
@@ -221,7 +221,7 @@ class _TrainingRun:
                     now - reported > PROGRESS_SECONDS, now - state.saved_at > checkpoint_seconds
                 )
                 if is_late or len(state.metrics.pending) >= MAX_UNREAD_STEPS:
-                    self._collect(wait=self.ranks.size > 1)  # where all must have seen the same
+                    self._collect(wait=self.ranks.size > 1)  # all ranks must have seen the same
                 if is_late:
                     yield Progress(epoch=state.epoch + 1, step=self.step, numbers=state.metrics.means())
                     reported = now
@@ -233,7 +233,7 @@ class _TrainingRun:
                 yield from self._stop(self.ranks.first(self.stop()) or "asked to stop")
                 return
             is_due = state.epoch % checkpoint_epochs == 0 or state.epoch == self.recipe.epochs
-            saved = list(self._save()) if is_due else []  # before anyone is told, who might fail
+            saved = list(self._save()) if is_due else []  # before the event is yielded: its receiver might fail
             yield Epoch(epoch=state.epoch, step=self.step, numbers=line)
             yield from saved
             if self.folder is not None:
@@ -251,11 +251,11 @@ class _TrainingRun:
         yield Finished(result)
 
     def _stop_reason(self) -> str | None:
-        """Is any rank asked to stop? Asked between two steps, and answered alike on all."""
+        """The reason to stop of any rank, between two steps; the same on all ranks."""
         reason = self.stop()
         return self.ranks.first(reason) if self.ranks.any(bool(reason)) else None
 
-    # ---- a step, an epoch
+    # ---- steps and epochs
 
     def _step(self, index: Tensor, u: Tensor) -> None:
         self.state.metrics.add(len(index), self.learner.step(index, u, self._lr(self.step)))
@@ -288,12 +288,12 @@ class _TrainingRun:
         )
 
     def _check_weights(self) -> None:
-        """An infinite gradient at a finite loss: the loss would tell a step later."""
+        """An infinite gradient at a finite loss: the loss would show it a step later."""
         if self.ranks.any(not self.learner.is_finite()):
             raise self._diverged(f"a weight after step {self.step} is infinite or nan", self.step)
 
     def _end_of_epoch(self) -> dict[str, Any] | None:
-        """The epoch's line, or None if the measurement was broken off: then nothing has changed, and it comes again."""
+        """The epoch's line; None if its evaluation was interrupted: then nothing has changed, and it is repeated."""
         self._collect()
         self._check_weights()
         found: dict[str, Any] = {}
@@ -332,7 +332,7 @@ class _TrainingRun:
             found[f"{prefix.removesuffix(self.which)}memorised"] = repeated.float().mean().item()
         return found
 
-    # ---- in and out of the folder
+    # ---- the run folder
 
     def _resume(self) -> Iterator[Event]:
         yield from self.state.resume(self.folder)
@@ -345,7 +345,7 @@ class _TrainingRun:
             yield Note(f"among {self.ranks.size} processes steps run without CUDA graphs{nothing}")
 
     def _save(self) -> Iterator[Event]:
-        """Nothing that is not finite is saved."""
+        """Save a checkpoint, never one with weights that are not finite."""
         self.state.saved_at = monotonic()
         if self.keeps:
             self._collect()

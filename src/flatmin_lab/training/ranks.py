@@ -1,12 +1,11 @@
-"""A team: the processes that train one model together, each with a share of every batch.
+"""The ranks: processes that train one model together, each with a shard of every batch.
 
-    Team()                       one process: it answers its own questions, and sends nothing
-    Ranks(rank=0, size=2)        one of two, in a process group that is open: all of them answer as one
+    RankGroup()                              one process alone; it communicates with nobody
+    DistributedRankGroup(rank=0, size=2)     one of two, in an open process group
 
-What a process decides for itself, a team must decide as one: when to stop, when to save, whether a loss is finite. A
-rank that left while the others wait for it would hold them up for ever. So whatever may end a training is asked of all
-ranks at the same place, and an error of one is an error of all (`raise_together`). Clocks and files are the first
-rank's.
+What one process decides for itself, ranks must decide together: when to stop, when to save, whether a loss is finite. A
+rank that left while the others wait for it would block them for ever. So whatever may end a run is asked of all ranks
+at the same point, and an error of one is an error of all (`raise_together`). Clocks and files are the main rank's.
 
 Every method but `shard` must be called by all ranks, in the same order.
 """
@@ -28,11 +27,11 @@ REQUEST_ERRORS = (
     ImportError,
     FileNotFoundError,
     FileExistsError,
-)  # a request that makes no sense
+)  # an invalid request
 
 
 class RankGroup:
-    """A team of one.
+    """A single process.
 
     >>> alone = RankGroup()
     >>> alone.is_main, alone.shard(10), alone.first(None), alone.main_flags(True, False)
@@ -44,11 +43,11 @@ class RankGroup:
 
     @property
     def is_main(self) -> bool:
-        """Is this the rank that has the folder, and speaks?"""
+        """Is this the main rank, which has the folder and prints?"""
         return self.rank == 0
 
     def shard(self, count: int) -> slice:
-        """The rank's share of so many things in a row; shares differ by one at most.
+        """The rank's slice of `count` things; the sizes differ by one at most.
 
         >>> [DistributedRankGroup(rank=rank, size=3).shard(10) for rank in range(3)]
         [slice(0, 3, None), slice(3, 6, None), slice(6, 10, None)]
@@ -56,35 +55,35 @@ class RankGroup:
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def any(self, flag: bool) -> bool:
-        """Does it hold on any rank?"""
+        """Is the flag set on any rank?"""
         return flag
 
     def main_flags(self, *flags: bool) -> list[bool]:
-        """What holds on the first rank: its clock counts."""
+        """The main rank's flags: its clock counts."""
         return list(flags)
 
     def all_gather(self, thing: T) -> list[T]:
-        """Every rank's, in their order."""
+        """Every rank's value, in the order of ranks."""
         return [thing]
 
     def broadcast(self, thing: T) -> T:
-        """The first rank's."""
+        """The main rank's value."""
         return thing
 
     def first(self, thing: T | None) -> T | None:
-        """That of the first rank that has one."""
+        """The value of the first rank that has one."""
         return next((found for found in self.all_gather(thing) if found is not None), None)
 
     def check_equal(self, mine: Mapping[str, object], *, way_out: str) -> None:
-        """An error on every rank if these things are not the same on all of them."""
+        """Raise on every rank if these values are not the same on all of them."""
 
     def raise_together(self) -> AbstractContextManager[None]:
-        """A block without messages: after it all ranks go on, or all have an error."""
+        """A block without communication: if one rank raises in it, all raise at its end."""
         return nullcontext()
 
 
 class DistributedRankGroup(RankGroup):
-    """One of several. Small things travel through the host, so that no rank waits for its device."""
+    """One of several ranks. Small values travel through the host, so that no rank waits for its device."""
 
     def __init__(self, *, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -107,8 +106,8 @@ class DistributedRankGroup(RankGroup):
     def broadcast(self, thing: T) -> T:
         things: list[Any] = [thing if self.is_main else None]
         torch.distributed.broadcast_object_list(things, src=0)
-        broadcast: T = things[0]
-        return broadcast
+        value: T = things[0]
+        return value
 
     def check_equal(self, mine: Mapping[str, object], *, way_out: str) -> None:
         everyone = torch.distributed.group.WORLD
@@ -126,8 +125,8 @@ class DistributedRankGroup(RankGroup):
         for rank, what in enumerate(found):
             if what is not None:
                 text, is_refused = what
-                elsewhere = OtherRankRefusedError if is_refused else OtherRankError
-                self.shared_error = own or elsewhere(f"rank {rank} of {self.size}: {text}")
+                other = OtherRankRefusedError if is_refused else OtherRankError
+                self.shared_error = own or other(f"rank {rank} of {self.size}: {text}")
                 raise self.shared_error
 
 
@@ -136,11 +135,11 @@ def _describe(error: Exception) -> str:
     return text if isinstance(error, (*REQUEST_ERRORS, OSError, RuntimeError)) else f"{type(error).__name__}: {text}"
 
 
-# ---- before the first step: can every rank have a share, and do all ranks train the same?
+# ---- checks before the first step: enough images for every rank, and the same run on all
 
 
 def check_batches(model: nn.Module, *, size: int, count: int, processes: int) -> None:
-    """Batches of that size, of so many images, among so many ranks: BatchNorm needs two images in each share."""
+    """Batches of `size` from `count` images over so many processes: BatchNorm needs two images per shard."""
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     smallest = min(size, count % size or size)
     left = f"leaves one of {processes} processes {smallest // processes} of the {smallest} images of a batch"
@@ -160,7 +159,7 @@ def check_batches(model: nn.Module, *, size: int, count: int, processes: int) ->
 def check_same_run(
     config: Mapping[str, Any], device: torch.device, ranks: RankGroup, *, checkpoint_epochs: int
 ) -> None:
-    """Versions first: with others, the rest may not even be comparable."""
+    """Raise where the ranks differ: versions first, for with other versions the rest may not be comparable."""
     ranks.check_equal(
         {key: config[key] for key in ("flatmin", "commit", "torch")},
         way_out="install the same on every machine (FLATMIN_COMMIT names a source that has no history with it)",

@@ -1,8 +1,8 @@
-"""Where a training is, in the middle, and how that goes into its folder and comes out again.
+"""The state of a run between two steps, saved to its folder and restored from it.
 
-After `batch` batches of `epoch` (from 0) there are its learner, the sums of this epoch and the lines of those before. A
-checkpoint holds all of it, so that the training goes on to the same bits as if it had never been left. Of several ranks
-the first one alone has the folder: it reads the checkpoint, and tells the others.
+After `batch` batches of `epoch` (from 0) it is the learner, the sums of this epoch and the lines of earlier ones. A
+checkpoint holds all of it, so a run is resumed bit for bit. Of several ranks only the main one has the folder: it reads
+the checkpoint, and broadcasts it to the others.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,18 +19,25 @@ from flatmin_lab.training.epoch_metrics import EpochMetrics
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.ranks import RankGroup
 
-SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit", "ranks")  # what must be the same for the same bits
+SAME_BITS = (
+    "hardware",
+    "threads",
+    "torch",
+    "flatmin",
+    "commit",
+    "ranks",
+)  # a resumed run has the same bits only if these are equal
 
 
 class TrainState:
-    """At first the beginning."""
+    """Starts at step 0; `resume` loads the newest checkpoint."""
 
     def __init__(self, learner: Learner, device: torch.device, ranks: RankGroup) -> None:
         self.learner, self.device, self.ranks = learner, device, ranks
         self.epoch = self.batch = 0
         self.metrics = EpochMetrics()
         self.lines: list[dict[str, Any]] = []
-        self.seconds_before = 0.0  # seconds of training, when it was gone on with
+        self.seconds_before = 0.0  # of training, before the run was resumed
         self.since = self.saved_at = monotonic()
 
     @property
@@ -38,17 +45,17 @@ class TrainState:
         return self.epoch * len(self.learner.batches) + self.batch
 
     def seconds(self) -> float:
-        """Of training, over all the times that it was gone on with."""
+        """Seconds of training, over all resumptions."""
         return self.seconds_before + monotonic() - self.since
 
     def end_epoch(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
         self.epoch, self.batch, self.metrics = self.epoch + 1, 0, EpochMetrics()
 
-    # ---- in and out of the folder
+    # ---- the run folder
 
     def resume(self, folder: RunFolder | None) -> Iterator[Event]:
-        """From the folder's newest checkpoint, if there is one."""
+        """Resume from the folder's newest checkpoint, if there is one."""
         self.since = self.saved_at = monotonic()
         with self.ranks.raise_together():
             saved = None if folder is None else folder.newest_checkpoint()
@@ -70,13 +77,13 @@ class TrainState:
         self.seconds_before, self.since = saved.state["seconds"], monotonic()
 
     def _note_other_machine(self, before: Mapping[str, Any]) -> Iterator[Event]:
-        then, now = ({"ranks": 1, **told} for told in (before, run_facts(self.device, self.ranks)))
+        then, now = ({"ranks": 1, **known} for known in (before, run_facts(self.device, self.ranks)))
         apart = [f"{key} {then[key]} then, {now[key]} now" for key in SAME_BITS if then.get(key) != now[key]]
         if apart:
-            yield Note(f"going on elsewhere ({'; '.join(apart)}): right, but perhaps not to the same bits")
+            yield Note(f"resumed elsewhere ({'; '.join(apart)}): correct, but perhaps not bit for bit")
 
     def save(self, folder: RunFolder) -> Saved:
-        """A checkpoint, between two steps."""
+        """Write a checkpoint, between two steps."""
         state = {
             "epoch": self.epoch,
             "batch": self.batch,
@@ -92,5 +99,5 @@ class TrainState:
 
 
 def run_facts(device: torch.device, ranks: RankGroup) -> dict[str, Any]:
-    """What a number was measured with, and on how many ranks, if there are several."""
+    """The machine that a number was measured with, and the number of ranks, if several."""
     return facts(device) | ({"ranks": ranks.size} if ranks.size > 1 else {})

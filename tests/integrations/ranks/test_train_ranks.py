@@ -1,4 +1,4 @@
-"""Several processes train one model as one process does; they stop, fail and go on together, and speak as one."""
+"""Several processes train one model as one process does; they stop, fail and resume together, and print once."""
 
 import json
 import os
@@ -108,8 +108,8 @@ def test_stopped_by_one_rank_they_go_on_to_the_same_bits(found: Seen) -> None:
 
 
 def test_gone_on_with_by_another_number_they_say_so(two: Seen) -> None:
-    first, other = (rank["goes on as one"] for rank in two)
-    note = "going on elsewhere (ranks {} then, {} now): right, but perhaps not to the same bits"
+    first, other = (rank["resumes as one"] for rank in two)
+    note = "resumed elsewhere (ranks {} then, {} now): correct, but perhaps not bit for bit"
     assert first["notes"] == [note.format(2, 1), note.format(1, 2)]
     assert other["notes"] == [note.format(1, 2)]
     for ours in first["weights"][:2]:
@@ -263,7 +263,7 @@ WRONG = {
     "missing": (2, "rank 1 of 2: "),
     "folder": (2, "would lie in the file"),
     "small": (2, "a batch size of 1 leaves one of 2 processes 0 of the 1 images"),
-    "held": (2, "holds a run already (finished)"),
+    "held": (2, "already holds a run (finished)"),
 }
 
 

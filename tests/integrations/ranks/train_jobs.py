@@ -1,4 +1,4 @@
-"""Trainings of one model by several ranks, for test_train_ranks.py: what each rank saw, beside one process alone."""
+"""Runs of one model on several ranks, for test_train_ranks.py: what each rank saw, beside a single process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.support.small_runs import after, lasting, images, tiny_data, tiny_recipe
+from tests.support.small_runs import after, images, lasting, tiny_data, tiny_recipe
 from torch import Tensor
 
 from flatmin_lab.data import Normalisation
@@ -49,8 +49,8 @@ def trained(recipe: Recipe, rank: int, folder: Path, **more: Any) -> list[Event]
     return list(train(recipe, tiny_data(), ranks=ranks_of(rank), folder=folder, **more))
 
 
-def numbers_of(records: list[Event]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.numbers.items() if k != "seconds"} for r in records if isinstance(r, Epoch)]
+def numbers_of(events: list[Event]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.numbers.items() if k != "seconds"} for r in events if isinstance(r, Epoch)]
 
 
 class Watched:
@@ -121,8 +121,8 @@ def _same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
-def goes_on_as_one(rank: int, folder: Path) -> dict[str, Any]:
-    """Begun by several, gone on with by one, and the other way round: right to rounding, and a note says so."""
+def resumes_as_one(rank: int, folder: Path) -> dict[str, Any]:
+    """Started by several ranks, resumed by one, and the other way round: right to rounding, and a note says so."""
     recipe, place, other = tiny_recipe(**MLP), folder / "to-one", folder / "to-several"
     trained(recipe, rank, place, stop=after(7))
     notes: list[str] = []
@@ -137,20 +137,20 @@ def goes_on_as_one(rank: int, folder: Path) -> dict[str, Any]:
     return {"notes": notes, "weights": [[t for k, t in w if k.startswith("model.")] for w in weights]}
 
 
-def _notes(records: list[Event]) -> list[str]:
-    return [record.text for record in records if isinstance(record, Note)]
+def _notes(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Note)]
 
 
 def measured_in_shares(rank: int, folder: Path) -> dict[str, Any]:
     """30 images in batches of 8: as one process measures them; and broken off on all ranks where one is asked."""
     data, more = tiny_data(), images(30, 5)
     torch.manual_seed(0)
-    answers = CapturedForward(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3)))
+    forward = CapturedForward(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3)))
     normalise = Normalisation.of(data.train)
-    shared = sharded_logits(answers, more, normalise, ranks=ranks_of(rank), batch_size=8)
-    few = sharded_logits(answers, more, normalise, ranks=ranks_of(rank), batch_size=30)
-    alone = logits_of(answers, more, normalise, batch_size=8)
-    stopped = sharded_logits(answers, more, normalise, ranks=ranks_of(rank), batch_size=8, stop=lambda: rank == 0)
+    shared = sharded_logits(forward, more, normalise, ranks=ranks_of(rank), batch_size=8)
+    few = sharded_logits(forward, more, normalise, ranks=ranks_of(rank), batch_size=30)
+    alone = logits_of(forward, more, normalise, batch_size=8)
+    stopped = sharded_logits(forward, more, normalise, ranks=ranks_of(rank), batch_size=8, stop=lambda: rank == 0)
     assert shared is not None
     assert few is not None
     assert alone is not None
@@ -202,21 +202,21 @@ def refused(rank: int, folder: Path) -> dict[str, Any]:
 
 def full_disk(rank: int, folder: Path) -> dict[str, Any]:
     """The first rank cannot write its second checkpoint: all of them leave, and the first one is whole."""
-    records: list[Event] = []
+    events: list[Event] = []
 
     def begin() -> None:
-        for record in train(tiny_recipe(**MLP), tiny_data(), ranks=ranks_of(rank), folder=folder / "full"):
-            records.append(record)
-            if isinstance(record, Saved):
+        for event in train(tiny_recipe(**MLP), tiny_data(), ranks=ranks_of(rank), folder=folder / "full"):
+            events.append(event)
+            if isinstance(event, Saved):
                 (folder / "full" / ".lock").unlink()  # as if the folder had been taken away
 
-    return {"found": raised(begin), "epochs": sum(isinstance(record, Epoch) for record in records)}
+    return {"found": raised(begin), "epochs": sum(isinstance(event, Epoch) for event in events)}
 
 
 JOBS: dict[str, Any] = {
     **{f"as one: {name}": partial(as_one, name=name) for name in METHODS},
     **{f"apart: {name}": partial(apart, name=name) for name in APART},
-    "goes on as one": goes_on_as_one,
+    "resumes as one": resumes_as_one,
     "measured": measured_in_shares,
     "spoilt": spoilt,
     "refused": refused,

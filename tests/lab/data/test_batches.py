@@ -19,7 +19,7 @@ def batches(data: Dataset, **settings: object) -> Batches:
 
 
 class TestNormalisation:
-    def test_the_training_set_gets_mean_zero_and_deviation_one(self) -> None:
+    def test_the_training_set_gets_mean_zero_and_standard_deviation_one(self) -> None:
         for data in (images(), load("digits"), load("spiral")):
             x = Normalisation.of(data.train)(data.train.x).double()
             axes = [axis for axis in range(x.ndim) if axis != 1]

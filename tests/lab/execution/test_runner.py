@@ -224,7 +224,7 @@ def test_what_is_planned_is_written_once_and_in_order(store: ResultStore) -> Non
 
 def test_what_has_been_begun_cannot_be_planned_any_more(store: ResultStore) -> None:
     here([Job(QUICK, 0)], store)
-    with pytest.raises(ValueError, match="1 of these have been begun: smoke/cifar10-vgg16-label_smoothing with seed 0"):
+    with pytest.raises(ValueError, match="1 of these have started: smoke/cifar10-vgg16-label_smoothing with seed 0"):
         store.plan([(Job(QUICK, seed), ()) for seed in (0, 1)], date(2026, 1, 2))
     assert store.planned() == []
 

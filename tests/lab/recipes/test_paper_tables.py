@@ -128,7 +128,7 @@ def test_each_is_tested_against_erm_with_holm_and_two_are_not_tested(store: Resu
         assert rows[name].p == pytest.approx(p, rel=1e-6)
     assert rows["amp"].better
     assert rows["rmp"].better is None
-    assert rows["dropout"].p is None  # of two trainings
+    assert rows["dropout"].p is None  # of two runs
     assert rows["dropout"].better is None
 
 

@@ -45,8 +45,8 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path: Path, variant: s
     expected = lasting(tmp_path / "whole")
     for first in (3, 8):
         folder = tmp_path / f"stopped-{first}"
-        records = run(recipe, folder, device="cuda", stop=after(first))
-        assert isinstance(records[-1], Stopped)
+        events = run(recipe, folder, device="cuda", stop=after(first))
+        assert isinstance(events[-1], Stopped)
         torch.cuda.manual_seed(99)  # whatever state the new process has
         assert isinstance(run(recipe, folder, device="cuda", resume=True)[-1], Finished)
         assert same(lasting(folder), expected)
@@ -111,9 +111,9 @@ def test_captured_it_is_the_same_to_the_bit(tmp_path: Path, method: str) -> None
     recipe = tiny_recipe(method=method, deterministic=True, augment="vanilla", ema=0.9, schedule="cosine")
     data = tiny_data(test=1100)
     for name, capture in (("captured", True), ("plain", False)):
-        records = list(train(recipe, data, device="cuda", folder=tmp_path / name, capture=capture))
-        assert isinstance(records[-1], Finished)
-        assert not any(isinstance(record, Note) for record in records)
+        events = list(train(recipe, data, device="cuda", folder=tmp_path / name, capture=capture))
+        assert isinstance(events[-1], Finished)
+        assert not any(isinstance(event, Note) for event in events)
     assert same(lasting(tmp_path / "captured"), lasting(tmp_path / "plain"))
 
 
@@ -137,16 +137,16 @@ def test_the_host_never_waits_within_an_epoch(monkeypatch: pytest.MonkeyPatch, v
     recipe = tiny_recipe(schedule="cosine", augment="vanilla", epochs=5, **VARIANTS[variant])
     settings: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     settings |= {"checkpoint_epochs": 1, "checkpoint_minutes": 99.0}
-    records = training_steps(recipe, tiny_data(), seed=0, device="cuda", **settings)
-    record: Event | None = None
+    events = training_steps(recipe, tiny_data(), seed=0, device="cuda", **settings)
+    event: Event | None = None
     done = quiet = told = 0
-    while not isinstance(record, Finished):
+    while not isinstance(event, Finished):
         within = done > 10 and done % 5 != 0  # after two epochs all graphs are there
         with never_waiting() if within else nullcontext():
-            record = next(records)
-        done += record is None
-        quiet += within and record is None
-        told += isinstance(record, Progress)
+            event = next(events)
+        done += event is None
+        quiet += within and event is None
+        told += isinstance(event, Progress)
     assert (done, quiet, told) == (25, 12, 25)
 
 
@@ -169,7 +169,7 @@ def test_captured_answers_are_the_models_own(network: str) -> None:
     scope = RandomScope(torch.device("cuda"), deterministic=True)
     with scope.active():
         model = models.build(network).cuda()
-        answers = CapturedForward(model, batch_size=16)
+        forward = CapturedForward(model, batch_size=16)
         held = []
         for change in ("none", "in place", "moved"):
             for param in model.parameters():
@@ -178,11 +178,11 @@ def test_captured_answers_are_the_models_own(network: str) -> None:
                 elif change == "moved":
                     param.data = param.data.clone()
             expected = logits_of(model, data.test, normalise, batch_size=16)
-            found = logits_of(answers, data.test, normalise, batch_size=16)
+            found = logits_of(forward, data.test, normalise, batch_size=16)
             assert expected is not None
             assert found is not None
             assert torch.equal(found, expected)
-            held.append(answers.graph)
+            held.append(forward.graph)
         assert held[0] is not None
         assert held[1] is held[0]
         assert held[2] not in (None, held[0])
@@ -194,10 +194,10 @@ def test_what_cannot_be_captured_is_answered_all_the_same() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.flatten(1) * float(x.max())  # the host reads a number
 
-    answers, x = CapturedForward(Reading(), batch_size=4), torch.rand(4, 1, 2, 2, device="cuda")
+    forward, x = CapturedForward(Reading(), batch_size=4), torch.rand(4, 1, 2, 2, device="cuda")
     for _ in range(2):
-        assert torch.equal(answers(x), Reading()(x))
-        assert answers.graph is None
+        assert torch.equal(forward(x), Reading()(x))
+        assert forward.graph is None
     assert torch.equal(torch.ones(2, device="cuda") + 1, torch.full((2,), 2.0, device="cuda"))  # the device is well
 
 

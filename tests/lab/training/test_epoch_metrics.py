@@ -1,4 +1,4 @@
-"""Means do not depend on when the host looked, nor on when the numbers came, and a broken step is named rightly."""
+"""Means do not depend on when the host collects or when the numbers arrive, and a broken step is named rightly."""
 
 import math
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Late:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of a piece are on their way for a while, each for another while."""
+    """The numbers of a transfer arrive late, each after another while."""
     real, delays = epoch_metrics._send, count()
 
     def sent(pending: Any) -> Any:
@@ -57,7 +57,7 @@ def summed(every: int, *, wait: bool) -> dict[str, tuple[float, int]]:
     return ours.sums
 
 
-def test_when_the_host_looks_changes_no_bit() -> None:
+def test_when_the_host_collects_changes_no_bit() -> None:
     expected = summed(99, wait=True)
     assert expected["loss"][1] == 8 * 3 + 32 * 10
     assert all(summed(every, wait=wait) == expected for every in (1, 3, 7) for wait in (False, True))
@@ -69,7 +69,7 @@ def test_nor_does_it_when_numbers_come_late() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_without_waiting_only_what_has_come_is_counted() -> None:
+def test_without_waiting_only_what_has_arrived_is_counted() -> None:
     ours = EpochMetrics()
     for images, measured in steps(4):
         ours.add(images, measured)

@@ -1,4 +1,4 @@
-"""Training is the plain loop, can be stopped anywhere and gone on with to the same bits, and tells the truth."""
+"""Training is the plain loop, can be stopped anywhere and resumed bit for bit, and reports true numbers."""
 
 import gc
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.small_runs import after, lasting, learner_of, images, run, same, tiny_data, tiny_recipe
+from tests.support.small_runs import after, images, lasting, learner_of, run, same, tiny_data, tiny_recipe
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
@@ -86,10 +86,10 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path: Path, variant: s
     expected = lasting(tmp_path / "whole")
     for first in (1, 4, 6, 8):
         folder = tmp_path / f"stopped-{first}"
-        records = run(recipe, folder, stop=after(first))
-        assert isinstance(records[-1], Stopped)
-        while not isinstance(records[-1], Finished):
-            records = run(recipe, folder, resume=True, stop=after(5))
+        events = run(recipe, folder, stop=after(first))
+        assert isinstance(events[-1], Stopped)
+        while not isinstance(events[-1], Finished):
+            events = run(recipe, folder, resume=True, stop=after(5))
         assert same(lasting(folder), expected)
     assert isinstance(whole[-1], Finished)
 
@@ -107,8 +107,8 @@ def test_moments_come_back_in_the_layout_of_the_weights(tmp_path: Path) -> None:
 
 def test_stopped_while_it_measures_it_measures_again(tmp_path: Path) -> None:
     """Asked in the first evaluation, five steps into it: all steps of the epoch are saved, its line is not."""
-    records = run(tiny_recipe(), tmp_path / "run", stop=after(5))
-    assert isinstance(records[-1], Stopped)
+    events = run(tiny_recipe(), tmp_path / "run", stop=after(5))
+    assert isinstance(events[-1], Stopped)
     state = lasting(tmp_path / "run")["state"]
     assert (state["epoch"], state["batch"], state["lines"]) == (0, 5, [])
     run(tiny_recipe(), tmp_path / "whole")
@@ -129,8 +129,8 @@ def test_what_the_caller_draws_changes_nothing_and_is_not_changed(tmp_path: Path
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    records = train(recipe, tiny_data(), folder=tmp_path / "loud")
-    drawn = [torch.rand(()) for record in records if isinstance(record, Epoch)]
+    events = train(recipe, tiny_data(), folder=tmp_path / "loud")
+    drawn = [torch.rand(()) for event in events if isinstance(event, Epoch)]
     assert torch.equal(torch.stack(drawn), expected)
     assert same(lasting(tmp_path / "quiet"), lasting(tmp_path / "loud"))
 
@@ -163,9 +163,9 @@ def test_another_seed_gives_other_weights_order_and_noise() -> None:
 
 
 def test_the_headline_is_the_last_epoch_and_the_best_one_is_named_so() -> None:
-    records = run(tiny_recipe(epochs=4, lr=0.5))
-    lines = [record.numbers for record in records if isinstance(record, Epoch)]
-    result = records[-1].result if isinstance(records[-1], Finished) else {}
+    events = run(tiny_recipe(epochs=4, lr=0.5))
+    lines = [event.numbers for event in events if isinstance(event, Epoch)]
+    result = events[-1].result if isinstance(events[-1], Finished) else {}
     assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
     assert result["test_error"] == lines[-1]["test_error"]
     assert result["test_nll"] == lines[-1]["test_nll"]
@@ -189,7 +189,7 @@ def test_a_tuning_run_never_looks_at_the_test_set() -> None:
 
 def test_measurements_of_amp_are_in_every_line() -> None:
     line = next(
-        record for record in run(tiny_recipe(method="amp", settings={"epsilon": 0.2})) if isinstance(record, Epoch)
+        event for event in run(tiny_recipe(method="amp", settings={"epsilon": 0.2})) if isinstance(event, Epoch)
     )
     assert line.numbers["sharpness"] > 0
     assert 0 < line.numbers["delta_norm"] <= 0.2 * (1 + 1e-6)
@@ -198,7 +198,7 @@ def test_measurements_of_amp_are_in_every_line() -> None:
 
 def test_memorised_is_the_share_of_wrong_labels_that_the_network_repeats() -> None:
     recipe = tiny_recipe(label_noise=0.25, epochs=60, model="mlp", model_settings={"side": 6}, weight_decay=0.0)
-    lines = [record.numbers for record in run(recipe) if isinstance(record, Epoch)]
+    lines = [event.numbers for event in run(recipe) if isinstance(event, Epoch)]
     assert lines[-1]["memorised"] > 0.9  # 11 of 44, learnt by heart in the end
     assert lines[0]["memorised"] < 0.6
     assert "memorised" not in run(tiny_recipe())[-1].result  # type: ignore[union-attr]
@@ -236,11 +236,11 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch:
 
 def test_progress_comes_with_numbers_and_the_start_with_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatmin_lab.training.loop.PROGRESS_SECONDS", 0.0)
-    records = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1))
-    assert isinstance(records[0], Started)
-    assert records[0].steps == 5
-    steps = [record for record in records if isinstance(record, Progress)]
-    assert [record.step for record in steps] == [1, 2, 3, 4, 5]
+    events = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1))
+    assert isinstance(events[0], Started)
+    assert events[0].steps == 5
+    steps = [event for event in events if isinstance(event, Progress)]
+    assert [event.step for event in steps] == [1, 2, 3, 4, 5]
     assert {"loss", "error", "sharpness", "delta_norm"} <= steps[0].numbers.keys()
 
 
@@ -287,8 +287,8 @@ def test_an_overflow_in_fp16_is_counted_and_spoils_no_mean(
     """The scale begins much too high: the first steps overflow and are skipped, the others count."""
     monkeypatch.setattr("flatmin_lab.training.learner.GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**22))
     settings = {} if method == "erm" else {"epsilon": 0.1}
-    records = run(tiny_recipe(method=method, settings=settings, precision="fp16"), tmp_path / "run")
-    lines = [record.numbers for record in records if isinstance(record, Epoch)]
+    events = run(tiny_recipe(method=method, settings=settings, precision="fp16"), tmp_path / "run")
+    lines = [event.numbers for event in events if isinstance(event, Epoch)]
     assert lines[0]["skipped"] > 0
     assert lines[-1]["skipped"] == 0
     assert all(math.isfinite(value) for line in lines for value in line.values())
@@ -336,10 +336,10 @@ def test_a_step_that_cannot_be_captured_is_a_note_and_no_warning(monkeypatch: py
     def refused(self: CapturedStep, inputs: Any) -> Any:
         raise CannotCaptureError("it prints")
 
-    assert not any(isinstance(record, Note) for record in run(tiny_recipe(epochs=1)))
+    assert not any(isinstance(event, Note) for event in run(tiny_recipe(epochs=1)))
     monkeypatch.setattr(CapturedStep, "reason", property(lambda step: step._failure))  # as on a GPU
     monkeypatch.setattr(CapturedStep, "_recording", refused)
-    notes = [record for record in run(tiny_recipe(epochs=1)) if isinstance(record, Note)]
+    notes = [event for event in run(tiny_recipe(epochs=1)) if isinstance(event, Note)]
     assert [note.text for note in notes] == [
         "this step cannot be captured in a CUDA graph, and runs eagerly: it prints"
     ]
@@ -403,10 +403,10 @@ class TestAnswers:
             def forward(self, x: Tensor) -> Tensor:
                 raise error
 
-        answers = CapturedForward(Failing())
+        forward = CapturedForward(Failing())
         with pytest.raises(torch.OutOfMemoryError) if "memory" in str(error) else nullcontext():
-            answers._capture(torch.ones(1))
-        assert answers.graph is None
+            forward._capture(torch.ones(1))
+        assert forward.graph is None
         assert made_up == ["cpu", "current"]
 
 

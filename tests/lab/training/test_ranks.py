@@ -1,4 +1,4 @@
-"""What one process of several knows without the others: its place, its device, its share and its random numbers."""
+"""What one rank knows without the others: its place, its device, its shard and its random numbers."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def closed(monkeypatch: pytest.MonkeyPatch, rank: int, on_gpus: bool) -> list[st
 
 
 def left_with(error: Exception | None, *, shared: bool = False) -> Exception | None:
-    """What comes out of a team in which that happens."""
+    """The error that leaves `among_ranks` when that is raised inside."""
     try:
         with among_ranks() as ranks:
             ranks.shared_error = error if shared else None

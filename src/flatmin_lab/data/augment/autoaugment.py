@@ -1,10 +1,10 @@
 """AutoAugment for a whole batch on its device: every image its own sub-policy, no branch, no copy to the host.
 
-An image draws five numbers: its sub-policy, and for each of the two operations whether it is done and with which sign.
-From them it gets a row number; every row of a stage has its own map of places, table of grey levels and factor, worked
-out once a device and image size (operations.py), and the last row does nothing. So all images take
-the same way through the same operations, most of which leave most of them alone, and the shapes never depend on what
-was drawn: the whole can be captured in a CUDA graph after one call outside.
+An image draws five numbers: its sub-policy, and for each of the two operations whether it is applied and with which
+sign. They give a row number; every row of a stage has its own map of source pixels, table of grey levels and factor,
+computed once per device and image size (operations.py), and the last row does nothing. So all images pass through the
+same operations, most of which leave most of them unchanged, and the shapes never depend on what was drawn: all of it
+can be captured in a CUDA graph after one call outside.
 """
 
 from dataclasses import dataclass
@@ -105,12 +105,12 @@ class _Stage:
         if not self.names & set(SHEARS):
             place = self.places[0].index_select(0, row)[:, None].expand(-1, x.shape[1], -1)
             return flat.gather(2, place).view_as(x)
-        # Pillow cuts to whole numbers. The small number keeps those that are whole from being cut to the one below,
-        # as float32 would do in even areas, where the weights sum to 1 − 6e-8, and as Pillow's doubles do now and then
+        # Pillow truncates. The small number keeps integers from being truncated to the one below, as float32 would do
+        # in even areas, where the weights sum to 1 − 6e-8, and as Pillow's doubles do now and then
         total = torch.full_like(x, 1e-4, dtype=torch.float32).flatten(2)
         flat, found = flat.float(), torch.empty_like(total)
         place, weight = (table.new_empty(len(row), table.shape[1]) for table in (self.places[0], self.weights[0]))
-        # each time into the same memory: to get fresh memory costs a CPU more than the arithmetic
+        # into the same memory each time: on a CPU, allocating costs more than the arithmetic
         for places, weights in zip(self.places, self.weights, strict=True):
             torch.index_select(places, 0, row, out=place)
             torch.index_select(weights, 0, row, out=weight)
@@ -127,7 +127,7 @@ class _Stage:
         return table.gather(2, old).view_as(x)
 
     def _table(self, name: str, x: Tensor, old: Tensor, row: Tensor) -> Tensor:
-        """The grey levels' new ones where they depend on the image: (B, 3, 256), or (B, 1, 256) for all channels."""
+        """The new grey levels where they depend on the image: (B, 3, 256), or (B, 1, 256) for all channels."""
         if name == "contrast":
             return operations.contrast(operations.grey(x), self.factor[row])
         if name == "autocontrast":
@@ -161,7 +161,7 @@ def _row(name: str, amount: float, size: tuple[int, int]) -> _Row:
 
 @cache
 def _stage(pairs: tuple[SubPolicy, ...], half: int, size: tuple[int, int], device: torch.device) -> _Stage:
-    """The tables of a stage, on the device; kept, because a captured graph cannot copy them there."""
+    """The tables of a stage, on the device; cached, because a captured graph cannot copy them there."""
     chosen = [pair[half] for pair in pairs]
     rows = []
     for operation in chosen:

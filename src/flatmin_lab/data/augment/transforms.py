@@ -1,8 +1,8 @@
-"""Augmentation of whole batches on their device: each image has its own random numbers, drawn before.
+"""Augmentation of whole batches on their device: each image has its own random numbers, drawn beforehand.
 
 A stage is a pure function of uint8 images x (B, C, H, W) and of numbers u (B, draws), uniform in [0, 1). Whoever
 calls it makes the numbers, a row an image, so the same row gives the same image in any batch, on any device. A stage
-never looks at values on the host and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
+never reads values on the host, and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
 
     augment = augmentation("cutout", data)
     augment(x, augment.draw(len(x), generator=generator).to(x.device))
@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Stage(Protocol):
-    """What a stage is: how many numbers an image needs, a check of the images' shape, and the change itself."""
+    """A step of an augmentation: how many random numbers an image needs, a check of the shape, and the transform."""
 
     @property
     def draws(self) -> int: ...
@@ -33,13 +33,13 @@ class Stage(Protocol):
 
 
 def to_index(u: Tensor, count: int) -> Tensor:
-    """Uniform float32 numbers in [0, 1) as whole numbers 0 … count − 1."""
+    """Uniform float32 numbers in [0, 1) as integers 0 … count − 1."""
     return (u * count).long()  # u ≤ 1 − 2⁻²⁴, and then u · count is rounded to less than count
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Pad with a grey level, and cut a window of the old size out of it at a random place."""
+    """Pad with a grey level, and crop a window of the old size at a random position."""
 
     padding: int
     fill: int = 128
@@ -62,7 +62,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class Flip:
-    """Mirror left and right, every second image on average."""
+    """Mirror left and right, with probability ½."""
 
     draws: ClassVar[int] = 1
 
@@ -75,7 +75,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Cutout:
-    """Black out a square whose middle is any place of the image; what hangs over the border is lost."""
+    """Black out a square centred on a random pixel; what lies beyond the border is cut off."""
 
     length: int
     draws: ClassVar[int] = 2
@@ -103,7 +103,7 @@ class Cutout:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Stages one after the other, each with its own columns of the random numbers.
+    """Stages in order, each with its own columns of the random numbers.
 
     >>> augment = Augmentation((Flip(), Cutout(16)))
     >>> augment(torch.full((1, 3, 32, 32), 9, dtype=torch.uint8), torch.tensor([[0.9, 0.0, 0.0]])).sum() / 27
@@ -117,12 +117,12 @@ class Augmentation:
         return sum(stage.draws for stage in self.stages)
 
     def draw(self, count: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """The numbers for that many images, (count, draws), made where the generator is."""
+        """The random numbers for that many images, (count, draws), on the generator's device."""
         device = "cpu" if generator is None else generator.device
         return torch.rand(count, self.draws, generator=generator, device=device, dtype=torch.float32)
 
     def check(self, shape: torch.Size) -> None:
-        """Whether images of shape (C, H, W) can go through: raises ValueError where they cannot."""
+        """Raise ValueError where images of shape (C, H, W) cannot be augmented."""
         for stage in self.stages:
             stage.check(shape)
 
@@ -143,7 +143,7 @@ class Augmentation:
 CROPS = {"cifar10": Crop(4), "cifar100": Crop(4), "svhn": Crop(2), "digits": Crop(1, fill=0)}
 CUTOUTS = {"cifar10": Cutout(16), "cifar100": Cutout(8), "svhn": Cutout(20), "digits": Cutout(4)}
 SHAPES = {"cifar10": (3, 32, 32), "cifar100": (3, 32, 32), "svhn": (3, 32, 32), "digits": (1, 8, 8)}
-NOT_FLIPPED = ("svhn", "digits")  # a mirrored digit is another sign, or none
+NOT_FLIPPED = ("svhn", "digits")  # a mirrored digit is another character, or none
 
 
 def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:

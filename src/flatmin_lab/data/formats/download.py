@@ -1,8 +1,8 @@
-"""The official archives over the network: resumed where they stopped, and believed only when their checksum is right.
+"""Download of the official archives: resumed where it stopped, and accepted only if the checksum matches.
 
 A file grows as `NAME.part` and gets its name once its SHA-256 is the published one, so a file under its own name is
-whole. When the line breaks, the next try (in the same call, or days later) asks for the rest only; what has come is
-never given up for less.
+whole. When the connection breaks, the next try (in the same call, or days later) asks for the rest only; received
+bytes are never thrown away for fewer.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from typing import BinaryIO, NamedTuple
 
 from flatmin_lab.system.files import lock
 
-Progress = Callable[[str, int, int], None]  # file, bytes there, bytes in all
+Progress = Callable[[str, int, int], None]  # file, bytes received, bytes in total
 CHUNK_BYTES = 1 << 18
-TIMEOUT_SECONDS = 30.0  # seconds without a byte
-MAX_TRIES = 4
+TIMEOUT_SECONDS = 30.0  # without a byte, before a try is given up
+MAX_TRIES = 4  # in a row that bring less than a chunk
 
 
 class Remote(NamedTuple):
@@ -72,8 +72,8 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with part.open("ab") as file:
-                lock(file, f"another process is fetching {part}; wait for it to end")  # until the file has its name
-                if not target.exists():  # another process may have brought it since
+                lock(file, f"another process is fetching {part}; wait for it to end")  # until the file is renamed
+                if not target.exists():  # another process may have fetched it since
                     _fetch_all(remote, file, progress or (lambda *_: None), pause)
                     _verify_and_rename(remote, part, target)
                     return target
@@ -84,7 +84,7 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
         except OSError as error:
             raise OSError(
                 f"{part} could not be written ({error}); it needs {remote.size / 1e6:.0f} MB in a folder of your own. "
-                "What came is kept, and the next try goes on from it"
+                "What came is kept, and the next try resumes from it"
             ) from error
     _verify(target, remote, f"{target} is there but is not the official file; move it away to fetch that")
     return target
@@ -100,12 +100,12 @@ def _verify_and_rename(remote: Remote, part: Path, target: Path) -> None:
 
 
 def _fetch_all(remote: Remote, file: BinaryIO, progress: Progress, pause: float) -> None:
-    """Ask until all is there, as long as every few tries bring something."""
+    """Fetch until the file is complete, as long as every few tries make progress."""
     tries, mark = 0, file.tell()
     while file.tell() < remote.size:
         try:
             _fetch_rest(remote, file, progress)
-            lost: Exception = ConnectionError("the server closed the line")
+            lost: Exception = ConnectionError("the server closed the connection")
         except urllib.error.HTTPError as error:
             lost, tries = error, MAX_TRIES if 400 <= error.code < 500 else tries  # a refusal is final
             error.close()
@@ -118,7 +118,7 @@ def _fetch_all(remote: Remote, file: BinaryIO, progress: Progress, pause: float)
             there = file.tell()
             if not there:
                 Path(file.name).unlink()
-            kept = f"The {there} bytes that came are kept, and the next try goes on from them. " if there else ""
+            kept = f"The {there} bytes that came are kept, and the next try resumes from them. " if there else ""
             asked = "" if isinstance(lost, urllib.error.HTTPError) else "Is there a network here? "
             raise ConnectionError(
                 f"{remote.url} could not be fetched ({lost}). {asked}{kept}"
@@ -128,7 +128,7 @@ def _fetch_all(remote: Remote, file: BinaryIO, progress: Progress, pause: float)
 
 
 def _fetch_rest(remote: Remote, file: BinaryIO, progress: Progress) -> None:
-    """Append what is missing. Where the server cannot give a part, what is there already is read over."""
+    """Append the missing bytes. A server that cannot send a range sends all, and the known bytes are skipped."""
     there = file.tell()
     headers = {"User-Agent": "flatmin", **({"Range": f"bytes={there}-"} if there else {})}
     with urllib.request.urlopen(
@@ -151,8 +151,8 @@ def _fetch_rest(remote: Remote, file: BinaryIO, progress: Progress) -> None:
 
 def _read(response: http.client.HTTPResponse, size: int) -> bytes:
     try:
-        return response.read1(size)  # what there is: waiting for more could lose it
-    except OSError as error:  # of the network: those of the disk are told apart
+        return response.read1(size)  # what has arrived: waiting for more could lose it
+    except OSError as error:  # a network error, told apart from disk errors
         raise ConnectionError(str(error)) from error
 
 

@@ -1,10 +1,10 @@
 """Arrays of numbers from a MATLAB file of version 5 to 7, as SVHN's are.
 
-    128 bytes of header, then elements: a tag of type and length, its bytes, filled up to a multiple of 8
-    a matrix is an element that holds elements: flags, sides, name, numbers; it may be packed with zlib
+    128 bytes of header, then elements: a tag of type and length, its bytes, padded to a multiple of 8
+    a matrix is an element that holds elements: flags, sides, name, numbers; it may be compressed with zlib
 
-Written here because scipy's reader, given an altered file, can bring the whole process down. Every length is checked
-against what is there. Anything but matrices of real numbers is passed over.
+Written here because scipy's reader, given an altered file, can crash the process. Every length is checked
+against what is there. Anything but matrices of real numbers is skipped.
 """
 
 import struct
@@ -20,12 +20,12 @@ STORED_TYPES = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9
 MATRIX_TYPES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
 MATRIX, COMPRESSED = 14, 15
 COMPLEX = 0x0800
-MAX_BYTES = 1 << 28  # bytes of all that is unpacked; SVHN's largest file has 225 MB
+MAX_BYTES = 1 << 28  # of all decompressed data; SVHN's largest file has 225 MB
 MAX_ELEMENTS = 1000
 
 
 def load(content: bytes, wanted: tuple[str, ...]) -> dict[str, Array]:
-    """The wanted matrices that are there; ValueError where the file does not fit together."""
+    """The wanted matrices that the file holds; ValueError where the file is inconsistent."""
     if content[:10] == b"MATLAB 7.3" or content[:8] == b"\x89HDF\r\n\x1a\n":
         raise ValueError("it is of version 7.3, which is HDF5; save it with -v7, or use the official file")
     order = {b"IM": "<", b"MI": ">"}.get(content[126:128])
@@ -54,7 +54,7 @@ def _decompress(content: memoryview, limit: int) -> bytes:
 
 
 def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
-    """Type and bytes of one element after the other."""
+    """Type and bytes of each element."""
     place = 0
     for _ in range(MAX_ELEMENTS):
         if place >= len(content):
@@ -62,7 +62,7 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
         if place + 8 > len(content):
             raise ValueError("it ends inside a tag")
         first, length = struct.unpack_from(f"{order}II", content, place)
-        if first >> 16:  # a small one: type, length and up to four bytes in the place of a tag
+        if first >> 16:  # a small element: type, length and up to four bytes within the tag
             kind, length, start, after = first & 0xFFFF, first >> 16, place + 4, place + 8
             if length > 4:
                 raise ValueError("a small element is too long")
@@ -77,7 +77,7 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
 
 
 def _matrix(body: memoryview, order: str, wanted: tuple[str, ...]) -> tuple[str, Array | None]:
-    """Name and numbers, in the order of memory of MATLAB: the first side runs fastest."""
+    """Name and numbers, in MATLAB's memory order: the first dimension varies fastest."""
     parts = [part for _, part in zip(range(4), _elements(body, order), strict=False)]
     if len(parts) < 3:
         raise ValueError("a matrix must have flags, sides and a name")

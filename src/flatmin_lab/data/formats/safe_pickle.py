@@ -1,9 +1,9 @@
-"""Reading the official CIFAR batches, which are pickles, without loading a pickle.
+"""The official CIFAR batches, which are pickles, read without running a pickle.
 
 A pickle is a program for a small stack machine, and loading one calls whatever functions it names. Here the program is
-read instruction by instruction by a machine of our own, which knows the ones that build numbers, strings, lists,
-dictionaries and numpy's arrays, and no others. It never calls anything: what numpy writes to rebuild an array (its
-shape, type and bytes) is taken apart, checked, and the bytes are looked at. Anything else is refused where it is named.
+interpreted instruction by instruction here, and only those that build numbers, strings, lists, dictionaries and numpy
+arrays are known. It never calls anything: what numpy writes to rebuild an array (its
+shape, type and bytes) is checked, and the bytes are viewed as an array. Anything else is refused where it is named.
 """
 
 import math
@@ -28,17 +28,17 @@ MEANINGS = {
 
 
 class ForbiddenError(Exception):
-    """The pickle asked for something that is no array."""
+    """The pickle asks for something other than arrays and plain values."""
 
 
 class GlobalStandIn(NamedTuple):
-    """Stands for a function or class that the pickle names; nothing can be done with it but what `_call` does."""
+    """Stands for a function or class that the pickle names; it can only be used as `_call` allows."""
 
     meaning: str
 
 
 class DtypeStandIn:
-    """Stands for a numpy.dtype of whole numbers."""
+    """Stands for an integer numpy.dtype."""
 
     def __init__(self, code: Any) -> None:
         text = code.decode("latin1") if isinstance(code, bytes) else code
@@ -54,7 +54,7 @@ class DtypeStandIn:
 
 
 class ArrayStandIn:
-    """Stands for a numpy.ndarray; holds one as soon as shape, type and bytes are there and fit."""
+    """Stands for a numpy.ndarray; holds one once shape, type and bytes are known and consistent."""
 
     def __init__(self) -> None:
         self.array: Array = np.zeros(0, dtype=np.uint8)
@@ -76,7 +76,7 @@ class ArrayStandIn:
 
 
 def _call(what: Any, arguments: Any) -> Any:
-    """What calling `what` would give."""
+    """The value that calling `what` would give."""
     if not isinstance(what, GlobalStandIn) or not isinstance(arguments, tuple):
         raise ForbiddenError("it calls something that is no function")
     if what.meaning == "kind":
@@ -93,14 +93,14 @@ def _call(what: Any, arguments: Any) -> Any:
 
 
 class _Machine:
-    """A stack, a memo, and a method for every instruction that is understood."""
+    """A stack, a memo, and a method for every supported instruction."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
         self.stack: list[Any] = []
-        self.marks: list[int] = []  # how high the stack was at each mark
+        self.marks: list[int] = []  # the stack's height at each mark
         self.memo: dict[int, Any] = {}
-        self.encoded = 0  # bytes made from text: no more than there was text, or one text was used again and again
+        self.encoded = 0  # bytes made from text; more than there is text means one text was reused over and over
 
     def run(self) -> Any:
         for opcode, argument, _ in pickletools.genops(self.content):
@@ -142,7 +142,7 @@ class _Machine:
         self.stack.append(GlobalStandIn(meaning))
 
     def put_items(self, pairs: list[Any]) -> None:
-        """Into what is now at the top of the stack, as `add_items` does."""
+        """Into the dictionary at the top of the stack, as `add_items` into a list."""
         target = self.stack[-1]
         if not isinstance(target, dict) or len(pairs) % 2:
             raise ForbiddenError("it sets items of what is no dictionary")

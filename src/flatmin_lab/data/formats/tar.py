@@ -1,8 +1,8 @@
 """Files by name from a folder or a `.tar.gz`, read into memory: nothing from an archive is ever written to disk.
 
 Only the members asked for are read, each at the one path it has in the official archive, and only if it is an ordinary
-file: a link, a device, a path that climbs out of the folder cannot do anything. An archive is read to its end, where
-gzip's checksum stands, so that one altered byte is noticed.
+file: a link, a device or a path that climbs out of the folder has no effect. An archive is read to its end, where
+gzip's checksum is, so that a single altered byte is noticed.
 """
 
 import gzip
@@ -34,7 +34,7 @@ def _from_folder(source: Path, names: list[str]) -> dict[str, bytes]:
 
 
 class _Stream:
-    """The unpacked archive, of which no more than LIMIT bytes are given."""
+    """The decompressed archive, of which at most MAX_BYTES are read."""
 
     def __init__(self, content: gzip.GzipFile) -> None:
         self.content, self.left = content, MAX_BYTES
@@ -48,12 +48,12 @@ class _Stream:
 
 
 class _Member(tarfile.TarInfo):
-    """Headers that describe another header are kept short: Python takes time with their square."""
+    """Limits headers that describe another header: Python's time grows with the square of their size."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE) and self.size > MAX_HEADER_BYTES:
             raise tarfile.ReadError("it has a header larger than any official archive's")
-        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]  # tarfile's own place for this
+        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]  # tarfile's own hook for this
 
 
 def _from_archive(source: Path, folder: str, names: set[str]) -> dict[str, bytes]:

@@ -1,7 +1,7 @@
-"""scikit-learn's digits: 1,797 real handwritten digits of 8 by 8, inside the package, so nothing is fetched.
+"""scikit-learn's digits: 1,797 real handwritten digits of 8 by 8, part of the package, so nothing is downloaded.
 
-Their 17 grey levels are spread over 0 … 255. The set has no split of its own: a fifth of every class is for testing,
-the same fifth always.
+Their 17 grey levels are scaled to 0 … 255. The set has no split of its own: a fifth of every class is the test set,
+always the same fifth.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""A folder of images: one folder a class, under `train` and `test` or, where there are none, divided by a seed.
+"""A folder of images: one folder a class, under `train` and `test`, or split by a seed where there are none.
 
     pets/train/cat/1.png   pets/train/dog/2.jpg   pets/test/cat/3.png   …       or   pets/cat/1.png   pets/dog/2.jpg   …
 
-All images must have one size, or be brought to one with `size=`. They are RGB, or grey where every one of them is.
+All images must have one size, or be resized to one with `size=`. They are RGB, or grey where all of them are.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
 def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> Dataset:
-    """From the folder; `size` (height, width) resizes, `seed` chooses what is for testing where there is no `test/`."""
+    """From the folder; `size` (height, width) resizes, `seed` picks the test set where there is no `test/`."""
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise ValueError(f"size must be (height, width) of at least 1 by 1, got {size}")
     test = next((path / name for name in TEST_FOLDERS if (path / name).is_dir()), None)
@@ -91,7 +91,7 @@ def _mode(file: Path) -> str:
 
 
 def check_eight_bits(mode: str, what: str) -> str:
-    """The mode, if it is one whose numbers go from 0 to 255; others would be cut off when converted."""
+    """The mode, if its values go from 0 to 255; others would be truncated by the conversion."""
     if mode not in (*GREY_MODES, *COLOUR_MODES):
         raise ValueError(f"images must have 8 bits a channel, got mode {mode} in {what}; convert it first")
     return mode
@@ -104,7 +104,7 @@ def _read(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Ten
     for file in files:
         try:
             with image.open(file) as opened:
-                converted = ops.exif_transpose(opened).convert(mode)  # cameras write turned images
+                converted = ops.exif_transpose(opened).convert(mode)  # cameras store rotated images
                 if size is not None:
                     converted = converted.resize((size[1], size[0]), image.Resampling.BILINEAR)
                 row = np.array(converted)
@@ -114,7 +114,7 @@ def _read(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Ten
             raise ValueError(
                 f"all images must have one size: {first} is {rows[0].shape[1]} by {rows[0].shape[0]}, "
                 f"{file} is {row.shape[1]} by {row.shape[0]}; give size=(height, width), or --size HEIGHT WIDTH, to "
-                "bring them to one"
+                "resize them to one"
             )
         rows.append(row)
     x = torch.from_numpy(np.stack(rows))

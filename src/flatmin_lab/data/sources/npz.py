@@ -1,6 +1,6 @@
-"""A data set in one `.npz` file: x_train, y_train, x_test, y_test, and the class names if you like.
+"""A data set in one `.npz` file: x_train, y_train, x_test, y_test, and optionally the class names.
 
-Images are uint8 (N, H, W), (N, H, W, C) or (N, C, H, W); points are floats (N, D). Labels are whole numbers from 0.
+Images are uint8 (N, H, W), (N, H, W, C) or (N, C, H, W); points are floats (N, D). Labels are integers from 0.
 `names` is an array of strings; without it the classes are called 0, 1, 2, …
 """
 
@@ -67,7 +67,7 @@ def _images(x: Array, what: str) -> Tensor:
 
 
 def _channels_last(shape: tuple[int, ...], what: str) -> bool:
-    """Where the channels are. In tiny images they could be in both places: then in the one that leaves a square."""
+    """Are the channels last? In tiny images both positions are possible: then the one that leaves a square image."""
     first, last = shape[1] in CHANNELS, shape[3] in CHANNELS
     if first and last and (shape[2] == shape[3]) != (shape[1] == shape[2]):
         first, last = shape[2] == shape[3], shape[1] == shape[2]

@@ -1,7 +1,7 @@
-"""Images made on the spot, in the shape of the paper's data sets: to see that everything runs, not to measure.
+"""Synthetic images in the shape of the paper's data sets: to see that everything runs, not to measure.
 
-Every class is a smooth pattern of its own, drawn once; an image is its class's pattern, shifted and in noise. What is
-made depends on nothing but the name, so its checksum is the same everywhere.
+Every class is a smooth random pattern, drawn once; an image is its class's pattern, shifted, with noise. The images
+depend on the name alone, so their checksum is the same everywhere.
 """
 
 import torch
@@ -16,7 +16,7 @@ TRAIN_IMAGES, TEST_IMAGES, SIDE = 200, 100, 32
 
 
 def original_name(name: str) -> str:
-    """The set that a made one is in the shape of; any other is itself.
+    """The real data set that a synthetic one imitates; any other name is returned unchanged.
 
     >>> original_name("svhn-made"), original_name("digits")
     ('svhn', 'digits')
@@ -25,7 +25,7 @@ def original_name(name: str) -> str:
 
 
 def load(name: str) -> Dataset:
-    """Of the set that it stands for: "cifar10-made" has ten classes.
+    """A synthetic data set by name: "cifar10-made" has the classes and shape of CIFAR-10.
 
     >>> load("cifar10-made").train
     Split(200 images of 3 × 32 × 32 on cpu)
@@ -35,7 +35,7 @@ def load(name: str) -> Dataset:
     coarse = torch.rand(CLASSES[like], 3, 4, 4, generator=draw, dtype=torch.float32)
     patterns = interpolate(coarse, size=(SIDE, SIDE), mode="bilinear", align_corners=True)
     train, test = _images(patterns, TRAIN_IMAGES, draw), _images(patterns, TEST_IMAGES, draw)
-    return Dataset(name, train, test, [str(number) for number in range(CLASSES[like])], "made on the spot")
+    return Dataset(name, train, test, [str(number) for number in range(CLASSES[like])], "generated")
 
 
 def _images(patterns: torch.Tensor, count: int, draw: torch.Generator) -> Split:

@@ -1,11 +1,11 @@
-"""Any `torch.utils.data.Dataset` of (image, label), read once into tensors, and from a cache the next time.
+"""Any `torch.utils.data.Dataset` of (image, label), read into tensors once, and from a cache the next time.
 
     data = from_torch(train, test, name="mine", cache="data/mine.npz")
 
 An image is a PIL image, a uint8 array or tensor, or floats from 0 to 1 (which is what ToTensor makes): tensors with
 the channels first, arrays with the channels last. A float vector is a point. Random transforms do not belong in the
-data set: they would be frozen by the reading, so one that answers differently the second time is refused. Augmentation
-is `flatmin_lab.data.augment.transforms`.
+data set: reading it once would freeze them, so a data set whose items differ between two reads is refused. For
+augmentation there is `flatmin_lab.data.augment.transforms`.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ def from_torch(
 ) -> Dataset:
     """Both splits; class names from `names`, from the data set's `classes`, or numbers.
 
-    The cache is made anew when the data set has another length or one of 16 items spread over it has changed; after a
-    smaller change, delete it.
+    The cache is rebuilt when the length of the data set or one of 16 items spread over it has changed; after a smaller
+    change, delete it.
     """
     probes = [_probe(split, which) for split, which in ((train, "training"), (test, "test"))]
     seen = hashlib.sha256("".join(probes).encode()).hexdigest()
@@ -149,7 +149,7 @@ def _read(split: Any) -> Split:
 
 
 def _cached(path: Path, seen: str) -> tuple[Split, Split] | None:
-    """What the cache holds; None where the data set has changed since."""
+    """The splits in the cache; None where the data set has changed since."""
     arrays = npz.read(path, npz.KEYS, optional=("probe",))
     if "probe" not in arrays:
         raise ValueError(f"{path} is a data set of its own, not a cache; choose another place for the cache")

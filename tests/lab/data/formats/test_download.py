@@ -144,7 +144,7 @@ def test_what_is_not_the_official_file_is_not_kept(tmp_path: Path, server: str) 
 
 
 def test_a_page_in_place_of_the_file_costs_nothing_that_came(tmp_path: Path, server: str) -> None:
-    """A portal that answers everything with its own page, longer or shorter: the part is kept, and goes on later."""
+    """A portal that answers everything with its own page, longer or shorter: the part is kept, and resumed later."""
     part = tmp_path / "file.bin.part"
     part.write_bytes(CONTENT[:900_000])
     Handler.ranges = False

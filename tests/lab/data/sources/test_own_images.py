@@ -11,7 +11,7 @@ from tests.support.official_files import made
 from torch import Tensor
 
 from flatmin_lab.data import load
-from flatmin_lab.data.sources import image_folder as image_folder
+from flatmin_lab.data.sources import image_folder
 
 
 class TestNpz:
