@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import readme
-from flatmin_lab.recipes.paper_tables import EXHIBITS, Protocol
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Protocol
 from flatmin_lab.report.columns import Column, named
 from flatmin_lab.report.html import as_printed
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
 from flatmin_lab.report.paper.tables import Row, cell_of, filled, read_all
-from flatmin_lab.runs.result_store import Ledger
+from flatmin_lab.runs.result_store import ResultStore
 
 RESULTS = Path(__file__).parent.parent / "results"
 PART = "results table"
@@ -28,10 +28,10 @@ COLUMNS = ("error", "nll", "ece")
 
 def rendered(results: Path) -> str:
     """A table for every data set and network of table 1 of which something has been trained."""
-    runs = read_all(Ledger(results, results))
+    runs = read_all(ResultStore(results, results))
     parts, shown = [], []
     for protocol in PROTOCOLS:
-        rows = [row for row in filled(EXHIBITS["table1"](protocol), runs).rows if row.runs]
+        rows = [row for row in filled(EXPERIMENTS["table1"](protocol), runs).rows if row.runs]
         shown += [run for row in rows for run in row.runs]
         places = dict.fromkeys(row.place for row in rows)
         parts += [_table(protocol, [row for row in rows if row.place == place]) for place in places]

@@ -24,22 +24,22 @@ from flatmin.regularisers import REGULARISERS, Regulariser, erm
 from flatmin_lab.data.normalise import Normalisation
 
 
-def _as_it_is(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+def _unwrapped(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _around(optimizer: Optimizer, model: nn.Module, *, wrapper: Callable[..., Optimizer], **settings: Any) -> Optimizer:
+def _wrap(optimizer: Optimizer, model: nn.Module, *, wrapper: Callable[..., Optimizer], **settings: Any) -> Optimizer:
     return wrapper(optimizer, model=model, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A regulariser, the model's dropout, and what is put around the optimizer."""
+    """A regulariser, the model's dropout rate, and the wrapper around the optimizer."""
 
     name: str
     regulariser: Regulariser
     dropout: float = 0.0
-    wrap: Callable[[Optimizer, nn.Module], Optimizer] = _as_it_is
+    wrap: Callable[[Optimizer, nn.Module], Optimizer] = _unwrapped
 
 
 def dropout(rate: float = 0.1) -> Method:
@@ -53,7 +53,7 @@ def rmp(
     epsilon: float = 0.1, *, ball: Ball = "global", norm: Norm = "l2", generator: torch.Generator | None = None
 ) -> Method:
     """A random perturbation of the weights in a ball of radius 0.1."""
-    wrap = partial(_around, wrapper=flatmin.RMP, epsilon=epsilon, ball=ball, norm=norm, generator=generator)
+    wrap = partial(_wrap, wrapper=flatmin.RMP, epsilon=epsilon, ball=ball, norm=norm, generator=generator)
     return Method(name="rmp", regulariser=erm(), wrap=wrap)
 
 
@@ -68,11 +68,11 @@ def amp(
 ) -> Method:
     """The worst perturbation. 0.5 and 1 are the paper's for PreActResNet18 over 200 epochs; VGG16 has 0.1 and 0.2.
 
-    `sync_perturbation=False`: one a rank, where several train a model together.
+    `sync_perturbation=False`: a perturbation per rank, where several ranks train one model.
     """
     settings: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
     settings["sync_perturbation"] = sync_perturbation
-    wrap = partial(_around, wrapper=flatmin.AMP, epsilon=epsilon, **settings)
+    wrap = partial(_wrap, wrapper=flatmin.AMP, epsilon=epsilon, **settings)
     return Method(name="amp", regulariser=erm(), wrap=wrap)
 
 
@@ -80,10 +80,10 @@ OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp
 METHODS = (*REGULARISERS, *OTHERS)
 
 
-def resolved(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's settings with the paper's where none are given: numbers and words, not generators or switches.
+def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's settings, completed by the paper's: numbers and strings, not generators or flags.
 
-    >>> resolved("amp", {"epsilon": 0.1})
+    >>> resolve_settings("amp", {"epsilon": 0.1})
     {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2'}
     """
     make = OTHERS.get(name) or REGULARISERS[name]
@@ -95,7 +95,7 @@ def resolved(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def build(name: str, *, normalise: Normalisation | None = None, **settings: Any) -> Method:
     """A method by name, with the paper's settings where none are given.
 
-    `normalise` is what the model's pictures went through: adversarial training must undo it, the others do not look.
+    `normalise` is what the model's images went through: adversarial training must undo it, the others ignore it.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; choose from {', '.join(METHODS)}")
@@ -107,8 +107,8 @@ def build(name: str, *, normalise: Normalisation | None = None, **settings: Any)
     if name == "adversarial" and not {"mean", "std"} & settings.keys():
         if normalise is None:
             raise ValueError(
-                "adversarial training must know what the pictures went through: give "
-                "normalise=Normalisation.of(data.train), or mean= and std= ([0.0] and [1.0] for pictures of 0 to 1)"
+                "adversarial training must know what the images went through: give "
+                "normalise=Normalisation.of(data.train), or mean= and std= ([0.0] and [1.0] for images of 0 to 1)"
             )
         settings = {"mean": normalise.mean, "std": normalise.std, **settings}
     made = make(**settings)

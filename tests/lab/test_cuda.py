@@ -1,4 +1,4 @@
-"""The laboratory on a GPU: the same pictures as on the CPU, inside a CUDA graph, and every pair in full size."""
+"""The laboratory on a GPU: the same images as on the CPU, inside a CUDA graph, and every pair in full size."""
 
 from collections.abc import Iterator
 from typing import get_args
@@ -25,7 +25,7 @@ kinds = pytest.mark.parametrize("kind", get_args(Kind))
 data_sets = pytest.mark.parametrize("data", ["cifar10", "cifar100", "svhn"])
 
 
-def pictures(device: str = "cuda", count: int = 250) -> Dataset:
+def images(device: str = "cuda", count: int = 250) -> Dataset:
     data = Dataset("made", Split(*made(count, 10, seed=0)), Split(*made(20, 10, seed=1)), [str(n) for n in range(10)])
     return data.to(device)
 
@@ -39,7 +39,7 @@ def deterministic() -> Iterator[None]:
 
 @kinds
 @data_sets
-def test_pictures_are_the_cpus_to_the_bit(kind: Kind, data: str) -> None:
+def test_images_are_the_cpus_to_the_bit(kind: Kind, data: str) -> None:
     augment = augmentation(kind, data)
     x = torch.cat([various(seed=seed) for seed in range(8)])
     u = augment.draw(len(x), generator=torch.Generator().manual_seed(0))
@@ -47,7 +47,7 @@ def test_pictures_are_the_cpus_to_the_bit(kind: Kind, data: str) -> None:
 
 
 @kinds
-def test_pictures_are_the_same_under_deterministic_settings(kind: Kind, deterministic: None) -> None:
+def test_images_are_the_same_under_deterministic_settings(kind: Kind, deterministic: None) -> None:
     augment = augmentation(kind, "cifar10")
     x = various()
     u = augment.draw(len(x), generator=torch.Generator().manual_seed(0))
@@ -58,7 +58,7 @@ def test_pictures_are_the_same_under_deterministic_settings(kind: Kind, determin
 @data_sets
 def test_a_batch_fits_into_a_cuda_graph(kind: Kind, data: str) -> None:
     """Captured once, replayed with the plans of other epochs: the batches of the uncaptured way, bit for bit."""
-    pets = pictures()
+    pets = images()
     batches = Batches(
         split=pets.train, batch_size=50, normalise=Normalisation.of(pets.train), augment=augmentation(kind, data)
     )
@@ -81,7 +81,7 @@ def test_a_batch_fits_into_a_cuda_graph(kind: Kind, data: str) -> None:
 
 
 def test_no_batch_makes_the_host_wait() -> None:
-    pets = pictures()
+    pets = images()
     for kind in get_args(Kind):
         augment = augmentation(kind, "cifar10")
         batches = Batches(split=pets.train, batch_size=50, normalise=Normalisation.of(pets.train), augment=augment)
@@ -93,7 +93,7 @@ def test_no_batch_makes_the_host_wait() -> None:
 
 
 def test_batches_and_statistics_are_the_cpus() -> None:
-    here, there = pictures("cpu"), pictures("cuda")
+    here, there = images("cpu"), images("cuda")
     for one, two in (
         (Normalisation.of(here.train).mean, Normalisation.of(there.train).mean),
         (Normalisation.of(here.train).std, Normalisation.of(there.train).std),

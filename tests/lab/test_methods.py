@@ -29,7 +29,7 @@ NETWORKS = (
 
 
 def fixed_batch(side: int, device: str = "cpu") -> tuple[Tensor, Tensor, Normalisation]:
-    """Eight pictures of four classes: stripes of another direction each, with noise."""
+    """Eight images of four classes: stripes of another direction each, with noise."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(8) % 4
     row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
@@ -146,7 +146,7 @@ def test_a_method_can_be_sent_to_another_process(name: str) -> None:
         ("dropout", {"p": 0.1}, "dropout takes rate, got p"),
         ("amp", {"eps": 0.1}, "amp takes epsilon, inner_lr, inner_iter, ball, norm, sync_perturbation, got eps"),
         ("dropout", {"rate": 10}, "below 1, got 10"),
-        ("adversarial", {}, "must know what the pictures went through: give normalise="),
+        ("adversarial", {}, "must know what the images went through: give normalise="),
     ],
 )
 def test_wrong_settings_are_named(name: str, settings: dict[str, Any], message: str) -> None:

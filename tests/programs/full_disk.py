@@ -1,4 +1,4 @@
-"""Run as a program on a tiny file system: train until it is full, make room, go on."""
+"""Run as a program on a tiny file system: train until it is full, make room, resume."""
 
 import sys
 from pathlib import Path
@@ -15,8 +15,8 @@ def main(place: Path) -> None:
         file.write(bytes(120 << 10))
     try:
         while True:  # each epoch makes the checkpoint's list of epochs longer
-            for record in run(recipe, place / "run", resume=True, checkpoint_minutes=0):
-                if isinstance(record, Finished):
+            for event in run(recipe, place / "run", resume=True, checkpoint_minutes=0):
+                if isinstance(event, Finished):
                     sys.exit("the disk never filled up")
     except RunError as error:
         if "the disk is full" not in str(error) or "--resume" not in str(error):

@@ -1,4 +1,4 @@
-"""Run as a program: `flatmin train` in forked children that are killed with SIGKILL, then gone on with to the end.
+"""Run as a program: `flatmin train` in forked children that are killed with SIGKILL, then resumed to the end.
 
     python -m tests.programs.kill_training FOLDER SEED KILLS TRAIN-ARGUMENTS…
 
@@ -76,7 +76,7 @@ def dies_at(call: int) -> None:
 
 def dies_half_way(number: int) -> None:
     """From now on the process kills itself when half of its checkpoint of that number is on the disk."""
-    left, real = [number], files.written_whole
+    left, real = [number], files.atomic_write
 
     class Half:
         def __init__(self, file: BinaryIO) -> None:
@@ -95,7 +95,7 @@ def dies_half_way(number: int) -> None:
         with real(path) as file:
             yield Half(file)
 
-    setattr(checkpoint, "written_whole", torn)  # noqa: B010  # where the module looks it up
+    setattr(checkpoint, "atomic_write", torn)  # noqa: B010  # where the module looks it up
 
 
 def state_of(folder: Path) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 class Found:
     killed: int = 0  # at random moments
     points: int = 0  # at a call that makes a file last, or with half a checkpoint written
-    finished: int = 0  # runs that were gone on with to the end
+    finished: int = 0  # runs that were resumed to the end
     apart: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 

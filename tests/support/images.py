@@ -1,4 +1,4 @@
-"""Pictures for the tests: photographs in miniature, noise, and the hard cases of every histogram."""
+"""Images for the tests: photographs in miniature, noise, and the hard cases of every histogram."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.nn.functional import interpolate
 
 
 def various(*, height: int = 32, width: int = 32, seed: int = 0) -> Tensor:
-    """30 uint8 pictures (N, 3, H, W): smooth ones, noise, few grey levels, a dark one, one colour, black, white."""
+    """30 uint8 images (N, 3, H, W): smooth ones, noise, few grey levels, a dark one, one colour, black, white."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(14, 3, 5, 5, generator=generator)
     smooth = interpolate(coarse, size=(height, width), mode="bicubic").clamp(0, 1).mul(255).to(torch.uint8)

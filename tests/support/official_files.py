@@ -21,7 +21,7 @@ FINE_NAMES = [f"fine_{number}".encode() for number in range(100)]
 
 
 def made(count: int, classes: int, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Pictures (N, 3, 32, 32) uint8 and labels."""
+    """Images (N, 3, 32, 32) uint8 and labels."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     return x, torch.randint(0, classes, (count,), generator=generator)
@@ -58,9 +58,7 @@ def cifar10_binary(folder: Path, train: tuple[Tensor, Tensor], test: tuple[Tenso
     root.mkdir(parents=True)
 
     def records(x: Tensor, y: Tensor) -> bytes:
-        return b"".join(
-            bytes([label]) + picture.numpy().tobytes() for picture, label in zip(x, y.tolist(), strict=True)
-        )
+        return b"".join(bytes([label]) + image.numpy().tobytes() for image, label in zip(x, y.tolist(), strict=True))
 
     for number, (x, y) in enumerate(zip(train[0].chunk(5), train[1].chunk(5), strict=True), start=1):
         (root / f"data_batch_{number}.bin").write_bytes(records(x, y))

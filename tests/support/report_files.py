@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab.methods import resolved
+from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.recipe import Recipe
 
 BINS = {"number": [0] * 14 + [100], "confidence": [0.0] * 14 + [0.9], "accuracy": [0.0] * 14 + [0.8]}
@@ -103,7 +103,7 @@ def of_recipe(recipe: Recipe, seed: int, error: float, **changes: Any) -> dict[s
         "recipe": name,
         "protocol": recipe.protocol,
         **settings,
-        "settings": resolved(recipe.method, recipe.settings),
+        "settings": resolve_settings(recipe.method, recipe.settings),
         "data_sha256": "0" * 64,
         "clean_train_nll": 0.1,
         **changes,

@@ -1,4 +1,4 @@
-"""Trainings that take a moment: a few pictures, a tiny network, and what a training leaves behind."""
+"""Runs that take a moment: a few images, a tiny network, and what a run leaves in its folder."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,12 +9,12 @@ import torch
 from flatmin_lab.data import Batches, Dataset, Normalisation, Split, augmentation
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.events import Record, Saved
+from flatmin_lab.runs.events import Event, Saved
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 
 
-def pictures(count: int, seed: int) -> Split:
+def images(count: int, seed: int) -> Split:
     """Three classes of 6 by 6: a bright row, column or diagonal, in noise."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % 3
@@ -27,7 +27,7 @@ def pictures(count: int, seed: int) -> Split:
 
 
 def tiny_data(train: int = 44, test: int = 30) -> Dataset:
-    return Dataset("tiny", pictures(train, 0), pictures(test, 1), ["row", "column", "diagonal"])
+    return Dataset("tiny", images(train, 0), images(test, 1), ["row", "column", "diagonal"])
 
 
 def tiny_recipe(**changes: Any) -> Recipe:
@@ -37,7 +37,7 @@ def tiny_recipe(**changes: Any) -> Recipe:
 
 
 def learner_of(recipe: Recipe, data: Dataset, *, seed: int = 0, device: str = "cpu", capture: bool = True) -> Learner:
-    """What a training has at its beginning, to be stepped by hand."""
+    """The learner at the start of a run, to be stepped by hand."""
     there = data.to(device)
     batches = Batches(
         split=there.train,
@@ -64,7 +64,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def after(steps: int) -> Callable[[], str | None]:
-    """A question that is answered yes after so many times."""
+    """A `stop` that gives a reason after so many calls."""
     asked = [0]
 
     def stop() -> str | None:
@@ -74,9 +74,9 @@ def after(steps: int) -> Callable[[], str | None]:
     return stop
 
 
-def run(recipe: Recipe, folder: Path | None = None, **more: Any) -> list[Record]:
+def run(recipe: Recipe, folder: Path | None = None, **more: Any) -> list[Event]:
     return list(train(recipe, tiny_data(), folder=folder, **more))
 
 
-def saves(records: list[Record]) -> Iterator[int]:
-    return (record.step for record in records if isinstance(record, Saved))
+def saves(events: list[Event]) -> Iterator[int]:
+    return (event.step for event in events if isinstance(event, Saved))

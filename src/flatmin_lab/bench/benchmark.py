@@ -28,7 +28,7 @@ from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.recipes.recipe import PRECISIONS
 from flatmin_lab.system.machine import facts
-from flatmin_lab.system.rng import Surroundings
+from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.training.learner import AUTOCAST
 
 LEAST, ROUNDS = 5, 10  # blocks of steps: at least and at most
@@ -85,8 +85,8 @@ def measure(
 ) -> dict[str, Any]:
     """All tables; `say` hears what is under way, `after` gets the result so far after every table."""
     _check_some(wanted, device)
-    surroundings = Surroundings(device, deterministic=False)  # cuDNN may search, and the caller's settings come back
-    with surroundings.inside():
+    scope = RandomScope(device, deterministic=False)  # cuDNN may search, and the caller's settings come back
+    with scope.active():
         say("the speed of the device")
         speed = rates(device, wanted.precision)
         result = {**facts(device), **_versions(), **_settings(wanted, device), "pictures": pictures, **speed}

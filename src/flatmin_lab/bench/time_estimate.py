@@ -16,16 +16,16 @@ import torch
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Job, Recipe
-from flatmin_lab.runs.events import Epoch, Record
-from flatmin_lab.system.rng import Surroundings
-from flatmin_lab.training.build import build_model, method_of, prepared
-from flatmin_lab.training.captured_forward import FULL, Answers
-from flatmin_lab.training.evaluation import logits_of, measured
-from flatmin_lab.training.loop import moments
+from flatmin_lab.runs.events import Epoch, Event
+from flatmin_lab.system.rng import RandomScope
+from flatmin_lab.training.build import build_method, build_model, prepare_data
+from flatmin_lab.training.captured_forward import EVAL_BATCH_SIZE, CapturedForward
+from flatmin_lab.training.evaluation import logits_of, score_logits
+from flatmin_lab.training.loop import training_steps
 
 WARM, SECONDS, MOST = 3, 1.5, 400  # steps before the clock starts; how long, and how many steps, it runs
 FEW = 50  # pictures of a first look: a large batch of a large network takes a CPU minutes
-Moments = Generator[Record | None, None, None]
+Moments = Generator[Event | None, None, None]
 
 
 def passes(recipe: Recipe) -> int:
@@ -47,7 +47,7 @@ def begun(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[Mo
     nothing: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     saving: dict[str, Any] = {"checkpoint_epochs": 1, "checkpoint_minutes": 1e9}
     endless = replace(recipe, epochs=1_000_000)
-    records = moments(endless, data, seed=0, device=device, step_by_step=True, **saving, **nothing)
+    records = training_steps(endless, data, seed=0, device=device, step_by_step=True, **saving, **nothing)
     try:
         yield records
     finally:
@@ -97,11 +97,11 @@ def seconds_a_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> fl
 @torch.no_grad()
 def seconds_a_look(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
     """With the network as it begins, and torch's switches as in a training."""
-    known, _, _, normalise = prepared(recipe, data.to(device), seed=0)
+    known, _, _, normalise = prepare_data(recipe, data.to(device), seed=0)
     found = 0.0
-    with Surroundings(device, deterministic=recipe.deterministic).inside():
-        answers = Answers(build_model(recipe, known, method_of(recipe, normalise)).to(device))
-        for size in (FEW, FULL):
+    with RandomScope(device, deterministic=recipe.deterministic).active():
+        answers = CapturedForward(build_model(recipe, known, build_method(recipe, normalise)).to(device))
+        for size in (FEW, EVAL_BATCH_SIZE):
             split = known.test.at(torch.arange(min(size, len(known.test)), device=device))
             if found * len(split) > SECONDS:
                 break
@@ -109,7 +109,7 @@ def seconds_a_look(recipe: Recipe, data: Dataset, *, device: torch.device) -> fl
                 start = perf_counter()
                 logits = logits_of(answers, split, normalise)
                 assert logits is not None
-                measured(logits, split.y)
+                score_logits(logits, split.y)
                 found = (perf_counter() - start) / len(split)
     return found
 

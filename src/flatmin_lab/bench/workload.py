@@ -18,7 +18,7 @@ from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.system.rng import drawn_from, seed_generators
+from flatmin_lab.system.rng import generator_devices, seed_generators
 from flatmin_lab.training.learner import AUTOCAST
 
 SHAPE, CLASSES, PICTURES = (3, 32, 32), 10, 50_000  # CIFAR-10's
@@ -61,7 +61,7 @@ class Work:
 
     def new_model(self) -> nn.Module:
         """With the same first weights every time."""
-        seed_generators(drawn_from(self.device), 0)
+        seed_generators(generator_devices(self.device), 0)
         made = models.build(self.model, num_classes=CLASSES, **models.settings_for(self.model, SHAPE))
         return made.to(self.device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload, no-any-return]
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.runs.events import Epoch, Finished, Note, Record, Started, Stopped
+from flatmin_lab.runs.events import Epoch, Event, Finished, Note, Started, Stopped
 from flatmin_lab.runs.events import Progress as Done
 from flatmin_lab.runs.result import split_of
 
@@ -108,7 +108,7 @@ def bars(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-def follow(records: Iterable[Record], console: Console, headline: str) -> Finished | Stopped:
+def follow(records: Iterable[Event], console: Console, headline: str) -> Finished | Stopped:
     """Show a training until it ends, and how it ended; the headline once it has really begun."""
     with bars(console) as progress:
         task = progress.add_task("starting", total=None, numbers="")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.formats.download_progress import download_bar
-from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.tuning import result_file
@@ -85,12 +85,14 @@ class Request:
         if self.data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
         data = read(self.data, self.data_dir, download=self.download, size=self.changes.get("size"))
-        recipe = suited(place(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes)
+        recipe = default_recipe(
+            place(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes
+        )
         seed = self.seed or 0
         return Plan(recipe, seed, data, self.out or _named(data, recipe, seed))
 
     def _gone_on_with(self, folder: Path) -> Plan:
-        known = run_config.stored(folder)
+        known = run_config.read_config(folder)
         recipe = self._varied(Recipe.from_json(known["recipe"]))
         seed = int(known["seed"]) if self.seed is None else self.seed
         run_config.check_recipe(folder, known, recipe, seed)

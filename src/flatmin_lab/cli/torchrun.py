@@ -20,26 +20,29 @@ from flatmin_lab.cli.request import Plan, Request, read_for
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.events import DivergedError, RunError
 from flatmin_lab.system.machine import device_named
-from flatmin_lab.training.ranks import Ranks, Team
+from flatmin_lab.training.ranks import DistributedRankGroup, RankGroup
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
-def among_ranks() -> Iterator[Team]:
+def among_ranks() -> Iterator[RankGroup]:
     """The team that torchrun started this process in; alone, where it did not, or has started no other."""
     place = {name: os.environ.get(name) for name in PLACE}
     if None in place.values() or int(place["WORLD_SIZE"] or 1) == 1:
-        yield Team()
+        yield RankGroup()
         return
     on_gpus = _open()
-    team, has_met = Ranks(rank=torch.distributed.get_rank(), size=torch.distributed.get_world_size()), False
+    ranks, has_met = (
+        DistributedRankGroup(rank=torch.distributed.get_rank(), size=torch.distributed.get_world_size()),
+        False,
+    )
     try:
-        yield team
+        yield ranks
         has_met = True
     except Exception as error:
-        has_met = error is team.shared or isinstance(error, DivergedError)
-        _tell(error, team, is_shared=has_met)
+        has_met = error is ranks.shared_error or isinstance(error, DivergedError)
+        _tell(error, ranks, is_shared=has_met)
     finally:
         # NCCL would wait here for ranks that wait for this one; the end of the process ends their wait
         if has_met or not on_gpus:
@@ -58,10 +61,10 @@ def _open() -> bool:
     return on_gpus
 
 
-def _tell(error: Exception, team: Team, *, is_shared: bool) -> NoReturn:
+def _tell(error: Exception, ranks: RankGroup, *, is_shared: bool) -> NoReturn:
     """As an error that the command reports; in silence, where another rank reports it."""
     lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
-    if (is_shared or lost) and not team.leads:
+    if (is_shared or lost) and not ranks.is_main:
         raise typer.Exit(explained(error)[1]) from error
     if lost:
         raise RunError(
@@ -71,14 +74,14 @@ def _tell(error: Exception, team: Team, *, is_shared: bool) -> NoReturn:
     raise error
 
 
-def device_of(name: str | None, team: Team) -> torch.device:
+def device_of(name: str | None, ranks: RankGroup) -> torch.device:
     """The device of that name; of several GPUs, the one that torchrun has given this process."""
     device = device_named(name)
-    if team.size == 1 or device.type != "cuda":
+    if ranks.size == 1 or device.type != "cuda":
         return device
     if ":" in str(device):
         raise ValueError(
-            f"each of {team.size} processes has a GPU of its own, got --device {name}; write --device cuda"
+            f"each of {ranks.size} processes has a GPU of its own, got --device {name}; write --device cuda"
         )
     number, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if number >= count:
@@ -90,21 +93,21 @@ def device_of(name: str | None, team: Team) -> torch.device:
     return torch.device("cuda", number)
 
 
-def plan_of(request: Request, team: Team) -> Plan:
+def plan_of(request: Request, ranks: RankGroup) -> Plan:
     """What the first rank plans, for it alone need have the folder; every rank reads the data, one a machine first.
 
     So what must be downloaded is there when the others look.
     """
     asked = {"method": request.method, "seed": request.seed, "resume": request.resume}
     flags = {**asked, "recipe's flags": dict(request.changes), "method's settings": dict(request.settings)}
-    team.compare(flags, way_out="call it with the same flags on every machine")
-    with team.together():
-        plan = request.plan() if team.leads else None
+    ranks.check_equal(flags, way_out="call it with the same flags on every machine")
+    with ranks.raise_together():
+        plan = request.plan() if ranks.is_main else None
     mine = None if plan is None else (plan.recipe.as_json(), plan.seed, plan.folder)
-    known = team.told(mine)
+    known = ranks.broadcast(mine)
     assert known is not None
     for turn in (True, False):
-        with team.together():
+        with ranks.raise_together():
             if plan is None and turn == (os.environ["LOCAL_RANK"] == "0"):
                 recipe = Recipe.from_json(known[0])
                 data = read_for(recipe, request.data, request.data_dir, download=request.download)
@@ -113,18 +116,18 @@ def plan_of(request: Request, team: Team) -> Plan:
     return plan
 
 
-def check_one_model(team: Team, *, seeds: int) -> None:
-    if team.size > 1 and seeds > 1:
+def check_one_model(ranks: RankGroup, *, seeds: int) -> None:
+    if ranks.size > 1 and seeds > 1:
         raise ValueError(
-            f"--seeds trains {seeds} models, and these {team.size} processes train one together; leave out --seeds, "
+            f"--seeds trains {seeds} models, and these {ranks.size} processes train one together; leave out --seeds, "
             "or torchrun"
         )
 
 
-def in_words(team: Team) -> str:
-    return "" if team.size == 1 else f"{team.size} processes, the first on "
+def in_words(ranks: RankGroup) -> str:
+    return "" if ranks.size == 1 else f"{ranks.size} processes, the first on "
 
 
-def command_of(team: Team) -> str:
+def command_of(ranks: RankGroup) -> str:
     """What begins the line that goes on with a training; what torchrun was told is not known here."""
-    return "flatmin" if team.size == 1 else "torchrun … -m flatmin_lab"
+    return "flatmin" if ranks.size == 1 else "torchrun … -m flatmin_lab"

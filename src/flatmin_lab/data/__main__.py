@@ -12,9 +12,9 @@ from flatmin_lab.data.formats.download_progress import download_bar
 
 
 def describe(data: Dataset, seconds: float) -> str:
-    """A few lines of facts."""
+    """A few lines about a data set: sizes, statistics, classes, checksum."""
     statistics = Normalisation.of(data.train)
-    scale = 255 if data.train.pictures else 1
+    scale = 255 if data.train.is_images else 1
     counts = {
         which: split.y.bincount(minlength=data.num_classes)
         for which, split in (("train", data.train), ("test", data.test))
@@ -28,7 +28,8 @@ def describe(data: Dataset, seconds: float) -> str:
         f"{data.name}: {len(data.train)} to train on, {len(data.test)} to test with, "
         f"{data.train.kind}, {data.num_classes} classes, from {data.source}",
         f"read in {seconds:.2f} s, {size / 1e6:.0f} MB",
-        f"mean {numbers((statistics.mean * scale).tolist())}, deviation {numbers((statistics.std * scale).tolist())}",
+        f"mean {numbers((statistics.mean * scale).tolist())}, "
+        f"standard deviation {numbers((statistics.std * scale).tolist())}",
     ]
     for which, count in counts.items():
         low, high = int(count.min()), int(count.max())
@@ -40,12 +41,10 @@ def describe(data: Dataset, seconds: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flatmin_lab.data", description=__doc__)
-    parser.add_argument("name", help=f"{', '.join(DATA_SETS)}, an .npz file or a folder of pictures")
+    parser.add_argument("name", help=f"{', '.join(DATA_SETS)}, an .npz file or a folder of images")
     parser.add_argument("--root", type=Path, default=Path("data"), help="where the official files are")
-    parser.add_argument(
-        "--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="bring a folder's pictures to it"
-    )
-    parser.add_argument("--download", action="store_true", help="fetch the official files if they are not there")
+    parser.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="resize a folder's images to it")
+    parser.add_argument("--download", action="store_true", help="fetch the official files if they are missing")
     arguments = parser.parse_args()
     start = perf_counter()
     try:
@@ -55,7 +54,7 @@ def main() -> None:
     except (OSError, ValueError, ImportError) as error:
         sys.exit(f"flatmin: {error}")
     except KeyboardInterrupt:
-        sys.exit("flatmin: stopped; what was fetched is kept, and the next try goes on from it")
+        sys.exit("flatmin: stopped; what was fetched is kept, and the next try resumes from it")
     Console(soft_wrap=True, highlight=False).print(describe(data, perf_counter() - start), markup=False)
 
 

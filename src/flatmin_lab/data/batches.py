@@ -3,8 +3,8 @@
     batches = Batches(split=data.train, batch_size=50, normalise=Normalisation.of(data.train), augment=augment, seed=0)
     for x, y in batches.epoch(3): ...
 
-The plan of an epoch is made on the CPU and copied to the data's device once. So an epoch can be begun anywhere
-(`start=` a batch), it is the same on every device, and every method with that seed sees the same pictures.
+The plan of an epoch is made on the CPU and copied to the data's device once. So an epoch can start at any batch
+(`start=`), it is the same on every device, and every method with that seed sees the same images.
 """
 
 import math
@@ -28,7 +28,7 @@ HELP = {
 
 
 class Plan(NamedTuple):
-    """An epoch, or a part of one: which picture comes when, and its random numbers, on the data's device."""
+    """An epoch, or part of one: the order of the images and their random numbers, on the data's device."""
 
     order: Tensor  # (N,)
     u: Tensor  # (N, draws)
@@ -53,10 +53,10 @@ class Batches:
                 )
         if self.batch_size not in range(1, len(self.split) + 1):
             raise ValueError(
-                f"the batch size must be from 1 to the {len(self.split)} pictures of the split, got {self.batch_size}"
+                f"the batch size must be from 1 to the {len(self.split)} images of the split, got {self.batch_size}"
             )
-        if self.augment.stages and not self.split.pictures:
-            raise ValueError("only pictures can be augmented, got points; use the augmentation 'none'")
+        if self.augment.stages and not self.split.is_images:
+            raise ValueError("only images can be augmented, got points; use the augmentation 'none'")
         self.augment.check(self.split.shape)
 
     def __len__(self) -> int:
@@ -69,14 +69,14 @@ class Batches:
         return Plan(order.to(device), u.to(device))
 
     def at(self, index: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch of these pictures with these random numbers: device work alone, of a shape that `index` fixes."""
+        """The batch of these images with these random numbers: work on the device alone, its shape fixed by `index`."""
         x = self.split.x[index]
-        if self.split.pictures:  # points have no augmentation
+        if self.split.is_images:  # points have no augmentation
             x = self.augment(x, u)
         return self.normalise(x, dtype=self.dtype), self.split.y[index]
 
     def parts(self, number: int, *, start: int = 0) -> Iterator[Plan]:
-        """The plan of an epoch in pieces of a batch, from the one numbered `start`: what `at` makes each batch of."""
+        """The plan of an epoch batch by batch, from batch `start` on: what `at` makes each batch of."""
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be one of the {len(self)} batches of an epoch, got {start}")
         plan = self.plan(number)
@@ -85,7 +85,7 @@ class Batches:
             yield Plan(plan.order[part], plan.u[part])
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from the one numbered `start`."""
+        """The batches of an epoch, from batch `start` on."""
         for part in self.parts(number, start=start):
             yield self.at(*part)
 
@@ -93,6 +93,6 @@ class Batches:
 def in_order(
     split: Split, normalise: Normalisation, *, batch_size: int = 500, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pictures as they are, normalised, in the order they lie in: for evaluation."""
+    """The images in their stored order, normalised, not augmented: for evaluation."""
     for x, y in zip(split.x.split(batch_size), split.y.split(batch_size), strict=True):
         yield normalise(x, dtype=dtype), y

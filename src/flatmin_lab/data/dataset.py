@@ -1,8 +1,8 @@
-"""A data set is tensors on a device: uint8 pictures or float points, their labels, and the names of the classes.
+"""A data set is tensors on a device: uint8 images or float points, their labels, and the names of the classes.
 
 There are no workers and no loader: a batch is `split.x[index]`. The three sets of the paper take 185 to 306 MB each, so
 they are read once and stay on the GPU. A `Dataset` has a training and a test split. For tuning, `held_out(seed)` gives
-one whose test split is a tenth of the training pictures; final runs train on all of them.
+one whose test split is a tenth of the training images; final runs train on all of them.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from flatmin_lab.system.rng import generator
 
 @dataclass(frozen=True, repr=False)
 class Split:
-    """Pictures (N, C, H, W) uint8, or points (N, D) float32, with labels (N,) int64."""
+    """Images (N, C, H, W) uint8, or points (N, D) float32, with labels (N,) int64."""
 
     x: Tensor
     y: Tensor
@@ -32,17 +32,18 @@ class Split:
 
     @property
     def shape(self) -> torch.Size:
-        """Of one picture or point."""
+        """The shape of one image or point."""
         return self.x.shape[1:]
 
     @property
-    def pictures(self) -> bool:
+    def is_images(self) -> bool:
+        """Images, and not points?"""
         return self.x.dtype == torch.uint8
 
     @property
     def kind(self) -> str:
-        """What it holds, in words: "pictures of 3 × 32 × 32"."""
-        return f"{'pictures' if self.pictures else 'points'} of {' × '.join(map(str, self.shape))}"
+        """What it holds, in words: "images of 3 × 32 × 32"."""
+        return f"{'images' if self.is_images else 'points'} of {' × '.join(map(str, self.shape))}"
 
     def to(self, device: torch.device | str) -> "Split":
         """On that device; itself where it is there already."""
@@ -66,10 +67,10 @@ class Dataset:
     def __post_init__(self) -> None:
         where = f"{self.name} ({self.source})" if self.source else self.name
         for which, split in (("training", self.train), ("test", self.test)):
-            _check(where, which, split, len(self.names))
+            _check_split(where, which, split, len(self.names))
         if self.train.shape != self.test.shape:
             raise ValueError(
-                f"{where}: training and test pictures must have one shape, "
+                f"{where}: training and test images must have one shape, "
                 f"got {tuple(self.train.shape)} and {tuple(self.test.shape)}"
             )
 
@@ -92,12 +93,12 @@ class Dataset:
     def held_out(self, seed: SupportsIndex, *, share: float = 0.1) -> "Dataset":
         """The training set in two parts: the last tenth of an order drawn by the seed becomes the test split.
 
-        The real test set is not in it, so nothing tuned with it can have seen it.
+        The real test set is not in it, so what is tuned with it has never seen the test set.
         """
         count = round(len(self.train) * share) if 0 < share < 1 else 0
         if not 0 < count < len(self.train):
             raise ValueError(
-                f"a share of {share} of {len(self.train)} training pictures leaves one part empty; "
+                f"a share of {share} of {len(self.train)} training images leaves one part empty; "
                 "choose a share between 0 and 1 that gives each part one"
             )
         order = torch.randperm(len(self.train), generator=generator("held out", seed))
@@ -106,7 +107,7 @@ class Dataset:
 
     @cached_property
     def checksum(self) -> str:
-        """SHA-256 over shapes and contents: two data sets that train alike have the same one."""
+        """SHA-256 over types, shapes and contents: two data sets that train alike have the same one."""
         digest = hashlib.sha256()
         for split in (self.train, self.test):
             for tensor in (split.x, split.y):
@@ -115,7 +116,7 @@ class Dataset:
         return digest.hexdigest()
 
 
-def numbered(y_train: Tensor, y_test: Tensor, where: str) -> list[str]:
+def default_class_names(y_train: Tensor, y_test: Tensor, where: str) -> list[str]:
     """Names for classes that have none: 0, 1, 2, … up to the largest label."""
     low, high = int(min(y_train.min(), y_test.min())), int(max(y_train.max(), y_test.max()))
     if low != 0:
@@ -126,22 +127,22 @@ def numbered(y_train: Tensor, y_test: Tensor, where: str) -> list[str]:
     count = len(y_train) + len(y_test)
     if high >= count:
         raise ValueError(
-            f"{where}: labels must number the classes 0, 1, 2, …, got {high} for {count} pictures; "
+            f"{where}: labels must number the classes 0, 1, 2, …, got {high} for {count} images; "
             "number the classes, or give their names"
         )
     return [str(number) for number in range(high + 1)]
 
 
-def _check(name: str, which: str, split: Split, num_classes: int) -> None:
-    """The rules of a split."""
+def _check_split(name: str, which: str, split: Split, num_classes: int) -> None:
+    """The rules that every split keeps."""
     x, y = split.x, split.y
     if len(x) != len(y):
-        raise ValueError(f"{name}: every {which} picture needs one label, got {len(x)} pictures and {len(y)} labels")
+        raise ValueError(f"{name}: every {which} image needs one label, got {len(x)} images and {len(y)} labels")
     if len(y) == 0 or x.numel() == 0:
-        raise ValueError(f"{name}: the {which} split must have at least one picture of at least one pixel, got none")
+        raise ValueError(f"{name}: the {which} split must have at least one image of at least one pixel, got none")
     if not ((x.dtype == torch.uint8 and x.ndim == 4) or (x.dtype == torch.float32 and x.ndim == 2)):
         raise ValueError(
-            f"{name}: {which} data must be uint8 pictures (N, C, H, W) or float32 points (N, D), "
+            f"{name}: {which} data must be uint8 images (N, C, H, W) or float32 points (N, D), "
             f"got {x.dtype} of shape {tuple(x.shape)}"
         )
     if x.dtype == torch.float32 and not bool(x.isfinite().all()):
@@ -157,8 +158,8 @@ def _check(name: str, which: str, split: Split, num_classes: int) -> None:
         )
 
 
-def stratified(labels: Tensor, *, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Indices of two parts in their old order; the second has that share of every class, rounded."""
+def stratified_split(labels: Tensor, *, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Indices of two parts, each in the old order; the second has that share of every class, rounded."""
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():
         members = (labels == label).nonzero().flatten()

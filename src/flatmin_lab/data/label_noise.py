@@ -1,4 +1,4 @@
-"""Wrong labels on purpose: a share of the training labels replaced at random, so that learning by heart does harm.
+"""Label noise: a share of the training labels is replaced at random, so that memorising them does harm.
 
 The test labels stay true. Which labels are replaced, and by what, depends on the seed alone, so every method gets the
 same ones.
@@ -14,17 +14,17 @@ from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.system.rng import generator
 
 
-class Noisy(NamedTuple):
+class NoisyDataset(NamedTuple):
     data: Dataset
-    wrong: Tensor  # the places of the replaced labels in the training split, on its device
+    wrong: Tensor  # indices of the replaced labels in the training split, on its device
 
 
-def with_wrong_labels(data: Dataset, share: float, *, seed: int) -> Noisy:
-    """That share of the training labels, rounded, each replaced by another class, all others equally likely."""
+def add_label_noise(data: Dataset, share: float, *, seed: int) -> NoisyDataset:
+    """Replace that share of the training labels, rounded, each by one of the other classes, all equally likely."""
     if not 0 <= share < 1:
         raise ValueError(f"the share of wrong labels must be at least 0 and below 1, got {share}")
     if share == 0:
-        return Noisy(data, torch.zeros(0, dtype=torch.long, device=data.train.y.device))
+        return NoisyDataset(data, torch.zeros(0, dtype=torch.long, device=data.train.y.device))
     if data.num_classes < 2:
         raise ValueError(f"wrong labels need at least two classes, got {data.num_classes}")
     count = len(data.train)
@@ -35,4 +35,4 @@ def with_wrong_labels(data: Dataset, share: float, *, seed: int) -> Noisy:
     wrong, shift = wrong.to(device), shift.to(device)
     y = data.train.y.clone()
     y[wrong] = (y[wrong] + shift) % data.num_classes
-    return Noisy(replace(data, train=Split(data.train.x, y)), wrong)
+    return NoisyDataset(replace(data, train=Split(data.train.x, y)), wrong)

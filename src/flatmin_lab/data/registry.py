@@ -2,8 +2,8 @@
 
 load("cifar10", "data")      looks in data/ and data/cifar10/, for the unpacked folder and for the archive
 load("digits")               embedded; needs no file
-load("cifar10-made")         in the shape of CIFAR-10, made on the spot
-load("pets.npz"), load("pictures/pets")
+load("cifar10-made")         synthetic images in the shape of CIFAR-10
+load("pets.npz"), load("images/pets")
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ def _svhn(name: str, root: Path) -> Dataset | None:
 
 OFFICIAL: dict[str, Callable[[str, Path], Dataset | None]] = {"cifar10": _cifar, "cifar100": _cifar, "svhn": _svhn}
 EMBEDDED: dict[str, Callable[[], Dataset]] = {"digits": digits.load, "spiral": spiral.load}
-MADE = tuple(f"{name}{synthetic.SUFFIX}" for name in OFFICIAL)
-DATA_SETS = (*OFFICIAL, *EMBEDDED)  # those that are real; the spiral is the paper's own
+SYNTHETIC = tuple(f"{name}{synthetic.SUFFIX}" for name in OFFICIAL)
+DATA_SETS = (*OFFICIAL, *EMBEDDED)  # the real ones; the spiral is the paper's own
 
 
 def load(
@@ -50,11 +50,11 @@ def load(
 ) -> Dataset:
     """The data set on the device.
 
-    `download` fetches official files into `root` where they are missing. `size` (height, width) is what the pictures of
-    a folder are brought to.
+    `download` fetches official files into `root` where they are missing. `size` (height, width) is what the images of
+    a folder are resized to.
 
     >>> load("digits").train
-    Split(1438 pictures of 1 × 8 × 8 on cpu)
+    Split(1438 images of 1 × 8 × 8 on cpu)
     """
     return _load(str(name), Path(root).expanduser(), download=download, progress=progress, size=size).to(device)
 
@@ -62,7 +62,7 @@ def load(
 def _load(name: str, root: Path, *, download: bool, progress: Progress | None, size: tuple[int, int] | None) -> Dataset:
     if name in EMBEDDED:
         return EMBEDDED[name]()
-    if name in MADE:
+    if name in SYNTHETIC:
         return synthetic.load(name)
     if name in OFFICIAL:
         found = OFFICIAL[name](name, root)
@@ -72,7 +72,7 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
                     fetch(remote, root, progress=progress)
             found = OFFICIAL[name](name, root)
         if found is None:
-            raise FileNotFoundError(_missing(name, root))
+            raise FileNotFoundError(_not_found(name, root))
         return found
     path = Path(name).expanduser()
     if name and path.is_dir():
@@ -81,14 +81,14 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
         return npz.load(path)
     if path.suffix == ".npz" or len(path.parts) > 1:
         problem = "and is neither" if path.exists() else "and is not there"
-        raise FileNotFoundError(f"{path.absolute()} must be an .npz file or a folder of pictures, {problem}")
+        raise FileNotFoundError(f"{path.absolute()} must be an .npz file or a folder of images, {problem}")
     raise ValueError(
         f"unknown data set {name!r}; choose from {', '.join(DATA_SETS)}, "
-        "or give the path of an .npz file or of a folder of pictures that exists"
+        "or give the path of an .npz file or of a folder of images that exists"
     )
 
 
-def _missing(name: str, root: Path) -> str:
+def _not_found(name: str, root: Path) -> str:
     if name == "svhn":
         looked = list(svhn.FILES)
     else:

@@ -40,7 +40,7 @@ def landscape(
     axis = torch.linspace(-reach, reach, points, dtype=torch.float64)
     axis[points // 2] = 0.0  # not −1e-17
     # pictures as NHWC in memory: half the time on a CPU, three quarters on an H200
-    layout = torch.channels_last if subject.test.pictures else torch.contiguous_format
+    layout = torch.channels_last if subject.test.is_images else torch.contiguous_format
     subject.model.to(memory_format=layout)  # type: ignore[call-overload]
     first, second = flatness.directions(subject.model, number=2, generator=torch.Generator().manual_seed(seed))
     ys = axis[points // 2 : points // 2 + 1] if lines_only else axis

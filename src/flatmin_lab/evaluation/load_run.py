@@ -15,7 +15,7 @@ from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.events import RunError
-from flatmin_lab.training.build import Prepared, build_model, method_of, prepared
+from flatmin_lab.training.build import PreparedData, build_method, build_model, prepare_data
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Trained:
             "epochs": self.recipe.epochs,
         }
 
-    def model(self, ready: Prepared, *, averaged: bool = False) -> nn.Module:
+    def model(self, ready: PreparedData, *, averaged: bool = False) -> nn.Module:
         """With the weights of the checkpoint, in eval mode."""
         part = self.checkpoint.part("average") if averaged else self.checkpoint.part("model")
         if averaged and not part:
             raise ValueError(f"{self.path} has no averaged weights: it was trained without --ema")
         weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
-        model = build_model(self.recipe, ready.data, method_of(self.recipe, ready.normalise))
+        model = build_model(self.recipe, ready.data, build_method(self.recipe, ready.normalise))
         user_model.put(model, weights, str(self.path))
         return model.eval()
 
@@ -63,7 +63,7 @@ def find(path: Path) -> Trained:
     if not run_config.exists(folder) and (inside := sorted(path.glob("*/config.json"))):
         names = ", ".join(str(config.parent) for config in inside[:3])
         raise ValueError(f"{path} holds {len(inside)} runs; name one, such as {names}")
-    config = run_config.stored(folder)
+    config = run_config.read_config(folder)
     places = checkpoint.listed(folder) if path.is_dir() else [path]
     if not places:
         raise FileNotFoundError(f"{folder} has no checkpoint yet; train on with --resume")
@@ -83,6 +83,6 @@ def subject_of(run: Trained, data: Dataset, *, averaged: bool, device: torch.dev
             f"{run.path} was trained on {run.recipe.data} with SHA-256 {run.data_sha256}, and this {data.name} has "
             f"{data.checksum}; give the same data with --data"
         )
-    ready = prepared(run.recipe, data.to(device), run.seed)
+    ready = prepare_data(run.recipe, data.to(device), run.seed)
     model = run.model(ready, averaged=averaged).to(device)
     return Subject(model, ready.normalise, ready.data.train, ready.data.test, ready.which)

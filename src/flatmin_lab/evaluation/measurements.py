@@ -16,7 +16,7 @@ from flatmin.ball import Norm
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.system.json_data import number
 from flatmin_lab.training import evaluation
-from flatmin_lab.training.evaluation import bins_of, logits_of
+from flatmin_lab.training.evaluation import logits_of, reliability_bins
 
 MEASURES = {**evaluation.MEASURES, "adaptive_ece": metrics.adaptive_ece, "brier": metrics.brier}
 LEVEL, SAMPLES = 0.95, 1000
@@ -37,7 +37,12 @@ def calibration(subject: Subject) -> dict[str, Any]:
         if name in MEANS:
             interval = metrics.bootstrap(measure, logits, labels, samples=SAMPLES, level=LEVEL)
             intervals[name] = [number(interval.low), number(interval.high)]
-    return {**found, "intervals": intervals, "reliability": bins_of(logits, labels), "scaled": scaled(logits, labels)}
+    return {
+        **found,
+        "intervals": intervals,
+        "reliability": reliability_bins(logits, labels),
+        "scaled": scaled(logits, labels),
+    }
 
 
 def scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
@@ -83,11 +88,11 @@ def robustness(
         raise ValueError(f"steps must be at least 1, got {steps}")
     model, split = subject.model if normalised else subject.of_pictures(), subject.test
     count = min(pictures or len(split), len(split))
-    bounds = (0.0, 1.0) if split.pictures and not normalised else (-math.inf, math.inf)
+    bounds = (0.0, 1.0) if split.is_images and not normalised else (-math.inf, math.inf)
     wrong = dict.fromkeys(("clean", "fgsm", "pgd"), 0)
     for begin in range(0, count, batch_size):
         part = slice(begin, min(begin + batch_size, count))
-        x, y = split.x[part].float() / (255 if split.pictures else 1), split.y[part]
+        x, y = split.x[part].float() / (255 if split.is_images else 1), split.y[part]
         if normalised:
             x = subject.normalise(split.x[part])
         found = {

@@ -20,8 +20,8 @@ from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.json_data import number, numbers
-from flatmin_lab.training.build import method_of
-from flatmin_lab.training.evaluation import logits_of, measured
+from flatmin_lab.training.build import build_method
+from flatmin_lab.training.evaluation import logits_of, score_logits
 
 PLANE_REACH, GRID_POINTS = 1.2, 241  # of the grid over a plane: half its side, and points along it
 
@@ -52,10 +52,10 @@ def always(subject: Subject, recipe: Recipe) -> dict[str, Any]:
     test = logits_of(subject.model, subject.test, subject.normalise)
     assert train is not None
     assert test is not None
-    risk = measured(train, subject.train.y)
+    risk = score_logits(train, subject.train.y)
     found: dict[str, Any] = {"clean_train_error": risk["error"], "clean_train_nll": risk["nll"]}
     if recipe.method == "label_smoothing":
-        smoothed = method_of(recipe, subject.normalise).regulariser.loss(test, subject.test.y)
+        smoothed = build_method(recipe, subject.normalise).regulariser.loss(test, subject.test.y)
         found[f"{subject.which}_smoothed_loss"] = number(smoothed)
     again = repeated(subject.train, subject.test).to(test.device)
     found[f"{subject.which}_repeated"] = len(again)
@@ -93,7 +93,7 @@ def _landscape(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
 
 def _boundary(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     """What it answers on a grid over the plane, for points in it."""
-    if subject.test.pictures or subject.test.shape[0] != 2:
+    if subject.test.is_images or subject.test.shape[0] != 2:
         raise ValueError(f"a boundary is drawn between points of a plane, got {subject.test.kind}")
     side, shares = class_shares(subject.of_pictures(), points=effort.side)
     return {"boundary": {"side": numbers(side), "shares": numbers(shares)}}

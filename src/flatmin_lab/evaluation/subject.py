@@ -27,7 +27,7 @@ class Subject:
 
     @property
     def kind(self) -> str:
-        return "pictures" if self.test.pictures else "points"
+        return "pictures" if self.test.is_images else "points"
 
     def splits(self) -> dict[str, Split]:
         return {"training": self.train, self.which: self.test}

@@ -21,12 +21,12 @@ import torch
 
 from flatmin_lab.data.registry import load
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.events import Progress, Record, RunError
+from flatmin_lab.runs.events import Event, Progress, RunError
 from flatmin_lab.training.loop import train
 
 Task = TypeVar("Task")
 Stop = Callable[[], str | None]
-Work = Callable[[Task, Stop], Iterator[tuple[int, Record]]]
+Work = Callable[[Task, Stop], Iterator[tuple[int, Event]]]
 PARENT = "the parent"  # who stopped it, as a worker sees it
 PATIENCE = 60.0  # seconds for a worker that was asked to stop
 IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to all processes of a group: what to do is the parent's business
@@ -56,7 +56,7 @@ def cores() -> int:
 
 def side_by_side(
     jobs: Sequence[Job], *, workers: int | None = None, root: Path | str = "data"
-) -> Iterator[tuple[int, Record]]:
+) -> Iterator[tuple[int, Event]]:
     """The records of all jobs as they come, each with its job's number; those inside an epoch are left out."""
     tasks = [(number, job, str(root)) for number, job in enumerate(jobs)]
     for _, said in in_processes(_train, tasks, workers=workers):
@@ -65,7 +65,7 @@ def side_by_side(
         yield said
 
 
-def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Record]]:
+def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Event]]:
     number, job, root = task
     for record in train(job.recipe, load(job.recipe.data, root), seed=job.seed, stop=stop):
         if not isinstance(record, Progress):
@@ -74,7 +74,7 @@ def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Record
 
 def in_processes(
     work: Work[Task], tasks: Iterable[Task], *, workers: int | None = None, stop: Stop = lambda: None
-) -> Iterator[tuple[Task, tuple[int, Record] | Died]]:
+) -> Iterator[tuple[Task, tuple[int, Event] | Died]]:
     """What `work(task, stop)` yields for each task, in so many processes; `Died` where it raised, or its process died.
 
     `work` is a function of a module. A task is taken when a worker is free for it, so it may follow from what was said
@@ -131,7 +131,7 @@ class _Worker(Generic[Task]):
         with suppress(BrokenPipeError):  # it has died: hear() will say so
             self.pipe.send(task)
 
-    def hear(self) -> tuple[int, Record] | Died | None:
+    def hear(self) -> tuple[int, Event] | Died | None:
         """What came of its task; None at its end."""
         self.heard = True
         try:

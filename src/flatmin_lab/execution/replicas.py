@@ -25,9 +25,9 @@ import torch
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.events import BusyError, Failed, Note, Progress, Record, RunError, Started, Stopped
+from flatmin_lab.runs.events import BusyError, Event, Failed, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.runs.open_folder import check
-from flatmin_lab.training.loop import check_asked, config_of, moments
+from flatmin_lab.training.loop import check_arguments, config_of, training_steps
 
 WARM = 5  # rounds of steps before a measurement: the first steps of a replica capture its graph
 WINDOW = 50  # rounds that a measurement takes
@@ -48,7 +48,7 @@ def together(
     capture: bool = True,
     checkpoint_epochs: int = 1,
     checkpoint_minutes: float = 10.0,
-) -> Iterator[tuple[int, Record]]:
+) -> Iterator[tuple[int, Event]]:
     """The records of all jobs as they come, each with its job's number; `count` of them at once, or as many as pay.
 
     A training that fails, however it does, does not end the others: `Failed` tells of it, and when they are done it is
@@ -61,7 +61,7 @@ def together(
     _check_apart(places, len(jobs))
     there = data.to(where)
     for job, place in zip(jobs, places, strict=True):  # now, and not in hours
-        check_asked(
+        check_arguments(
             job.recipe, capture=capture, checkpoint_epochs=checkpoint_epochs, checkpoint_minutes=checkpoint_minutes
         )
         if place is not None:
@@ -74,7 +74,7 @@ def together(
     def begin(number: int) -> Replica:
         job, again = jobs[number], resume or number in begun  # begun, but without memory: the folder is its own
         begun.add(number)
-        records = moments(job.recipe, there, seed=job.seed, folder=places[number], resume=again, **settings)
+        records = training_steps(job.recipe, there, seed=job.seed, folder=places[number], resume=again, **settings)
         return Replica(number, records, where, idle)
 
     return _by_turns(deque(range(len(jobs))), begin, Room.on(where, count), stop)
@@ -102,7 +102,7 @@ class Replica:
     def __init__(
         self,
         number: int,
-        records: Generator[Record | None, None, None],
+        records: Generator[Event | None, None, None],
         device: torch.device,
         idle: list[torch.cuda.Stream],
     ) -> None:
@@ -114,7 +114,7 @@ class Replica:
             self.stream = idle.pop() if idle else torch.cuda.Stream(device)
             self.stream.wait_stream(torch.cuda.current_stream(device))  # the data may still be on its way
 
-    def next(self) -> Record | None:
+    def next(self) -> Event | None:
         """What comes next: a record, or None for a step; StopIteration at the end."""
         with self._on_stream():
             record = next(self.records)
@@ -213,7 +213,7 @@ class Room:
 
 def _by_turns(
     waiting: deque[int], begin: Callable[[int], Replica], room: Room, stop: Callable[[], str | None]
-) -> Iterator[tuple[int, Record]]:
+) -> Iterator[tuple[int, Event]]:
     active: list[Replica] = []
     failed: list[Exception] = []
     total = len(waiting)
@@ -250,7 +250,7 @@ def _by_turns(
         raise RunError(what if total == 1 else f"{len(failed)} of {total} trainings failed: {what}") from failed[0]
 
 
-def _turn(replica: Replica, active: list[Replica]) -> tuple[Record | None, Exception | None]:
+def _turn(replica: Replica, active: list[Replica]) -> tuple[Event | None, Exception | None]:
     """What comes next of it, or what it failed with; one that has ended is no longer active."""
     try:
         return replica.next(), None

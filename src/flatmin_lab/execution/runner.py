@@ -1,6 +1,6 @@
 """Recipe + seed → one result file: trained, measured, written down. Finished ones are skipped, others gone on with.
 
-    for number, record in carry_out([Run(job, ("attack",))], How(ledger), devices=["cuda:0"]): ...
+    for number, record in carry_out([Run(job, ("attack",))], How(store), devices=["cuda:0"]): ...
 
 On a GPU several trainings run at once (replicas.py), with several GPUs a process each. On a CPU there are processes
 with one thread each or, where one is enough, this one. Each training is measured when it has finished, from its last
@@ -24,10 +24,10 @@ from flatmin_lab.execution.process_pool import Died, Stop, cores, in_processes, 
 from flatmin_lab.execution.replicas import together
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.config import OtherRunError
-from flatmin_lab.runs.events import Failed, Finished, Measured, Record, RunError, Stopped
+from flatmin_lab.runs.events import Event, Failed, Finished, Measured, RunError, Stopped
 from flatmin_lab.runs.open_folder import check
 from flatmin_lab.runs.result import split_of
-from flatmin_lab.runs.result_store import Ledger, curves_of, tidy
+from flatmin_lab.runs.result_store import ResultStore, curves_of, remove_old_checkpoints
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import config_of
@@ -36,7 +36,7 @@ from flatmin_lab.training.loop import config_of
 class How(NamedTuple):
     """What every task needs to know, beside its trainings."""
 
-    ledger: Ledger
+    store: ResultStore
     root: str = "data"
     at_once: int | None = None  # on a device; None: on a GPU as many as pay
     checkpoint_epochs: int = 10
@@ -59,18 +59,18 @@ class Task(NamedTuple):
 
     def places(self) -> list[Path]:
         """All that is read and written for them."""
-        ledger, jobs = self.how.ledger, [run.job for run in self.runs.values()]
-        return [place for job in jobs for place in (ledger.folder(job), ledger.file(job))]
+        store, jobs = self.how.store, [run.job for run in self.runs.values()]
+        return [place for job in jobs for place in (store.folder(job), store.file(job))]
 
     def moved(self, folder: Path) -> "Task":
         """The same trainings with all their places in that folder."""
-        ledger = Ledger(folder / "results", folder / "runs")
-        return self._replace(how=self.how._replace(ledger=ledger))
+        store = ResultStore(folder / "results", folder / "runs")
+        return self._replace(how=self.how._replace(store=store))
 
 
 def carry_out(
     runs: Sequence[Run], how: How, *, devices: Sequence[str], workers: int | None = None, stop: Stop = lambda: None
-) -> Iterator[tuple[int, Record]]:
+) -> Iterator[tuple[int, Event]]:
     """The records of all runs as they come, each with its number; what fails is written down.
 
     Where `stop` gives a reason, those that were begun save and end, and the others are not begun. Where a process dies,
@@ -79,9 +79,9 @@ def carry_out(
     begun: set[int] = set()
     ended: set[int] = set()
 
-    def heard(number: int, record: Record) -> tuple[int, Record]:
+    def heard(number: int, record: Event) -> tuple[int, Event]:
         if isinstance(record, Failed) and not record.later:
-            how.ledger.write_failure(runs[number].job, record.what, record.step, facts(torch.device(devices[0])))
+            how.store.write_failure(runs[number].job, record.what, record.step, facts(torch.device(devices[0])))
         begun.add(number)
         if isinstance(record, Finished | Failed | Stopped):
             ended.add(number)
@@ -105,7 +105,7 @@ def carry_out(
 
 def _once(
     runs: dict[int, Run], how: How, devices: Sequence[str], workers: int | None, stop: Stop
-) -> Iterator[tuple[int, Record | Died]]:
+) -> Iterator[tuple[int, Event | Died]]:
     """All of them, as far as their processes live; of a dead one's share, each with how it died."""
     tasks = _tasks(runs, how, devices)
     count = (workers or cores()) if devices[0] == "cpu" else len(devices)
@@ -137,20 +137,20 @@ def _by_data(runs: dict[int, Run]) -> Iterator[dict[int, Run]]:
         yield {number: run for number, run in runs.items() if run.job.recipe.data == name}
 
 
-def work(task: Task, stop: Stop) -> Iterator[tuple[int, Record]]:
+def work(task: Task, stop: Stop) -> Iterator[tuple[int, Event]]:
     """All that a task says: of its trainings and, after each, of its measurement. One data set after the other."""
     for own in _by_data(task.runs):
         name = next(iter(own.values())).job.recipe.data
         yield from on_data(task._replace(runs=own), _data(name, task.how.root), stop)
 
 
-def on_data(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int, Record]]:
+def on_data(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
     """All that a task says whose trainings have one data set."""
     how, device = task.how, torch.device(task.device)
     data = pictures.to(device)
     numbers, folders = [], []
     for number, (job, _) in task.runs.items():
-        folder = how.ledger.folder(job)
+        folder = how.store.folder(job)
         try:
             check(folder, config_of(job.recipe, data, job.seed, device), resume=True)
         except (ValueError, OSError, RunError) as error:
@@ -180,20 +180,20 @@ def on_data(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int, Re
         pass
 
 
-def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop) -> Iterator[Record]:
+def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop) -> Iterator[Event]:
     """Measure what was trained, and write it down; what is in the result file already is not measured again."""
-    job, ledger = run.job, how.ledger
-    folder = ledger.folder(job)
+    job, store = run.job, how.store
+    folder = store.folder(job)
     try:
         weights = load_run.find(folder)
         if weights.place()["epoch"] != job.recipe.epochs:
             (folder / "result.json").replace(folder / "result.json.damaged")
             yield Failed("its last weights are damaged; the same command trains it on from those before", later=True)
             return
-        known = ledger.result(job) or _whole(folder, at_once=how.at_once)
+        known = store.result(job) or _whole(folder, at_once=how.at_once)
         subject = load_run.subject_of(weights, data, averaged=False, device=device)
         if "clean_train_nll" not in known:
-            known = _added(ledger, job, known, post_training.always(subject, job.recipe))
+            known = _added(store, job, known, post_training.always(subject, job.recipe))
             yield Measured("always")
         effort = post_training.EFFORTS.get(job.recipe.name.partition("/")[0], post_training.Effort())
         for part in run.parts:
@@ -201,18 +201,18 @@ def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop
                 yield Stopped(stop() or "", 0)
                 return
             if part not in known:
-                known = _added(ledger, job, known, post_training.further(subject, part, effort))
+                known = _added(store, job, known, post_training.further(subject, part, effort))
                 yield Measured(part)
-        tidy(folder, weights.path)
+        remove_old_checkpoints(folder, weights.path)
         yield Finished(known)
     except Exception as error:
         yield Failed(f"it was trained, and could not be measured: {type(error).__name__}: {error}", later=True)
 
 
-def _added(ledger: Ledger, job: Job, known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def _added(store: ResultStore, job: Job, known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Write it down at once, beside what another process may have added meanwhile."""
-    whole = {**known, **(ledger.result(job) or {}), **found}
-    ledger.write(job, whole)
+    whole = {**known, **(store.result(job) or {}), **found}
+    store.write(job, whole)
     return whole
 
 

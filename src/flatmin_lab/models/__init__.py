@@ -3,8 +3,8 @@
     build("preactresnet18", num_classes=100)
     build("wideresnet16_4"), build("pyramidnet110_84"), build("vgg19")      other numbers in the name
 
-Other spellings of a name are understood (`PreActResNet-18`, `preact_resnet18`, `wide_resnet28_10`).
-All take `num_classes`, `in_channels` and `dropout`; what else one takes stands in its file.
+Other spellings of a name work too (`PreActResNet-18`, `preact_resnet18`, `wide_resnet28_10`).
+All take `num_classes`, `in_channels` and `dropout`; each file says what else its network takes.
 """
 
 import re
@@ -45,7 +45,7 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {"wideresnet": WideResNet, "pyra
 
 
 def canonical(name: str) -> str:
-    """The one spelling of a name: small letters, and separators between numbers alone.
+    """The canonical spelling of a name: lower case, with separators between numbers only.
 
     >>> canonical("PreActResNet-18"), canonical("wide_resnet28-10")
     ('preactresnet18', 'wideresnet28_10')
@@ -54,7 +54,7 @@ def canonical(name: str) -> str:
 
 
 def settings_for(name: str, shape: Sequence[int]) -> dict[str, int]:
-    """What a model must be told of its inputs beyond their channels: an mlp for pictures, their side.
+    """What a model must know of its inputs beyond their channels: an mlp for images needs their side.
 
     >>> settings_for("mlp", (1, 8, 8)), settings_for("mlp", (2,)), settings_for("convnet", (1, 8, 8))
     ({'side': 8}, {}, {})
@@ -65,7 +65,7 @@ def settings_for(name: str, shape: Sequence[int]) -> dict[str, int]:
 def build(
     name: str, *, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.0, **settings: object
 ) -> nn.Module:
-    """A new network with first weights from torch's global generator."""
+    """A new network; torch's global generator draws its initial weights."""
     name, given = canonical(name), name
     common = {"num_classes": num_classes, "in_channels": in_channels, "dropout": dropout, **settings}
     if name in MODELS:

@@ -1,15 +1,15 @@
-"""What the networks share: activation with dropout, first weights, the head, and checks of their arguments.
+"""What the networks share: activation with dropout, initial weights, the head, and checks of their arguments.
 
 `dropout` is the paper's Dropout baseline: that share of the neurons after every ReLU. (Its published code drops once a
 block and once before the classifier instead, but for VGG.) At 0 there is no dropout module at all, so no random number
-is drawn. A network's first weights depend on the seed alone, not on its dropout.
+is drawn. A network's initial weights depend on the seed alone, not on its dropout.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-EVEN = 8  # channels that the half-precision kernels of a GPU handle at once
+CHANNEL_MULTIPLE = 8  # a GPU's half-precision kernels are fast for multiples of 8 channels
 
 
 def relu(dropout: float) -> list[nn.Module]:
@@ -18,7 +18,7 @@ def relu(dropout: float) -> list[nn.Module]:
 
 
 def head(channels: int, num_classes: int, dropout: float, *, momentum: float = 0.1) -> nn.Sequential:
-    """From the last feature maps to logits: BatchNorm, ReLU, mean over the places, one linear layer."""
+    """From the last feature maps to logits: BatchNorm, ReLU, global average pooling, one linear layer."""
     return nn.Sequential(
         nn.BatchNorm2d(channels, momentum=momentum),
         *relu(dropout),
@@ -28,14 +28,14 @@ def head(channels: int, num_classes: int, dropout: float, *, momentum: float = 0
     )
 
 
-class FewChannels(nn.Conv2d):
-    """A convolution of pictures, which have three channels, or one.
+class PaddedConv2d(nn.Conv2d):
+    """A convolution of images, which have three channels or one.
 
-    In half precision a GPU has no fast kernels for so few. There they are filled up with zeros to eight: the same sums.
+    In half precision a GPU has no fast kernels for so few, so they are padded with zeros to eight: the same sums.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        missing = -self.in_channels % EVEN
+        missing = -self.in_channels % CHANNEL_MULTIPLE
         if not (missing and x.is_cuda and torch.is_autocast_enabled("cuda")):
             return super().forward(x)
         filled, weight = (pad(tensor, [0, 0, 0, 0, 0, missing]) for tensor in (x, self.weight))
@@ -44,7 +44,7 @@ class FewChannels(nn.Conv2d):
 
 
 def conv3x3(inputs: int, outputs: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
-    kind = FewChannels if inputs < EVEN else nn.Conv2d
+    kind = PaddedConv2d if inputs < CHANNEL_MULTIPLE else nn.Conv2d
     return kind(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=bias)
 
 
@@ -62,7 +62,7 @@ def initialise(model: nn.Module) -> None:
 
 
 def check(num_classes: int, in_channels: int, dropout: float) -> None:
-    """The arguments that every network takes."""
+    """Check the arguments that every network takes."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, got {num_classes}")
     if in_channels < 1:

@@ -1,4 +1,4 @@
-"""Residual networks with activation before the convolutions (He et al. 2016), for pictures of about 32 by 32.
+"""Residual networks with activation before the convolutions (He et al. 2016), for images of about 32 by 32.
 
     a = ReLU(BN(x))        block(x) = F(a) + shortcut
 

@@ -1,7 +1,7 @@
 """Pyramidal residual networks (Han et al. 2017): every block is a little wider than the one before.
 
 The width grows from 16 by `alpha` in equal steps over all 3n blocks, rounded to whole channels. Shortcuts have no
-weights: where a block halves the picture the shortcut averages 2 × 2 places, and missing channels are zeros. There is
+weights: where a block halves the image the shortcut averages 2 × 2 pixels, and missing channels are zeros. There is
 no ReLU before the first convolution of a block and none after the sum.
 """
 
@@ -68,7 +68,7 @@ class PyramidNet(nn.Module):
         count = (depth - 2) // layers
         blocks, channels, exact = [], 16, 16.0
         for number in range(3 * count):
-            exact += alpha / (3 * count)  # summed up as in the published code, so that halves are rounded alike
+            exact += alpha / (3 * count)  # summed as in the published code, so that halves round alike
             width = round(exact)
             stride = 2 if number and number % count == 0 else 1
             blocks.append(Block(channels, width, stride, bottleneck=bottleneck, dropout=dropout))

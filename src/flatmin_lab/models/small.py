@@ -1,4 +1,4 @@
-"""Small networks for a laptop: a convolutional one for digits and the like, and an MLP for points or pictures."""
+"""Small networks for a laptop: a convolutional one for digits and the like, and an MLP for points or images."""
 
 from math import prod
 
@@ -8,7 +8,7 @@ from flatmin_lab.models.layers import check, conv3x3, head, initialise, relu
 
 
 def convnet(*, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.0, width: int = 32) -> nn.Sequential:
-    """Four 3 × 3 convolutions with BatchNorm and one halving: any picture of 2 by 2 pixels or more."""
+    """Four 3 × 3 convolutions with BatchNorm and one 2 × 2 pooling: images of 2 by 2 pixels or more."""
     check(num_classes, in_channels, dropout)
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
@@ -29,7 +29,7 @@ def convnet(*, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.0
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between; takes points of `in_channels` numbers, or pictures of that `side`."""
+    """Linear layers with ReLU between; takes points of `in_channels` numbers, or images of that `side`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MLP(nn.Module):
         if prod(x.shape[1:]) != self.inputs:
             raise ValueError(
                 f"this MLP takes {self.inputs} numbers, got inputs of shape {tuple(x.shape[1:])}; "
-                "build it with in_channels= and, for pictures, side="
+                "build it with in_channels= and, for images, side="
             )
         logits: Tensor = self.layers(x)
         return logits

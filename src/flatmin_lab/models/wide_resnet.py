@@ -3,9 +3,9 @@
     block(x) = conv(ReLU(BN(conv(ReLU(BN(x)))))) + shortcut(x)
 
 WRN-d-k has (d − 4)/6 blocks in each of three groups with 16k, 32k and 64k channels. Three details are those of the
-published AMP code and not of the original: a block that halves the picture strides in its second convolution, a
-shortcut with weights starts from x, not from ReLU(BN(x)), and the last BatchNorm has momentum 0.9, so that it follows
-the batches of the last moment.
+published AMP code and not of the original: a block that halves the image strides in its second convolution, a
+shortcut with weights starts from x, not from ReLU(BN(x)), and the last BatchNorm has momentum 0.9, so that its
+statistics follow the latest batches.
 """
 
 from torch import Tensor, nn

@@ -1,8 +1,13 @@
-"""What is trained: recipes, and the paper's tables and figures as lists of them.
+"""Recipes: what a training run computes, and the paper's tables and figures as lists of recipes.
 
 recipe.py          everything that decides what a training run computes, but the seed
-defaults.py        the recipe that suits a data set
+defaults.py        the default recipe for a data set
 lr_schedules.py    learning rates as functions of the step
 paper_tables.py    the paper's tables and figures, each a function that lists its recipes
 paper_numbers.py   what the paper reports
 """
+
+from flatmin_lab.recipes.defaults import default_recipe
+from flatmin_lab.recipes.recipe import Job, Recipe
+
+__all__ = ["Job", "Recipe", "default_recipe"]

@@ -1,6 +1,6 @@
-"""The recipe that suits a data set: the paper's protocol, in small for small sets.
+"""The default recipe for a data set: the paper's protocol, scaled down for small data sets.
 
-recipe = suited("cifar10", data, method="amp")
+recipe = default_recipe("cifar10", data, method="amp")
 """
 
 from dataclasses import replace
@@ -10,23 +10,23 @@ from flatmin_lab import models
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import DATA_SETS
-from flatmin_lab.recipes.recipe import BATCH, Recipe, perturbation
+from flatmin_lab.recipes.recipe import PAPER_BATCH_SIZE, Recipe, perturbation
 
-SMALL: dict[str, dict[str, Any]] = {
+SMALL_DATA: dict[str, dict[str, Any]] = {
     "digits": {"model": "convnet", "model_settings": {"width": 16}, "augment": "none", "epochs": 24},
     "spiral": {"model": "mlp", "augment": "none", "epochs": 300, "schedule": "cosine"},
 }
 
 
-def suited(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> Recipe:
-    """The recipe for a data set: the paper's protocol, in small for small sets; `changes` are fields of it.
+def default_recipe(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> Recipe:
+    """The paper's protocol, scaled down for small data sets; `changes` replace fields of the recipe.
 
-    A model given by name brings its own settings; AMP's radius follows model, augmentation and length where it is not
-    among the method's `settings`.
+    A model given by name has its own default settings. AMP's radius follows from model, augmentation and length, unless
+    the method's `settings` have one.
     """
-    values: dict[str, Any] = dict(SMALL.get(name) or {"model": _model_for(data), "augment": _augment_for(data)})
+    values: dict[str, Any] = dict(SMALL_DATA.get(name) or {"model": _model_for(data), "augment": _augment_for(data)})
     if name not in DATA_SETS:
-        values["batch_size"] = _batch_for(len(data.train), validation=changes.get("validation", False))
+        values["batch_size"] = _batch_size_for(len(data.train), validation=changes.get("validation", False))
     if "model" in changes:
         values = {key: value for key, value in values.items() if key != "model_settings"}
     values = {**values, **changes}
@@ -39,17 +39,17 @@ def suited(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> 
 
 
 def _model_for(data: Dataset) -> str:
-    if not data.train.pictures:
+    if not data.train.is_images:
         return "mlp"
     return "preactresnet18" if min(data.train.shape[1:]) >= 32 else "convnet"
 
 
-def _batch_for(count: int, *, validation: bool) -> int:
-    """The paper's, or less where there are fewer pictures, or where one would be left alone in the last batch."""
+def _batch_size_for(count: int, *, validation: bool) -> int:
+    """The paper's batch size, or less for fewer images, or where one image would be alone in the last batch."""
     count -= round(count * 0.1) if validation else 0
-    sizes = (size for size in range(min(BATCH, count), 1, -1) if count % size != 1)
+    sizes = (size for size in range(min(PAPER_BATCH_SIZE, count), 1, -1) if count % size != 1)
     return next(sizes, max(count, 1))
 
 
 def _augment_for(data: Dataset) -> Kind:
-    return "vanilla" if data.train.pictures else "none"
+    return "vanilla" if data.train.is_images else "none"

@@ -1,6 +1,6 @@
-"""Learning rates as pure functions of the step: nothing to save, nothing to advance, so a training can go on anywhere.
+"""Learning rates as pure functions of the step: no state to save or advance, so a run can resume at any step.
 
-    rate("multi_step", 0.1, step, steps)         of `steps` in all, the one numbered `step` (from 0)
+    rate("multi_step", 0.1, step, steps)         at `step` (from 0) of `steps`
 
     constant      the top rate
     multi_step    divided by ten after half and after three quarters (the paper: after epochs 100 and 150 of 200)
@@ -19,7 +19,7 @@ def constant(step: int, steps: int) -> float:
 
 
 def multi_step(step: int, steps: int, *, milestones: Sequence[float] = (0.5, 0.75), gamma: float = 0.1) -> float:
-    """`milestones` are shares of the training.
+    """`milestones` are fractions of the run.
 
     >>> [multi_step(step, 200) for step in (99, 100, 150)]
     [1.0, 0.1, 0.010000000000000002]
@@ -35,11 +35,11 @@ def one_cycle(step: int, steps: int, *, rise: float = 0.3, start: float = 1 / 25
     """Smith's super-convergence, the numbers of torch's OneCycleLR; momentum stays as it is."""
     top, last = rise * steps - 1, steps - 1
     if step <= top:
-        return _along_a_cosine(start, 1.0, step / top if top > 0 else 1.0)
-    return _along_a_cosine(1.0, end, (step - top) / (last - top) if last > top else 1.0)
+        return _cosine_between(start, 1.0, step / top if top > 0 else 1.0)
+    return _cosine_between(1.0, end, (step - top) / (last - top) if last > top else 1.0)
 
 
-def _along_a_cosine(begin: float, end: float, share: float) -> float:
+def _cosine_between(begin: float, end: float, share: float) -> float:
     return end + (begin - end) * (1 + math.cos(math.pi * share)) / 2
 
 

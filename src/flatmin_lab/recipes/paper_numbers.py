@@ -1,7 +1,7 @@
-"""What the paper reports, number by number: means and deviations over ten trainings of 200 epochs.
+"""What the paper reports, number by number: mean and standard deviation over ten runs of 200 epochs.
 
 Zheng, Zhang and Mao, "Regularizing Neural Networks via Adversarial Model Perturbation", CVPR 2021. Errors and ECE in
-per cent, as printed; the figure of the ECE has no deviations.
+per cent, as printed; the figure of the ECE has no standard deviations.
 """
 
 from functools import cache
@@ -49,14 +49,14 @@ cifar100 pyramidnet164_270 17.13±0.210 15.09±0.092 16.45±0.136 14.34±0.153 1
 
 class Value(NamedTuple):
     mean: float
-    deviation: float | None = None
+    std: float | None = None
 
 
 def reported(data: str, model: str, method: str, augment: str = "vanilla") -> dict[str, Value]:
-    """What the paper has for a cell: error, nll, ece, fgsm_error, pgd_error, as far as it has them.
+    """What the paper has for a cell of its tables: error, nll, ece, fgsm_error, pgd_error, where it has them.
 
     >>> reported("cifar10", "preactresnet18", "amp")["error"]
-    Value(mean=3.97, deviation=0.091)
+    Value(mean=3.97, std=0.091)
     """
     return _tables().get((data, model, augment, method), {})
 
@@ -77,5 +77,5 @@ def _tables() -> dict[tuple[str, str, str, str], dict[str, Value]]:
 
 
 def _value(text: str) -> Value:
-    mean, _, deviation = text.partition("±")
-    return Value(float(mean), float(deviation) if deviation else None)
+    mean, _, std = text.partition("±")
+    return Value(float(mean), float(std) if std else None)

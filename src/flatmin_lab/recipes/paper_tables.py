@@ -1,18 +1,18 @@
-"""The paper's tables and figures, each a function of the protocol: which trainings it needs, what is measured of them.
+"""The paper's tables and figures as experiments: which runs each needs under a protocol, and what is measured of them.
 
-    exhibit = EXHIBITS["table1"]("short")
-    exhibit.recipes[0].name                     short/svhn-preactresnet18-erm
+    experiment = EXPERIMENTS["table1"]("short")
+    experiment.recipes[0].name                  short/svhn-preactresnet18-erm
 
-One training may serve many: the calibration figure, the attacks and the landscapes look at table 1's networks. So a
-recipe's name says what it trains, not which table asked for it. The paper's own numbers are in `paper.py`.
+A run may serve several experiments: the calibration figure, the attacks and the landscapes use table 1's networks. So a
+recipe's name says what it trains, not which table asked for it. The paper's own numbers are in `paper_numbers.py`.
 
     paper    200 epochs, the rate divided by ten after 100 and 150, 10 trials; a PreActResNet18 takes an H200 some
              6 minutes with ERM and 11 with AMP
     short    60 epochs, divided after 30 and 45, 3 trials, AMP with a radius of at most 0.1: a large one needs a long
-             training. All else as `paper`
-    smoke    3 epochs of narrow networks on 200 pictures made on the spot, 3 trials: seconds on a CPU, and no evidence
+             run. All else as `paper`
+    smoke    3 epochs of narrow networks on 200 synthetic images, 3 trials: seconds on a CPU, and no evidence
 
-Trainings are in bf16 on pictures as NHWC, compiled, with the settings that the paper gives each method.
+Runs are in bf16, channels-last and compiled, with the settings that the paper gives each method.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,13 +26,13 @@ from flatmin_lab.recipes.paper_numbers import METHODS
 from flatmin_lab.recipes.recipe import PROTOCOLS, TABLE_1, TABLE_2, Job, Recipe, perturbation
 
 Protocol = Literal["paper", "short", "smoke"]
-Part = Literal["attack", "flatness", "landscape", "boundary"]
+Measurement = Literal["attack", "flatness", "landscape", "boundary"]
 TRIALS: dict[Protocol, int] = {"paper": 10, "short": 3, "smoke": 3}
 SETS = ("svhn", "cifar10", "cifar100")
 RESNET = TABLE_1[0]
 AUGMENTATIONS: tuple[Kind, ...] = ("vanilla", "cutout", "autoaugment")
 RADII = (0.03, 0.06, 0.12, 0.25)  # the paper's optimum lies at 0.06, on all three sets
-NARROW: dict[str, dict[str, Any]] = {
+SMOKE_MODEL_SETTINGS: dict[str, dict[str, Any]] = {
     "preactresnet18": {"width": 4},
     "vgg16": {"width": 4, "hidden": 16},
     "wideresnet28_10": {"depth": 10, "width": 1},
@@ -41,10 +41,10 @@ NARROW: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exhibit:
+class Experiment:
     """A table or a figure: `parts` is what is measured of its networks beside error, NLL and calibration.
 
-    One without trials is measured in some steps, and trains nothing to its end.
+    One without trials times a few steps, and trains no network to the end.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Exhibit:
     protocol: Protocol
     recipes: tuple[Recipe, ...]
     trials: int
-    parts: tuple[Part, ...] = ()
-    beside: tuple[Recipe, ...] = ()  # rows that are shown where they have been trained, for another exhibit
+    parts: tuple[Measurement, ...] = ()
+    beside: tuple[Recipe, ...] = ()  # rows of other experiments, shown where they have been trained
 
     def jobs(self, seeds: tuple[int, ...] | None = None) -> list[Job]:
-        """Seed by seed, so that what is broken off on a CPU has whole tables; a GPU takes data set by data set."""
+        """Seed by seed, so that an interrupted CPU has complete tables; a GPU goes data set by data set."""
         chosen = (seeds or range(self.trials)) if self.trials else ()
         return [Job(recipe, seed) for seed in chosen for recipe in self.recipes]
 
@@ -71,11 +71,11 @@ def cell(
     variant: str = "",
     **changes: Any,
 ) -> Recipe:
-    """A cell of the paper's tables under a protocol; a variant has a name, and fields of the recipe that differ."""
+    """A cell of the paper's tables under a protocol; a variant has a name, and recipe fields that differ."""
     words = [data, model, method, *([augment] if augment != "vanilla" else []), *([variant] if variant else [])]
     values: dict[str, Any] = {"precision": "bf16", "channels_last": True, "compile": True}
     if protocol == "smoke":
-        values = {"data": f"{data}{SUFFIX}", "model_settings": NARROW[model], "batch_size": 20}
+        values = {"data": f"{data}{SUFFIX}", "model_settings": SMOKE_MODEL_SETTINGS[model], "batch_size": 20}
     settings: Mapping[str, Any] = changes.pop("settings", {})
     recipe = Recipe(
         **{"data": data, **values},
@@ -89,17 +89,17 @@ def cell(
     return replace(recipe, settings={**known, **settings}, **changes)
 
 
-def table1(protocol: Protocol) -> Exhibit:
+def table1(protocol: Protocol) -> Experiment:
     """Eight methods, two networks, three data sets. AMP on CIFAR-10 with PreActResNet18: 3.97 % against ERM's 5.02."""
     recipes = [cell(protocol, data, model, method) for data in SETS for model in TABLE_1 for method in METHODS]
     beside = {
         recipe.name: recipe for make in (ball, adversary, compute, precision) for recipe in make(protocol).recipes
     }
-    found = _exhibit("table1", "test error and NLL of eight methods", protocol, recipes)
+    found = _experiment("table1", "test error and NLL of eight methods", protocol, recipes)
     return replace(found, beside=tuple(recipe for recipe in beside.values() if recipe not in recipes))
 
 
-def table2(protocol: Protocol) -> Exhibit:
+def table2(protocol: Protocol) -> Experiment:
     """Wide networks under three augmentations. CIFAR-10, WideResNet-28-10, Cutout: 2.67 % against ERM's 3.38."""
     recipes = [
         cell(protocol, data, model, method, augment=augment)
@@ -108,20 +108,20 @@ def table2(protocol: Protocol) -> Exhibit:
         for augment in AUGMENTATIONS
         for method in ("erm", "amp")
     ]
-    return _exhibit("table2", "test error under stronger augmentation", protocol, recipes)
+    return _experiment("table2", "test error under stronger augmentation", protocol, recipes)
 
 
-def table3(protocol: Protocol) -> Exhibit:
+def table3(protocol: Protocol) -> Experiment:
     """FGSM and PGD on table 1's PreActResNet18. CIFAR-10, PGD: AMP 49.72 %, ERM 58.88, adversarial training 21.46."""
-    return _exhibit("table3", "error under attack", protocol, _resnets(protocol, METHODS), parts=("attack",))
+    return _experiment("table3", "error under attack", protocol, _resnets(protocol, METHODS), parts=("attack",))
 
 
-def ece(protocol: Protocol) -> Exhibit:
+def ece(protocol: Protocol) -> Experiment:
     """The calibration of table 1's PreActResNet18. CIFAR-10: AMP 1.25 %, ERM 3.36."""
-    return _exhibit("ece", "expected calibration error", protocol, _resnets(protocol, METHODS))
+    return _experiment("ece", "expected calibration error", protocol, _resnets(protocol, METHODS))
 
 
-def sweep(protocol: Protocol) -> Exhibit:
+def sweep(protocol: Protocol) -> Experiment:
     """Risk over the radius ε, N = 2 and ζ = 2 (the paper writes η), on the validation split; lowest near 0.06."""
     recipes = []
     for data in SETS:
@@ -130,26 +130,26 @@ def sweep(protocol: Protocol) -> Exhibit:
             settings = {"epsilon": radius, "inner_lr": 2.0, "inner_iter": 2}
             variant = f"sweep-{radius}-validation"
             recipes.append(cell(protocol, data, RESNET, "amp", variant=variant, validation=True, settings=settings))
-    return _exhibit("sweep", "risk over the radius ε", protocol, recipes, trials=1)
+    return _experiment("sweep", "risk over the radius ε", protocol, recipes, trials=1)
 
 
-def curves(protocol: Protocol) -> Exhibit:
+def curves(protocol: Protocol) -> Experiment:
     """Training and test loss over the epochs: ERM has the lowest training loss, AMP the lowest test loss."""
-    return _exhibit("curves", "loss curves", protocol, _resnets(protocol, ("erm", "flooding", "mixup", "amp")))
+    return _experiment("curves", "loss curves", protocol, _resnets(protocol, ("erm", "flooding", "mixup", "amp")))
 
 
-def landscape(protocol: Protocol) -> Exhibit:
-    """The loss around the weights along random directions, on training and test pictures: AMP's is flatter."""
+def landscape(protocol: Protocol) -> Experiment:
+    """The loss around the weights along random directions, on training and test images: AMP's is flatter."""
     recipes = _resnets(protocol, ("erm", "amp"))
-    return _exhibit("landscape", "landscapes of the loss", protocol, recipes, trials=1, parts=("landscape",))
+    return _experiment("landscape", "landscapes of the loss", protocol, recipes, trials=1, parts=("landscape",))
 
 
-def flatness(protocol: Protocol) -> Exhibit:
+def flatness(protocol: Protocol) -> Experiment:
     """Not in the paper: the worst loss in the ball and the Hessian's largest eigenvalue of the same networks."""
-    return _exhibit("flatness", "flatness in numbers", protocol, _resnets(protocol, METHODS), parts=("flatness",))
+    return _experiment("flatness", "flatness in numbers", protocol, _resnets(protocol, METHODS), parts=("flatness",))
 
 
-def spiral(protocol: Protocol) -> Exhibit:
+def spiral(protocol: Protocol) -> Experiment:
     """Two decision boundaries on a spiral: AMP's is smoother."""
     epochs = PROTOCOLS["smoke"] if protocol == "smoke" else 300
     points: dict[str, Any] = {"data": "spiral", "model": "mlp", "augment": "none", "schedule": "cosine"}
@@ -157,29 +157,29 @@ def spiral(protocol: Protocol) -> Exhibit:
     for method in ("erm", "amp"):
         recipe = Recipe(**points, epochs=epochs, method=method, name=f"{protocol}/spiral-mlp-{method}")
         recipes.append(replace(recipe, settings=perturbation(recipe)) if method == "amp" else recipe)
-    return _exhibit("spiral", "decision boundaries on a spiral", protocol, recipes, parts=("boundary",))
+    return _experiment("spiral", "decision boundaries on a spiral", protocol, recipes, parts=("boundary",))
 
 
-def cost(protocol: Protocol) -> Exhibit:
-    """The time of table 1's ERM and AMP on CIFAR-10, from some steps; the paper: 1.8 times, 2.4 and 4.2 h on a V100."""
+def cost(protocol: Protocol) -> Experiment:
+    """The time of table 1's ERM and AMP on CIFAR-10, from a few steps; paper: 1.8 times, 2.4 and 4.2 h on a V100."""
     recipes = [cell(protocol, "cifar10", RESNET, method) for method in ("erm", "amp")]
-    return _exhibit("cost", "computational cost", protocol, recipes, trials=0)
+    return _experiment("cost", "computational cost", protocol, recipes, trials=0)
 
 
-# ---- what the paper does not have: readings of its text and of its code's versions, equal compute, precision
+# ---- experiments the paper does not have: readings of its text and code, equal compute, precision
 
 
-def ball(protocol: Protocol) -> Exhibit:
+def ball(protocol: Protocol) -> Experiment:
     """AMP on CIFAR-10 with one ball over all parameters (the paper) and one a tensor (its published code)."""
     tensor = cell(protocol, "cifar10", RESNET, "amp", variant="tensor")
     recipes = [
         cell(protocol, "cifar10", RESNET, "amp"),
         replace(tensor, settings={**tensor.settings, "ball": "tensor"}),
     ]
-    return _exhibit("ball", "the two readings of the ball", protocol, recipes, trials=1)
+    return _experiment("ball", "the two readings of the ball", protocol, recipes, trials=1)
 
 
-def adversary(protocol: Protocol) -> Exhibit:
+def adversary(protocol: Protocol) -> Experiment:
     """Adversarial training on CIFAR-10 with the step of 1 as 1/255 of a pixel's range, and of the normalised inputs.
 
     The latter, which the published code takes, is a quarter of the former: 0.00095 to 0.00103 of the range, by colour.
@@ -190,10 +190,10 @@ def adversary(protocol: Protocol) -> Exhibit:
         cell(protocol, "cifar10", RESNET, "adversarial", variant="small", settings={"epsilon": 0.001}),
     ]
     title = "the two readings of adversarial training's step"
-    return _exhibit("adversary", title, protocol, recipes, trials=1, parts=("attack",))
+    return _experiment("adversary", title, protocol, recipes, trials=1, parts=("attack",))
 
 
-def first_version(protocol: Protocol) -> Exhibit:
+def first_version(protocol: Protocol) -> Experiment:
     """ERM and AMP as the first version of the published code trains them, whole and one change at a time.
 
     That version's README has all commands of table 1. It pads crops by 2 with black where we pad by 4 with grey, has
@@ -213,32 +213,32 @@ def first_version(protocol: Protocol) -> Exhibit:
             recipes.append(replace(cell(protocol, data, RESNET, "erm", variant=variant), **changes))
         tensor = cell(protocol, data, RESNET, "amp", variant="v1", settings={"ball": "tensor"})
         recipes.append(replace(tensor, **whole))
-    return _exhibit("first_version", "as the published code's first version trains", protocol, recipes, trials=1)
+    return _experiment("first_version", "as the published code's first version trains", protocol, recipes, trials=1)
 
 
-def compute(protocol: Protocol) -> Exhibit:
+def compute(protocol: Protocol) -> Experiment:
     """ERM at twice the epochs costs what AMP costs: is it as good?"""
     epochs = 2 * PROTOCOLS[protocol]
     recipes = [
         cell(protocol, "cifar10", RESNET, "amp"),
         cell(protocol, "cifar10", RESNET, "erm", variant="twice", epochs=epochs),
     ]
-    return _exhibit("compute", "equal compute", protocol, recipes)
+    return _experiment("compute", "equal compute", protocol, recipes)
 
 
-def precision(protocol: Protocol) -> Exhibit:
-    """AMP on CIFAR-10 in float32 beside bfloat16: is the perturbation lost in rounding? ERM on CIFAR-100: is it surer?
+def precision(protocol: Protocol) -> Experiment:
+    """AMP on CIFAR-10 in float32 beside bfloat16: is the perturbation lost in rounding? Is ERM over-confident?
 
-    ERM's NLL there is well above the paper's. A GPU that has TF32 convolves in it, which is torch's default.
+    ERM's NLL on CIFAR-100 is well above the paper's. A GPU that has TF32 convolves in it, which is torch's default.
     """
     recipes = []
     for data, method in (("cifar10", "amp"), ("cifar100", "erm")):
         recipes.append(cell(protocol, data, RESNET, method))
         recipes.append(cell(protocol, data, RESNET, method, variant="fp32", precision="fp32"))
-    return _exhibit("precision", "float32 beside bfloat16", protocol, recipes, trials=1)
+    return _experiment("precision", "float32 beside bfloat16", protocol, recipes, trials=1)
 
 
-EXHIBITS: dict[str, Callable[[Protocol], Exhibit]] = {
+EXPERIMENTS: dict[str, Callable[[Protocol], Experiment]] = {
     "table1": table1,
     "table2": table2,
     "table3": table3,
@@ -259,25 +259,25 @@ EXHIBITS: dict[str, Callable[[Protocol], Exhibit]] = {
 
 @cache
 def by_name() -> dict[str, Recipe]:
-    """Every recipe of every exhibit under every protocol."""
-    exhibits = [make(protocol) for make in EXHIBITS.values() for protocol in get_args(Protocol)]
-    return {recipe.name: recipe for exhibit in exhibits for recipe in (*exhibit.recipes, *exhibit.beside)}
+    """Every recipe of every experiment under every protocol."""
+    experiments = [make(protocol) for make in EXPERIMENTS.values() for protocol in get_args(Protocol)]
+    return {recipe.name: recipe for experiment in experiments for recipe in (*experiment.recipes, *experiment.beside)}
 
 
 def _resnets(protocol: Protocol, methods: tuple[str, ...]) -> list[Recipe]:
     return [cell(protocol, data, RESNET, method) for data in SETS for method in methods]
 
 
-def _exhibit(
+def _experiment(
     name: str,
     title: str,
     protocol: Protocol,
     recipes: list[Recipe],
     *,
     trials: int | None = None,
-    parts: tuple[Part, ...] = (),
-) -> Exhibit:
-    return Exhibit(
+    parts: tuple[Measurement, ...] = (),
+) -> Experiment:
+    return Experiment(
         name=name,
         title=title,
         protocol=protocol,

@@ -1,13 +1,13 @@
-"""A recipe is everything that decides what a training computes, but the seed: frozen, checked when made, plain JSON.
+"""A recipe is everything that decides what a run computes, except the seed: frozen, checked when made, plain JSON.
 
-    recipe = suited("cifar10", data, method="amp")       the paper's protocol
-    recipe = replace(recipe, epochs=60, lr=0.05)         a variant
+    recipe = default_recipe("cifar10", data, method="amp")       the paper's protocol
+    recipe = replace(recipe, epochs=60, lr=0.05)                 a variant
 
 What does not change the numbers (the device, where the files are, how often a checkpoint is written) is not in it.
 
 The paper's protocol: SGD with Nesterov momentum 0.9, batches of 50, a rate of 0.1 divided by ten after epochs 100 and
 150 of 200, weight decay 1e-4, crops and flips, AMP with ε = 0.5 and ζ = 1 on PreActResNet18. `short` is the same in 60
-epochs, with a radius of at most 0.1; `smoke` is seconds on pictures made on the spot, to see that everything runs.
+epochs, with a radius of at most 0.1; `smoke` takes seconds on synthetic images, to see that everything runs.
 """
 
 import json
@@ -17,47 +17,47 @@ from typing import Any, Literal, NamedTuple
 
 from flatmin_lab import methods, models
 from flatmin_lab.data.augment.transforms import KINDS, Kind
-from flatmin_lab.data.registry import MADE, OFFICIAL
+from flatmin_lab.data.registry import OFFICIAL, SYNTHETIC
 from flatmin_lab.recipes.lr_schedules import SCHEDULES
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
-EPOCHS, BATCH = 200, 50  # the paper's
-PROTOCOLS = {"paper": EPOCHS, "short": 60, "smoke": 3}  # and their epochs
-LONG = 150  # epochs from which on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
+PAPER_EPOCHS, PAPER_BATCH_SIZE = 200, 50  # the paper's
+PROTOCOLS = {"paper": PAPER_EPOCHS, "short": 60, "smoke": 3}  # with their epochs
+LONG_EPOCHS = 150  # from so many epochs on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
 SHORT_RADIUS = 0.1
-RADIUS = {"digits": 0.3, "spiral": 0.2}  # of AMP at these lengths
+SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in defaults.py
 # the paper's tables: the first with its own augmentation, the second with three
 TABLE_1, TABLE_2 = ("preactresnet18", "vgg16"), ("wideresnet28_10", "pyramidnet164_270")
-COMMON = {"num_classes", "in_channels", "dropout"}  # what every model takes
-SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast, and not what
+COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # arguments of every model
+SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a run computes, not what
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Every field is compared when a training goes on: a run folder belongs to one recipe."""
+    """Every field is compared when a run is resumed: a run folder belongs to one recipe."""
 
     data: str
     model: str
     method: str = "erm"
     settings: Mapping[str, Any] = field(default_factory=dict)  # the method's, where they are not its defaults
     model_settings: Mapping[str, Any] = field(default_factory=dict)
-    size: tuple[int, int] | None = None  # what a folder's pictures are brought to
+    size: tuple[int, int] | None = None  # what a folder's images are resized to
     augment: Kind = "vanilla"
     label_noise: float = 0.0  # share of the training labels replaced by a wrong one
-    validation: bool = False  # train on nine tenths and measure on the last one: the test set is not looked at
-    epochs: int = EPOCHS
-    batch_size: int = BATCH
+    validation: bool = False  # train on nine tenths and evaluate on the last one: the test set is not used
+    epochs: int = PAPER_EPOCHS
+    batch_size: int = PAPER_BATCH_SIZE
     lr: float = 0.1
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 1e-4
     schedule: str = "multi_step"
-    milestones: tuple[float, ...] = (0.5, 0.75)  # shares of the training
+    milestones: tuple[float, ...] = (0.5, 0.75)  # fractions of the run
     gamma: float = 0.1
     warmup: float = 0.0  # epochs
     clip_norm: float | None = None  # of the gradient that the step takes; Δ is not clipped
-    ema: float | None = None  # decay of a running average of the weights, measured beside them
+    ema: float | None = None  # decay of an EMA of the weights, evaluated beside them
     precision: Precision = "fp32"
     channels_last: bool = False
     compile: bool = False  # on CUDA: the passes through torch.compile
@@ -89,19 +89,19 @@ class Recipe:
 
     def _rules(self) -> list[tuple[str, str, bool]]:
         return [
-            ("epochs", "a whole number of at least 1", _whole(self.epochs)),
-            ("batch_size", "a whole number of at least 1", _whole(self.batch_size)),
+            ("epochs", "a whole number of at least 1", _is_positive_int(self.epochs)),
+            ("batch_size", "a whole number of at least 1", _is_positive_int(self.batch_size)),
             (
                 "model_settings",
                 "the model's own, without those of every model",
-                not COMMON & self.model_settings.keys(),
+                not COMMON_SETTINGS & self.model_settings.keys(),
             ),
             ("lr", "above 0 and finite", 0 < self.lr < float("inf")),
             ("momentum", "at least 0 and below 1 (and above 0 for Nesterov's)", 0 <= self.momentum < 1),
             ("nesterov", "false where momentum is 0", self.momentum > 0 or not self.nesterov),
             ("weight_decay", "at least 0 and finite", 0 <= self.weight_decay < float("inf")),
             ("label_noise", "at least 0 and below 1", 0 <= self.label_noise < 1),
-            ("milestones", "rising shares between 0 and 1", _rising(self.milestones)),
+            ("milestones", "rising shares between 0 and 1", _is_rising(self.milestones)),
             ("gamma", "above 0 and at most 1", 0 < self.gamma <= 1),
             ("warmup", "epochs, at least 0 and fewer than there are", 0 <= self.warmup < self.epochs),
             ("warmup", "0 with one_cycle, which has its own", not (self.warmup and self.schedule == "one_cycle")),
@@ -119,7 +119,7 @@ class Recipe:
         kinds = ("vanilla",) if self.model in TABLE_1 else ("vanilla", "cutout", "autoaugment")
         lengths = {count: name for name, epochs in PROTOCOLS.items() for count in (epochs, 2 * epochs)}
         name = lengths.get(self.epochs)
-        if self.data not in (MADE if name == "smoke" else OFFICIAL) or self.model not in TABLE_1 + TABLE_2:
+        if self.data not in (SYNTHETIC if name == "smoke" else OFFICIAL) or self.model not in TABLE_1 + TABLE_2:
             return "own"
         if name is None or self.augment not in (*kinds, "vanilla_v1"):
             return "own"
@@ -130,8 +130,8 @@ class Recipe:
         if replace(self, settings={}) != plain:
             return "own"
         usual = replace(plain, epochs=PROTOCOLS[name])
-        settings = methods.resolved(self.method, perturbation(usual) if self.method == "amp" else {})
-        mine = methods.resolved(self.method, self.settings)
+        settings = methods.resolve_settings(self.method, perturbation(usual) if self.method == "amp" else {})
+        mine = methods.resolve_settings(self.method, self.settings)
         apart = [f"{key} {mine.get(key)}" for key in {**settings, **mine} if mine.get(key) != settings.get(key)]
         apart += ["first version's crops"] * (self.augment not in kinds) + ["no Nesterov"] * (not self.nesterov)
         apart += [f"clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
@@ -139,7 +139,7 @@ class Recipe:
         return f"{name}, but {', '.join(apart)}" if apart else name
 
     def as_json(self) -> dict[str, Any]:
-        """As a file gives it back: lists for tuples."""
+        """The fields as JSON holds them: lists for tuples."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
 
@@ -152,7 +152,7 @@ class Recipe:
 
 
 def exceptions(protocol: str) -> list[str]:
-    """In what a training says that it differs from a cell of its protocol.
+    """In what a run differs from a cell of its protocol, as `Recipe.protocol` says.
 
     >>> exceptions("paper, but ball tensor, 400 epochs"), exceptions("paper")
     (['ball tensor', '400 epochs'], [])
@@ -161,19 +161,19 @@ def exceptions(protocol: str) -> list[str]:
 
 
 class Job(NamedTuple):
-    """A training: what, and with which random numbers."""
+    """A training run to do: a recipe and a seed."""
 
     recipe: Recipe
     seed: int
 
     @property
     def key(self) -> tuple[str, int]:
-        """What it is known by among the paper's."""
+        """Its identity among the paper's runs: name and seed."""
         return self.recipe.name, self.seed
 
 
 def differences(here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """What one recipe has and the other has not, in words."""
+    """The differences of two recipes, in words."""
     return [
         f"{key} is {here.get(key)!r} there and {asked.get(key)!r} here"
         for key in sorted(here.keys() | asked.keys())
@@ -181,19 +181,19 @@ def differences(here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _whole(number: object) -> bool:
+def _is_positive_int(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
-def _rising(milestones: tuple[float, ...]) -> bool:
+def _is_rising(milestones: tuple[float, ...]) -> bool:
     return list(milestones) == sorted(set(milestones)) and all(0 < share < 1 for share in milestones)
 
 
 def perturbation(recipe: Recipe) -> dict[str, float]:
-    """ε and ζ: the paper's for 200 epochs, and a small radius for short trainings."""
-    if recipe.data in RADIUS:
-        return {"epsilon": RADIUS[recipe.data], "inner_lr": 1.0}
+    """ε and ζ: the paper's for 200 epochs, and a small radius for short runs."""
+    if recipe.data in SMALL_DATA_RADIUS:
+        return {"epsilon": SMALL_DATA_RADIUS[recipe.data], "inner_lr": 1.0}
     epsilon, inner_lr = {"cutout": (0.3, 0.5), "autoaugment": (0.1, 0.1)}.get(recipe.augment, (0.5, 1.0))
     if recipe.model.startswith("vgg"):
         epsilon, inner_lr = 0.1, 0.2
-    return {"epsilon": epsilon if recipe.epochs >= LONG else min(epsilon, SHORT_RADIUS), "inner_lr": inner_lr}
+    return {"epsilon": epsilon if recipe.epochs >= LONG_EPOCHS else min(epsilon, SHORT_RADIUS), "inner_lr": inner_lr}

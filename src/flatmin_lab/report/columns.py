@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flatmin_lab.data.sources.synthetic import CLASSES, stands_for
+from flatmin_lab.data.sources.synthetic import CLASSES, original_name
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.schema import is_number
 
@@ -154,7 +154,7 @@ def _smoothed_over_others(run: Run) -> float | None:
     (1 − s) N + s/(K − 1) R. All are linear, so their means over the pictures will do.
     """
     smoothed, nll = _result("smoothed_loss")(run), _result("nll")(run)
-    share, classes = run.result["settings"].get("smoothing"), CLASSES.get(stands_for(str(run.result["data"])))
+    share, classes = run.result["settings"].get("smoothing"), CLASSES.get(original_name(str(run.result["data"])))
     if smoothed is None or run.result["settings"].get("over") == "others":
         return smoothed
     if nll is None or not is_number(share) or classes is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from flatmin_lab.methods import METHODS, resolved
+from flatmin_lab.methods import METHODS, resolve_settings
 from flatmin_lab.recipes.paper_numbers import Value
 from flatmin_lab.recipes.paper_numbers import reported as reported_by_paper
 from flatmin_lab.recipes.recipe import exceptions
@@ -27,7 +27,7 @@ SETTING = (
     "momentum", "nesterov", "weight_decay", "schedule", "milestones", "gamma", "warmup", "clip_norm", "precision",
     "data_sha256",
 )  # fmt: skip
-KNOBS = {key for method in METHODS for key in resolved(method, {})}
+KNOBS = {key for method in METHODS for key in resolve_settings(method, {})}
 UNSAID = ("validation", "data_sha256")  # in a title: the first is the split, the second says nothing to a reader
 
 

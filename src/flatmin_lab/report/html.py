@@ -50,7 +50,7 @@ def as_printed(value: Value, digits: int) -> str:
     >>> as_printed(Value(3.97, 0.091), 2), as_printed(Value(1.25), 2)
     ('3.97 ± 0.09', '1.25')
     """
-    return f"{value.mean:.{digits}f}" + (f" ± {value.deviation:.{digits}f}" if value.deviation is not None else "")
+    return f"{value.mean:.{digits}f}" + (f" ± {value.std:.{digits}f}" if value.std is not None else "")
 
 
 def percent(share: float, digits: int = 0) -> str:

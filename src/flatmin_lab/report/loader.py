@@ -90,14 +90,14 @@ def collect(paths: Iterable[Path]) -> Collected:
         except (ValueError, OSError) as error:
             found.broken.append(Broken(place, str(error)))
     for path in paths:
-        _add_ledger(path, found)
+        _add_store(path, found)
     if not found.runs and not found.tunings and not found.broken:
         shown = ", ".join(map(str, paths))
         raise FileNotFoundError(f"there is no run in {shown}; begin one with `flatmin train --data digits`")
     return found
 
 
-def _add_ledger(path: Path, found: Collected) -> None:
+def _add_store(path: Path, found: Collected) -> None:
     """What was planned, what failed and what a step costs, as far as it can be understood."""
     for file in sorted(path.rglob("*.json")) if path.is_dir() else ():
         if file.name == PLANNED or file.name.endswith(FAILED) or file.name.startswith(COST):
@@ -180,7 +180,7 @@ def read_result(path: Path, broken: list[Broken] | None = None) -> Run:
 
 
 def _folder(path: Path, broken: list[Broken]) -> Run:
-    config = run_config.stored(path)
+    config = run_config.read_config(path)
     if not (path / "result.json").exists():
         raise ValueError(_unfinished(path, config))
     result = schema.result(_read(path / "result.json"))

@@ -91,6 +91,6 @@ def agrees(values: Sequence[float], paper: Value | None) -> bool | None:
     >>> agrees([5.1, 5.2], Value(5.02, 0.212)), agrees([4.2], Value(3.97, 0.091)), agrees([1.0], Value(1.25))
     (True, False, None)
     """
-    if not values or paper is None or paper.deviation is None:
+    if not values or paper is None or paper.std is None:
         return None
-    return abs(mean(values) - paper.mean) <= tolerance(len(values), paper.deviation)
+    return abs(mean(values) - paper.mean) <= tolerance(len(values), paper.std)

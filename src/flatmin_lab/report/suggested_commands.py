@@ -14,7 +14,7 @@ from typing import Any
 from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.evaluation import measurements
 from flatmin_lab.methods import METHODS
-from flatmin_lab.recipes.defaults import SMALL
+from flatmin_lab.recipes.defaults import SMALL_DATA
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.schema import is_number
 
@@ -93,7 +93,7 @@ def training(setting: Mapping[str, Any], trained: set[str], seeds: Sequence[int]
     if data not in DATA_SETS or (setting.get("momentum") and setting.get("nesterov") is False):
         return []  # no flag of `flatmin train` leaves out Nesterov's alone
     flags = ["--data", data]
-    if model != SMALL.get(data, {}).get("model", "preactresnet18"):
+    if model != SMALL_DATA.get(data, {}).get("model", "preactresnet18"):
         flags += ["--model", model]
     for key in TRAINED_WITH:
         flags += _flag(key, setting.get(key), setting.get("schedule"))

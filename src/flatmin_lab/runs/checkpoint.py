@@ -1,10 +1,10 @@
-"""A checkpoint is one safetensors file that proves itself: tensors, the rest of the state, and a checksum of both.
+"""A checkpoint is one safetensors file: tensors, the rest of the state as JSON, and a checksum of both.
 
     checkpoint-00000390.safetensors       after step 390
 
-The state (numbers, lists, words) is JSON in the file's own header, beside a SHA-256 over it and over every tensor's
-name, type, shape and bytes. So one rename makes a whole checkpoint appear, a torn or altered one is found out by
-reading it, and nothing but the file is needed to go on from it. There is no pickle in it.
+The state (numbers, lists, strings) is JSON in the file's header, beside a SHA-256 over it and over every tensor's name,
+type, shape and bytes. So a single rename makes a whole checkpoint appear, reading one detects damage, and nothing but
+the file is needed to resume. It holds no pickle.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.optional_deps import need
 
 NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
@@ -32,7 +32,7 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """The tensors whose names begin with `name.`, without that."""
+        """The tensors whose names begin with `name.`, without that prefix."""
         return {key.removeprefix(f"{name}."): t for key, t in self.tensors.items() if key.startswith(f"{name}.")}
 
 
@@ -45,7 +45,7 @@ def name_of(step: int) -> str:
 
 
 def listed(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, newest first; a file of any other name is someone else's."""
+    """The checkpoints of a folder, newest first; files with other names are ignored."""
     found = [path for path in folder.glob("checkpoint-*.safetensors") if NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -57,17 +57,17 @@ def step_of(path: Path) -> int:
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Beside, then renamed: under its own name a checkpoint is whole."""
+    """Written atomically: under its own name a checkpoint is whole."""
     save = need("safetensors.torch", "a checkpoint").save
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
     text = json.dumps(checkpoint.state, allow_nan=False)
     content = save(tensors, metadata={"state": text, "sha256": digest(tensors, text)})
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(content)
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint, if it is whole."""
+    """The checkpoint, verified; DamagedError where it is not whole."""
     load = need("safetensors.torch", "a checkpoint").load
     try:
         content = path.read_bytes()
@@ -76,7 +76,7 @@ def read(path: Path) -> Checkpoint:
         text, expected = described["state"], described["sha256"]
         tensors = load(content)
         state = json.loads(text)
-    except Exception as error:  # whatever a reader makes of bytes that are not what they should be
+    except Exception as error:  # damaged bytes can raise anything
         raise DamagedError(f"{path} is not a whole checkpoint ({type(error).__name__}: {error})") from error
     found = digest(tensors, text)
     if found != expected:

@@ -1,4 +1,4 @@
-"""What run a folder is of, and each of its checkpoints: its recipe, its seed, its data.
+"""Which run a folder and each of its checkpoints belong to: its recipe, its seed, its data.
 
 Two runs are the same if these three are; versions, machine and time may differ.
 """
@@ -16,10 +16,10 @@ IDENTITY = ("recipe", "seed", "data_sha256")
 
 
 class OtherRunError(ValueError):
-    """A folder is of another run: `what` says in what they differ; the whole message has the way out of `train`."""
+    """A folder belongs to another run: `what` names the differences; the message adds what `train` can do about it."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what} Leave these flags out to go on with it, or choose another folder with --out")
+        super().__init__(f"{what} Leave these flags out to resume it, or choose another folder with --out")
         self.what = what
 
 
@@ -27,7 +27,7 @@ def exists(path: Path) -> bool:
     return (path / "config.json").exists()
 
 
-def stored(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """The folder's config.json, checked."""
     if not exists(path):
         raise FileNotFoundError(f"{path} is not a run folder: it has no config.json")
@@ -41,16 +41,16 @@ def stored(path: Path) -> dict[str, Any]:
     return known
 
 
-class Newest(NamedTuple):
-    """The newest checkpoint that is whole, if there is one, and what is wrong with newer ones."""
+class NewestCheckpoint(NamedTuple):
+    """The newest whole checkpoint, if there is one, and the errors of newer, damaged ones."""
 
     path: Path | None
     whole: Checkpoint | None
     damaged: list[tuple[Path, DamagedError]]
 
 
-def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> Newest:
-    """Of checkpoints that come newest first; one of another run than the config's is an error."""
+def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> NewestCheckpoint:
+    """The first whole one of checkpoints sorted newest first; one of another run is an error."""
     damaged: list[tuple[Path, DamagedError]] = []
     for path in places:
         try:
@@ -59,20 +59,20 @@ def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> Newest:
             damaged.append((path, error))
         else:
             check_same(path, whole.state.get("run", {}), config)
-            return Newest(path, whole, damaged)
-    return Newest(None, None, damaged)
+            return NewestCheckpoint(path, whole, damaged)
+    return NewestCheckpoint(None, None, damaged)
 
 
 def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:
-    """Whether a folder's run has this recipe and seed."""
+    """Raise where a folder's run has another recipe or seed."""
     check_same(path, known, {**known, "recipe": recipe.as_json(), "seed": seed})
 
 
 def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Two runs may differ in what does not change the numbers: versions, machine, time."""
+    """Raise where two runs differ; they may differ in what changes no numbers: versions, machine, time."""
     if not known:
-        raise ValueError(f"{path} does not say what run it is of; it may be of another flatmin")
-    # through a Recipe, so that a field which came with a newer version has its default
+        raise ValueError(f"{path} does not say which run it belongs to; it may be of another flatmin")
+    # through a Recipe, so that fields of newer versions get their defaults
     here, there = (Recipe.from_json(run["recipe"]).as_json() for run in (asked, known))
     apart = differences(there, here)
     apart += differences({"seed": known["seed"]}, {"seed": asked["seed"]})

@@ -1,9 +1,9 @@
-"""What was measured of a run after its training, kept in its folder for the report.
+"""Evaluations of a trained run, kept in its folder for the report.
 
-    evaluation.json       error and calibration; robustness and flatness, where they were asked for
+    evaluation.json       error and calibration; robustness and flatness, if requested
     landscape.json        the loss over a plane through the weights
 
-Each says which checkpoint it is of. What was measured of another checkpoint is not mixed with it.
+Each names the checkpoint it was measured on. Evaluations of different checkpoints are never mixed.
 """
 
 import json
@@ -11,25 +11,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 
 EVALUATION, LANDSCAPE = "evaluation.json", "landscape.json"
 
 
-def keep(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
-    """Write it down; what an earlier look at the same checkpoint found besides stays."""
+def write_evaluation(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
+    """Write an evaluation; what earlier evaluations of the same checkpoint found stays."""
     path = folder / name
-    known = stored(folder, name) or {}
+    known = read_evaluation(folder, name) or {}
     if known.get("checkpoint") != found["checkpoint"]:
         known = {}
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(json.dumps({**known, **found}, indent=1, allow_nan=False).encode())
     return path
 
 
-def stored(folder: Path, name: str) -> dict[str, Any] | None:
-    """What is kept there; None where there is nothing, or nothing that can be read."""
+def read_evaluation(folder: Path, name: str) -> dict[str, Any] | None:
+    """The stored evaluation; None where there is none, or none that can be read."""
     try:
         return read_json(folder / name)
     except ValueError:

@@ -1,7 +1,8 @@
-"""What a training says while it runs: it yields these, and prints nothing.
+"""The events that a training run yields; it prints nothing.
 
-`Progress` comes now and then inside an epoch, `Epoch` after each one, `Finished` at the end; `Stopped` instead where it
-was asked to stop, and `Failed` where it is one of many and the others go on. Numbers are plain Python numbers.
+`Progress` comes now and then within an epoch, `Epoch` after each, `Finished` at the end; `Stopped` instead where the
+run was asked to stop, and `Failed` where one of many runs fails and the others continue. Numbers are plain Python
+numbers.
 """
 
 from collections.abc import Mapping
@@ -11,11 +12,11 @@ from typing import Any
 
 
 class RunError(RuntimeError):
-    """A training that could not go on, although what was asked for made sense."""
+    """A run that could not continue, although the request was valid."""
 
 
 class DivergedError(RunError):
-    """A loss or a weight is not finite: training on would not help, another rate or radius might. `what` says which."""
+    """A loss or a weight is not finite: another learning rate or radius may help. `what` says which."""
 
     def __init__(self, text: str, what: str) -> None:
         super().__init__(text)
@@ -26,20 +27,20 @@ BUSY = "another process"
 
 
 class BusyError(RunError):
-    """Another process is at work in that folder: its message begins so."""
+    """Another process is using that folder; the message begins with BUSY."""
 
 
-class ElsewhereError(RunError):
-    """Another process of those that train a model together could not go on, so none of them does."""
+class OtherRankError(RunError):
+    """Another rank of the same run failed, so all of them stop."""
 
 
-class RefusedElsewhereError(ElsewhereError, ValueError):
-    """What another process was asked for makes no sense."""
+class OtherRankRefusedError(OtherRankError, ValueError):
+    """Another rank's request was invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Where a training begins: at step 0, or where a checkpoint left it."""
+    """Where a run starts: at step 0, or at its checkpoint."""
 
     step: int
     steps: int
@@ -52,7 +53,7 @@ class Progress:
     """`numbers` are means of the epoch so far: loss, error and, for AMP, sharpness and delta_norm."""
 
     epoch: int  # from 1
-    step: int  # of the training, how many are done
+    step: int  # steps of the run that are done
     numbers: Mapping[str, float]
 
 
@@ -73,21 +74,21 @@ class Saved:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a training that has finished, one part of what is measured afterwards has been written down."""
+    """One part of the evaluation of a finished run has been written."""
 
     part: str
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something that the reader should know: a damaged checkpoint that was passed over, another torch."""
+    """Something the user should know: a damaged checkpoint was skipped, torch has another version."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Asked to stop, and saved where there is a folder."""
+    """The run was asked to stop; it is saved where it has a folder."""
 
     reason: str
     step: int
@@ -95,15 +96,15 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Failed:
-    """One of many trainings could not go on, for that reason and after so many steps, if it came so far."""
+    """One of many runs failed: why, and after how many steps, if it got that far."""
 
     what: str
     step: int | None = None
-    later: bool = False  # nothing is wrong with the training: another process has it, the disk is full, the GPU broke
+    later: bool = False  # not the run's fault, try again later: another process has it, the disk is full, the GPU broke
 
     @property
     def busy(self) -> bool:
-        """Another process has it."""
+        """Is another process training it?"""
         return self.later and self.what.startswith(BUSY)
 
 
@@ -112,4 +113,4 @@ class Finished:
     result: Mapping[str, Any]
 
 
-Record = Started | Progress | Epoch | Saved | Measured | Note | Stopped | Failed | Finished
+Event = Started | Progress | Epoch | Saved | Measured | Note | Stopped | Failed | Finished

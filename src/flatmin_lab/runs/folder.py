@@ -1,15 +1,15 @@
-"""A run is a folder, and everything that is known of it lies there:
+"""A run is a folder that holds everything known of the run:
 
-    config.json                    the recipe, whole, the seed and the data's checksum
+    config.json                    the complete recipe, the seed and the data's checksum
     metrics.jsonl                  a line an epoch
     checkpoint-*.safetensors       the last two
-    state.json                     how far it is, for whoever watches; never read here
+    state.json                     how far it is, for those who watch; never read here
     result.json                    when it is finished
-    evaluation.json, landscape.json    what was measured of it afterwards
+    evaluation.json, landscape.json    evaluations after training
     tensorboard/                   the same numbers as curves, where TensorBoard is installed
 
-One process at a time holds it, where the file system can lock. A folder belongs to one recipe and seed, and so does
-each checkpoint; nothing that another run has measured or saved, and nothing that is not a run's, is ever overwritten.
+One process at a time locks it, where the file system can lock. A folder belongs to one recipe and seed, and so does
+each checkpoint; nothing that another run has measured or saved, and no foreign file, is ever overwritten.
 """
 
 import errno
@@ -28,68 +28,69 @@ from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.config import IDENTITY, newest_whole
 from flatmin_lab.runs.events import Note, RunError
 from flatmin_lab.runs.tensorboard import Board
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 
-KEPT = 2
+KEPT_CHECKPOINTS = 2  # if the newest is damaged, the one before it is used
 
 
 @dataclass(eq=False)
 class RunFolder:
-    """Made by `run_opening.open_`; until it is closed, no other process can open it."""
+    """Made by `open_folder.open_run_folder`; until it is closed, no other process can open it."""
 
     path: Path
     config: Mapping[str, Any]
-    held: IO[bytes]
+    lock_file: IO[bytes]
     board: Board | None = field(default=None, init=False)
-    notes: list[Note] = field(default_factory=list, init=False)  # for the reader, until they are told
+    notes: list[Note] = field(default_factory=list, init=False)  # for the user, until `take_notes` yields them
 
     @property
     def identity(self) -> dict[str, Any]:
         return {key: self.config[key] for key in IDENTITY}
 
-    def begin(self) -> None:
+    def write_config(self) -> None:
         with self._writing("config.json"):
             self._write_json("config.json", self.config)
 
-    def told(self) -> Iterator[Note]:
+    def take_notes(self) -> Iterator[Note]:
+        """The notes since the last call."""
         while self.notes:
             yield self.notes.pop(0)
 
     def close(self) -> None:
         try:
-            self._draw(lambda board: board.close())
+            self._use_board(lambda board: board.close())
         finally:
-            self.held.close()
+            self.lock_file.close()
 
     # ---- checkpoints
 
     def save(self, step: int, saved: Checkpoint) -> Path:
-        """A new checkpoint; then those before the last two go."""
+        """Write a new checkpoint, then delete all but the last two."""
         path = self.path / checkpoint.name_of(step)
         with self._writing(f"the checkpoint after step {step}"):
             checkpoint.write(path, Checkpoint(saved.tensors, {**saved.state, "run": self.identity}))
-        for old in checkpoint.listed(self.path)[KEPT:]:
-            with suppress(OSError):  # it will be tried again
+        for old in checkpoint.listed(self.path)[KEPT_CHECKPOINTS:]:
+            with suppress(OSError):  # the next save tries again
                 old.unlink(missing_ok=True)
         with self._writing("state.json"):
             self._write_json("state.json", {"step": step, "saved": _now(), "checkpoints": self._names()})
         return path
 
-    def newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; newer ones that are not are put aside, and a note says so."""
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The newest whole checkpoint; damaged newer ones are put aside, and a note says so."""
         _, whole, damaged = newest_whole(checkpoint.listed(self.path), self.config)
         if damaged and whole is None:
             raise RunError(
                 f"no checkpoint in {self.path} is whole: {'; '.join(str(what) for _, what in damaged)}. "
-                "Nothing was changed. Put good copies there, or begin anew in another folder"
+                "Nothing was changed. Put good copies there, or start again in another folder"
             )
         for path, what in damaged:
             path.replace(path.with_name(f"{path.name}.damaged"))
             self.notes.append(Note(f"{what}; it was put aside as {path.name}.damaged, and the one before it is used"))
         return whole
 
-    def kept(self) -> str | None:
+    def newest_name(self) -> str | None:
         """The newest checkpoint's name."""
         return next(iter(self._names()), None)
 
@@ -99,7 +100,7 @@ class RunFolder:
     # ---- numbers
 
     def begin_metrics(self, lines: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """The epochs before that step, as its checkpoint knows them: lines of later ones will come again."""
+        """Write the epochs before that step, as its checkpoint has them: later ones will be trained again."""
         path = self.path / "metrics.jsonl"
         with self._writing("metrics.jsonl"):
             if step == 0 and path.exists() and path.stat().st_size:
@@ -107,11 +108,11 @@ class RunFolder:
                 path.replace(aside)
                 self.notes.append(
                     Note(
-                        "there is no checkpoint: training begins at the first step, and the epochs that were measured "
+                        "there is no checkpoint: training starts at the first step, and the epochs measured so far "
                         f"are kept in {aside.name}"
                     )
                 )
-            with written_whole(path) as file:
+            with atomic_write(path) as file:
                 file.write("".join(_json(line) + "\n" for line in lines).encode())
         try:
             self.board = Board.where_installed(self.path / "tensorboard", after=len(lines))
@@ -121,9 +122,9 @@ class RunFolder:
     def add_metrics(self, line: Mapping[str, Any]) -> None:
         with self._writing("metrics.jsonl"), (self.path / "metrics.jsonl").open("ab") as file:
             file.write((_json(line) + "\n").encode())
-        self._draw(lambda board: board.add(line))
+        self._use_board(lambda board: board.add(line))
 
-    def _draw(self, act: Callable[[Board], None]) -> None:
+    def _use_board(self, act: Callable[[Board], None]) -> None:
         if self.board is not None:
             try:
                 act(self.board)
@@ -131,14 +132,14 @@ class RunFolder:
                 self._without_board(error)
 
     def _without_board(self, error: Exception) -> None:
-        """Curves are not worth a training: the numbers are in metrics.jsonl."""
+        """Missing curves must not stop a run: the numbers are in metrics.jsonl."""
         self.board = None
         self.notes.append(Note(f"no more TensorBoard curves: {error}"))
 
     # ---- the end
 
     def result(self) -> dict[str, Any] | None:
-        """Of a finished run. A damaged one is put aside, and made again from the last checkpoint."""
+        """The result of a finished run. A damaged one is put aside, and made again from the last checkpoint."""
         path = self.path / "result.json"
         if not path.exists():
             return None
@@ -149,41 +150,41 @@ class RunFolder:
             self.notes.append(Note(f"{error}; it was put aside as result.json.damaged"))
             return None
 
-    def diverged(self, what: str, step: int) -> None:
-        """For whoever watches: why it will not go on. A later checkpoint puts an end to that."""
+    def write_divergence(self, what: str, step: int) -> None:
+        """For those who watch: why the run stopped. A later checkpoint overwrites it."""
         with suppress(OSError):
             self._write_json("state.json", {"step": step, "diverged": what, "checkpoints": self._names()})
 
-    def finish(self, result: Mapping[str, Any]) -> None:
+    def write_result(self, result: Mapping[str, Any]) -> None:
         with self._writing("result.json"):
             self._write_json("result.json", result)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        with written_whole(self.path / name) as file:
+        with atomic_write(self.path / name) as file:
             file.write((_json(content, indent=2) + "\n").encode())
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        """A full disk, a folder that is gone: what is there is kept, and the message says so."""
+        """Turn a full disk or a missing folder into an error that says which checkpoint is safe."""
         try:
             self._check_still_held()
             yield
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            kept = self.kept()
+            kept = self.newest_name()
             raise RunError(
                 f"{what} could not be written to {self.path}: {'the disk is full' if full else error}. "
                 f"{f'The checkpoint {kept} is whole' if kept else 'There is no checkpoint yet'}; "
-                f"{'make room, and ' if full else ''}go on with --resume"
+                f"{'make room, and ' if full else ''}resume with --resume"
             ) from error
 
     def _check_still_held(self) -> None:
-        """Was the folder removed, and perhaps made anew by another run? Then nothing in it is ours."""
+        """Was the folder removed, and perhaps made again by another run? Then nothing in it is ours."""
         try:
             there = (self.path / ".lock").stat()
         except FileNotFoundError:
             there = None
-        here = os.fstat(self.held.fileno())
+        here = os.fstat(self.lock_file.fileno())
         if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             raise RunError(
                 f"{self.path} was removed or replaced while this run was training; nothing was written to it"

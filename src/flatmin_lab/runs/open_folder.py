@@ -1,7 +1,7 @@
-"""May this run have this folder? It may begin in one that holds nothing, and go on in its own.
+"""Opening a run's folder: a new run needs an empty one, and a resumed run its own.
 
-The folder is looked at before it is held, so that one that is refused stays as it is, and again when no other process
-can change it any more.
+The folder is checked before it is locked, so that a refused one stays untouched, and again once no other process can
+change it.
 """
 
 import os
@@ -10,42 +10,42 @@ from pathlib import Path
 from typing import IO, Any
 
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.config import check_same, exists, stored
+from flatmin_lab.runs.config import check_same, exists, read_config
 from flatmin_lab.runs.events import BusyError, RunError
 from flatmin_lab.runs.folder import RunFolder
-from flatmin_lab.system.files import BESIDE, lock, settle, standing, sweep
+from flatmin_lab.system.files import TEMPORARY_SUFFIX, fsync_folder, lock, nearest_existing, remove_temporary_files
 
-OURS = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", ".lock"}
+RUN_FILES = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", ".lock"}
 
 
-def open_(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
-    """A new run; with `resume`, the run that is there, if one is."""
+def open_run_folder(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
+    """Open the folder for a new run or, with `resume`, for the run that it holds, if any."""
     check(path, config, resume=resume)
-    held = hold(path)
+    lock_file = lock_folder(path)
     try:
-        goes_on = check(path, config, resume=resume)
-        sweep(path)
-        folder = RunFolder(path, stored(path) if goes_on else config, held)
-        if not goes_on:
-            folder.begin()
+        is_resumed = check(path, config, resume=resume)
+        remove_temporary_files(path)
+        folder = RunFolder(path, read_config(path) if is_resumed else config, lock_file)
+        if not is_resumed:
+            folder.write_config()
     except BaseException:
-        held.close()
+        lock_file.close()
         raise
     return folder
 
 
 def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
-    """Does the folder hold this run, to go on with? Raises where it holds anything else that could be lost."""
-    _check_place(path)
-    if exists(path) and (resume or _has_something_to_lose(path)):
-        known = stored(path)
+    """Does the folder hold this run, to resume? Raises where it holds anything else that could be lost."""
+    _check_path(path)
+    if exists(path) and (resume or _has_progress(path)):
+        known = read_config(path)
         if resume:
             check_same(path, known, config)
             return True
         raise FileExistsError(
-            f"{path} holds a run already{_how_far(path)}; go on with --resume, or choose another folder with --out"
+            f"{path} already holds a run{_progress(path)}; resume it with --resume, or choose another folder with --out"
         )
-    known_names = OURS if exists(path) else {".lock"}
+    known_names = RUN_FILES if exists(path) else {".lock"}
     foreign = [entry.name for entry in _entries(path) if entry.name not in known_names]
     if foreign:
         raise FileExistsError(
@@ -54,54 +54,56 @@ def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
     return False
 
 
-def _check_place(path: Path) -> None:
-    """Can there be a folder? What is not there yet will be made, in the next folder above that is."""
+def _check_path(path: Path) -> None:
+    """Can the folder be made and written to? Missing folders are made in the nearest parent that exists."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
-    above = standing(path)
+    above = nearest_existing(path)
     if not above.is_dir():
         raise FileExistsError(f"a run is a folder, and {path} would lie in the file {above}; choose another place")
     if not os.access(above, os.W_OK | os.X_OK):
         raise RunError(f"{path} cannot be written to (no permission in {above}); choose another folder with --out")
 
 
-def hold(path: Path) -> IO[bytes]:
-    """The folder, made if need be, for this process alone until the file is closed."""
+def lock_folder(path: Path) -> IO[bytes]:
+    """Lock the folder, made if missing, for this process until the file is closed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        settle(path.parent)
-        held = (path / ".lock").open("ab")
+        fsync_folder(path.parent)
+        lock_file = (path / ".lock").open("ab")
     except OSError as error:
         raise RunError(f"{path} cannot be written to ({error}); choose another folder with --out") from error
     try:
-        lock(held, f"another process is training in {path}; wait for it to end, or choose another folder with --out")
+        lock(
+            lock_file, f"another process is training in {path}; wait for it to end, or choose another folder with --out"
+        )
     except BlockingIOError as error:
-        held.close()
+        lock_file.close()
         raise BusyError(str(error)) from error
-    return held
+    return lock_file
 
 
-def _has_something_to_lose(path: Path) -> bool:
-    """An epoch, a checkpoint or a result; a run that ended before had wrong flags, or was killed at once."""
+def _has_progress(path: Path) -> bool:
+    """Is there an epoch, a checkpoint or a result? A run without had wrong flags, or was killed at once."""
     measured = (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").stat().st_size > 0
-    return measured or (path / "result.json").exists() or any(path.glob("checkpoint-*")) or not _is_a_run(path)
+    return measured or (path / "result.json").exists() or any(path.glob("checkpoint-*")) or not _is_run(path)
 
 
-def _is_a_run(path: Path) -> bool:
+def _is_run(path: Path) -> bool:
     try:
-        stored(path)
+        read_config(path)
     except ValueError:
         return False
     return True
 
 
 def _entries(path: Path) -> list[Path]:
-    """What lies in a folder, but for files that a killed run had begun to write."""
+    """What a folder holds, without the temporary files of a killed run."""
     found = list(path.iterdir()) if path.exists() else []
-    return [entry for entry in found if not (entry.name.startswith(".") and entry.name.endswith(BESIDE))]
+    return [entry for entry in found if not (entry.name.startswith(".") and entry.name.endswith(TEMPORARY_SUFFIX))]
 
 
-def _how_far(path: Path) -> str:
+def _progress(path: Path) -> str:
     if (path / "result.json").exists():
         return " (finished)"
     steps = [checkpoint.step_of(found) for found in checkpoint.listed(path)[:1]]

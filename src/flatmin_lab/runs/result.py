@@ -1,4 +1,4 @@
-"""result.json: what a finished training has to say, flat, so that many of them make a table.
+"""result.json: the result of a finished run, flat, so that many of them make a table.
 
 Error, NLL and ECE (fractions) are the last epoch's: of the test set, or of the held-out tenth where the recipe is for
 tuning, and named so. `best_test_epoch` is the published code's rule, chosen with the test labels: a comparison only.
@@ -7,18 +7,18 @@ tuning, and named so. `best_test_epoch` is the published code's rule, chosen wit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatmin_lab.methods import resolved
+from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.recipe import Recipe
 
-MEASURED = ("_loss", "_error", "_nll", "_ece", "memorised")
+METRIC_SUFFIXES = ("_loss", "_error", "_nll", "_ece", "memorised")
 
 
 def split_of(numbers: Mapping[str, Any]) -> str:
-    """What a result, or the line of an epoch, was measured on: test, or validation for a tuning run."""
+    """The split that a result, or an epoch's line, was measured on: test, or validation for a tuning run."""
     return "validation" if "validation_error" in numbers else "test"
 
 
-def result_of(
+def build_result(
     recipe: Recipe, seed: int, data_sha256: str, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     last = lines[-1]
@@ -27,10 +27,10 @@ def result_of(
         "recipe": settings.pop("name"),
         "protocol": recipe.protocol,
         **settings,
-        "settings": resolved(recipe.method, recipe.settings),
+        "settings": resolve_settings(recipe.method, recipe.settings),
         "data_sha256": data_sha256,
         "seed": seed,
-        **{name: value for name, value in last.items() if name.endswith(MEASURED)},
+        **{name: value for name, value in last.items() if name.endswith(METRIC_SUFFIXES)},
         **_best(lines),
         "seconds": last["seconds"],
         **facts,
@@ -38,7 +38,7 @@ def result_of(
 
 
 def _best(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The epoch with the lowest test error: of a tuning run there is none, the test set was not looked at."""
+    """The epoch with the lowest test error; a tuning run has none, for it does not use the test set."""
     if "test_error" not in lines[0]:
         return {}
     best = min(lines, key=lambda line: line["test_error"])

@@ -1,12 +1,12 @@
-"""Which runs are there: a result file for each that finished, a folder for each that was begun.
+"""The store of results: a file for each finished run, and a folder for each run that has started.
 
-    results/short/cifar10-preactresnet18-amp-0.json           what came of it: small, kept, the evidence
-    results/short/cifar10-preactresnet18-amp-1.failed.json    what it failed with
-    results/short/cost-nvidia-h200.json                       what a step of ERM and of AMP takes there
-    results/planned.json                                      what was to be run, written down before it ran
-    runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and of no use once all is measured
+    results/short/cifar10-preactresnet18-amp-0.json           its result: small, kept, the evidence
+    results/short/cifar10-preactresnet18-amp-1.failed.json    its error
+    results/short/cost-nvidia-h200.json                       the time of a step of ERM and of AMP there
+    results/planned.json                                      the planned runs, written before they start
+    runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and not needed once all is measured
 
-A result file is result.json with what was measured afterwards, and the curves of the training.
+A result file is result.json with the evaluations after training, and the training curves.
 """
 
 import json
@@ -17,21 +17,29 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from flatmin_lab.methods import resolved
+from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.recipe import SPEED, Job
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import numbers, read_json
 
 State = Literal["done", "unmeasured", "without weights", "failed", "begun", "missing"]
 PLANNED, FAILED, COST = "planned.json", ".failed.json", "cost-"
-SAME = ("_error", "_nll", "seconds", "seed", "data_sha256", "commit", "hardware")  # by which a training is known again
-CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, as far as known
+IDENTITY_SUFFIXES = (
+    "_error",
+    "_nll",
+    "seconds",
+    "seed",
+    "data_sha256",
+    "commit",
+    "hardware",
+)  # what tells two runs apart
+CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, where known
 
 
 @dataclass(frozen=True)
-class Ledger:
+class ResultStore:
     results: Path
     runs: Path
 
@@ -45,7 +53,7 @@ class Ledger:
         return self.runs / f"{job.recipe.name}-{job.seed}"
 
     def result(self, job: Job) -> dict[str, Any] | None:
-        """Of a finished run; an error where the file is another recipe's."""
+        """The result of a finished run; an error where the file belongs to another recipe."""
         if not self.file(job).exists():
             return None
         try:
@@ -56,61 +64,61 @@ class Ledger:
             raise ValueError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
         if apart := differs(found, job):
             raise ValueError(
-                f"{self.file(job)} is of another training: {'; '.join(apart)}. Move it away, or give other --results"
+                f"{self.file(job)} is of another run: {'; '.join(apart)}. Move it away, or give other --results"
             )
         return found
 
     def state(self, job: Job, parts: Iterable[str] = ()) -> State:
-        """How far a run is, where these parts are wanted of it."""
+        """How far a run is, if these parts are to be measured of it."""
         found = self.result(job)
         if found is not None:
             if all(part in found for part in parts):
                 return "done"
-            return "unmeasured" if self.is_of(job, found) else "without weights"
+            return "unmeasured" if self.has_weights_of(job, found) else "without weights"
         if self.failure(job).exists():
             return "failed"
         return "begun" if run_config.exists(self.folder(job)) else "missing"
 
-    def is_of(self, job: Job, result: Mapping[str, Any]) -> bool:
-        """Whether the run's folder holds the weights that a result is of, and not those of another training."""
+    def has_weights_of(self, job: Job, result: Mapping[str, Any]) -> bool:
+        """Does the run's folder hold the weights that this result was measured on, and not those of another run?"""
         folder = self.folder(job)
         if not checkpoint.listed(folder) or not (folder / "result.json").exists():
             return False
         own = read_json(folder / "result.json")
-        return all(own.get(key) == result.get(key) for key in own if key.endswith(SAME))
+        return all(own.get(key) == result.get(key) for key in own if key.endswith(IDENTITY_SUFFIXES))
 
     def write(self, job: Job, result: Mapping[str, Any]) -> Path:
-        """A run's result; what it failed with before is forgotten."""
-        _write(self.file(job), result)
+        """Write a run's result, and delete its earlier failure."""
+        _write_json(self.file(job), result)
         self.failure(job).unlink(missing_ok=True)
         return self.file(job)
 
     def write_failure(self, job: Job, what: str, step: int | None, facts: Mapping[str, Any]) -> None:
-        said = {"name": job.recipe.name, "protocol": job.recipe.protocol, **_known(job)}
-        _write(self.failure(job), {**said, "error": what, "step": step, **facts})
+        said = {"name": job.recipe.name, "protocol": job.recipe.protocol, **_identity(job)}
+        _write_json(self.failure(job), {**said, "error": what, "step": step, **facts})
 
-    # ---- what AMP costs
+    # ---- the cost of AMP
 
     def costs(self, protocol: str) -> list[Path]:
         return sorted((self.results / protocol).glob(f"{COST}*.json"))
 
     def write_cost(self, protocol: str, found: Mapping[str, Any]) -> Path:
-        """One file a kind of hardware."""
+        """Write the cost: one file per kind of hardware."""
         machine = "".join(c if c.isalnum() else "-" for c in str(found["hardware"]).lower())
-        _write(self.results / protocol / f"{COST}{machine}.json", {"protocol": protocol, **found})
+        _write_json(self.results / protocol / f"{COST}{machine}.json", {"protocol": protocol, **found})
         return self.results / protocol / f"{COST}{machine}.json"
 
-    # ---- what was planned
+    # ---- the plan
 
     def planned(self) -> list[dict[str, Any]]:
-        """In the order of their planning: name, seed and day."""
+        """The planned runs in order: name, seed and day."""
         path = self.results / PLANNED
         return list(read_json(path).get("runs", [])) if path.exists() else []
 
     def plan(self, runs: Sequence[tuple[Job, tuple[str, ...]]], today: date) -> int:
-        """Write down what is to be run and measured, before it is; how many of these are new.
+        """Add runs and what is to be measured of them to the plan; returns how many are new.
 
-        What was begun before it was planned cannot be planned any more.
+        A run that has already started cannot be planned.
         """
         known = self.planned()
         there = {(run["name"], run["seed"]) for run in known}
@@ -118,7 +126,7 @@ class Ledger:
         if late := [job for job, _ in fresh if self.state(job) != "missing"]:
             names = ", ".join(f"{job.recipe.name} with seed {job.seed}" for job in late[:3])
             raise ValueError(
-                f"a plan is written before its trainings run, and {len(late)} of these have been begun: {names}; "
+                f"a plan is written before its runs start, and {len(late)} of these have started: {names}; "
                 "plan the others, with --seeds or --methods"
             )
         new = [
@@ -132,34 +140,34 @@ class Ledger:
         ]
         if new:
             lines = ",\n".join(f"  {json.dumps(run)}" for run in [*known, *new])
-            _written(self.results / PLANNED, f'{{"runs": [\n{lines}\n]}}\n')
+            _write_text(self.results / PLANNED, f'{{"runs": [\n{lines}\n]}}\n')
         return len(new)
 
 
 def curves_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, list[float | None]]:
-    """An epoch a number, to six digits."""
+    """The curves: a number per epoch, to six digits."""
     keys = {name: name if name in lines[-1] else f"{split}_{name}" for name in CURVES}
     return {name: numbers([line.get(key) for line in lines]) for name, key in keys.items() if key in lines[-1]}
 
 
-def tidy(folder: Path, kept: Path | None = None) -> None:
-    """Of a finished run the last weights are enough: those that were measured, or the newest."""
+def remove_old_checkpoints(folder: Path, kept: Path | None = None) -> None:
+    """Keep one checkpoint of a finished run: the one that was measured, or the newest."""
     places = checkpoint.listed(folder)
     for old in [place for place in places if place != (kept or places[0])]:
         with suppress(OSError):
             old.unlink()
 
 
-def _known(job: Job) -> dict[str, Any]:
-    """What names a training in a table."""
+def _identity(job: Job) -> dict[str, Any]:
+    """What identifies a run in a table."""
     recipe = job.recipe
     names = {"data": recipe.data, "model": recipe.model, "method": recipe.method, "seed": job.seed}
-    return {**names, "settings": resolved(recipe.method, recipe.settings), "augment": recipe.augment}
+    return {**names, "settings": resolve_settings(recipe.method, recipe.settings), "augment": recipe.augment}
 
 
 def differs(found: Mapping[str, Any], job: Job) -> list[str]:
-    """In what a result differs from what is asked for; how fast it was computed is nothing of that kind."""
-    asked = {**job.recipe.as_json(), **_known(job)}
+    """In what a result differs from the requested run; how fast it was computed does not count."""
+    asked = {**job.recipe.as_json(), **_identity(job)}
     ignored = {"name", *(key for key in SPEED if key != "precision")}
     return [
         f"{key} is {found.get(key)!r} there and {value!r} here"
@@ -172,13 +180,13 @@ def _sorted(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """A key a line: small, and a change is one line."""
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A key per line: small, and a change is one line."""
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items())
-    _written(path, f"{{\n{lines}\n}}\n")
+    _write_text(path, f"{{\n{lines}\n}}\n")
 
 
-def _written(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())

@@ -7,12 +7,12 @@ from typing import Any
 
 
 class Board:
-    """Event files in a folder; a point an epoch for every number."""
+    """TensorBoard files in a folder: a point per epoch for every number."""
 
     def __init__(self, folder: Path, *, after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # points after the epoch that training goes on from are hidden: they will come again
+        # points after the epoch that training resumes from are hidden: they will be written again
         self.writer = SummaryWriter(str(folder), purge_step=after + 1)
 
     @staticmethod

@@ -1,7 +1,8 @@
-"""Files that are whole or not there: written beside under another name, then renamed.
+"""Atomic writes: a file is written under a temporary name beside its target, then renamed, so it is whole or absent.
 
-A process may be killed between any two lines here, and a disk may fill up: what stood under the name before stands
-there still. What is left beside it is known by its ending; in a run's folder the next process that holds it sweeps up.
+A process may be killed between any two lines here, and a disk may fill up: the old content stays under its name.
+Temporary files that a killed writer left are known by their suffix; in a run's folder the next process that locks the
+folder removes them.
 """
 
 import contextlib
@@ -13,32 +14,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
 
-BESIDE = ".beside"
+TEMPORARY_SUFFIX = ".beside"
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into; it gets its name, in place of what had it, when the block ends without an exception."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{BESIDE}")
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into; it replaces `path` when the block ends without an exception."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-    settle(path.parent)
+            temporary.unlink(missing_ok=True)
+    fsync_folder(path.parent)
 
 
-def standing(path: Path) -> Path:
-    """The path, or the next folder above that is there: in it, what is missing will be made."""
+def nearest_existing(path: Path) -> Path:
+    """The path, or its nearest parent that exists: missing folders will be created in it."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
-def settle(folder: Path) -> None:
-    """The folder itself to the disk, so that the new name lasts; where folders cannot be opened there is no need."""
+def fsync_folder(folder: Path) -> None:
+    """Flush the folder itself, so that a new name survives a power cut; where folders cannot be opened, no need."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -47,16 +48,16 @@ def settle(folder: Path) -> None:
             os.close(handle)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what killed writers left beside; whoever calls this holds the folder's lock."""
-    for left in folder.glob(f".*{BESIDE}"):
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what killed writers left; the caller holds the folder's lock."""
+    for left in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         left.unlink(missing_ok=True)
 
 
-def lock(file: IO[bytes], otherwise: str) -> None:
-    """Keep other processes away; the lock goes with the process, however it ends. `otherwise`: what they are told.
+def lock(file: IO[bytes], message: str) -> None:
+    """Lock the file until this process ends, however it ends; `message` is the error where another process has it.
 
-    Where the system or the file system cannot lock (Windows, some network disks), nobody is kept away.
+    Where the system or the file system cannot lock (Windows, some network disks), nothing is locked.
     """
     try:
         import fcntl
@@ -66,4 +67,4 @@ def lock(file: IO[bytes], otherwise: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
-            raise BlockingIOError(otherwise) from error
+            raise BlockingIOError(message) from error

@@ -1,4 +1,4 @@
-"""JSON: files that hold an object, and numbers as JSON can say them, None for nan and infinity."""
+"""JSON files that hold an object, and numbers as JSON can hold them: None for nan and infinity."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def number(value: Any) -> float | None:
-    """A number or a tensor with one.
+    """A number, or a tensor that holds one, as a float; None where it is not finite.
 
     >>> number(0.5), number(float("nan"))
     (0.5, None)
@@ -17,7 +17,7 @@ def number(value: Any) -> float | None:
 
 
 def numbers(values: Any) -> list[Any]:
-    """Lists, arrays or tensors of any depth, to six digits: enough for a drawing, and half the file.
+    """Nested lists, arrays or tensors, rounded to six digits: enough for a plot, and half the file.
 
     >>> numbers([0.1234567, float("inf"), [1.0]])
     [0.123457, None, [1.0]]

@@ -23,7 +23,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of that name, if it is there; without a name, a GPU where there is one."""
+    """The device of that name, if it exists; without a name, a GPU where there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
@@ -37,7 +37,7 @@ def device_named(name: str | None) -> torch.device:
 
 
 def devices_named(names: str | None) -> list[str]:
-    """Those in a list with commas; without one all GPUs that are here, or the CPU."""
+    """The devices of a comma-separated list; without one, all GPUs of this machine, or the CPU."""
     if names is not None:
         found = [str(device_named(name.strip())) for name in names.split(",")]
     elif torch.cuda.is_available():
@@ -64,9 +64,9 @@ def hardware(device: torch.device) -> str:
 
 @cache
 def commit() -> str | None:
-    """The commit of this source, marked where it was changed since; None where it is not a checkout.
+    """The commit of this source, marked dirty where it was changed since; None outside a checkout.
 
-    Where the source travels without its history, FLATMIN_COMMIT says which it is.
+    Where the source comes without its history, FLATMIN_COMMIT names the commit.
     """
     if said := os.environ.get("FLATMIN_COMMIT"):
         return said

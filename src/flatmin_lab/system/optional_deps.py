@@ -1,4 +1,4 @@
-"""What the laboratory needs beyond torch, asked for where it is used: a missing package is named, with a way out."""
+"""Packages beyond torch, imported where they are used: a missing one is named, with the command that installs it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def need(module: str, what: str, *, extra: str = "lab") -> Any:
-    """The module; where it is not installed, an ImportError that says what needs it and how to get it."""
+    """Import the module; where it is not installed, an ImportError says what needs it and how to install it."""
     with needed_by(what, extra=extra):
         return import_module(module)
 
 
 @contextmanager
 def needed_by(what: str, *, extra: str = "lab") -> Iterator[None]:
-    """Around imports: the package that is not installed is named. One that is there and broken speaks for itself."""
+    """Around imports: names a package that is not installed. One that is installed and broken raises its own error."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,11 +1,11 @@
-"""The process around a training: its random generators, and torch's switches for determinism.
+"""A run's own random state and torch's determinism switches, and generators that are seeded by their purpose.
 
-A training draws from generators of its own, although torch has one a device: they are put in place while it runs, and
-the caller's come back when it yields. So what a caller draws between two records changes nothing in the training, nor
-the other way round.
+torch has one default generator a device. A training run swaps in its own states while it computes, and the caller's
+come back when it yields. So what a caller draws between two events changes nothing in the run, and the run changes
+nothing that the caller draws.
 
-On a GPU not only the values are its own, but the state that holds them: a CUDA graph draws from the state that it was
-captured with, and two trainings that shared one would write into each other's from two streams.
+On a GPU a run owns the state object too, not only its values: a CUDA graph draws from the state that it was captured
+with, and two runs that shared one would write to it from two streams.
 """
 
 import hashlib
@@ -23,33 +23,33 @@ from flatmin.core.model_state import random_state, set_random_state
 State = Tensor | torch.Generator
 
 
-class Surroundings:
-    """Entered, the world is the training's, with its GPU as the current one; left, it is the caller's."""
+class RandomScope:
+    """In `active()`, default generators, current GPU and determinism switches are the run's; outside, the caller's."""
 
     def __init__(self, device: torch.device, *, deterministic: bool) -> None:
-        self.device, self.devices = device, drawn_from(device)
+        self.device, self.devices = device, generator_devices(device)
         self.deterministic = deterministic
         if deterministic and device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         self.own: dict[torch.device, State] = {}
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         current = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with current, self._own_generators(), _switched(self.deterministic):
+        with current, self._own_generators(), _determinism(self.deterministic):
             yield
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
         outer = {device: _state(device) for device in self.devices}
         for device in self.devices:
-            _put(device, self.own[device] if self.own else _apart(device, outer[device]))
+            _set_state(device, self.own[device] if self.own else _private_copy(device, outer[device]))
         try:
             yield
         finally:
             self.own = {device: _state(device) for device in self.devices}
             for device, state in outer.items():
-                _put(device, state)
+                _set_state(device, state)
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -65,25 +65,25 @@ def _state(device: torch.device) -> State:
     return _generator(device).graphsafe_get_state() if device.type == "cuda" else random_state(device)
 
 
-def _put(device: torch.device, state: State) -> None:
+def _set_state(device: torch.device, state: State) -> None:
     if isinstance(state, Tensor):
         set_random_state(device, state)
     else:
         _generator(device).graphsafe_set_state(state)
 
 
-def _apart(device: torch.device, state: State) -> State:
-    """One with the same values, that nobody else has."""
+def _private_copy(device: torch.device, state: State) -> State:
+    """A state of its own with the same values."""
     return state if isinstance(state, Tensor) else state.clone_state()
 
 
-def drawn_from(device: torch.device) -> list[torch.device]:
-    """The devices whose default generators a training on that one draws from."""
+def generator_devices(device: torch.device) -> list[torch.device]:
+    """The devices whose default generators a run on that device draws from."""
     return list({torch.device("cpu"): None, device: None})
 
 
 def seed_generators(devices: Iterable[torch.device], seed: int) -> None:
-    """The default generators of these devices and no others: `torch.manual_seed` would seed every GPU."""
+    """Seed the default generators of these devices alone: `torch.manual_seed` would seed every GPU."""
     for device in devices:
         if device.type == "cpu":
             torch.default_generator.manual_seed(seed)
@@ -94,8 +94,8 @@ def seed_generators(devices: Iterable[torch.device], seed: int) -> None:
 
 
 @contextmanager
-def _switched(deterministic: bool) -> Iterator[None]:
-    """Deterministic algorithms where asked for, here or before; else cuDNN may choose the fastest ones."""
+def _determinism(deterministic: bool) -> Iterator[None]:
+    """Deterministic algorithms where the run or the caller asks for them; else cuDNN may pick the fastest."""
     before = torch.are_deterministic_algorithms_enabled()
     warn, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark
     switch = deterministic and (warn or not before)
@@ -103,7 +103,7 @@ def _switched(deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not (deterministic or before)
     limit = torch.backends.cudnn.benchmark_limit
-    if limit is not None:  # where there is cuDNN: it looks at all algorithms, not at the first ten
+    if limit is not None:  # where there is cuDNN: try all algorithms, not the first ten
         torch.backends.cudnn.benchmark_limit = 0
     try:
         yield
@@ -115,7 +115,7 @@ def _switched(deterministic: bool) -> Iterator[None]:
             torch.backends.cudnn.benchmark_limit = limit
 
 
-# ---- Random generators that depend on what they are for and on nothing else.
+# ---- generators that depend on their purpose alone
 
 
 def generator(*what: str | SupportsIndex) -> torch.Generator:

@@ -3,7 +3,7 @@
 loop.py               epochs of steps, an evaluation after each, checkpoints in between
 learner.py            model, optimizer, EMA and random numbers, and a step of them
 build.py              data, method, model and base optimizer, as the recipe says
-train_state.py        where a run is between two steps: what a checkpoint holds
+train_state.py        how far a run is between two steps: what a checkpoint holds
 epoch_metrics.py      the means of an epoch, kept on the device
 ema.py                the exponential moving average of the weights
 evaluation.py         logits of a split, and error, NLL and ECE of them
@@ -11,3 +11,7 @@ captured_forward.py   the forward pass in eval mode as a CUDA graph
 ranks.py              the processes that train one model, and what they must agree on
 data_parallel.py      what each rank computes of a step
 """
+
+from flatmin_lab.training.loop import train
+
+__all__ = ["train"]

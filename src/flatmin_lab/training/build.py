@@ -1,7 +1,7 @@
-"""What a recipe asks for, built: its data, its method, its model and its base optimizer.
+"""Builds what a recipe describes: its data, its method, its model and its base optimizer.
 
-Data are prepared the same way for every method with one seed: the validation split for tuning, wrong labels if asked
-for, and the statistics of what is trained on.
+The data are the same for every method with one seed: the validation split for tuning, label noise if requested, and the
+statistics of the training split.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,32 +13,32 @@ from torch.optim import SGD
 
 from flatmin_lab import methods, models
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.label_noise import with_wrong_labels
+from flatmin_lab.data.label_noise import add_label_noise
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.methods import Method
 from flatmin_lab.recipes.recipe import Recipe
 
 
-class Prepared(NamedTuple):
-    data: Dataset  # what it is measured on is its test split, whichever that is
-    which: str  # "test", or "validation"
-    wrong: Tensor  # the places of wrong training labels
+class PreparedData(NamedTuple):
+    data: Dataset  # its test split is what the run is evaluated on, be it test or validation
+    which: str  # "test" or "validation"
+    wrong: Tensor  # indices of wrong training labels
     normalise: Normalisation
 
 
-def prepared(recipe: Recipe, data: Dataset, seed: int) -> Prepared:
-    """The same for every method with that seed."""
+def prepare_data(recipe: Recipe, data: Dataset, seed: int) -> PreparedData:
+    """Validation split, label noise and normalisation, the same for every method with that seed."""
     which = "validation" if recipe.validation else "test"
     chosen = data.held_out(seed) if recipe.validation else data
-    noisy, wrong = with_wrong_labels(chosen, recipe.label_noise, seed=seed)
-    return Prepared(noisy, which, wrong, Normalisation.of(noisy.train))
+    noisy, wrong = add_label_noise(chosen, recipe.label_noise, seed=seed)
+    return PreparedData(noisy, which, wrong, Normalisation.of(noisy.train))
 
 
 class ClippedSGD(SGD):
-    """SGD that clips the norm of the gradient that it steps with: after the closure, after a scaler has unscaled it.
+    """SGD that clips the norm of the gradient it steps with: after the closure, after a scaler has unscaled it.
 
-    A step-pre-hook would come before the closure, and clip the gradient of the step before. (Hooks may run twice a
-    step, for SGD's own step has them too; there are none here.)
+    A step-pre-hook would run before the closure, and clip the gradient of the previous step. (Hooks may run twice a
+    step, because SGD's own step runs them too; there are none here.)
     """
 
     def __init__(self, params: Iterable[Tensor], *, clip_norm: float, **settings: Any) -> None:
@@ -57,7 +57,7 @@ class ClippedSGD(SGD):
 
 
 def build_sgd(recipe: Recipe, model: nn.Module) -> SGD:
-    """Torch's own, which a captured step has a kernel for, unless there is something to clip."""
+    """SGD of torch, which a captured step has a kernel for, unless gradients are clipped."""
     settings: dict[str, Any] = {
         "lr": recipe.lr,
         "momentum": recipe.momentum,
@@ -69,12 +69,12 @@ def build_sgd(recipe: Recipe, model: nn.Module) -> SGD:
     return ClippedSGD(model.parameters(), clip_norm=recipe.clip_norm, **settings)
 
 
-def method_of(recipe: Recipe, normalise: Normalisation) -> Method:
+def build_method(recipe: Recipe, normalise: Normalisation) -> Method:
     return methods.build(recipe.method, normalise=normalise, **recipe.settings)
 
 
 def build_model(recipe: Recipe, data: Dataset, method: Method) -> nn.Module:
-    """The recipe's model for data set and method, with first weights from torch's generator."""
+    """The recipe's model for data set and method; torch's generator draws its initial weights."""
     sizes = {"num_classes": data.num_classes, "in_channels": data.in_channels}
     model = models.build(recipe.model, dropout=method.dropout, **sizes, **recipe.model_settings)
     return model.to(memory_format=torch.channels_last) if recipe.channels_last else model  # type: ignore[call-overload]

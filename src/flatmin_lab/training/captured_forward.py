@@ -1,8 +1,8 @@
-"""A model's answers in eval mode, a full batch of them as the replay of a CUDA graph.
+"""A model's forward pass in eval mode, replayed as a CUDA graph for full batches.
 
-A training measures its model after every epoch, always with the same weights in memory: their numbers change, their
-place does not. So the forward pass for a full batch is captured once and lasts for the whole training; the last,
-smaller batch of a split runs as it is, and so does everything on a CPU. The kernels are the same, and so are the bits.
+A run evaluates its model after every epoch, always with the same weight tensors: their values change, their memory does
+not. So the forward pass of a full batch is captured once for the whole run; the last, smaller batch of a split runs
+eagerly, and so does everything on a CPU. The kernels are the same, and so are the bits.
 """
 
 import torch
@@ -13,52 +13,52 @@ from flatmin.core.model_state import eval_mode
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 
-FULL = 500  # pictures in a full batch
-WARM = 3  # passes before a capture: cuDNN's search, memory
+EVAL_BATCH_SIZE = 500  # images; the size of batch that is captured
+WARMUP_PASSES = 3  # before a capture: cuDNN searches for algorithms, and memory is allocated
 
 
-class Answers:
+class CapturedForward:
     """A function from inputs to logits: the model in eval mode, without gradients.
 
     >>> model = nn.Sequential(nn.Dropout(0.5), nn.Flatten())
-    >>> Answers(model)(torch.ones(1, 1, 2)), model.training
+    >>> CapturedForward(model)(torch.ones(1, 1, 2)), model.training
     (tensor([[1., 1.]]), True)
     """
 
-    def __init__(self, model: nn.Module, *, full: int = FULL, capture: bool = True) -> None:
-        self.model, self.full, self.capture = model, full, capture
+    def __init__(self, model: nn.Module, *, batch_size: int = EVAL_BATCH_SIZE, capture: bool = True) -> None:
+        self.model, self.batch_size, self.capture = model, batch_size, capture
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._held: object = None  # what the graph holds fast
+        self._captured_for: object = None  # input layout and weight addresses that the graph was captured with
 
     def prepare(self, split: Split, normalise: Normalisation) -> None:
-        """Capture now what would be captured later, so that its memory is taken from the start."""
-        if self.capture and split.x.is_cuda and len(split) >= self.full:
-            self(normalise(split.x[: self.full]))
+        """Capture now rather than at the first evaluation, so that its memory is taken from the start."""
+        if self.capture and split.x.is_cuda and len(split) >= self.batch_size:
+            self(normalise(split.x[: self.batch_size]))
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.capture or not x.is_cuda or len(x) != self.full:
-            return self._plainly(x)
-        if self._held != (held := self._holds(x)):
-            self._held, self.graph = held, None
-            self._try(x)
+        if not self.capture or not x.is_cuda or len(x) != self.batch_size:
+            return self._run_eager(x)
+        if self._captured_for != (signature := self._signature(x)):
+            self._captured_for, self.graph = signature, None
+            self._capture(x)
         if self.graph is None:
-            return self._plainly(x)
+            return self._run_eager(x)
         self.x.copy_(x)
         self.graph.replay()
         return self.logits.clone()
 
-    def _plainly(self, x: Tensor) -> Tensor:
+    def _run_eager(self, x: Tensor) -> Tensor:
         with eval_mode(self.model):
             logits: Tensor = self.model(x)
         return logits
 
-    def _holds(self, x: Tensor) -> object:
+    def _signature(self, x: Tensor) -> object:
         tensors = (*self.model.parameters(), *self.model.buffers())
         return x.shape, x.stride(), x.dtype, x.device, [tensor.data_ptr() for tensor in tensors]
 
-    def _try(self, x: Tensor) -> None:
-        """Capture a pass; what cannot be captured is computed as it is. A lack of memory is not hidden."""
+    def _capture(self, x: Tensor) -> None:
+        """Capture a pass; a model that cannot be captured runs eagerly. Running out of memory is not hidden."""
         self.x = x.clone()
         stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(x.device))
@@ -68,7 +68,7 @@ class Answers:
                 capturable_generator(torch.cuda.default_generators[x.device.index or 0], x.device),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
-                self.logits = self._plainly(self.x)
+                self.logits = self._run_eager(self.x)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -78,9 +78,9 @@ class Answers:
     def _warm_up(self, stream: torch.cuda.Stream) -> None:
         try:
             with torch.cuda.stream(stream):
-                for _ in range(WARM):
-                    self._plainly(self.x)
+                for _ in range(WARMUP_PASSES):
+                    self._run_eager(self.x)
                 with no_host_sync():
-                    self._plainly(self.x)
-        finally:  # also where it broke off: what it had begun reads x and the weights
+                    self._run_eager(self.x)
+        finally:  # also after an error: kernels already started read x and the weights
             torch.cuda.current_stream(self.x.device).wait_stream(stream)

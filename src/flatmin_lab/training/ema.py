@@ -1,7 +1,7 @@
-"""The running average of a model's weights and buffers: ē ← d·ē + (1 − d)·θ after every step, starting at the first θ.
+"""The exponential moving average of weights and buffers: ē ← d·ē + (1 − d)·θ after every step, from the first θ on.
 
-Torch's `AveragedModel`, but for one thing: that one copies its count of steps to the device in every step, and so makes
-the host wait for it.
+torch's `AveragedModel` with one change: that class copies its step count to the device in every step, which makes the
+host wait.
 """
 
 from collections import defaultdict
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
-class Average(AveragedModel):
-    """`module` is the average; `update_parameters(model)` takes the model's present weights in.
+class EMA(AveragedModel):
+    """`module` is the averaged model; `update_parameters(model)` adds the model's present weights.
 
     >>> model = nn.Linear(1, 1, bias=False)
-    >>> average = Average(model, decay=0.75)
+    >>> ema = EMA(model, decay=0.75)
     >>> for value in (1.0, 5.0):
     ...     _ = nn.init.constant_(model.weight, value)
-    ...     average.update_parameters(model)
-    >>> average.module.weight.item()
+    ...     ema.update_parameters(model)
+    >>> ema.module.weight.item()
     2.0
     """
 
@@ -37,7 +37,7 @@ class Average(AveragedModel):
             averages.append(mine)
             values.append(theirs)
         for averages, values in kinds.values():
-            if self.n_averaged == 0:  # it lies on the CPU
+            if self.n_averaged == 0:  # the counter is on the CPU
                 torch._foreach_copy_(averages, values)
             else:
                 self.decayed(averages, values, self.n_averaged)

@@ -1,7 +1,7 @@
-"""What a trained model is worth: its logits for a whole split, in eval mode and float32, and measures of them.
+"""Evaluation: the logits of a whole split, in eval mode and float32, and error, NLL and ECE of them.
 
-Evaluation is at θ, never at θ + Δ, and does not depend on the precision that the model was trained in. A model that has
-diverged is measured too: a row of logits that has no probabilities is a wrong answer.
+Evaluation is at θ, never at θ + Δ, and does not depend on the precision of training. A diverged model is evaluated too:
+a row of logits without probabilities counts as wrong.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.system.json_data import number
-from flatmin_lab.training.captured_forward import FULL
+from flatmin_lab.training.captured_forward import EVAL_BATCH_SIZE
 
 MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "error": metrics.error,
@@ -31,12 +31,12 @@ def logits_of(
     split: Split,
     normalise: Normalisation,
     *,
-    batch_size: int = FULL,
+    batch_size: int = EVAL_BATCH_SIZE,
     stop: Callable[[], object] = lambda: None,
 ) -> Tensor | None:
-    """The logits (N, K) of all pictures in their order; None where `stop()` became true meanwhile.
+    """The logits (N, K) of all images in order; None where `stop()` became true meanwhile.
 
-    The model is a module, or a function that knows its own mode (`Answers`).
+    The model is a module, or a function that sets eval mode itself (`CapturedForward`).
     """
     parts = []
     with eval_mode(model):
@@ -47,10 +47,10 @@ def logits_of(
     return torch.cat(parts)
 
 
-def measured(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Error, NLL and ECE as numbers; None where one is not finite, which JSON cannot say.
+def score_logits(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
+    """Error, NLL and ECE as numbers; None where one is not finite, which JSON cannot hold.
 
-    >>> measured(torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))
+    >>> score_logits(torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))
     {'error': 0.5, 'nll': None, 'ece': None}
     """
     answered = metrics.has_probabilities(logits)
@@ -60,10 +60,10 @@ def measured(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
     return {name: number(measure(logits, labels)) for name, measure in MEASURES.items()}
 
 
-def bins_of(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
-    """The reliability bins as lists, over the rows that have probabilities.
+def reliability_bins(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
+    """The bins of a reliability diagram as lists, over the rows that have probabilities.
 
-    >>> bins_of(torch.tensor([[9.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))["number"][-1]
+    >>> reliability_bins(torch.tensor([[9.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))["number"][-1]
     1
     """
     answered = metrics.has_probabilities(logits)

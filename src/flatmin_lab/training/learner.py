@@ -1,17 +1,17 @@
-"""Everything that changes while a model is trained (weights, optimizer, averages, random numbers), and a step of it.
+"""Everything that changes while a model is trained (weights, optimizer, EMA, random states), and a step of it.
 
-Ordinary training is AMP with a radius of 0, which is the base optimizer itself, bit for bit; so there is one form of a
-step, whatever the method and the precision, `flatmin.captured_step`. Of a batch it is given which pictures it has, and
-their random numbers; the rest is done on the device, on a GPU as the replay of one CUDA graph:
+Ordinary training is AMP with a radius of 0, which is the base optimizer itself, bit for bit. So there is one form of a
+step for every method and precision, `flatmin.captured_step`. Its inputs are the indices of a batch and their random
+numbers; the rest runs on the device, on a GPU as the replay of one CUDA graph:
 
     x, y = batches.at(index, u)
     x, target = regulariser.batch(model, x, y)
     optimizer.step(closure, scaler=scaler)
 
-The first weights and the first random state depend on the seed alone, and are made on the CPU: every method, on every
-device, begins with the same ones. `tensors` and `state` are what a checkpoint holds, and `load` takes.
+The initial weights and random state depend on the seed alone, and are made on the CPU: every method, on every device,
+starts with the same ones. `tensors` and `state` are what a checkpoint holds, and `load` restores them.
 
-One of several ranks (`join`) does its share of each step, and is the same learner as the others: see data_parallel.py.
+On several ranks (`join`) each learner computes its shard of every step, and all stay equal: see data_parallel.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,17 +29,17 @@ from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.checkpoint import Checkpoint
-from flatmin_lab.system.rng import drawn_from, generator, seed_generators
-from flatmin_lab.training.build import build_model, build_sgd, method_of
-from flatmin_lab.training.data_parallel import Shares
-from flatmin_lab.training.ema import Average
-from flatmin_lab.training.ranks import Team
+from flatmin_lab.system.rng import generator, generator_devices, seed_generators
+from flatmin_lab.training.build import build_method, build_model, build_sgd
+from flatmin_lab.training.data_parallel import BatchSharding
+from flatmin_lab.training.ema import EMA
+from flatmin_lab.training.ranks import RankGroup
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Learner:
-    """A model on its way. Its random numbers come from the device's default generator."""
+    """A model in training. Its random numbers come from the device's default generator."""
 
     def __init__(
         self,
@@ -52,29 +52,31 @@ class Learner:
         capture: bool = True,
     ) -> None:
         self.recipe, self.batches, self.device, self.capture = recipe, batches, device, capture
-        self.method = method_of(recipe, batches.normalise)
+        self.method = build_method(recipe, batches.normalise)
         seed_generators([torch.device("cpu")], generator("weights", seed).initial_seed())
         self.model = build_model(recipe, data, self.method).to(device)
-        seed_generators(drawn_from(self.device), generator("training", seed).initial_seed())
+        seed_generators(generator_devices(self.device), generator("training", seed).initial_seed())
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
-        self.average = None if recipe.ema is None else Average(self.model, decay=recipe.ema)
-        self.notes: list[str] = []  # why steps are not captured, or not compiled, that were to be
-        self.shares: Shares | None = None
+        self.ema = None if recipe.ema is None else EMA(self.model, decay=recipe.ema)
+        self.notes: list[str] = []  # why steps are not captured or compiled although they should be
+        self.sharding: BatchSharding | None = None
         self._assemble(self.model, None)
 
-    def _assemble(self, model: nn.Module, shares: Shares | None) -> None:
-        """A step of the model, which for `shares` is inside one that speaks to other ranks."""
+    def _assemble(self, model: nn.Module, sharding: BatchSharding | None) -> None:
+        """Build the step of the model, which with `sharding` is wrapped in DistributedDataParallel."""
         recipe, regulariser = self.recipe, self.method.regulariser
         base = build_sgd(recipe, self.model)
         wrapped = self.method.wrap(base, model)
         self.optimizer = wrapped if isinstance(wrapped, PerturbedOptimizer) else flatmin.AMP(base, epsilon=0.0)
-        batch: Any = _batch_of(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
-        if shares is not None:
-            asks = self.model if regulariser.name == "adversarial" else None
-            batch = shares.batch_of(batch, self.batches.split.y, mixes=regulariser.name == "mixup", asks=asks)
-        self.taken = flatmin.captured_step(
+        batch: Any = _make_batch(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
+        if sharding is not None:
+            attacked = self.model if regulariser.name == "adversarial" else None
+            batch = sharding.batch_of(
+                batch, self.batches.split.y, is_mixup=regulariser.name == "mixup", attacked=attacked
+            )
+        self.train_step = flatmin.captured_step(
             model,
-            _loss_of(regulariser, shares),
+            _make_loss(regulariser, sharding),
             self.optimizer,
             autocast=AUTOCAST.get(recipe.precision),
             compile=recipe.compile,
@@ -82,27 +84,27 @@ class Learner:
             scaler=self.scaler,
             capture=self.capture,
         )
-        self.taken.say = self.notes.append
+        self.train_step.say = self.notes.append
 
-    def rehearse(self, team: Team) -> None:
-        """Before it is one of several, where there are several: does its share of a step go well?"""
-        if team.size > 1:
-            self.shares = Shares(team, self.device)
-            self.shares.rehearse(self.taken.spec, *next(self.batches.parts(0)))
+    def rehearse(self, ranks: RankGroup) -> None:
+        """On several ranks, before they join: try this rank's shard of a step."""
+        if ranks.size > 1:
+            self.sharding = BatchSharding(ranks, self.device)
+            self.sharding.rehearse(self.train_step.spec, *next(self.batches.parts(0)))
 
     def join(self) -> None:
-        """From now on it is one of them; all ranks call it, when all have rehearsed."""
-        if self.shares is not None:
-            self._assemble(self.shares.meet(self.taken.spec), self.shares)
+        """Connect to the other ranks; all ranks call it, once all have rehearsed."""
+        if self.sharding is not None:
+            self._assemble(self.sharding.replicate(self.train_step.spec), self.sharding)
 
     def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
-        """One step on the batch of these pictures; what it measured, as tensors on the device."""
+        """One step on the batch of these images; what it measured, as tensors on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss, error = self.taken(index, u)
+        loss, error = self.train_step(index, u)
         self.scaler.update()
-        if self.average is not None:
-            self.average.update_parameters(self.model)
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
         return self._measured(loss, error)
 
     def _measured(self, loss: Tensor, error: Tensor) -> dict[str, Tensor]:
@@ -112,30 +114,30 @@ class Learner:
         for name in ("delta_norm", "grad_norm", "on_ball", "skipped"):
             if (value := getattr(last, name)) is not None:
                 measured[name] = value
-        if self.shares is not None and not self.optimizer.sync_perturbation:
-            return self.shares.mean(measured)
+        if self.sharding is not None and not self.optimizer.sync_perturbation:
+            return self.sharding.mean(measured)
         return measured
 
     def is_finite(self) -> bool:
         tensors = [t for t in self.model.state_dict().values() if t.is_floating_point()]
         return bool(torch.stack([t.isfinite().all() for t in tensors]).all())
 
-    # ---- in and out of a checkpoint
+    # ---- checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
         optimizer = self.optimizer.state_dict()["state"]
         parts: dict[str, Mapping[str, Any]] = {
             "model": self.model.state_dict(),
             "optimizer": {f"{i}.{key}": value for i, values in optimizer.items() for key, value in values.items()},
-            "random": {device.type: random_state(device) for device in drawn_from(self.device)},
+            "random": {device.type: random_state(device) for device in generator_devices(self.device)},
         }
-        if self.average is not None:
-            parts["average"] = self.average.state_dict()
+        if self.ema is not None:
+            parts["average"] = self.ema.state_dict()
         named = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def state(self) -> dict[str, Any]:
-        """What of the optimizer and the scaler is not a tensor."""
+        """The state of optimizer and scaler that is not tensors."""
         optimizer = self.optimizer.state_dict()
         numbers = {
             str(i): {key: value for key, value in values.items() if not isinstance(value, Tensor)}
@@ -144,10 +146,10 @@ class Learner:
         return {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: in place, so the weights keep their storage and memory format."""
+        """Restore a checkpoint in place, so the weights keep their storage and memory format."""
         self.model.load_state_dict(checkpoint.part("model"))
-        if self.average is not None:
-            self.average.load_state_dict(checkpoint.part("average"))
+        if self.ema is not None:
+            self.ema.load_state_dict(checkpoint.part("average"))
         saved = checkpoint.state["optimizer"]
         state = {int(i): dict(values) for i, values in saved["state"].items()}
         for name, tensor in checkpoint.part("optimizer").items():
@@ -157,26 +159,28 @@ class Learner:
         self._lay_out_moments()
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         random = checkpoint.part("random")
-        for device in drawn_from(self.device):
-            if device.type in random:  # not where training goes on on another kind of device
+        for device in generator_devices(self.device):
+            if device.type in random:  # not where training resumes on another kind of device
                 set_random_state(device, random[device.type])
 
     def _lay_out_moments(self) -> None:
-        """In memory as the weights are (channels-last), which a file does not keep: mixed layouts are slow."""
+        """Give momentum the weights' memory format (channels-last), which a file does not keep: mixed ones are slow."""
         for param, values in self.optimizer.state.items():
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
                     values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
-# ---- what a step computes, without the learner: a graph that held it would be freed late, and its memory with it
+# ---- a step's functions, without a reference to the learner: a graph that held it would be freed late
 
 
-def _batch_of(
+def _make_batch(
     model: nn.Module, batches: Batches, regulariser: Regulariser, *, channels_last: bool
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Any]]:
     def batch(index: Tensor, u: Tensor) -> tuple[Tensor, Any]:
-        with torch.autocast(index.device.type, enabled=False):  # pictures are made in float32, whatever the precision
+        with torch.autocast(
+            index.device.type, enabled=False
+        ):  # images are normalised in float32, whatever the precision
             x, y = batches.at(index, u)
         if channels_last and x.ndim == 4:
             x = x.to(memory_format=torch.channels_last)
@@ -185,12 +189,12 @@ def _batch_of(
     return batch
 
 
-def _loss_of(regulariser: Regulariser, shares: Shares | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The loss, and the error of the batch; a function that torch.compile can take, with nothing else in it."""
+def _make_loss(regulariser: Regulariser, sharding: BatchSharding | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A function for loss and error of the batch, which torch.compile can take."""
     loss = regulariser.loss
 
     def loss_and_error(model: nn.Module, x: Tensor, target: Tensor | Mixed, *part: slice) -> tuple[Tensor, Tensor]:
-        logits = model(x) if shares is None else shares.logits(model, x, part[0], len(_labels(target)))
+        logits = model(x) if sharding is None else sharding.logits(model, x, part[0], len(_labels(target)))
         wrong = logits.detach().argmax(dim=1) != _labels(target)
         return loss(logits.float(), target), wrong.float().mean()
 
@@ -198,5 +202,5 @@ def _loss_of(regulariser: Regulariser, shares: Shares | None) -> Callable[..., t
 
 
 def _labels(target: Tensor | Mixed) -> Tensor:
-    """The label that counts most."""
+    """The label with the larger share."""
     return torch.where(target.share >= 0.5, target.y, target.partner) if isinstance(target, Mixed) else target

@@ -1,8 +1,8 @@
-"""Where a training is, in the middle, and how that goes into its folder and comes out again.
+"""The state of a run between two steps, saved to its folder and restored from it.
 
-After `batch` batches of `epoch` (from 0) there are its learner, the sums of this epoch and the lines of those before. A
-checkpoint holds all of it, so that the training goes on to the same bits as if it had never been left. Of several ranks
-the first one alone has the folder: it reads the checkpoint, and tells the others.
+After `batch` batches of `epoch` (from 0) it is the learner, the sums of this epoch and the lines of earlier ones. A
+checkpoint holds all of it, so a run is resumed bit for bit. Of several ranks only the main one has the folder: it reads
+the checkpoint, and broadcasts it to the others.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,25 +12,32 @@ from typing import Any
 import torch
 
 from flatmin_lab.runs.checkpoint import Checkpoint
-from flatmin_lab.runs.events import Note, Record, Saved
+from flatmin_lab.runs.events import Event, Note, Saved
 from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.system.machine import facts
-from flatmin_lab.training.epoch_metrics import Tally
+from flatmin_lab.training.epoch_metrics import EpochMetrics
 from flatmin_lab.training.learner import Learner
-from flatmin_lab.training.ranks import Team
+from flatmin_lab.training.ranks import RankGroup
 
-SAME_BITS = ("hardware", "threads", "torch", "flatmin", "commit", "ranks")  # what must be the same for the same bits
+SAME_BITS = (
+    "hardware",
+    "threads",
+    "torch",
+    "flatmin",
+    "commit",
+    "ranks",
+)  # a resumed run has the same bits only if these are equal
 
 
-class Middle:
-    """At first the beginning."""
+class TrainState:
+    """Starts at step 0; `resume` loads the newest checkpoint."""
 
-    def __init__(self, learner: Learner, device: torch.device, team: Team) -> None:
-        self.learner, self.device, self.team = learner, device, team
+    def __init__(self, learner: Learner, device: torch.device, ranks: RankGroup) -> None:
+        self.learner, self.device, self.ranks = learner, device, ranks
         self.epoch = self.batch = 0
-        self.tally = Tally()
+        self.metrics = EpochMetrics()
         self.lines: list[dict[str, Any]] = []
-        self.before = 0.0  # seconds of training, when it was gone on with
+        self.seconds_before = 0.0  # of training, before the run was resumed
         self.since = self.saved_at = monotonic()
 
     @property
@@ -38,52 +45,52 @@ class Middle:
         return self.epoch * len(self.learner.batches) + self.batch
 
     def seconds(self) -> float:
-        """Of training, over all the times that it was gone on with."""
-        return self.before + monotonic() - self.since
+        """Seconds of training, over all resumptions."""
+        return self.seconds_before + monotonic() - self.since
 
     def end_epoch(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
-        self.epoch, self.batch, self.tally = self.epoch + 1, 0, Tally()
+        self.epoch, self.batch, self.metrics = self.epoch + 1, 0, EpochMetrics()
 
-    # ---- in and out of the folder
+    # ---- the run folder
 
-    def go_on(self, folder: RunFolder | None) -> Iterator[Record]:
-        """From the folder's newest checkpoint, if there is one."""
+    def resume(self, folder: RunFolder | None) -> Iterator[Event]:
+        """Resume from the folder's newest checkpoint, if there is one."""
         self.since = self.saved_at = monotonic()
-        with self.team.together():
-            saved = None if folder is None else folder.newest()
-        saved = self.team.told(saved)
+        with self.ranks.raise_together():
+            saved = None if folder is None else folder.newest_checkpoint()
+        saved = self.ranks.broadcast(saved)
         if saved is not None:
             self._load(saved)
-            yield from self._other_machine(saved.state["facts"])
-        with self.team.together():
+            yield from self._note_other_machine(saved.state["facts"])
+        with self.ranks.raise_together():
             if folder is not None:
                 folder.begin_metrics(self.lines, step=self.step)
         if folder is not None:
-            yield from folder.told()
+            yield from folder.take_notes()
 
     def _load(self, saved: Checkpoint) -> None:
         self.learner.load(saved)
         self.epoch, self.batch = saved.state["epoch"], saved.state["batch"]
-        self.tally.load(saved.state["sums"])
+        self.metrics.load(saved.state["sums"])
         self.lines = list(saved.state["lines"])
-        self.before, self.since = saved.state["seconds"], monotonic()
+        self.seconds_before, self.since = saved.state["seconds"], monotonic()
 
-    def _other_machine(self, before: Mapping[str, Any]) -> Iterator[Record]:
-        then, now = ({"ranks": 1, **told} for told in (before, team_facts(self.device, self.team)))
+    def _note_other_machine(self, before: Mapping[str, Any]) -> Iterator[Event]:
+        then, now = ({"ranks": 1, **known} for known in (before, run_facts(self.device, self.ranks)))
         apart = [f"{key} {then[key]} then, {now[key]} now" for key in SAME_BITS if then.get(key) != now[key]]
         if apart:
-            yield Note(f"going on elsewhere ({'; '.join(apart)}): right, but perhaps not to the same bits")
+            yield Note(f"resumed elsewhere ({'; '.join(apart)}): correct, but perhaps not bit for bit")
 
     def save(self, folder: RunFolder) -> Saved:
-        """A checkpoint, between two steps."""
+        """Write a checkpoint, between two steps."""
         state = {
             "epoch": self.epoch,
             "batch": self.batch,
-            "sums": self.tally.sums,
+            "sums": self.metrics.sums,
             "lines": self.lines,
             "seconds": self.seconds(),
-            "facts": team_facts(self.device, self.team),
+            "facts": run_facts(self.device, self.ranks),
             **self.learner.state(),
         }
         path = folder.save(self.step, Checkpoint(self.learner.tensors(), state))
@@ -91,6 +98,6 @@ class Middle:
         return Saved(path, self.step)
 
 
-def team_facts(device: torch.device, team: Team) -> dict[str, Any]:
-    """What a number was measured with, and on how many ranks, if there are several."""
-    return facts(device) | ({"ranks": team.size} if team.size > 1 else {})
+def run_facts(device: torch.device, ranks: RankGroup) -> dict[str, Any]:
+    """The machine that a number was measured with, and the number of ranks, if several."""
+    return facts(device) | ({"ranks": ranks.size} if ranks.size > 1 else {})

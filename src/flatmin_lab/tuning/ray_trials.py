@@ -10,13 +10,13 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.execution.cluster.task_queue import Ended, Losses, Lost
 from flatmin_lab.execution.process_pool import Died, Stop
-from flatmin_lab.runs.events import Note, Record, Stopped
+from flatmin_lab.runs.events import Event, Note, Stopped
 from flatmin_lab.tuning.trial import PRUNED, Task, on_data
 
 
 def spread_trials(
     tasks: Iterator[Task], count: int, data: Dataset, crew: Crew, pruned: Set[int], stop: Stop
-) -> Iterator[tuple[Task, tuple[int, Record] | Died]]:
+) -> Iterator[tuple[Task, tuple[int, Event] | Died]]:
     """What is said of each of about so many tasks; where nobody is there to train them, `NoNodeError`.
 
     Those that come to be in `pruned` are asked to stop.
@@ -53,7 +53,7 @@ class _Trials:
         self.count = 0 if new is None else max(self.count - 1, 0)
         return None if new is None else (new, self.data)
 
-    def missed(self, task: Task, lost: Lost, node: str) -> Record:
+    def missed(self, task: Task, lost: Lost, node: str) -> Event:
         """Its hand has gone: again, with another one."""
         if task.draw.number in self.pruned:
             return Stopped(PRUNED, 0)

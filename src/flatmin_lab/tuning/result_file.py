@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.tuning.result import State, Trial, Tuning
 from flatmin_lab.tuning.search_space import Measure, knobs_of
@@ -17,7 +17,7 @@ TRIAL = "trial-"  # the run folders' names begin so
 
 
 def write(folder: Path, tuning: Tuning) -> None:
-    with written_whole(folder / FILE) as file:
+    with atomic_write(folder / FILE) as file:
         file.write((json.dumps(tuning.as_json(), indent=2, allow_nan=False) + "\n").encode())
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from flatmin_lab.methods import METHODS, resolved
+from flatmin_lab.methods import METHODS, resolve_settings
 from flatmin_lab.recipes.recipe import Recipe
 
 Measure = Literal["error", "nll"]
@@ -121,7 +121,7 @@ class Search:
 
     def usual(self) -> dict[str, float]:
         """What would be trained without tuning, as far as it is looked for: the first trial."""
-        known = {**self.recipe.as_json(), **resolved(self.recipe.method, self.recipe.settings)}
+        known = {**self.recipe.as_json(), **resolve_settings(self.recipe.method, self.recipe.settings)}
         return {knob.name: known[knob.name] for knob in self.knobs if knob.low <= known[knob.name] <= knob.high}
 
     def identity(self, data_sha256: str) -> dict[str, Any]:

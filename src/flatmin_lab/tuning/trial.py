@@ -13,7 +13,7 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load
 from flatmin_lab.execution.process_pool import Stop
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.runs.events import DivergedError, Epoch, Failed, Finished, Progress, Record, Started, Stopped
+from flatmin_lab.runs.events import DivergedError, Epoch, Event, Failed, Finished, Progress, Started, Stopped
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning.study import Draw
 
@@ -40,23 +40,23 @@ class Task(NamedTuple):
         return self._replace(folder=folder / self.folder.name)
 
 
-def is_pruned(record: Record) -> bool:
+def is_pruned(record: Event) -> bool:
     return isinstance(record, Stopped) and record.reason == PRUNED
 
 
-def work(task: Task, stop: Stop) -> Iterator[tuple[int, Record]]:
+def work(task: Task, stop: Stop) -> Iterator[tuple[int, Event]]:
     """In a process of its own."""
     yield from on_data(task, _data(task.recipe.data, task.root, task.recipe.size), stop)
 
 
-def on_data(task: Task, data: Dataset, stop: Stop) -> Iterator[tuple[int, Record]]:
+def on_data(task: Task, data: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
     """As it is trained, by its number."""
     for record in trained(task, data, stop):
         if not isinstance(record, Progress):
             yield task.draw.number, record
 
 
-def trained(task: Task, data: Dataset, stop: Stop) -> Iterator[Record]:
+def trained(task: Task, data: Dataset, stop: Stop) -> Iterator[Event]:
     """A trial's training, from its beginning or from where it was left; epochs from before are told again."""
 
     def asked() -> str | None:

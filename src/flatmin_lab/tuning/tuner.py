@@ -23,9 +23,9 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.execution.process_pool import Died, Stop, in_processes
 from flatmin_lab.runs import config as run_config
-from flatmin_lab.runs.events import BusyError, Epoch, Failed, Finished, Record, RunError, Stopped
-from flatmin_lab.runs.result_store import tidy
-from flatmin_lab.system.files import lock, sweep
+from flatmin_lab.runs.events import BusyError, Epoch, Event, Failed, Finished, RunError, Stopped
+from flatmin_lab.runs.result_store import remove_old_checkpoints
+from flatmin_lab.system.files import lock, remove_temporary_files
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning import result_file
@@ -50,7 +50,7 @@ def tune(
     checkpoint_epochs: int = 1,
     crew: Crew | None = None,
     stop: Stop = lambda: None,
-) -> Iterator[tuple[Draw, Record]]:
+) -> Iterator[tuple[Draw, Event]]:
     """The records of all trials as they come; a pruned one ends with Stopped("pruned").
 
     With one worker, which is the default for one device, the same call gives the same trials. More are processes of
@@ -76,7 +76,7 @@ def tune(
         )
         tuning.check()
         tasks = tuning.tasks()
-        told: Iterator[tuple[Task, tuple[int, Record] | Died]]
+        told: Iterator[tuple[Task, tuple[int, Event] | Died]]
         if crew is not None:
             told = spread_trials(tasks, tuning.left(), data, crew, tuning.pruned, stop)
         else:
@@ -104,7 +104,7 @@ def _held(folder: Path) -> Iterator[None]:
             lock(held, f"another process is tuning in {folder}; wait for it to end, or choose another with --out")
         except BlockingIOError as error:
             raise BusyError(str(error)) from error
-        sweep(folder)
+        remove_temporary_files(folder)
         yield
 
 
@@ -162,7 +162,7 @@ class _Tuning:
 
     # ---- what is heard of it
 
-    def heard(self, task: Task, record: Record) -> Record | None:
+    def heard(self, task: Task, record: Event) -> Event | None:
         """The record; a trial may have ended otherwise than its training thinks, and what came after does not count."""
         number = task.draw.number
         if isinstance(record, Epoch):
@@ -175,11 +175,11 @@ class _Tuning:
             record = self._ended(task, record)
             self.busy.pop(number)
             if not isinstance(record, Stopped) or is_pruned(record):
-                tidy(task.folder)
+                remove_old_checkpoints(task.folder)
             self.write()
         return record
 
-    def _ended(self, task: Task, record: Finished | Failed | Stopped) -> Record:
+    def _ended(self, task: Task, record: Finished | Failed | Stopped) -> Event:
         number = task.draw.number
         if number in self.pruned:
             return Stopped(PRUNED, 0)  # whatever its training did until it saw the file
@@ -224,7 +224,7 @@ class _Tuning:
         result_file.write(self.folder, tuning)
 
 
-def _here(tasks: Iterator[Task], data: Dataset, stop: Stop) -> Iterator[tuple[Task, tuple[int, Record]]]:
+def _here(tasks: Iterator[Task], data: Dataset, stop: Stop) -> Iterator[tuple[Task, tuple[int, Event]]]:
     """In this process, one after the other."""
     while not stop() and (task := next(tasks, None)) is not None:
         for record in trained(task, data, stop):

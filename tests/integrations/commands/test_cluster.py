@@ -30,9 +30,9 @@ from flatmin_lab.execution.cluster.run_queue import spread
 from flatmin_lab.execution.cluster.scheduler import Crew, joined
 from flatmin_lab.execution.runner import How, Run
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started
-from flatmin_lab.runs.open_folder import hold
-from flatmin_lab.runs.result_store import Ledger
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
+from flatmin_lab.runs.open_folder import lock_folder
+from flatmin_lab.runs.result_store import ResultStore
 
 SOURCE = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -219,8 +219,8 @@ def test_a_run_that_is_lost_three_times_has_failed_and_the_others_go_on(
 ) -> None:
     node = add()
     runs = [Run(Job(tiny_recipe(name=name, epochs=epochs), 0)) for name, epochs in (("doomed", 2000), ("sound", 3))]
-    how = How(Ledger(tmp_path / "results", tmp_path / "runs"))
-    told: list[tuple[int, Record]] = []
+    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
+    told: list[tuple[int, Event]] = []
     with joined(cluster.address) as crew:
         for number, record in spread(runs, how, crew, {"tiny": tiny_data()}):
             told.append((number, record))
@@ -232,7 +232,7 @@ def test_a_run_that_is_lost_three_times_has_failed_and_the_others_go_on(
     assert isinstance(failed, Failed)
     assert re.match("lost 3 times with its worker, at last on node .* try again with --retry", failed.what)
     assert sum(isinstance(record, Note) and "tried again" in record.text for _, record in told) == 2
-    assert [how.ledger.state(run.job) for run in runs] == ["failed", "done"]
+    assert [how.store.state(run.job) for run in runs] == ["failed", "done"]
 
 
 def slow_runs(count: int, epochs: int = 600) -> list[Run]:
@@ -245,8 +245,8 @@ def test_a_node_that_kills_whatever_works_there_fails_no_run(
 ) -> None:
     """As one does whose memory is too small: what it lost goes to another, and it rests."""
     bad, _ = add(), add()
-    how = How(Ledger(tmp_path / "results", tmp_path / "runs"), checkpoint_epochs=100)
-    told: list[tuple[int, Record]] = []
+    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"), checkpoint_epochs=100)
+    told: list[tuple[int, Event]] = []
     with joined(cluster.address) as crew:
         for number, record in spread(slow_runs(4), how, crew, {"tiny": tiny_data()}):
             told.append((number, record))
@@ -262,7 +262,7 @@ def test_a_node_where_others_work_holds_nothing_up(
 ) -> None:
     monkeypatch.setattr("flatmin_lab.execution.cluster.worker_pool.SLOW", 3.0)
     full = add(num_cpus=2)
-    how = How(Ledger(tmp_path / "results", tmp_path / "runs"))
+    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
     heard: list[str] = []
     with joined(cluster.address, say=heard.append) as crew:
 
@@ -327,7 +327,7 @@ def test_a_node_that_cannot_import_flatmin_is_left_out_and_named(
     add(env_vars={"PYTHONPATH": str(tmp_path / "empty")})
     heard: list[str] = []
     run = Run(Job(tiny_recipe(name="sound"), 0))
-    how = How(Ledger(tmp_path / "results", tmp_path / "runs"))
+    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
     with joined(cluster.address, say=heard.append) as crew:
         told = list(spread([run], how, crew, {"tiny": tiny_data()}))
     assert [type(record) for _, record in told] == [Failed]
@@ -367,8 +367,8 @@ def test_a_share_that_does_not_fit_is_refused(
 def test_a_folder_that_another_process_has_is_left_to_it(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
     add()
     runs = [Run(Job(tiny_recipe(name="sound"), seed)) for seed in (0, 1)]
-    how = How(Ledger(tmp_path / "results", tmp_path / "runs"))
-    with hold(how.ledger.folder(runs[0].job)), joined(cluster.address) as crew:
+    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
+    with lock_folder(how.store.folder(runs[0].job)), joined(cluster.address) as crew:
         told = list(spread(runs, how, crew, {"tiny": tiny_data()}))
     ends = {number: record for number, record in told if isinstance(record, Finished | Failed)}
     assert isinstance(ends[0], Failed)
@@ -385,7 +385,7 @@ def test_two_workers_share_a_gpu_and_each_has_its_part_of_the_runs(
     """A GPU that Ray believes in; the trainings themselves are on the CPU."""
     add(num_cpus=4, num_gpus=1)
     runs = [Run(Job(tiny_recipe(name="sound"), seed)) for seed in range(4)]
-    how = How(Ledger(tmp_path / "results", tmp_path / "runs"))
+    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
     most = 0
     with joined(cluster.address, gpus=0.5) as found:
         assert (found.device, found.share, found.room()) == ("cuda:0", Share(gpus=0.5), 2)

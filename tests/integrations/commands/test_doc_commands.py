@@ -110,7 +110,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     digits = sklearn.load_digits()
     digits.images, digits.target = digits.images[:DIGITS], digits.target[:DIGITS]
     monkeypatch.setattr(sklearn, "load_digits", lambda: digits)
-    monkeypatch.setattr(synthetic, "TRAIN", 40)
+    monkeypatch.setattr(synthetic, "TRAIN_IMAGES", 40)
     narrow = {"preactresnet18": {"width": 4}, "vgg16": {"width": 4, "hidden": 16}}
     for name, settings in narrow.items():
         monkeypatch.setitem(models.MODELS, name, partial(models.MODELS[name], **settings))

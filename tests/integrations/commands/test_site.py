@@ -29,7 +29,14 @@ pytest.importorskip("mkdocs", reason="installed with flatmin[docs]")
 material = pytest.importorskip("material", reason="installed with flatmin[docs]")
 
 SOURCES = ("README.md", "CHANGELOG.md", "mkdocs.yml", "docs", "src")
-LABORATORY = ("train.train", "recipe.Recipe", "suited.suited", "data.load", "models.MODELS", "methods.METHODS")
+LABORATORY = (
+    "training.train",
+    "recipes.Recipe",
+    "recipes.default_recipe",
+    "data.load",
+    "models.MODELS",
+    "methods.METHODS",
+)
 PHONE, DESKTOP = 390, 1280
 
 

@@ -1,4 +1,4 @@
-"""Several processes train one model as one process does; they stop, fail and go on together, and speak as one."""
+"""Several processes train one model as one process does; they stop, fail and resume together, and print once."""
 
 import json
 import os
@@ -108,8 +108,8 @@ def test_stopped_by_one_rank_they_go_on_to_the_same_bits(found: Seen) -> None:
 
 
 def test_gone_on_with_by_another_number_they_say_so(two: Seen) -> None:
-    first, other = (rank["goes on as one"] for rank in two)
-    note = "going on elsewhere (ranks {} then, {} now): right, but perhaps not to the same bits"
+    first, other = (rank["resumes as one"] for rank in two)
+    note = "resumed elsewhere (ranks {} then, {} now): correct, but perhaps not bit for bit"
     assert first["notes"] == [note.format(2, 1), note.format(1, 2)]
     assert other["notes"] == [note.format(1, 2)]
     for ours in first["weights"][:2]:
@@ -139,8 +139,8 @@ REFUSED = {
     "epochs": "same checkpoint_epochs, got 1 on rank 0 and 2 on rank 1",
     "model": "32",
     "folder": "would lie in the file",
-    "small": "a batch size of 1 leaves one of 2 processes 0 of the 1 pictures of a batch",
-    "norm": "a batch size of 41 leaves one of 2 processes 1 of the 3 pictures of a batch",
+    "small": "a batch size of 1 leaves one of 2 processes 0 of the 1 images of a batch",
+    "norm": "a batch size of 41 leaves one of 2 processes 1 of the 3 images of a batch",
     "inputs": "adversarial training takes inputs of 0.4 to 0.6",
     "set": "sync_perturbation must be True or False, got 'no'",
 }
@@ -262,8 +262,8 @@ WRONG = {
     "data": (2, "all ranks must have the same data set (SHA-256), got"),
     "missing": (2, "rank 1 of 2: "),
     "folder": (2, "would lie in the file"),
-    "small": (2, "a batch size of 1 leaves one of 2 processes 0 of the 1 pictures"),
-    "held": (2, "holds a run already (finished)"),
+    "small": (2, "a batch size of 1 leaves one of 2 processes 0 of the 1 images"),
+    "held": (2, "already holds a run (finished)"),
 }
 
 

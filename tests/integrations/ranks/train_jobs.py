@@ -1,4 +1,4 @@
-"""Trainings of one model by several ranks, for test_train_ranks.py: what each rank saw, beside one process alone."""
+"""Runs of one model on several ranks, for test_train_ranks.py: what each rank saw, beside a single process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.support.small_runs import after, lasting, pictures, tiny_data, tiny_recipe
+from tests.support.small_runs import after, images, lasting, tiny_data, tiny_recipe
 from torch import Tensor
 
 from flatmin_lab.data import Normalisation
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.events import Epoch, Finished, Note, Record, RunError, Saved, Stopped
-from flatmin_lab.training.captured_forward import Answers
-from flatmin_lab.training.data_parallel import logits_shared
+from flatmin_lab.runs.events import Epoch, Event, Finished, Note, RunError, Saved, Stopped
+from flatmin_lab.training.captured_forward import CapturedForward
+from flatmin_lab.training.data_parallel import sharded_logits
 from flatmin_lab.training.evaluation import logits_of
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
-from flatmin_lab.training.ranks import Ranks, Team
+from flatmin_lab.training.ranks import DistributedRankGroup, RankGroup
 
 MLP: dict[str, Any] = {"model": "mlp", "model_settings": {"side": 6}, "augment": "vanilla"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -41,16 +41,16 @@ APART: dict[str, dict[str, Any]] = {  # not as one process does it, but the same
 }
 
 
-def team_of(rank: int) -> Team:
-    return Ranks(rank=rank, size=dist.get_world_size())
+def ranks_of(rank: int) -> RankGroup:
+    return DistributedRankGroup(rank=rank, size=dist.get_world_size())
 
 
-def trained(recipe: Recipe, rank: int, folder: Path, **more: Any) -> list[Record]:
-    return list(train(recipe, tiny_data(), team=team_of(rank), folder=folder, **more))
+def trained(recipe: Recipe, rank: int, folder: Path, **more: Any) -> list[Event]:
+    return list(train(recipe, tiny_data(), ranks=ranks_of(rank), folder=folder, **more))
 
 
-def numbers_of(records: list[Record]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.numbers.items() if k != "seconds"} for r in records if isinstance(r, Epoch)]
+def numbers_of(events: list[Event]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.numbers.items() if k != "seconds"} for r in events if isinstance(r, Epoch)]
 
 
 class Watched:
@@ -121,8 +121,8 @@ def _same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
-def goes_on_as_one(rank: int, folder: Path) -> dict[str, Any]:
-    """Begun by several, gone on with by one, and the other way round: right to rounding, and a note says so."""
+def resumes_as_one(rank: int, folder: Path) -> dict[str, Any]:
+    """Started by several ranks, resumed by one, and the other way round: right to rounding, and a note says so."""
     recipe, place, other = tiny_recipe(**MLP), folder / "to-one", folder / "to-several"
     trained(recipe, rank, place, stop=after(7))
     notes: list[str] = []
@@ -137,20 +137,20 @@ def goes_on_as_one(rank: int, folder: Path) -> dict[str, Any]:
     return {"notes": notes, "weights": [[t for k, t in w if k.startswith("model.")] for w in weights]}
 
 
-def _notes(records: list[Record]) -> list[str]:
-    return [record.text for record in records if isinstance(record, Note)]
+def _notes(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Note)]
 
 
 def measured_in_shares(rank: int, folder: Path) -> dict[str, Any]:
-    """30 pictures in batches of 8: as one process measures them; and broken off on all ranks where one is asked."""
-    data, more = tiny_data(), pictures(30, 5)
+    """30 images in batches of 8: as one process measures them; and broken off on all ranks where one is asked."""
+    data, more = tiny_data(), images(30, 5)
     torch.manual_seed(0)
-    answers = Answers(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3)))
+    forward = CapturedForward(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3)))
     normalise = Normalisation.of(data.train)
-    shared = logits_shared(answers, more, normalise, team=team_of(rank), batch_size=8)
-    few = logits_shared(answers, more, normalise, team=team_of(rank), batch_size=30)
-    alone = logits_of(answers, more, normalise, batch_size=8)
-    stopped = logits_shared(answers, more, normalise, team=team_of(rank), batch_size=8, stop=lambda: rank == 0)
+    shared = sharded_logits(forward, more, normalise, ranks=ranks_of(rank), batch_size=8)
+    few = sharded_logits(forward, more, normalise, ranks=ranks_of(rank), batch_size=30)
+    alone = logits_of(forward, more, normalise, batch_size=8)
+    stopped = sharded_logits(forward, more, normalise, ranks=ranks_of(rank), batch_size=8, stop=lambda: rank == 0)
     assert shared is not None
     assert few is not None
     assert alone is not None
@@ -187,7 +187,7 @@ def refused(rank: int, folder: Path) -> dict[str, Any]:
     wrong: dict[str, Callable[[], Any]] = {
         "recipe": lambda: begin(tiny_recipe(lr=0.2 if last else 0.1)),
         "seed": lambda: begin(tiny_recipe(), seed=int(last)),
-        "data": lambda: list(train(tiny_recipe(), other, team=team_of(rank), folder=folder / "refused")),
+        "data": lambda: list(train(tiny_recipe(), other, ranks=ranks_of(rank), folder=folder / "refused")),
         "epochs": lambda: begin(tiny_recipe(), checkpoint_epochs=1 + last),
         "model": lambda: begin(tiny_recipe(model="vgg16", model_settings={}) if last else tiny_recipe()),
         "folder": lambda: trained(tiny_recipe(), rank, folder / "file" / "run"),
@@ -202,21 +202,21 @@ def refused(rank: int, folder: Path) -> dict[str, Any]:
 
 def full_disk(rank: int, folder: Path) -> dict[str, Any]:
     """The first rank cannot write its second checkpoint: all of them leave, and the first one is whole."""
-    records: list[Record] = []
+    events: list[Event] = []
 
     def begin() -> None:
-        for record in train(tiny_recipe(**MLP), tiny_data(), team=team_of(rank), folder=folder / "full"):
-            records.append(record)
-            if isinstance(record, Saved):
+        for event in train(tiny_recipe(**MLP), tiny_data(), ranks=ranks_of(rank), folder=folder / "full"):
+            events.append(event)
+            if isinstance(event, Saved):
                 (folder / "full" / ".lock").unlink()  # as if the folder had been taken away
 
-    return {"found": raised(begin), "epochs": sum(isinstance(record, Epoch) for record in records)}
+    return {"found": raised(begin), "epochs": sum(isinstance(event, Epoch) for event in events)}
 
 
 JOBS: dict[str, Any] = {
     **{f"as one: {name}": partial(as_one, name=name) for name in METHODS},
     **{f"apart: {name}": partial(apart, name=name) for name in APART},
-    "goes on as one": goes_on_as_one,
+    "resumes as one": resumes_as_one,
     "measured": measured_in_shares,
     "spoilt": spoilt,
     "refused": refused,

@@ -278,7 +278,7 @@ def test_a_reader_that_goes_away_costs_nothing_and_a_full_disk_ends_nothing(
         def fails(path: Path) -> None:
             raise OSError(errno.ENOSPC, "no space left")
 
-        full.setattr(bench, "written_whole", fails)
+        full.setattr(bench, "atomic_write", fails)
         result = flatmin("bench", "--device", "cpu", "--json", file)
     assert (result.exit_code, len(tables)) == (1, 2)
     assert words(result.stderr).count("could not be written (no space left); make room") == 2

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatmin_lab.bench import time_estimate
 from flatmin_lab.data import load
-from flatmin_lab.recipes.defaults import suited
-from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
+from flatmin_lab.recipes.defaults import default_recipe
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.events import Epoch, Finished, Progress, Record
+from flatmin_lab.runs.events import Epoch, Event, Finished, Progress
 from flatmin_lab.training.loop import train
 
 
@@ -65,7 +65,7 @@ def test_an_estimate_is_near_the_training_where_most_of_it_is_looking_at_the_tes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = load("spiral")
-    recipe = suited("spiral", data, method="amp", epochs=10)
+    recipe = default_recipe("spiral", data, method="amp", epochs=10)
     with Work() as clock:
         monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock.seconds)
         (guess,) = time_estimate.seconds_of_all([Job(recipe, 0)], {"spiral": data}, device=torch.device("cpu"))
@@ -78,7 +78,7 @@ def test_a_step_that_comes_after_the_end_of_an_epoch_counts_only_where_all_do(mo
     clock = [0.0]
     monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock[0])
 
-    def records(steps: int) -> Iterator[Record | None]:
+    def records(steps: int) -> Iterator[Event | None]:
         """A step takes 1 ms, a look at the test set 100."""
         for epoch in count(1):
             for _ in range(steps):
@@ -120,8 +120,8 @@ def test_of_those_that_are_alike_one_is_measured(monkeypatch: pytest.MonkeyPatch
         return time_estimate.Pace(0.5, 0.01)
 
     monkeypatch.setattr(time_estimate, "pace", pace)
-    jobs = EXHIBITS["table1"]("smoke").jobs((0, 1))
-    sets = {recipe.data: tiny_data() for recipe in EXHIBITS["table1"]("smoke").recipes}
+    jobs = EXPERIMENTS["table1"]("smoke").jobs((0, 1))
+    sets = {recipe.data: tiny_data() for recipe in EXPERIMENTS["table1"]("smoke").recipes}
     found = time_estimate.seconds_of_all(jobs, sets, device=torch.device("cpu"))
     assert len(found) == len(jobs) == 96
     assert len(measured) == 2 * 2  # two networks, one or two passes

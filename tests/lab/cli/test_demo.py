@@ -14,7 +14,7 @@ from flatmin_lab.cli.commands import demo
 from flatmin_lab.data import load
 from flatmin_lab.execution.process_pool import side_by_side
 from flatmin_lab.methods import METHODS
-from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.html import pooled
@@ -80,7 +80,7 @@ def test_the_page_is_one_file_without_scripts_and_well_formed(page: Path) -> Non
 def test_a_demo_training_is_the_training_alone(page: Path) -> None:
     """In a worker beside others or by itself: the same numbers."""
     digits = load("digits")
-    recipe = suited("digits", digits, method="mixup", label_noise=0.2, epochs=1)
+    recipe = default_recipe("digits", digits, method="mixup", label_noise=0.2, epochs=1)
     alone = list(train(recipe, digits, seed=1))[-1]
     assert isinstance(alone, Finished)
     (beside,) = [run for run in numbers(page)["runs"] if (run["method"], run["seed"]) == ("mixup", 1)]
@@ -151,7 +151,7 @@ def test_bins_of_several_seeds_are_pooled_by_their_answers() -> None:
 
 
 def test_a_worker_that_fails_ends_the_demo_with_its_reason() -> None:
-    recipe = suited("digits", load("digits"), batch_size=5000)
+    recipe = default_recipe("digits", load("digits"), batch_size=5000)
     with pytest.raises(RunError, match="the batch size must be"):
         list(side_by_side([Job(recipe, 0), Job(recipe, 1)], workers=1))
 

@@ -15,8 +15,8 @@ from tests.support.processes import flatmin, words
 from tests.support.report_files import write_result
 
 from flatmin_lab.data import load
-from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
-from flatmin_lab.runs.open_folder import open_
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
+from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.training.loop import config_of
 
 SOME = ["--protocol", "smoke", "--data", "cifar10", "--models", "vgg16"]
@@ -62,16 +62,16 @@ def test_the_list_says_what_is_there(tmp_path: Path) -> None:
     shown = flatmin("reproduce", "--list", "--protocol", "short", *places(tmp_path))
     assert shown.exit_code == 0, shown.output
     lines = {line.split()[0]: line.split() for line in shown.stdout.splitlines()[1:]}
-    assert lines.keys() == EXHIBITS.keys()
+    assert lines.keys() == EXPERIMENTS.keys()
     assert lines["table1"][-3:] == ["144", "1", "143"]
     assert lines["ece"][-3:] == ["72", "1", "71"]
     assert lines["table3"][-2:] == ["72", "72"] or lines["table3"][-3:] == ["72", "0", "72"]  # it has no attack
 
 
 def test_a_filled_table_says_what_was_chosen_and_what_is_smoothed(tmp_path: Path) -> None:
-    def shown(exhibit: str, *arguments: str) -> str:
+    def shown(experiment: str, *arguments: str) -> str:
         how = ["--protocol", "short", "--seeds", "0", "--models", "preactresnet18", *arguments, *places(tmp_path)]
-        found = flatmin("reproduce", exhibit, *how)
+        found = flatmin("reproduce", experiment, *how)
         assert found.exit_code == 0, found.output
         return words(found.stdout)
 
@@ -84,7 +84,7 @@ def test_a_filled_table_says_what_was_chosen_and_what_is_smoothed(tmp_path: Path
     assert "smoothed: the loss smoothed over the other classes" in text
     assert "short: baselines at the paper's values for 200 epochs, AMP's radius chosen for 60" in text
     assert "smoothed:" not in shown("table1", "--data", "cifar100", "--methods", "erm")
-    swept = [recipe for recipe in EXHIBITS["sweep"]("short").recipes if recipe.data == "cifar10"]
+    swept = [recipe for recipe in EXPERIMENTS["sweep"]("short").recipes if recipe.data == "cifar10"]
     for recipe in swept:
         risk = {"validation_nll": 0.2, "validation_error": 0.05, "validation_ece": 0.01}
         write_result(tmp_path / "results", recipe, 0, 0.05, **risk)
@@ -179,7 +179,9 @@ def test_a_plan_keeps_what_is_to_be_measured(tmp_path: Path) -> None:
 
 def test_what_another_process_trains_is_left_to_it(tmp_path: Path) -> None:
     recipe = cell("smoke", "cifar10", "vgg16", "erm")
-    held = open_(tmp_path / "runs" / f"{recipe.name}-0", config_of(recipe, load(recipe.data), 0), resume=False)
+    held = open_run_folder(
+        tmp_path / "runs" / f"{recipe.name}-0", config_of(recipe, load(recipe.data), 0), resume=False
+    )
     try:
         arguments = ["table1", *SOME, "--methods", "erm", "--seeds", "0", "--workers", "1", *places(tmp_path)]
         shown = flatmin("reproduce", *arguments)

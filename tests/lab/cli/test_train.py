@@ -19,7 +19,7 @@ from flatmin_lab.cli.commands.train_seeds import Trainings
 from flatmin_lab.cli.request import Request
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.events import Failed, Finished, Progress, Record, RunError, Started, Stopped
+from flatmin_lab.runs.events import Event, Failed, Finished, Progress, RunError, Started, Stopped
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
 
@@ -150,10 +150,10 @@ def test_many_seeds_go_on_with_nothing_but_their_folder(tmp_path: Path) -> None:
         request(seed=None, out=tmp_path / "runs" / "seed-1", resume=True).plans(2)
 
 
-def made_up(*ends: Record) -> Callable[..., Iterator[tuple[int, Record]]]:
+def made_up(*ends: Event) -> Callable[..., Iterator[tuple[int, Event]]]:
     """In place of `together`: trainings that end so."""
 
-    def records(*_: object, **__: object) -> Iterator[tuple[int, Record]]:
+    def records(*_: object, **__: object) -> Iterator[tuple[int, Event]]:
         yield from enumerate(ends)
         if any(isinstance(end, Failed) for end in ends):
             raise RunError("failed") from OSError("failed")
@@ -221,7 +221,7 @@ def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
         (["--set", "smoothing"], "KEY=VALUE"),
         (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belong to the schedule multi_step"),
         (["--model", "vgg16"], "32"),
-        (["--data", "spiral", "--augment", "vanilla"], "pictures"),
+        (["--data", "spiral", "--augment", "vanilla"], "images"),
         (["--data", "spiral", "--method", "adversarial"], "bounds"),
         (["--nonsense"], "nonsense"),
         (["--checkpoint-epochs", "0"], "checkpoint-epochs"),
@@ -388,7 +388,7 @@ def test_doctor_finds_everything_and_the_law_holds(tmp_path: Path) -> None:
     assert "3 steps with ε = 0 are those of the optimizer itself, bit for bit" in text
     assert "no errors, no warnings" in text
     assert "cifar10 not in" in text
-    assert "digits 1438 and 359 pictures of 1 × 8 × 8" in text
+    assert "digits 1438 and 359 images of 1 × 8 × 8" in text
 
 
 def test_doctor_examines_a_model_of_the_user_s_own(tmp_path: Path) -> None:

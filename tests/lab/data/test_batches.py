@@ -9,7 +9,7 @@ from flatmin_lab.data import Augmentation, Batches, Dataset, Normalisation, Spli
 from flatmin_lab.system.rng import generator
 
 
-def pictures(count: int = 103) -> Dataset:
+def images(count: int = 103) -> Dataset:
     return Dataset("made", Split(*made(count, 10, seed=0)), Split(*made(20, 10, seed=1)), [str(n) for n in range(10)])
 
 
@@ -19,8 +19,8 @@ def batches(data: Dataset, **settings: object) -> Batches:
 
 
 class TestNormalisation:
-    def test_the_training_set_gets_mean_zero_and_deviation_one(self) -> None:
-        for data in (pictures(), load("digits"), load("spiral")):
+    def test_the_training_set_gets_mean_zero_and_standard_deviation_one(self) -> None:
+        for data in (images(), load("digits"), load("spiral")):
             x = Normalisation.of(data.train)(data.train.x).double()
             axes = [axis for axis in range(x.ndim) if axis != 1]
             torch.testing.assert_close(x.mean(dim=axes), torch.zeros(x.shape[1]).double(), atol=1e-6, rtol=0)
@@ -29,14 +29,14 @@ class TestNormalisation:
             )
 
     def test_statistics_are_float64s(self) -> None:
-        x = pictures(5000).train.x
+        x = images(5000).train.x
         found = Normalisation.of(Split(x, torch.zeros(len(x), dtype=torch.int64)))
         unit = x.double() / 255
         torch.testing.assert_close(found.mean, unit.mean(dim=(0, 2, 3)).float(), rtol=1e-7, atol=0)
         torch.testing.assert_close(found.std, unit.std(dim=(0, 2, 3), correction=0).float(), rtol=1e-7, atol=0)
 
     def test_undo_is_the_inverse(self) -> None:
-        data = pictures()
+        data = images()
         normalise = Normalisation.of(data.train)
         back = normalise.undo(normalise(data.train.x))
         assert torch.equal((back * 255).round().to(torch.uint8), data.train.x)
@@ -47,13 +47,13 @@ class TestNormalisation:
         assert torch.equal(normalised, torch.zeros_like(normalised))
 
     def test_it_can_give_bfloat16(self) -> None:
-        data = pictures()
+        data = images()
         assert Normalisation.of(data.train)(data.train.x, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 class TestBatches:
-    def test_an_epoch_shows_every_picture_once(self) -> None:
-        data = pictures()
+    def test_an_epoch_shows_every_image_once(self) -> None:
+        data = images()
         split = Split(data.train.x, torch.arange(len(data.train)))
         plain = Batches(split=split, batch_size=10, normalise=Normalisation.of(split))
         seen = [y for _, y in plain.epoch(0)]
@@ -62,21 +62,21 @@ class TestBatches:
         assert torch.cat(seen).sort().values.equal(torch.arange(103))
 
     def test_the_same_seed_and_epoch_give_the_same_batches(self) -> None:
-        data = pictures()
+        data = images()
         one, two = (list(batches(data).epoch(4)) for _ in range(2))
         assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(one, two, strict=True))
         for other in (batches(data).epoch(5), batches(data, seed=1).epoch(4)):
             assert not torch.equal(next(iter(other))[0], one[0][0])
 
     def test_an_epoch_goes_on_from_any_batch(self) -> None:
-        data = pictures()
+        data = images()
         whole = list(batches(data).epoch(2))
         rest = list(batches(data).epoch(2, start=7))
         assert len(rest) == len(whole) - 7
         assert all(torch.equal(a[0], b[0]) for a, b in zip(whole[7:], rest, strict=True))
 
     def test_its_parts_make_its_batches(self) -> None:
-        plan = batches(pictures())
+        plan = batches(images())
         parts, whole = list(plan.parts(2, start=8)), list(plan.epoch(2, start=8))
         assert [len(index) for index, _ in parts] == [10, 10, 3]
         for (index, u), (x, y) in zip(parts, whole, strict=True):
@@ -86,11 +86,11 @@ class TestBatches:
 
     def test_the_global_generator_is_left_alone(self) -> None:
         before = torch.get_rng_state()
-        list(batches(pictures()).epoch(0))
+        list(batches(images()).epoch(0))
         assert torch.equal(before, torch.get_rng_state())
 
-    def test_a_batch_is_the_pictures_it_names(self) -> None:
-        data = pictures()
+    def test_a_batch_is_the_images_it_names(self) -> None:
+        data = images()
         plain = batches(data, augment=Augmentation())
         plan = plain.plan(3)
         x, y = next(iter(plain.epoch(3)))
@@ -98,18 +98,18 @@ class TestBatches:
         assert torch.equal(y, data.train.y[plan.order[:10]])
 
     def test_evaluation_goes_in_order(self) -> None:
-        data = pictures()
+        data = images()
         normalise = Normalisation.of(data.train)
         parts = list(in_order(data.test, normalise, batch_size=8))
         assert torch.equal(torch.cat([x for x, _ in parts]), normalise(data.test.x))
         assert torch.equal(torch.cat([y for _, y in parts]), data.test.y)
 
     def test_impossible_combinations_are_refused(self) -> None:
-        data = pictures()
+        data = images()
         for size in (0, -3, 104):
-            with pytest.raises(ValueError, match=f"from 1 to the 103 pictures of the split, got {size}"):
+            with pytest.raises(ValueError, match=f"from 1 to the 103 images of the split, got {size}"):
                 batches(data, batch_size=size)
-        with pytest.raises(ValueError, match="3 colour channels, got pictures with 1"):
+        with pytest.raises(ValueError, match="3 colour channels, got images with 1"):
             batches(load("digits"))
         for start in (-1, 12):
             with pytest.raises(ValueError, match=f"one of the 11 batches of an epoch, got {start}"):
@@ -117,7 +117,7 @@ class TestBatches:
         assert list(batches(data).epoch(0, start=11)) == []
 
     def test_other_objects_are_refused_with_the_way_out(self) -> None:
-        data = pictures()
+        data = images()
         normalise = Normalisation.of(data.train)
         with pytest.raises(TypeError, match=r"split must be a Split, got Dataset; take data\.train"):
             Batches(split=data, batch_size=5, normalise=normalise)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ class TestBatches:
             batches(data, augment="vanilla")
         with pytest.raises(TypeError, match=r"takes a Split such as data\.train, got Dataset"):
             Normalisation.of(data)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="only pictures can be augmented, got points"):
+        with pytest.raises(ValueError, match="only images can be augmented, got points"):
             batches(load("spiral"), augment=augmentation("vanilla", "cifar10"))
 
 

@@ -24,12 +24,12 @@ def test_digits_need_no_file_and_have_a_fixed_test_set() -> None:
     assert int(one.train.x.max()) == 255
     assert min(one.test.y.bincount().tolist()) >= 34
     rows = {row.numpy().tobytes() for row in one.train.x}
-    assert sum(row.numpy().tobytes() in rows for row in one.test.x) <= 1  # no picture is on both sides
+    assert sum(row.numpy().tobytes() in rows for row in one.test.x) <= 1  # no image is on both sides
 
 
 def test_the_spiral_is_drawn_by_its_seed() -> None:
     data = load("spiral")
-    assert not data.train.pictures
+    assert not data.train.is_images
     assert (len(data.train), len(data.test)) == (400, 10_000)
     assert torch.equal(load_spiral(seed=3).train.x, load_spiral(seed=3).train.x)
     assert not torch.equal(load_spiral(seed=3).train.x, data.train.x)
@@ -68,8 +68,8 @@ class TestDataset:
 
     def test_it_says_what_it_is_in_a_line(self) -> None:
         assert repr(load("digits")) == (
-            "Dataset('digits', train=Split(1438 pictures of 1 × 8 × 8 on cpu), "
-            "test=Split(359 pictures of 1 × 8 × 8 on cpu), 10 classes)"
+            "Dataset('digits', train=Split(1438 images of 1 × 8 × 8 on cpu), "
+            "test=Split(359 images of 1 × 8 × 8 on cpu), 10 classes)"
         )
 
     def test_the_default_type_of_floats_changes_nothing(self) -> None:
@@ -85,11 +85,11 @@ class TestDataset:
     @pytest.mark.parametrize(
         ("x", "y", "message"),
         [
-            (torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]), "uint8 pictures"),
+            (torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]), "uint8 images"),
             (torch.zeros(2, 4), torch.tensor([0, 3]), "0 to 1 for 2 classes, got 3"),
             (torch.zeros(2, 4), torch.tensor([0, -1]), "got -1"),
             (torch.zeros(2, 4), torch.tensor([0.0, 1.0]), "int64"),
-            (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), "at least one picture"),
+            (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), "at least one image"),
             (torch.full((1, 4), torch.nan), torch.tensor([0]), "finite"),
         ],
     )
@@ -104,7 +104,7 @@ def test_paths_of_the_home_folder_and_paths_that_are_not_there(tmp_path: Path, m
     official_files.cifar10_python(tmp_path / "real", made(10, 10, seed=0), made(3, 10, seed=1))
     assert len(load("cifar10", "~/real").train) == 10
     with pytest.raises(
-        FileNotFoundError, match=r"nope\.npz must be an \.npz file or a folder of pictures, and is not there"
+        FileNotFoundError, match=r"nope\.npz must be an \.npz file or a folder of images, and is not there"
     ):
         load("~/nope.npz")
     with pytest.raises(ValueError, match="unknown data set ''"):
@@ -126,7 +126,7 @@ def test_the_module_describes_a_data_set(tmp_path: Path) -> None:
 
     shown = command("cifar10", "--root", str(tmp_path))
     assert shown.returncode == 0, shown.stderr
-    for fact in ("50 to train on, 10 to test with, pictures of 3 × 32 × 32, 10 classes", "mean", "sha256", "MB"):
+    for fact in ("50 to train on, 10 to test with, images of 3 × 32 × 32, 10 classes", "mean", "sha256", "MB"):
         assert fact in shown.stdout
     assert shown.stderr == ""
     wrong = command("cifar10", "--root", str(tmp_path / "empty"))

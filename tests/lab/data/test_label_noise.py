@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from tests.support.small_runs import tiny_data
 
 from flatmin_lab.data import load
-from flatmin_lab.data.label_noise import with_wrong_labels
+from flatmin_lab.data.label_noise import add_label_noise
 
 
 @settings(deadline=None, max_examples=30)
 @given(share=st.floats(0, 0.99), seed=st.integers(0, 1000))
 def test_that_share_is_wrong_and_nothing_else_changes(share: float, seed: int) -> None:
     data = tiny_data()
-    noisy, wrong = with_wrong_labels(data, share, seed=seed)
+    noisy, wrong = add_label_noise(data, share, seed=seed)
     assert len(wrong) == round(share * len(data.train))
     changed = (noisy.train.y != data.train.y).nonzero().flatten()
     assert changed.tolist() == sorted(wrong.tolist())
@@ -28,7 +28,7 @@ def test_the_other_classes_are_equally_likely() -> None:
     digits = load("digits")
     shifts = []
     for seed in range(20):
-        noisy, wrong = with_wrong_labels(digits, 0.5, seed=seed)
+        noisy, wrong = add_label_noise(digits, 0.5, seed=seed)
         shifts.append((noisy.train.y[wrong] - digits.train.y[wrong]) % 10)
     counts = torch.cat(shifts).bincount(minlength=10).double()
     assert counts[0] == 0
@@ -39,4 +39,4 @@ def test_the_other_classes_are_equally_likely() -> None:
 
 def test_a_share_of_one_or_a_single_class_is_refused() -> None:
     with pytest.raises(ValueError, match="got 1"):
-        with_wrong_labels(tiny_data(), 1.0, seed=0)
+        add_label_noise(tiny_data(), 1.0, seed=0)

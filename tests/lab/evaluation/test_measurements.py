@@ -142,7 +142,7 @@ def with_classes(count: int, number: float = 0.0) -> nn.Module:
         (with_classes(2), r"K = 3 classes, got \(2, 2\)"),
         (Says(lambda x: (x, x)), "got tuple"),
         (Says(lambda x: x), "got "),
-        (nn.Linear(5, 3), r"does not take pictures of 1 × 6 × 6"),
+        (nn.Linear(5, 3), r"does not take images of 1 × 6 × 6"),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_named(model: nn.Module, text: str) -> None:

@@ -22,7 +22,7 @@ from flatmin_lab.execution.process_pool import Died
 from flatmin_lab.execution.runner import How, Run, Task, on_data
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Failed, Finished, Note, Progress, RunError, Saved, Stopped
-from flatmin_lab.runs.result_store import Ledger
+from flatmin_lab.runs.result_store import ResultStore
 
 
 def tree(place: Path) -> dict[str, bytes]:
@@ -79,7 +79,7 @@ def test_which_run_it_is_is_put_first_and_a_result_last(tmp_path: Path, monkeypa
         order.append(path.name)
         return path.open("wb")
 
-    monkeypatch.setattr(file_sync, "written_whole", noted)
+    monkeypatch.setattr(file_sync, "atomic_write", noted)
     put(tmp_path / "there", whole)
     assert (order[0], order[-1]) == ("config.json", "result.json")
     assert len(order) == 6
@@ -89,7 +89,7 @@ def test_which_run_it_is_is_put_first_and_a_result_last(tmp_path: Path, monkeypa
 
 
 def task(tmp_path: Path, **changes: Any) -> Task:
-    how = How(Ledger(tmp_path / "results", tmp_path / "runs"), checkpoint_epochs=1)
+    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"), checkpoint_epochs=1)
     return Task({7: Run(Job(tiny_recipe(name="sound", **changes), 0))}, "cpu", how)
 
 
@@ -106,7 +106,7 @@ def test_what_a_hand_trains_is_what_is_trained_here(tmp_path: Path) -> None:
             told.append(said)
     assert [type(record) for _, record in told] == [type(record) for record in own if not isinstance(record, Progress)]
     assert {number for number, _ in told} == {7}
-    folders = [each.how.ledger.folder(each.runs[7].job) for each in (here, there)]
+    folders = [each.how.store.folder(each.runs[7].job) for each in (here, there)]
     assert same(lasting(folders[0]), lasting(folders[1]))
     assert {path.name for path in folders[0].iterdir()} - {".lock"} == {path.name for path in folders[1].iterdir()}
     saved = next(record for _, record in told if isinstance(record, Saved))
@@ -227,8 +227,8 @@ def test_flags_that_do_not_go_together_are_refused(
 def dealt(tmp_path: Path, count: int, *, gpus: float, held: ExitStack, **how: Any) -> _Runs:
     crew = cast(Crew, SimpleNamespace(share=Share(gpus=gpus), device="cpu", hardware="a cluster"))
     runs = [Run(Job(tiny_recipe(name="sound"), seed)) for seed in range(count)]
-    ledger = Ledger(tmp_path / "results", tmp_path / "runs")
-    return _Runs(runs, How(ledger, **how), crew, {"tiny": tiny_data()}, lambda: None, held)
+    store = ResultStore(tmp_path / "results", tmp_path / "runs")
+    return _Runs(runs, How(store, **how), crew, {"tiny": tiny_data()}, lambda: None, held)
 
 
 def taken(queue: _Runs, hands: int) -> list[list[int]]:
@@ -274,13 +274,13 @@ def test_what_was_lost_together_is_tried_again_alone_and_not_for_ever(tmp_path: 
         full = (2, Failed("the disk is full", later=True))  # there, not here
         assert isinstance(next(queue.heard(alone[0], full, "here"))[1], Note)
         assert queue.waiting() == 1
-        assert queue.how.ledger.state(queue.runs[0].job) == "failed"
+        assert queue.how.store.state(queue.runs[0].job) == "failed"
 
 
 def test_a_folder_of_another_run_is_not_touched_and_named(tmp_path: Path) -> None:
     with ExitStack() as held:
         queue = dealt(tmp_path, 2, gpus=0.0, held=held)
-        folder = queue.how.ledger.folder(queue.runs[0].job)
+        folder = queue.how.store.folder(queue.runs[0].job)
         folder.mkdir(parents=True)
         (folder / "letter.txt").write_text("dear")
         assert taken(queue, 1) == [[1]]

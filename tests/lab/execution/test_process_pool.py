@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from flatmin_lab.execution.process_pool import Died, Stop, _Worker, in_processes
-from flatmin_lab.runs.events import Note, Record
+from flatmin_lab.runs.events import Event, Note
 
 
-def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Record]]:
+def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Event]]:
     """What a test asks of a worker."""
     number, act, place = task
     yield number, Note("begun")
@@ -37,7 +37,7 @@ def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Record]]
 def test_all_is_done_and_what_fails_or_dies_says_so() -> None:
     acts = ["do", "raise", "signal", "die", "do", "do"]
     tasks = [(number, act, "") for number, act in enumerate(acts)]
-    ends: dict[int, Record | Died] = {}
+    ends: dict[int, Event | Died] = {}
     for task, said in in_processes(work, tasks, workers=2):
         ends[task[0]] = said if isinstance(said, Died) else said[1]
     for number, act in enumerate(acts):

@@ -17,8 +17,8 @@ from flatmin_lab import methods
 from flatmin_lab.execution import replicas
 from flatmin_lab.execution.replicas import GAIN, SPOILT, WARM, WINDOW, Replica, Room, _by_turns, together
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.events import Epoch, Failed, Finished, Progress, Record, RunError, Saved, Started, Stopped
-from flatmin_lab.system.rng import Surroundings
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Progress, RunError, Saved, Started, Stopped
+from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.training.loop import train
 
 JOBS = [
@@ -33,7 +33,7 @@ def folders(place: Path, count: int = len(JOBS)) -> list[Path]:
     return [place / f"seed-{number}" for number in range(count)]
 
 
-def ends(records: Iterator[tuple[int, Record]]) -> dict[int, Record]:
+def ends(records: Iterator[tuple[int, Event]]) -> dict[int, Event]:
     """The last record of each."""
     return dict(records)
 
@@ -76,14 +76,14 @@ def test_they_take_turns_and_the_next_one_starts_when_one_ends() -> None:
 
 
 def test_records_are_those_of_a_training_alone() -> None:
-    def plain(record: Record) -> Any:
+    def plain(record: Event) -> Any:
         if isinstance(record, Epoch):
             return replace(record, numbers={k: v for k, v in record.numbers.items() if k != "seconds"})
         if isinstance(record, Finished):
             return {key: value for key, value in record.result.items() if key != "seconds"}
         return record
 
-    heard: list[list[Record]] = [[] for _ in JOBS]
+    heard: list[list[Event]] = [[] for _ in JOBS]
     for number, record in together(JOBS, tiny_data(), count=3):
         heard[number].append(record)
     for job, mine in zip(JOBS, heard, strict=True):
@@ -109,7 +109,7 @@ def test_stopped_all_save_and_go_on_to_the_same_bits(tmp_path: Path, alone: list
 
 def test_a_training_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     jobs = [JOBS[0], Job(tiny_recipe(lr=1e30, warmup=1.0, epochs=2, schedule="constant"), 1), JOBS[2]]
-    heard: list[tuple[int, Record]] = []
+    heard: list[tuple[int, Event]] = []
     with pytest.raises(RunError, match=r"1 of 3 trainings failed: the loss of step \d+"):
         heard.extend(together(jobs, tiny_data(), folders=folders(tmp_path, 3), count=2))
     for pair in together(jobs, tiny_data(), count=2):
@@ -124,12 +124,12 @@ def test_a_training_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
 
 # ---- whatever happens to one of them
 
-Steps = Generator[Record | None, None, None]
+Steps = Generator[Event | None, None, None]
 
 
 def turns(
     trainings: list[Callable[[], Steps]], room: Room, stop: Callable[[], str | None] = lambda: None
-) -> Iterator[tuple[int, Record]]:
+) -> Iterator[tuple[int, Event]]:
     """Made-up trainings by turns."""
     idle: list[torch.cuda.Stream] = []
 
@@ -169,10 +169,10 @@ def test_any_error_is_that_training_s_own(error: Exception, said: str) -> None:
         yield from [None] * WARM
         raise error
 
-    heard: list[tuple[int, Record]] = []
+    heard: list[tuple[int, Event]] = []
     free: list[bool] = []
 
-    def hears(pair: tuple[int, Record]) -> None:
+    def hears(pair: tuple[int, Event]) -> None:
         heard.append(pair)
         if isinstance(pair[1], Failed):
             free.append(held[0]() is None)
@@ -286,12 +286,12 @@ def test_a_data_set_that_is_there_is_not_copied() -> None:
 def test_a_turn_costs_little() -> None:
     """For the generators and switches some 70 calls, which take 30 µs; it does not grow with the turns."""
     for deterministic in (False, True):
-        surroundings = Surroundings(torch.device("cpu"), deterministic=deterministic)
-        with surroundings.inside():
+        scope = RandomScope(torch.device("cpu"), deterministic=deterministic)
+        with scope.active():
             pass  # the first time torch imports what it needs
         work = Profile()
         for _ in range(500):
-            with work, surroundings.inside():
+            with work, scope.active():
                 pass
         assert sum(entry.callcount for entry in work.getstats()) / 500 < 100
 
@@ -412,20 +412,20 @@ def test_on_a_gpu_there_is_one_copy_of_the_data() -> None:
 @pytest.mark.cuda
 def test_random_states_are_objects_of_their_own() -> None:
     """A graph draws from the state that it was captured with, whichever one is in place when it is replayed."""
-    ours = [Surroundings(torch.device("cuda"), deterministic=False) for _ in range(2)]
+    ours = [RandomScope(torch.device("cuda"), deterministic=False) for _ in range(2)]
     torch.cuda.manual_seed(5)
     expected = torch.rand(2, device="cuda")
     torch.cuda.manual_seed(5)
     graphs, drawn = [torch.cuda.CUDAGraph() for _ in ours], [torch.zeros(1, device="cuda") for _ in ours]
-    for number, (surroundings, graph, there) in enumerate(zip(ours, graphs, drawn, strict=True)):
-        with surroundings.inside():
+    for number, (scope, graph, there) in enumerate(zip(ours, graphs, drawn, strict=True)):
+        with scope.active():
             torch.cuda.manual_seed(number)
             with torch.cuda.graph(graph):
                 there.copy_(torch.rand(1, device="cuda"))
     seen: list[list[float]] = [[], []]
     for _ in range(3):
-        for number, (surroundings, graph, there) in enumerate(zip(ours, graphs, drawn, strict=True)):
-            with surroundings.inside():
+        for number, (scope, graph, there) in enumerate(zip(ours, graphs, drawn, strict=True)):
+            with scope.active():
                 graph.replay()
                 seen[number].append(there.item())
     outside = torch.rand(2, device="cuda")

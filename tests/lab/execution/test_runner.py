@@ -18,9 +18,9 @@ from flatmin_lab.execution.runner import How, Run, Task, _tasks, carry_out, work
 from flatmin_lab.recipes.paper_tables import cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.events import Failed, Finished, Record, Started, Stopped
-from flatmin_lab.runs.open_folder import open_
-from flatmin_lab.runs.result_store import Ledger, curves_of
+from flatmin_lab.runs.events import Event, Failed, Finished, Started, Stopped
+from flatmin_lab.runs.open_folder import open_run_folder
+from flatmin_lab.runs.result_store import ResultStore, curves_of
 from flatmin_lab.training.loop import config_of, train
 
 QUICK = replace(cell("smoke", "cifar10", "vgg16", "label_smoothing"), epochs=1)
@@ -28,24 +28,24 @@ DIVERGING = replace(QUICK, name="smoke/diverging", lr=1e30)
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / "results", tmp_path / "runs")
+def store(tmp_path: Path) -> ResultStore:
+    return ResultStore(tmp_path / "results", tmp_path / "runs")
 
 
-def here(jobs: Sequence[Job], ledger: Ledger, *parts: str) -> dict[int, Record]:
+def here(jobs: Sequence[Job], store: ResultStore, *parts: str) -> dict[int, Event]:
     """What came of each, in this process."""
     runs = {number: Run(job, parts) for number, job in enumerate(jobs)}
-    return dict(work(Task(runs, "cpu", How(ledger)), lambda: None))
+    return dict(work(Task(runs, "cpu", How(store)), lambda: None))
 
 
-def in_workers(jobs: Sequence[Job], ledger: Ledger, *, workers: int, **more: Any) -> dict[int, Record]:
-    return dict(carry_out([Run(job) for job in jobs], How(ledger), devices=["cpu"], workers=workers, **more))
+def in_workers(jobs: Sequence[Job], store: ResultStore, *, workers: int, **more: Any) -> dict[int, Event]:
+    return dict(carry_out([Run(job) for job in jobs], How(store), devices=["cpu"], workers=workers, **more))
 
 
-def test_a_run_is_the_training_and_more(ledger: Ledger) -> None:
-    ends = here([Job(QUICK, 3)], ledger, "attack")
+def test_a_run_is_the_training_and_more(store: ResultStore) -> None:
+    ends = here([Job(QUICK, 3)], store, "attack")
     assert isinstance(ends[0], Finished)
-    stored = json.loads(ledger.file(Job(QUICK, 3)).read_text())
+    stored = json.loads(store.file(Job(QUICK, 3)).read_text())
     alone = list(train(QUICK, load(QUICK.data), seed=3))[-1]
     assert isinstance(alone, Finished)
     for name in ("test_error", "test_nll", "test_ece", "train_loss", "reliability"):
@@ -57,111 +57,111 @@ def test_a_run_is_the_training_and_more(ledger: Ledger) -> None:
     assert 0 <= stored["attack"]["pgd_error"] <= 1
     assert stored["attack_normalised"]["fgsm_error"] <= stored["attack"]["fgsm_error"] + 0.2
     assert stored["curves"]["nll"] == [pytest.approx(alone.result["test_nll"], rel=1e-5)]
-    assert len(checkpoint.listed(ledger.folder(Job(QUICK, 3)))) == 1  # the last weights are enough
+    assert len(checkpoint.listed(store.folder(Job(QUICK, 3)))) == 1  # the last weights are enough
 
 
-def test_what_is_there_is_not_trained_again_and_what_lacks_is_measured(ledger: Ledger) -> None:
+def test_what_is_there_is_not_trained_again_and_what_lacks_is_measured(store: ResultStore) -> None:
     job = Job(QUICK, 0)
-    assert ledger.state(job) == "missing"
-    here([job], ledger)
-    assert ledger.state(job) == "done"
-    assert ledger.state(job, ("attack",)) == "unmeasured"
-    before = json.loads(ledger.file(job).read_text())
-    here([job], ledger, "attack")
-    after = json.loads(ledger.file(job).read_text())
-    assert ledger.state(job, ("attack",)) == "done"
+    assert store.state(job) == "missing"
+    here([job], store)
+    assert store.state(job) == "done"
+    assert store.state(job, ("attack",)) == "unmeasured"
+    before = json.loads(store.file(job).read_text())
+    here([job], store, "attack")
+    after = json.loads(store.file(job).read_text())
+    assert store.state(job, ("attack",)) == "done"
     assert {key: value for key, value in after.items() if not key.startswith("attack")} == before
-    for weights in checkpoint.listed(ledger.folder(job)):
+    for weights in checkpoint.listed(store.folder(job)):
         weights.unlink()
-    assert ledger.state(job, ("flatness",)) == "without weights"
+    assert store.state(job, ("flatness",)) == "without weights"
 
 
-def test_one_that_fails_is_written_down_and_the_others_go_on(ledger: Ledger) -> None:
+def test_one_that_fails_is_written_down_and_the_others_go_on(store: ResultStore) -> None:
     jobs = [Job(DIVERGING, 0), Job(QUICK, 0)]
-    ends = in_workers(jobs, ledger, workers=2)
+    ends = in_workers(jobs, store, workers=2)
     assert isinstance(ends[0], Failed)
     assert isinstance(ends[1], Finished)
-    assert [ledger.state(job) for job in jobs] == ["failed", "done"]
-    failure = json.loads(ledger.failure(jobs[0]).read_text())
+    assert [store.state(job) for job in jobs] == ["failed", "done"]
+    failure = json.loads(store.failure(jobs[0]).read_text())
     assert "training stops" in failure["error"]
     assert (failure["seed"], failure["method"], failure["data"]) == (0, "label_smoothing", "cifar10-made")
-    ledger.write(jobs[0], {"anything": 1})
-    assert not ledger.failure(jobs[0]).exists()  # it has succeeded since
+    store.write(jobs[0], {"anything": 1})
+    assert not store.failure(jobs[0]).exists()  # it has succeeded since
 
 
-def test_a_folder_of_another_recipe_fails_alone(ledger: Ledger) -> None:
+def test_a_folder_of_another_recipe_fails_alone(store: ResultStore) -> None:
     one, other = Job(QUICK, 0), Job(replace(QUICK, name="smoke/other"), 0)
-    folder = ledger.folder(one)
+    folder = store.folder(one)
     different = replace(QUICK, lr=0.2)
-    open_(folder, config_of(different, load(QUICK.data), 0), resume=False).close()
-    ends = here([one, other], ledger)
+    open_run_folder(folder, config_of(different, load(QUICK.data), 0), resume=False).close()
+    ends = here([one, other], store)
     assert isinstance(ends[0], Failed)
     assert "lr is 0.2 there" in ends[0].what
     assert "give other --runs" in ends[0].what
-    assert not ledger.failure(one).exists()  # nothing is wrong with it
+    assert not store.failure(one).exists()  # nothing is wrong with it
     assert isinstance(ends[1], Finished)
 
 
-def test_a_folder_that_another_process_trains_in_is_left_alone(ledger: Ledger) -> None:
+def test_a_folder_that_another_process_trains_in_is_left_alone(store: ResultStore) -> None:
     job = Job(QUICK, 0)
-    held = open_(ledger.folder(job), config_of(QUICK, load(QUICK.data), 0), resume=False)
+    held = open_run_folder(store.folder(job), config_of(QUICK, load(QUICK.data), 0), resume=False)
     try:
-        ends = here([job], ledger)
+        ends = here([job], store)
     finally:
         held.close()
     assert isinstance(ends[0], Failed)
     assert ends[0].busy
-    assert not ledger.failure(job).exists()
-    assert ledger.state(job) == "begun"
+    assert not store.failure(job).exists()
+    assert store.state(job) == "begun"
 
 
-def test_damaged_last_weights_are_not_measured_and_trained_again(ledger: Ledger) -> None:
+def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultStore) -> None:
     """The weights of an epoch before must not be taken for the last ones, nor be lost."""
     recipe = replace(QUICK, epochs=2, method="erm")
     job = Job(recipe, 0)
-    for _ in train(recipe, load(recipe.data), folder=ledger.folder(job)):
+    for _ in train(recipe, load(recipe.data), folder=store.folder(job)):
         pass
-    newest, before = checkpoint.listed(ledger.folder(job))
+    newest, before = checkpoint.listed(store.folder(job))
     newest.write_bytes(newest.read_bytes()[:-10] + b"0123456789")
-    expected = json.loads((ledger.folder(job) / "result.json").read_text())
-    (end,) = here([job], ledger).values()
+    expected = json.loads((store.folder(job) / "result.json").read_text())
+    (end,) = here([job], store).values()
     assert isinstance(end, Failed)
     assert end.later
     assert before.exists()
-    assert not ledger.file(job).exists()
-    assert isinstance(here([job], ledger)[0], Finished)
-    stored = json.loads(ledger.file(job).read_text())
+    assert not store.file(job).exists()
+    assert isinstance(here([job], store)[0], Finished)
+    stored = json.loads(store.file(job).read_text())
     assert stored["test_nll"] == expected["test_nll"]
     assert stored["clean_train_nll"] < 10
 
 
-def test_the_weights_of_another_training_are_not_measured_for_a_result(ledger: Ledger) -> None:
+def test_the_weights_of_another_training_are_not_measured_for_a_result(store: ResultStore) -> None:
     """A result that came from elsewhere, and a folder of the same name that was trained here."""
     job = Job(QUICK, 0)
-    here([job], ledger)
-    stored = json.loads(ledger.file(job).read_text())
-    assert ledger.state(job, ("attack",)) == "unmeasured"
-    ledger.write(job, {**stored, "hardware": "another machine", "seconds": 1.5})
-    assert ledger.state(job, ("attack",)) == "without weights"
+    here([job], store)
+    stored = json.loads(store.file(job).read_text())
+    assert store.state(job, ("attack",)) == "unmeasured"
+    store.write(job, {**stored, "hardware": "another machine", "seconds": 1.5})
+    assert store.state(job, ("attack",)) == "without weights"
 
 
 def test_what_two_processes_measure_of_one_training_is_all_kept(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(QUICK, 0)
-    here([job], ledger)
+    here([job], store)
     real = post_training.further
 
     def meanwhile(subject: Any, part: str, effort: Any) -> dict[str, Any]:
-        ledger.write(job, {**(ledger.result(job) or {}), "flatness": {"by": "another process"}})
+        store.write(job, {**(store.result(job) or {}), "flatness": {"by": "another process"}})
         return real(subject, part, effort)
 
     monkeypatch.setattr(post_training, "further", meanwhile)
-    here([job], ledger, "attack")
-    assert {"attack", "flatness"} <= json.loads(ledger.file(job).read_text()).keys()
+    here([job], store, "attack")
+    assert {"attack", "flatness"} <= json.loads(store.file(job).read_text()).keys()
 
 
-def test_the_share_of_a_process_that_dies_goes_to_another(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_a_process_that_dies_goes_to_another(store: ResultStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it was training has failed; what it had not begun is done."""
     lives = [0]
 
@@ -179,58 +179,60 @@ def test_the_share_of_a_process_that_dies_goes_to_another(ledger: Ledger, monkey
     monkeypatch.setattr(runs_module, "in_processes", processes)
     monkeypatch.setattr(runs_module, "facts", lambda device: {})
     jobs = [Run(Job(QUICK, seed)) for seed in range(8)]
-    ends = dict(carry_out(jobs, How(ledger), devices=["cuda:0", "cuda:1"]))
+    ends = dict(carry_out(jobs, How(store), devices=["cuda:0", "cuda:1"]))
     assert sorted(number for number, end in ends.items() if isinstance(end, Failed)) == [2, 3]
     assert sum(isinstance(end, Finished) for end in ends.values()) == 6
-    assert len(list(ledger.results.rglob("*.failed.json"))) == 2
+    assert len(list(store.results.rglob("*.failed.json"))) == 2
 
 
-def test_processes_that_cannot_begin_are_not_begun_for_ever(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_begin_are_not_begun_for_ever(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runs_module, "in_processes", lambda work, tasks, **_: ((task, Died("no")) for task in tasks))
-    ends = dict(carry_out([Run(Job(QUICK, 0))], How(ledger), devices=["cuda:0", "cuda:1"]))
+    ends = dict(carry_out([Run(Job(QUICK, 0))], How(store), devices=["cuda:0", "cuda:1"]))
     assert isinstance(ends[0], Failed)
     assert ends[0].later
-    assert not list(ledger.results.rglob("*.json"))
+    assert not list(store.results.rglob("*.json"))
 
 
-def test_asked_to_stop_what_was_not_begun_is_told(ledger: Ledger) -> None:
+def test_asked_to_stop_what_was_not_begun_is_told(store: ResultStore) -> None:
     jobs = [Job(QUICK, seed) for seed in (0, 1)]
-    ends = in_workers(jobs, ledger, workers=1, stop=lambda: "SIGTERM")
+    ends = in_workers(jobs, store, workers=1, stop=lambda: "SIGTERM")
     assert ends == {0: Stopped("SIGTERM", 0), 1: Stopped("SIGTERM", 0)}
 
 
-def test_a_result_of_another_training_is_not_taken_for_it(ledger: Ledger) -> None:
+def test_a_result_of_another_training_is_not_taken_for_it(store: ResultStore) -> None:
     job = Job(QUICK, 0)
-    here([job], ledger)
-    stored = json.loads(ledger.file(job).read_text())
-    ledger.write(job, {**stored, "compile": True, "deterministic": True})  # how fast, and not what
-    assert ledger.state(job) == "done"
-    ledger.write(job, {**stored, "weight_decay": 0.0})
+    here([job], store)
+    stored = json.loads(store.file(job).read_text())
+    store.write(job, {**stored, "compile": True, "deterministic": True})  # how fast, and not what
+    assert store.state(job) == "done"
+    store.write(job, {**stored, "weight_decay": 0.0})
     with pytest.raises(ValueError, match=r"weight_decay is 0.0 there and 0.0001 here.*--results"):
-        ledger.state(job)
+        store.state(job)
 
 
-def test_what_is_planned_is_written_once_and_in_order(ledger: Ledger) -> None:
+def test_what_is_planned_is_written_once_and_in_order(store: ResultStore) -> None:
     jobs = [Job(QUICK, seed) for seed in (0, 1)]
     runs = [(job, ("attack",)) for job in jobs]
-    assert ledger.plan(runs[:1], date(2026, 1, 2)) == 1
-    assert ledger.plan(runs, date(2026, 1, 3)) == 1
-    assert ledger.plan(runs, date(2026, 1, 4)) == 0
-    assert [(run["seed"], run["planned"]) for run in ledger.planned()] == [(0, "2026-01-02"), (1, "2026-01-03")]
-    assert ledger.planned()[0]["parts"] == ["attack"]
+    assert store.plan(runs[:1], date(2026, 1, 2)) == 1
+    assert store.plan(runs, date(2026, 1, 3)) == 1
+    assert store.plan(runs, date(2026, 1, 4)) == 0
+    assert [(run["seed"], run["planned"]) for run in store.planned()] == [(0, "2026-01-02"), (1, "2026-01-03")]
+    assert store.planned()[0]["parts"] == ["attack"]
 
 
-def test_what_has_been_begun_cannot_be_planned_any_more(ledger: Ledger) -> None:
-    here([Job(QUICK, 0)], ledger)
-    with pytest.raises(ValueError, match="1 of these have been begun: smoke/cifar10-vgg16-label_smoothing with seed 0"):
-        ledger.plan([(Job(QUICK, seed), ()) for seed in (0, 1)], date(2026, 1, 2))
-    assert ledger.planned() == []
+def test_what_has_been_begun_cannot_be_planned_any_more(store: ResultStore) -> None:
+    here([Job(QUICK, 0)], store)
+    with pytest.raises(ValueError, match="1 of these have started: smoke/cifar10-vgg16-label_smoothing with seed 0"):
+        store.plan([(Job(QUICK, seed), ()) for seed in (0, 1)], date(2026, 1, 2))
+    assert store.planned() == []
 
 
 def test_several_gpus_share_each_data_set() -> None:
     other = replace(QUICK, data="svhn-made")
     runs = dict(enumerate(Run(Job(recipe, seed)) for seed in range(3) for recipe in (QUICK, other)))
-    tasks = _tasks(runs, How(Ledger(Path("r"), Path("w"))), ["cuda:0", "cuda:1"])
+    tasks = _tasks(runs, How(ResultStore(Path("r"), Path("w"))), ["cuda:0", "cuda:1"])
     assert [task.device for task in tasks] == ["cuda:0", "cuda:1"]
     assert sorted(number for task in tasks for number in task.runs) == list(range(6))
     for task in tasks:
@@ -248,13 +250,13 @@ def test_curves_are_named_without_the_split_and_cut_to_six_digits() -> None:
 
 
 @pytest.mark.cuda
-def test_on_a_gpu_they_run_together_and_are_measured_there(ledger: Ledger) -> None:
+def test_on_a_gpu_they_run_together_and_are_measured_there(store: ResultStore) -> None:
     jobs = [Job(replace(QUICK, name=f"smoke/{method}", method=method), 0) for method in ("erm", "amp", "dropout")]
     runs = [Run(job, ("attack", "flatness", "landscape")) for job in jobs]
-    ends = dict(carry_out(runs, How(ledger, at_once=2), devices=["cuda:0"]))
+    ends = dict(carry_out(runs, How(store, at_once=2), devices=["cuda:0"]))
     assert all(isinstance(end, Finished) for end in ends.values())
     for job in jobs:
-        stored = json.loads(ledger.file(job).read_text())
+        stored = json.loads(store.file(job).read_text())
         assert stored["hardware"] == torch.cuda.get_device_name()
         assert stored["flatness"]["worst_case_loss"] >= stored["flatness"]["loss"]
         assert len(stored["landscape"]["splits"]["test"]["plane"]) == 5

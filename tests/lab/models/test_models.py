@@ -23,7 +23,7 @@ SIZES = {
     "pyramidnet164_48": (1_715_442, 601),
     "pyramidnet110_150": (6_472_640, 403),  # its widths are halves before rounding
 }
-SMALL = {"convnet": {}, "mlp": {"side": 8}}  # what each needs for pictures of 8 by 8
+SMALL = {"convnet": {}, "mlp": {"side": 8}}  # what each needs for images of 8 by 8
 names = pytest.mark.parametrize("name", MODELS)
 
 
@@ -93,7 +93,7 @@ def test_other_channels_and_classes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["preactresnet18", "wideresnet10_1", "pyramidnet11_6", *SMALL])
-def test_small_pictures_pass(name: str) -> None:
+def test_small_images_pass(name: str) -> None:
     model = build(name, in_channels=1, **({"side": 8} if name == "mlp" else {}))
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
@@ -191,6 +191,6 @@ def test_an_mlp_says_what_it_takes() -> None:
         build("mlp", in_channels=1)(torch.zeros(2, 1, 8, 8))
 
 
-def test_vgg_says_how_large_pictures_must_be() -> None:
+def test_vgg_says_how_large_images_must_be() -> None:
     with pytest.raises(ValueError, match="at least 32 by 32 pixels, got 28 by 28"):
         build("vgg16")(torch.zeros(1, 3, 28, 28))

@@ -10,7 +10,7 @@ from tests.support.small_runs import tiny_data
 
 from flatmin_lab import models
 from flatmin_lab.data import Dataset, load
-from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.runs.events import Finished
 from flatmin_lab.training.loop import train
@@ -20,7 +20,7 @@ CIFAR = replace(tiny_data(), name="cifar10")
 
 @pytest.fixture
 def photographs() -> Dataset:
-    """Pictures of the size of CIFAR's."""
+    """Images of the size of CIFAR's."""
     data = tiny_data()
     large = [split.x.repeat(1, 3, 6, 6)[:, :, :32, :32] for split in (data.train, data.test)]
     return replace(data, train=replace(data.train, x=large[0]), test=replace(data.test, x=large[1]))
@@ -82,15 +82,20 @@ def test_a_wrong_value_is_named(wrong: dict[str, Any]) -> None:
 
 
 def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
-    paper = suited("cifar10", photographs, method="amp")
+    paper = default_recipe("cifar10", photographs, method="amp")
     assert (paper.model, paper.epochs, paper.batch_size, paper.lr) == ("preactresnet18", 200, 50, 0.1)
     assert (paper.momentum, paper.nesterov, paper.weight_decay, paper.augment) == (0.9, True, 1e-4, "vanilla")
     assert paper.settings == {"epsilon": 0.5, "inner_lr": 1.0}
     assert paper.protocol == "paper"
     assert replace(paper, precision="bf16", method="erm", settings={}).protocol == "paper"
-    assert suited("cifar10", photographs, method="amp", epochs=60).protocol == "short"
-    assert suited("cifar10", photographs, method="mixup", epochs=60, settings={"alpha": 1.0}).protocol == "short"
-    assert suited("cifar100", photographs, method="amp", model="wideresnet28_10", augment="cutout").protocol == "paper"
+    assert default_recipe("cifar10", photographs, method="amp", epochs=60).protocol == "short"
+    assert (
+        default_recipe("cifar10", photographs, method="mixup", epochs=60, settings={"alpha": 1.0}).protocol == "short"
+    )
+    assert (
+        default_recipe("cifar100", photographs, method="amp", model="wideresnet28_10", augment="cutout").protocol
+        == "paper"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
     ids=str,
 )
 def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes: dict[str, Any]) -> None:
-    assert replace(suited("cifar10", photographs, method="amp"), **changes).protocol == "own"
+    assert replace(default_recipe("cifar10", photographs, method="amp"), **changes).protocol == "own"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes:
 def test_what_differs_in_the_method_the_split_or_the_length_is_said(
     photographs: Dataset, changes: dict[str, Any], said: str
 ) -> None:
-    assert replace(suited("cifar10", photographs, method="amp"), **changes).protocol == said
+    assert replace(default_recipe("cifar10", photographs, method="amp"), **changes).protocol == said
 
 
 @pytest.mark.parametrize(
@@ -153,27 +158,27 @@ def test_what_differs_in_the_method_the_split_or_the_length_is_said(
 def test_the_radius_follows_model_augmentation_and_length(
     photographs: Dataset, changes: dict[str, Any], expected: tuple[float, float]
 ) -> None:
-    settings = suited("cifar10", photographs, method="amp", **changes).settings
+    settings = default_recipe("cifar10", photographs, method="amp", **changes).settings
     assert (settings["epsilon"], settings["inner_lr"]) == expected
 
 
 def test_each_data_set_has_a_model_that_takes_it(photographs: Dataset) -> None:
     spiral, digits = load("spiral"), load("digits")
-    assert suited("spiral", spiral).model == "mlp"
-    assert suited("spiral", spiral).augment == "none"
-    assert suited("digits", digits).model == "convnet"
-    assert suited("mine.npz", tiny_data()).model == "convnet"
-    assert suited("mine.npz", photographs).model == "preactresnet18"
-    assert suited("digits", digits, model="mlp").model_settings == {"side": 8}
-    assert suited("digits", digits, model="convnet").model_settings == {}
+    assert default_recipe("spiral", spiral).model == "mlp"
+    assert default_recipe("spiral", spiral).augment == "none"
+    assert default_recipe("digits", digits).model == "convnet"
+    assert default_recipe("mine.npz", tiny_data()).model == "convnet"
+    assert default_recipe("mine.npz", photographs).model == "preactresnet18"
+    assert default_recipe("digits", digits, model="mlp").model_settings == {"side": 8}
+    assert default_recipe("digits", digits, model="convnet").model_settings == {}
 
 
 @pytest.mark.parametrize(
     ("count", "validation", "expected"), [(51, False, 49), (7, True, 6), (12, False, 12), (900, True, 50)]
 )
-def test_few_pictures_of_one_s_own_get_a_batch_size_that_works(count: int, validation: bool, expected: int) -> None:
+def test_few_images_of_one_s_own_get_a_batch_size_that_works(count: int, validation: bool, expected: int) -> None:
     data = tiny_data(train=count)
-    recipe = suited("mine.npz", data, validation=validation, epochs=1, model="convnet")
+    recipe = default_recipe("mine.npz", data, validation=validation, epochs=1, model="convnet")
     assert recipe.batch_size == expected
     assert isinstance(list(train(recipe, data))[-1], Finished)
 

@@ -16,13 +16,13 @@ from tests.support.report_files import evaluation, landscape, write_result
 
 import readme
 import results_table
-from flatmin_lab.recipes.paper_tables import EXHIBITS, cell
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.loader import collect
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.paper.deviations import COPIES
 from flatmin_lab.report.paper.tables import by_recipe
-from flatmin_lab.runs.result_store import Ledger
+from flatmin_lab.runs.result_store import ResultStore
 
 COST: dict[str, Any] = {
     "hardware": "a machine",
@@ -45,7 +45,7 @@ def fill(results: Path) -> Path:
             first = {"landscape": landscape()} if not seed and method != "dropout" else {}
             checksum = next(iter(COPIES))
             write_result(results, recipe, seed, error, curves=curves, data_sha256=checksum, **more, **first)
-    (tensor,) = [recipe for recipe in EXHIBITS["ball"]("paper").recipes if recipe.name.endswith("tensor")]
+    (tensor,) = [recipe for recipe in EXPERIMENTS["ball"]("paper").recipes if recipe.name.endswith("tensor")]
     write_result(results, tensor, 0, 0.0418, data_sha256=next(iter(COPIES)))
     hundred = cell("short", "cifar100", "preactresnet18", "erm")
     write_result(results, hundred, 0, 0.25, test_repeated=10, test_error_without_repeated=0.2502)
@@ -75,7 +75,7 @@ def test_a_comparison_is_shown_for_the_data_of_which_both_sides_are_trained(tmp_
             .partition("Ours beside")[0]
         )
 
-    recipes = EXHIBITS["precision"]("paper").recipes
+    recipes = EXPERIMENTS["precision"]("paper").recipes
     for recipe in recipes[:-1]:
         write_result(tmp_path, recipe, 0, 0.05)
     assert "CIFAR-10, PreActResNet18" in table()
@@ -86,7 +86,7 @@ def test_a_comparison_is_shown_for_the_data_of_which_both_sides_are_trained(tmp_
 
 
 def test_the_first_version_s_trainings_stand_under_their_crops(tmp_path: Path) -> None:
-    for recipe in EXHIBITS["first_version"]("paper").recipes:
+    for recipe in EXPERIMENTS["first_version"]("paper").recipes:
         if recipe.data == "cifar100":
             write_result(tmp_path, recipe, 0, 0.2431)
     text = text_of(report_page(collect([tmp_path])))
@@ -228,14 +228,14 @@ def test_a_part_of_a_result_that_makes_no_sense_is_left_out_alone(
 
 
 def test_the_page_says_that_the_spiral_was_chosen_where_there_is_one(page: str, tmp_path: Path) -> None:
-    write_result(tmp_path, EXHIBITS["spiral"]("paper").recipes[0], 0, 0.05)
+    write_result(tmp_path, EXPERIMENTS["spiral"]("paper").recipes[0], 0, 0.05)
     chosen = "That problem and AMP's radius in it were chosen because the two methods differ there"
     assert chosen in text_of(report_page(collect([tmp_path])))
     assert chosen not in text_of(page)
 
 
 def test_a_boundary_is_drawn_for_the_spiral(tmp_path: Path) -> None:
-    for recipe in EXHIBITS["spiral"]("short").recipes:
+    for recipe in EXPERIMENTS["spiral"]("short").recipes:
         side = [-1.2, -0.4, 0.4, 1.2]
         shares = [[abs(x) / 2 for x in side] for _ in side]
         write_result(tmp_path, recipe, 0, 0.05, boundary={"side": side, "shares": shares})
@@ -277,7 +277,7 @@ def test_every_kept_result_is_what_it_says_and_was_planned() -> None:
     for name, own in runs.items():
         for run in own:
             assert (name, run.result["seed"]) in planned
-            assert run.path == Ledger(KEPT, KEPT).file(Job(_recipe(name), run.result["seed"]))
+            assert run.path == ResultStore(KEPT, KEPT).file(Job(_recipe(name), run.result["seed"]))
             assert run.result["commit"]
             assert run.result["hardware"]
             assert "smoke" not in name
@@ -285,8 +285,8 @@ def test_every_kept_result_is_what_it_says_and_was_planned() -> None:
 
 def _recipe(name: str) -> Any:
     protocol: Any = name.partition("/")[0]
-    exhibits = (make(protocol) for make in EXHIBITS.values())
-    return next(recipe for exhibit in exhibits for recipe in exhibit.recipes if recipe.name == name)
+    experiments = (make(protocol) for make in EXPERIMENTS.values())
+    return next(recipe for experiment in experiments for recipe in experiment.recipes if recipe.name == name)
 
 
 def test_the_readme_has_the_table_of_these_results() -> None:

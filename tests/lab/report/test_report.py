@@ -21,14 +21,14 @@ from tests.support.report_files import ERRORS, evaluation, landscape, result, wr
 
 from flatmin_lab.data import load
 from flatmin_lab.methods import METHODS
-from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.comparison import Group, groups_of
 from flatmin_lab.report.figures.style import Drawn
 from flatmin_lab.report.loader import collect
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.runs.events import Stopped
-from flatmin_lab.runs.result import result_of
+from flatmin_lab.runs.result import build_result
 
 
 @pytest.fixture
@@ -280,16 +280,16 @@ def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
     data = load("digits")
     changes: dict[str, Any] = {"epochs": 3, "lr": 0.05, "batch_size": 64, "label_noise": 0.2, "clip_norm": 5.0}
     for name, more in {"plain": {}, "cosine": {"schedule": "cosine", "warmup": 1.0, "weight_decay": 0.0}}.items():
-        recipe = suited("digits", data, method="erm", **changes, **more)
+        recipe = default_recipe("digits", data, method="erm", **changes, **more)
         lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
-        found = {**result_of(recipe, 3, data.checksum, lines, {}), "reliability": None}
+        found = {**build_result(recipe, 3, data.checksum, lines, {}), "reliability": None}
         write(tmp_path / name / "erm-3", found)
         (group,) = groups_of(collect([tmp_path / name]).runs)
         assert len(group.untrained) == len(METHODS) - 1
         for command in group.untrained:
             options = dict(zip(*[iter(shlex.split(command)[2:])] * 2, strict=True))
             asked = planned(options)
-            assert asked == suited("digits", data, method=options["--method"], **changes, **more)
+            assert asked == default_recipe("digits", data, method=options["--method"], **changes, **more)
             assert options["--seed"] == "3"
             assert Path(options["--out"]).parent == tmp_path / name
 

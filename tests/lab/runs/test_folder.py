@@ -26,16 +26,16 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_finished_run_has_all_its_files(tmp_path: Path) -> None:
     recipe = tiny_recipe()
-    records = run(recipe, tmp_path / "new" / "run")
+    events = run(recipe, tmp_path / "new" / "run")
     folder = tmp_path / "new" / "run"
     config = json.loads((folder / "config.json").read_text())
     assert config["recipe"] == recipe.as_json()
     assert config["data_sha256"] == tiny_data().checksum
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [dict(record.numbers) for record in records if isinstance(record, Epoch)]
+    assert lines == [dict(event.numbers) for event in events if isinstance(event, Epoch)]
     result = json.loads((folder / "result.json").read_text())
-    assert isinstance(records[-1], Finished)
-    assert result == records[-1].result
+    assert isinstance(events[-1], Finished)
+    assert result == events[-1].result
     for field in ("protocol", "method", "settings", "model", "data", "seed", "epochs", "test_error", "test_nll"):
         assert field in result
     assert {"test_ece", "seconds", "hardware", "torch", "commit", "recipe", "data_sha256"} <= result.keys()
@@ -58,7 +58,7 @@ def test_the_curves_are_in_tensorboard_once_each_after_a_stop(tmp_path: Path) ->
 def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     run(tiny_recipe(), tmp_path / "run")
     before = contents(tmp_path / "run")
-    with pytest.raises(FileExistsError, match=r"holds a run already \(finished\); go on with --resume"):
+    with pytest.raises(FileExistsError, match=r"already holds a run \(finished\); resume it with --resume"):
         run(tiny_recipe(), tmp_path / "run")
     assert contents(tmp_path / "run") == before
     (tmp_path / "notes").mkdir()
@@ -96,8 +96,8 @@ def test_files_of_others_stay_as_they_are(tmp_path: Path) -> None:
     copies = [folder / f"checkpoint-{name}.safetensors" for name in ("best", "00000005-backup")]
     for copy in copies:
         copy.write_bytes(checkpoint.listed(folder)[-1].read_bytes())
-    records = run(tiny_recipe(), folder, resume=True)
-    assert next(record.step for record in records if isinstance(record, Started)) == 7
+    events = run(tiny_recipe(), folder, resume=True)
+    assert next(event.step for event in events if isinstance(event, Started)) == 7
     assert all(copy.exists() for copy in copies)
 
 
@@ -120,15 +120,15 @@ def test_steps_of_more_than_eight_digits_come_in_their_order(tmp_path: Path) -> 
 
 def test_who_comes_second_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between looking at an empty folder and holding it, another process begins and ends a run there."""
-    folder, real = tmp_path / "run", open_folder.hold
+    folder, real = tmp_path / "run", open_folder.lock_folder
 
     def late(path: Path) -> Any:
-        monkeypatch.setattr(open_folder, "hold", real)
+        monkeypatch.setattr(open_folder, "lock_folder", real)
         run(tiny_recipe(), folder, stop=after(8))
         return real(path)
 
-    monkeypatch.setattr(open_folder, "hold", late)
-    with pytest.raises(FileExistsError, match="holds a run already"):
+    monkeypatch.setattr(open_folder, "lock_folder", late)
+    with pytest.raises(FileExistsError, match="already holds a run"):
         run(tiny_recipe(lr=0.5), folder)
     assert lasting(folder)["state"]["run"]["recipe"]["lr"] == 0.1
     (folder / ".lock").open("ab").close()
@@ -137,33 +137,33 @@ def test_who_comes_second_looks_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_folder_that_was_replaced_is_not_written_to(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    records = train(tiny_recipe(), tiny_data(), folder=folder)
-    next(record for record in records if isinstance(record, Epoch))
+    events = train(tiny_recipe(), tiny_data(), folder=folder)
+    next(event for event in events if isinstance(event, Epoch))
     shutil.rmtree(folder)
     run(tiny_recipe(lr=0.5), folder)
     before = contents(folder)
     with pytest.raises(RunError, match="removed or replaced"):
-        list(records)
+        list(events)
     assert contents(folder) == before
 
 
 def test_epochs_without_a_checkpoint_are_kept_aside(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    records = train(tiny_recipe(), tiny_data(), folder=folder, checkpoint_epochs=9)
-    next(record for record in records if isinstance(record, Epoch))
-    records.close()  # type: ignore[attr-defined]  # a generator
+    events = train(tiny_recipe(), tiny_data(), folder=folder, checkpoint_epochs=9)
+    next(event for event in events if isinstance(event, Epoch))
+    events.close()  # type: ignore[attr-defined]  # a generator
     line = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(FileExistsError, match="holds a run already"):
+    with pytest.raises(FileExistsError, match="already holds a run"):
         run(tiny_recipe(), folder)
     again = run(tiny_recipe(), folder, resume=True)
-    assert any(isinstance(record, Note) and "metrics.jsonl.before-1" in record.text for record in again)
+    assert any(isinstance(event, Note) and "metrics.jsonl.before-1" in event.text for event in again)
     assert (folder / "metrics.jsonl.before-1").read_bytes() == line
 
 
 def test_a_consumer_that_fails_costs_no_epoch(tmp_path: Path) -> None:
     def consume() -> None:
-        for record in train(tiny_recipe(), tiny_data(), folder=tmp_path / "run"):
-            if isinstance(record, Epoch):
+        for event in train(tiny_recipe(), tiny_data(), folder=tmp_path / "run"):
+            if isinstance(event, Epoch):
                 raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -175,11 +175,11 @@ def test_a_checkpoint_within_the_first_epoch_is_a_checkpoint(tmp_path: Path) -> 
     """Gone on with from there, after later epochs were measured and not saved: they come again, no note is false."""
     folder = tmp_path / "run"
     run(tiny_recipe(), folder, stop=after(3))
-    records = train(tiny_recipe(), tiny_data(), folder=folder, resume=True, checkpoint_epochs=9)
-    next(record for record in records if isinstance(record, Epoch))
-    records.close()  # type: ignore[attr-defined]  # a generator
+    events = train(tiny_recipe(), tiny_data(), folder=folder, resume=True, checkpoint_epochs=9)
+    next(event for event in events if isinstance(event, Epoch))
+    events.close()  # type: ignore[attr-defined]  # a generator
     again = run(tiny_recipe(), folder, resume=True)
-    assert not [record for record in again if isinstance(record, Note)]
+    assert not [event for event in again if isinstance(event, Note)]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -286,11 +286,11 @@ def test_the_one_before_a_damaged_checkpoint_is_used(tmp_path: Path, damage: str
     changed = bytearray(content)
     changed[-3] ^= 1
     newest.write_bytes({"torn": content[:-100], "altered": bytes(changed), "empty": b""}[damage])
-    records = run(tiny_recipe(), folder, resume=True)
-    (note,) = [record for record in records if isinstance(record, Note)]
+    events = run(tiny_recipe(), folder, resume=True)
+    (note,) = [event for event in events if isinstance(event, Note)]
     assert newest.name in note.text
     assert "put aside" in note.text
-    (start,) = [record for record in records if isinstance(record, Started)]
+    (start,) = [event for event in events if isinstance(event, Started)]
     assert checkpoint.name_of(start.step) == older.name
     assert (folder / f"{newest.name}.damaged").exists()
     assert same(lasting(folder), lasting(tmp_path / "whole"))
@@ -409,6 +409,6 @@ def test_config_of_knows_versions_and_machine() -> None:
 def test_going_on_elsewhere_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tiny_recipe(), tmp_path / "run", stop=after(3))
     monkeypatch.setattr("torch.__version__", "9.9.9")
-    notes = [record.text for record in run(tiny_recipe(), tmp_path / "run", resume=True) if isinstance(record, Note)]
+    notes = [event.text for event in run(tiny_recipe(), tmp_path / "run", resume=True) if isinstance(event, Note)]
     assert len(notes) == 1
     assert "9.9.9 now" in notes[0]

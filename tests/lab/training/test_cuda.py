@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from flatmin_lab import methods, models
 from flatmin_lab.data import Dataset, Normalisation, Split
 from flatmin_lab.recipes.recipe import PRECISIONS, Recipe
-from flatmin_lab.runs.events import Finished, Note, Progress, Record, RunError, Stopped
-from flatmin_lab.system.rng import Surroundings
-from flatmin_lab.training.captured_forward import Answers
+from flatmin_lab.runs.events import Event, Finished, Note, Progress, RunError, Stopped
+from flatmin_lab.system.rng import RandomScope
+from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.evaluation import logits_of
-from flatmin_lab.training.loop import moments, train
+from flatmin_lab.training.loop import train, training_steps
 
 pytestmark = pytest.mark.cuda
 
@@ -31,7 +31,7 @@ NETWORKS = ("preactresnet18", "vgg16", "wideresnet10_2", "pyramidnet29_24", "con
 
 
 def photographs(count: int = 64) -> Dataset:
-    """Pictures of CIFAR's size."""
+    """Images of CIFAR's size."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     split = Split(x, torch.arange(count) % 10)
@@ -45,8 +45,8 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path: Path, variant: s
     expected = lasting(tmp_path / "whole")
     for first in (3, 8):
         folder = tmp_path / f"stopped-{first}"
-        records = run(recipe, folder, device="cuda", stop=after(first))
-        assert isinstance(records[-1], Stopped)
+        events = run(recipe, folder, device="cuda", stop=after(first))
+        assert isinstance(events[-1], Stopped)
         torch.cuda.manual_seed(99)  # whatever state the new process has
         assert isinstance(run(recipe, folder, device="cuda", resume=True)[-1], Finished)
         assert same(lasting(folder), expected)
@@ -99,9 +99,9 @@ def test_every_step_is_captured_and_measures_the_same(variant: str) -> None:
         for index, u in learner.batches.parts(epoch):
             measured = learner.step(index, u, 0.01)
             first = first or measured
-            captured.append(learner.taken.captured)
+            captured.append(learner.train_step.captured)
             assert measured.keys() == first.keys()
-    assert learner.taken.reason is None
+    assert learner.train_step.reason is None
     assert captured == [False] + [True] * 9
 
 
@@ -111,9 +111,9 @@ def test_captured_it_is_the_same_to_the_bit(tmp_path: Path, method: str) -> None
     recipe = tiny_recipe(method=method, deterministic=True, augment="vanilla", ema=0.9, schedule="cosine")
     data = tiny_data(test=1100)
     for name, capture in (("captured", True), ("plain", False)):
-        records = list(train(recipe, data, device="cuda", folder=tmp_path / name, capture=capture))
-        assert isinstance(records[-1], Finished)
-        assert not any(isinstance(record, Note) for record in records)
+        events = list(train(recipe, data, device="cuda", folder=tmp_path / name, capture=capture))
+        assert isinstance(events[-1], Finished)
+        assert not any(isinstance(event, Note) for event in events)
     assert same(lasting(tmp_path / "captured"), lasting(tmp_path / "plain"))
 
 
@@ -133,20 +133,20 @@ def test_the_host_never_waits_within_a_step(method: str, precision: Any, capture
 @pytest.mark.parametrize("variant", ["erm", "amp", "mixup", "dropout", "rmp", "averaged bf16"])
 def test_the_host_never_waits_within_an_epoch(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     """Between its first step and its last, although progress is told after each: numbers come when they come."""
-    monkeypatch.setattr("flatmin_lab.training.loop.BREATH", 0.0)
+    monkeypatch.setattr("flatmin_lab.training.loop.PROGRESS_SECONDS", 0.0)
     recipe = tiny_recipe(schedule="cosine", augment="vanilla", epochs=5, **VARIANTS[variant])
     settings: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     settings |= {"checkpoint_epochs": 1, "checkpoint_minutes": 99.0}
-    records = moments(recipe, tiny_data(), seed=0, device="cuda", **settings)
-    record: Record | None = None
+    events = training_steps(recipe, tiny_data(), seed=0, device="cuda", **settings)
+    event: Event | None = None
     done = quiet = told = 0
-    while not isinstance(record, Finished):
+    while not isinstance(event, Finished):
         within = done > 10 and done % 5 != 0  # after two epochs all graphs are there
         with never_waiting() if within else nullcontext():
-            record = next(records)
-        done += record is None
-        quiet += within and record is None
-        told += isinstance(record, Progress)
+            event = next(events)
+        done += event is None
+        quiet += within and event is None
+        told += isinstance(event, Progress)
     assert (done, quiet, told) == (25, 12, 25)
 
 
@@ -166,10 +166,10 @@ def test_captured_answers_are_the_models_own(network: str) -> None:
     """Bit for bit, when the weights have changed in place, and when they have moved."""
     data = photographs(40).to("cuda")
     normalise = Normalisation.of(data.test)
-    surroundings = Surroundings(torch.device("cuda"), deterministic=True)
-    with surroundings.inside():
+    scope = RandomScope(torch.device("cuda"), deterministic=True)
+    with scope.active():
         model = models.build(network).cuda()
-        answers = Answers(model, full=16)
+        forward = CapturedForward(model, batch_size=16)
         held = []
         for change in ("none", "in place", "moved"):
             for param in model.parameters():
@@ -178,11 +178,11 @@ def test_captured_answers_are_the_models_own(network: str) -> None:
                 elif change == "moved":
                     param.data = param.data.clone()
             expected = logits_of(model, data.test, normalise, batch_size=16)
-            found = logits_of(answers, data.test, normalise, batch_size=16)
+            found = logits_of(forward, data.test, normalise, batch_size=16)
             assert expected is not None
             assert found is not None
             assert torch.equal(found, expected)
-            held.append(answers.graph)
+            held.append(forward.graph)
         assert held[0] is not None
         assert held[1] is held[0]
         assert held[2] not in (None, held[0])
@@ -194,10 +194,10 @@ def test_what_cannot_be_captured_is_answered_all_the_same() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.flatten(1) * float(x.max())  # the host reads a number
 
-    answers, x = Answers(Reading(), full=4), torch.rand(4, 1, 2, 2, device="cuda")
+    forward, x = CapturedForward(Reading(), batch_size=4), torch.rand(4, 1, 2, 2, device="cuda")
     for _ in range(2):
-        assert torch.equal(answers(x), Reading()(x))
-        assert answers.graph is None
+        assert torch.equal(forward(x), Reading()(x))
+        assert forward.graph is None
     assert torch.equal(torch.ones(2, device="cuda") + 1, torch.full((2,), 2.0, device="cuda"))  # the device is well
 
 

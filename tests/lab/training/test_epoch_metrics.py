@@ -1,4 +1,4 @@
-"""Means do not depend on when the host looked, nor on when the numbers came, and a broken step is named rightly."""
+"""Means do not depend on when the host collects or when the numbers arrive, and a broken step is named rightly."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatmin_lab.training import epoch_metrics
-from flatmin_lab.training.epoch_metrics import Broken, Tally
+from flatmin_lab.training.epoch_metrics import EpochMetrics, NonFiniteLoss
 
 
 def steps(number: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
@@ -38,26 +38,26 @@ class Late:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of a piece are on their way for a while, each for another while."""
-    real, delays = epoch_metrics._sent, count()
+    """The numbers of a transfer arrive late, each after another while."""
+    real, delays = epoch_metrics._send, count()
 
     def sent(pending: Any) -> Any:
-        return real(pending)._replace(there=Late(next(delays) * 7 % 5))  # type: ignore[arg-type]
+        return real(pending)._replace(arrival=Late(next(delays) * 7 % 5))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(epoch_metrics, "_sent", sent)
+    monkeypatch.setattr(epoch_metrics, "_send", sent)
 
 
 def summed(every: int, *, wait: bool) -> dict[str, tuple[float, int]]:
-    ours = Tally()
-    for i, (pictures, measured) in enumerate(steps(40)):
-        ours.add(pictures, measured)
+    ours = EpochMetrics()
+    for i, (images, measured) in enumerate(steps(40)):
+        ours.add(images, measured)
         if i % every == 0:
-            assert ours.look(wait=wait) is None
-    assert ours.look() is None
+            assert ours.collect(wait=wait) is None
+    assert ours.collect() is None
     return ours.sums
 
 
-def test_when_the_host_looks_changes_no_bit() -> None:
+def test_when_the_host_collects_changes_no_bit() -> None:
     expected = summed(99, wait=True)
     assert expected["loss"][1] == 8 * 3 + 32 * 10
     assert all(summed(every, wait=wait) == expected for every in (1, 3, 7) for wait in (False, True))
@@ -69,15 +69,15 @@ def test_nor_does_it_when_numbers_come_late() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_without_waiting_only_what_has_come_is_counted() -> None:
-    ours = Tally()
-    for pictures, measured in steps(4):
-        ours.add(pictures, measured)
-        ours.look(wait=False)
-    assert len(ours.coming) > 0
+def test_without_waiting_only_what_has_arrived_is_counted() -> None:
+    ours = EpochMetrics()
+    for images, measured in steps(4):
+        ours.add(images, measured)
+        ours.collect(wait=False)
+    assert len(ours.in_flight) > 0
     assert ours.sums["loss"][1] < 33
-    ours.look()
-    assert len(ours.coming) == 0
+    ours.collect()
+    assert len(ours.in_flight) == 0
     assert ours.sums["loss"][1] == 33
 
 
@@ -85,14 +85,14 @@ def test_without_waiting_only_what_has_come_is_counted() -> None:
 @pytest.mark.parametrize("every", [1, 3, 50])
 @pytest.mark.parametrize("wait", [False, True])
 def test_the_first_loss_that_is_not_finite_is_named(every: int, wait: bool) -> None:
-    ours, broken, at = Tally(), None, 0
-    for i, (pictures, measured) in enumerate(steps(30)):
+    ours, broken, at = EpochMetrics(), None, 0
+    for i, (images, measured) in enumerate(steps(30)):
         loss = torch.tensor(math.nan) if i >= 12 else measured["loss"]
-        ours.add(pictures, {**measured, "loss": loss})
+        ours.add(images, {**measured, "loss": loss})
         if i % every == 0 or i == 29:
-            broken, at = ours.look(wait=wait or i == 29), i
+            broken, at = ours.collect(wait=wait or i == 29), i
             if broken is not None:
                 break
-    assert isinstance(broken, Broken)
-    assert at - broken.ago == 12
+    assert isinstance(broken, NonFiniteLoss)
+    assert at - broken.steps_ago == 12
     assert math.isnan(broken.loss)

@@ -1,4 +1,4 @@
-"""Training is the plain loop, can be stopped anywhere and gone on with to the same bits, and tells the truth."""
+"""Training is the plain loop, can be stopped anywhere and resumed bit for bit, and reports true numbers."""
 
 import gc
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.small_runs import after, lasting, learner_of, pictures, run, same, tiny_data, tiny_recipe
+from tests.support.small_runs import after, images, lasting, learner_of, run, same, tiny_data, tiny_recipe
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
@@ -25,9 +25,9 @@ from flatmin_lab import methods
 from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Epoch, Finished, Note, Progress, RunError, Started, Stopped
-from flatmin_lab.system.rng import Surroundings, generator
+from flatmin_lab.system.rng import RandomScope, generator
 from flatmin_lab.training.build import ClippedSGD, build_model
-from flatmin_lab.training.captured_forward import Answers
+from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 
@@ -86,10 +86,10 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path: Path, variant: s
     expected = lasting(tmp_path / "whole")
     for first in (1, 4, 6, 8):
         folder = tmp_path / f"stopped-{first}"
-        records = run(recipe, folder, stop=after(first))
-        assert isinstance(records[-1], Stopped)
-        while not isinstance(records[-1], Finished):
-            records = run(recipe, folder, resume=True, stop=after(5))
+        events = run(recipe, folder, stop=after(first))
+        assert isinstance(events[-1], Stopped)
+        while not isinstance(events[-1], Finished):
+            events = run(recipe, folder, resume=True, stop=after(5))
         assert same(lasting(folder), expected)
     assert isinstance(whole[-1], Finished)
 
@@ -107,8 +107,8 @@ def test_moments_come_back_in_the_layout_of_the_weights(tmp_path: Path) -> None:
 
 def test_stopped_while_it_measures_it_measures_again(tmp_path: Path) -> None:
     """Asked in the first evaluation, five steps into it: all steps of the epoch are saved, its line is not."""
-    records = run(tiny_recipe(), tmp_path / "run", stop=after(5))
-    assert isinstance(records[-1], Stopped)
+    events = run(tiny_recipe(), tmp_path / "run", stop=after(5))
+    assert isinstance(events[-1], Stopped)
     state = lasting(tmp_path / "run")["state"]
     assert (state["epoch"], state["batch"], state["lines"]) == (0, 5, [])
     run(tiny_recipe(), tmp_path / "whole")
@@ -129,8 +129,8 @@ def test_what_the_caller_draws_changes_nothing_and_is_not_changed(tmp_path: Path
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    records = train(recipe, tiny_data(), folder=tmp_path / "loud")
-    drawn = [torch.rand(()) for record in records if isinstance(record, Epoch)]
+    events = train(recipe, tiny_data(), folder=tmp_path / "loud")
+    drawn = [torch.rand(()) for event in events if isinstance(event, Epoch)]
     assert torch.equal(torch.stack(drawn), expected)
     assert same(lasting(tmp_path / "quiet"), lasting(tmp_path / "loud"))
 
@@ -163,9 +163,9 @@ def test_another_seed_gives_other_weights_order_and_noise() -> None:
 
 
 def test_the_headline_is_the_last_epoch_and_the_best_one_is_named_so() -> None:
-    records = run(tiny_recipe(epochs=4, lr=0.5))
-    lines = [record.numbers for record in records if isinstance(record, Epoch)]
-    result = records[-1].result if isinstance(records[-1], Finished) else {}
+    events = run(tiny_recipe(epochs=4, lr=0.5))
+    lines = [event.numbers for event in events if isinstance(event, Epoch)]
+    result = events[-1].result if isinstance(events[-1], Finished) else {}
     assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
     assert result["test_error"] == lines[-1]["test_error"]
     assert result["test_nll"] == lines[-1]["test_nll"]
@@ -178,7 +178,7 @@ def test_a_tuning_run_never_looks_at_the_test_set() -> None:
     """With another test set nothing changes."""
     data = tiny_data()
     results = []
-    for one in (data, replace(data, test=pictures(9, 7))):
+    for one in (data, replace(data, test=images(9, 7))):
         last = list(train(tiny_recipe(validation=True), one))[-1]
         assert isinstance(last, Finished)
         results.append({k: v for k, v in last.result.items() if k not in ("seconds", "data_sha256")})
@@ -189,7 +189,7 @@ def test_a_tuning_run_never_looks_at_the_test_set() -> None:
 
 def test_measurements_of_amp_are_in_every_line() -> None:
     line = next(
-        record for record in run(tiny_recipe(method="amp", settings={"epsilon": 0.2})) if isinstance(record, Epoch)
+        event for event in run(tiny_recipe(method="amp", settings={"epsilon": 0.2})) if isinstance(event, Epoch)
     )
     assert line.numbers["sharpness"] > 0
     assert 0 < line.numbers["delta_norm"] <= 0.2 * (1 + 1e-6)
@@ -198,7 +198,7 @@ def test_measurements_of_amp_are_in_every_line() -> None:
 
 def test_memorised_is_the_share_of_wrong_labels_that_the_network_repeats() -> None:
     recipe = tiny_recipe(label_noise=0.25, epochs=60, model="mlp", model_settings={"side": 6}, weight_decay=0.0)
-    lines = [record.numbers for record in run(recipe) if isinstance(record, Epoch)]
+    lines = [event.numbers for event in run(recipe) if isinstance(event, Epoch)]
     assert lines[-1]["memorised"] > 0.9  # 11 of 44, learnt by heart in the end
     assert lines[0]["memorised"] < 0.6
     assert "memorised" not in run(tiny_recipe())[-1].result  # type: ignore[union-attr]
@@ -235,12 +235,12 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch:
 
 
 def test_progress_comes_with_numbers_and_the_start_with_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatmin_lab.training.loop.BREATH", 0.0)
-    records = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1))
-    assert isinstance(records[0], Started)
-    assert records[0].steps == 5
-    steps = [record for record in records if isinstance(record, Progress)]
-    assert [record.step for record in steps] == [1, 2, 3, 4, 5]
+    monkeypatch.setattr("flatmin_lab.training.loop.PROGRESS_SECONDS", 0.0)
+    events = run(tiny_recipe(method="amp", settings={"epsilon": 0.1}, epochs=1))
+    assert isinstance(events[0], Started)
+    assert events[0].steps == 5
+    steps = [event for event in events if isinstance(event, Progress)]
+    assert [event.step for event in steps] == [1, 2, 3, 4, 5]
     assert {"loss", "error", "sharpness", "delta_norm"} <= steps[0].numbers.keys()
 
 
@@ -253,8 +253,8 @@ def test_the_averaged_weights_are_the_average() -> None:
         theta = [param.detach().double() for param in learner.model.parameters()]
         expected = theta if expected is None else [0.8 * e + 0.2 * t for e, t in zip(expected, theta, strict=True)]
     assert expected is not None
-    assert learner.average is not None
-    for ours, theirs in zip(learner.average.module.parameters(), expected, strict=True):
+    assert learner.ema is not None
+    for ours, theirs in zip(learner.ema.module.parameters(), expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -287,8 +287,8 @@ def test_an_overflow_in_fp16_is_counted_and_spoils_no_mean(
     """The scale begins much too high: the first steps overflow and are skipped, the others count."""
     monkeypatch.setattr("flatmin_lab.training.learner.GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**22))
     settings = {} if method == "erm" else {"epsilon": 0.1}
-    records = run(tiny_recipe(method=method, settings=settings, precision="fp16"), tmp_path / "run")
-    lines = [record.numbers for record in records if isinstance(record, Epoch)]
+    events = run(tiny_recipe(method=method, settings=settings, precision="fp16"), tmp_path / "run")
+    lines = [event.numbers for event in events if isinstance(event, Epoch)]
     assert lines[0]["skipped"] > 0
     assert lines[-1]["skipped"] == 0
     assert all(math.isfinite(value) for line in lines for value in line.values())
@@ -336,10 +336,10 @@ def test_a_step_that_cannot_be_captured_is_a_note_and_no_warning(monkeypatch: py
     def refused(self: CapturedStep, inputs: Any) -> Any:
         raise CannotCaptureError("it prints")
 
-    assert not any(isinstance(record, Note) for record in run(tiny_recipe(epochs=1)))
+    assert not any(isinstance(event, Note) for event in run(tiny_recipe(epochs=1)))
     monkeypatch.setattr(CapturedStep, "reason", property(lambda step: step._failure))  # as on a GPU
     monkeypatch.setattr(CapturedStep, "_recording", refused)
-    notes = [record for record in run(tiny_recipe(epochs=1)) if isinstance(record, Note)]
+    notes = [event for event in run(tiny_recipe(epochs=1)) if isinstance(event, Note)]
     assert [note.text for note in notes] == [
         "this step cannot be captured in a CUDA graph, and runs eagerly: it prints"
     ]
@@ -358,10 +358,10 @@ def test_the_average_is_torchs_own() -> None:
     for index, u in learner.batches.parts(0):
         learner.step(index, u, 0.1)
         theirs.update_parameters(learner.model)
-    assert learner.average is not None
+    assert learner.ema is not None
     expected = theirs.state_dict()
-    assert learner.average.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in learner.average.state_dict().items())
+    assert learner.ema.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in learner.ema.state_dict().items())
 
 
 def test_a_training_is_freed_when_it_ends() -> None:
@@ -403,14 +403,14 @@ class TestAnswers:
             def forward(self, x: Tensor) -> Tensor:
                 raise error
 
-        answers = Answers(Failing())
+        forward = CapturedForward(Failing())
         with pytest.raises(torch.OutOfMemoryError) if "memory" in str(error) else nullcontext():
-            answers._try(torch.ones(1))
-        assert answers.graph is None
+            forward._capture(torch.ones(1))
+        assert forward.graph is None
         assert made_up == ["cpu", "current"]
 
 
-class TestSurroundings:
+class TestRandomScope:
     def test_the_training_s_gpu_is_the_current_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         current: list[object] = ["cuda:0"]
 
@@ -421,9 +421,9 @@ class TestSurroundings:
             current.pop()
 
         monkeypatch.setattr(torch.cuda, "device", entered)
-        for name in ("_state", "_put", "_apart"):
+        for name in ("_state", "_set_state", "_private_copy"):
             monkeypatch.setattr(f"flatmin_lab.system.rng.{name}", lambda *_: torch.zeros(1))
-        with Surroundings(torch.device("cuda", 1), deterministic=False).inside():
+        with RandomScope(torch.device("cuda", 1), deterministic=False).active():
             assert current[-1] == "cuda:1"
         assert current == ["cuda:0"]
 
@@ -432,13 +432,13 @@ class TestSurroundings:
         expected = torch.rand(4)
         torch.manual_seed(1)
         before = torch.backends.cudnn.benchmark
-        ours = [Surroundings(torch.device("cpu"), deterministic=deterministic) for deterministic in (False, True)]
+        ours = [RandomScope(torch.device("cpu"), deterministic=deterministic) for deterministic in (False, True)]
         drawn: list[list[Tensor]] = [[], []]
         outside = []
         for _ in range(4):
-            for surroundings, mine in zip(ours, drawn, strict=True):
-                with surroundings.inside():
-                    assert torch.are_deterministic_algorithms_enabled() == surroundings.deterministic
+            for scope, mine in zip(ours, drawn, strict=True):
+                with scope.active():
+                    assert torch.are_deterministic_algorithms_enabled() == scope.deterministic
                     if not mine:
                         torch.manual_seed(7)
                     mine.append(torch.rand(()))

@@ -1,4 +1,4 @@
-"""What one process of several knows without the others: its place, its device, its share and its random numbers."""
+"""What one rank knows without the others: its place, its device, its shard and its random numbers."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ import typer
 from flatmin_lab.cli import torchrun
 from flatmin_lab.cli.torchrun import among_ranks, device_of
 from flatmin_lab.runs.events import DivergedError, RunError
-from flatmin_lab.training.data_parallel import Shares
-from flatmin_lab.training.ranks import Ranks, Team
+from flatmin_lab.training.data_parallel import BatchSharding
+from flatmin_lab.training.ranks import DistributedRankGroup, RankGroup
 
 PLACE = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
 
@@ -32,10 +32,10 @@ def closed(monkeypatch: pytest.MonkeyPatch, rank: int, on_gpus: bool) -> list[st
 
 
 def left_with(error: Exception | None, *, shared: bool = False) -> Exception | None:
-    """What comes out of a team in which that happens."""
+    """The error that leaves `among_ranks` when that is raised inside."""
     try:
-        with among_ranks() as team:
-            team.shared = error if shared else None
+        with among_ranks() as ranks:
+            ranks.shared_error = error if shared else None
             if error is not None:
                 raise error
     except Exception as found:
@@ -49,8 +49,8 @@ def test_without_other_processes_it_is_alone(monkeypatch: pytest.MonkeyPatch, pl
         monkeypatch.delenv(name, raising=False)
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with among_ranks() as team:
-        assert type(team) is Team
+    with among_ranks() as ranks:
+        assert type(ranks) is RankGroup
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -95,21 +95,21 @@ def test_every_process_has_the_gpu_of_its_place(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torchrun, "device_named", torch.device)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    team = Ranks(rank=3, size=4)
-    assert device_of("cuda", team) == torch.device("cuda", 1)
+    ranks = DistributedRankGroup(rank=3, size=4)
+    assert device_of("cuda", ranks) == torch.device("cuda", 1)
     assert chosen == [1]
-    assert device_of("cpu", team) == torch.device("cpu")
-    assert device_of("cuda:0", Team()) == torch.device("cuda:0")
+    assert device_of("cpu", ranks) == torch.device("cpu")
+    assert device_of("cuda:0", RankGroup()) == torch.device("cuda:0")
     with pytest.raises(ValueError, match="got --device cuda:0; write --device cuda"):
-        device_of("cuda:0", team)
+        device_of("cuda:0", ranks)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="here are 2; start no more"):
-        device_of("cuda", team)
+        device_of("cuda", ranks)
 
 
 def test_shares_are_the_whole() -> None:
     for size in (1, 2, 3, 7):
-        parts = [Ranks(rank=rank, size=size).part(10) for rank in range(size)]
+        parts = [DistributedRankGroup(rank=rank, size=size).shard(10) for rank in range(size)]
         assert [number for part in parts for number in range(10)[part]] == list(range(10))
         lengths = [part.stop - part.start for part in parts]
         assert max(lengths) - min(lengths) <= 1
@@ -120,12 +120,12 @@ def test_a_rank_s_own_numbers_follow_from_the_common_ones() -> None:
     drawn: dict[tuple[int, int], list[torch.Tensor]] = {}
     for time in (0, 1):
         for rank in (0, 1):
-            shares = Shares(Ranks(rank=rank, size=2), torch.device("cpu"))
-            shares.draws = True
+            sharding = BatchSharding(DistributedRankGroup(rank=rank, size=2), torch.device("cpu"))
+            sharding.draws = True
             torch.manual_seed(5)
             drawn[time, rank] = []
             for _ in range(2):
-                with shares.own_numbers():
+                with sharding.own_random_numbers():
                     drawn[time, rank].append(torch.rand(3))
             drawn[time, rank].append(torch.rand(3))
     assert all(torch.equal(a, b) for rank in (0, 1) for a, b in zip(drawn[0, rank], drawn[1, rank], strict=True))
@@ -135,9 +135,9 @@ def test_a_rank_s_own_numbers_follow_from_the_common_ones() -> None:
 
 
 def test_a_model_that_draws_nothing_leaves_the_common_numbers_alone() -> None:
-    shares = Shares(Ranks(rank=1, size=2), torch.device("cpu"))
+    sharding = BatchSharding(DistributedRankGroup(rank=1, size=2), torch.device("cpu"))
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    with shares.own_numbers():
+    with sharding.own_random_numbers():
         assert torch.equal(torch.rand(3), expected)

@@ -18,15 +18,15 @@ import pytest
 from tests import ROOT
 from tests.support.processes import flatmin, words
 from tests.support.report_files import result, write
-from tests.support.small_runs import after, pictures
+from tests.support.small_runs import after, images
 
 from flatmin_lab.cli.commands import tune as tune_command
 from flatmin_lab.data import Split, load
 from flatmin_lab.methods import METHODS
-from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.report.loader import collect
 from flatmin_lab.report.pages.report import report_page
-from flatmin_lab.runs.events import BusyError, Epoch, Finished, Record, Stopped
+from flatmin_lab.runs.events import BusyError, Epoch, Event, Finished, Stopped
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import State, Tuning
 from flatmin_lab.tuning.result_file import FILE
@@ -41,7 +41,7 @@ WAITS = 120.0  # seconds for a process that should have come so far
 
 def saved(path: Path, test: Split) -> Path:
     """A few pictures in a file: a tenth of the training set is twelve of them."""
-    train = pictures(120, 0)
+    train = images(120, 0)
     arrays = {"x_train": train.x, "y_train": train.y, "x_test": test.x, "y_test": test.y}
     plain: dict[str, Any] = {name: tensor.numpy() for name, tensor in arrays.items()}
     np.savez(path, **plain)
@@ -50,7 +50,7 @@ def saved(path: Path, test: Split) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("data") / "tiny.npz", pictures(30, 1))
+    return saved(tmp_path_factory.mktemp("data") / "tiny.npz", images(30, 1))
 
 
 def asked(data: Path, out: Path, *more: object) -> list[object]:
@@ -105,7 +105,7 @@ def test_the_chosen_values_are_those_of_the_best_finished_trial(out: Path) -> No
 
 
 def test_the_first_trial_is_what_would_be_trained_without_tuning(out: Path, data: Path) -> None:
-    usual = suited(str(data), load(data), model="mlp", method="amp", epochs=3).settings
+    usual = default_recipe(str(data), load(data), model="mlp", method="amp", epochs=3).settings
     assert tuning_of(out).trials[0].settings == usual
 
 
@@ -145,7 +145,7 @@ def test_the_same_command_gives_the_same_trials_and_a_second_call_nothing_new(
 
 def test_the_test_set_is_never_looked_at(tmp_path: Path, out: Path) -> None:
     """With another one nothing changes."""
-    other = saved(tmp_path / "other.npz", pictures(9, 7))
+    other = saved(tmp_path / "other.npz", images(9, 7))
     assert flatmin(*asked(other, tmp_path / "out", "--trials", 2, "--measure", "nll")).exit_code == 0
     assert without_times(tuning_of(tmp_path / "out")) == without_times(tuning_of(out))[:2]
     own = json.loads((tmp_path / "out" / "trial-0" / "result.json").read_text())
@@ -262,7 +262,7 @@ def test_nothing_is_pruned_in_the_first_half_nor_at_the_end_nor_before_five_have
     data: Path, tmp_path: Path, pruning: bool
 ) -> None:
     pictures_of = load(data)
-    recipe = suited(str(data), pictures_of, model="mlp", method="rmp", epochs=6, validation=True)
+    recipe = default_recipe(str(data), pictures_of, model="mlp", method="rmp", epochs=6, validation=True)
     search = Search(recipe=recipe, knobs=knobs_of("rmp"), pruning=pruning)
     with opened(search, pictures_of, folder=tmp_path, storage=None) as study:
         for number in range(7):
@@ -337,7 +337,7 @@ def waiting_until(holds: Callable[[], bool]) -> None:
 def test_a_signal_stops_it_and_the_same_command_goes_on(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def follow(records: Iterable[tuple[Any, Record]], *_: object) -> None:
+    def follow(records: Iterable[tuple[Any, Event]], *_: object) -> None:
         for draw, record in records:
             if isinstance(record, Epoch) and (draw.number, record.epoch) == (1, 2):
                 signal.raise_signal(signal.SIGTERM)
@@ -362,7 +362,9 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(
 def test_epochs_that_were_measured_but_not_told_are_told_when_it_goes_on(data: Path, tmp_path: Path) -> None:
     """Killed between a checkpoint and the study, no epoch is missing there."""
     pictures_of = load(data)
-    recipe = suited(str(data), pictures_of, model="mlp", method="rmp", epochs=3, augment="none", validation=True)
+    recipe = default_recipe(
+        str(data), pictures_of, model="mlp", method="rmp", epochs=3, augment="none", validation=True
+    )
     search = Search(recipe=recipe, knobs=knobs_of("rmp"))
     steps = len(pictures_of.train) // recipe.batch_size + 1
     stopped = list(tune(search, pictures_of, folder=tmp_path / "out", trials=1, stop=after(2 * steps + 6)))
@@ -384,13 +386,17 @@ def test_epochs_that_were_measured_but_not_told_are_told_when_it_goes_on(data: P
 def test_a_pruned_trial_is_known_by_its_last_record(data: Path, tmp_path: Path) -> None:
     """From Python; with measures that do not tell, nothing is pruned."""
     pictures_of = load(data)
-    recipe = suited(str(data), pictures_of, model="mlp", method="dropout", epochs=1, augment="none", validation=True)
+    recipe = default_recipe(
+        str(data), pictures_of, model="mlp", method="dropout", epochs=1, augment="none", validation=True
+    )
     search = Search(recipe=recipe, knobs=knobs_of("dropout"))
     ends = [record for _, record in tune(search, pictures_of, folder=tmp_path / "out", trials=2)]
     assert sum(isinstance(record, Finished) for record in ends) == 2
     assert not any(is_pruned(record) for record in ends)
     with pytest.raises(ValueError, match="must not look at the test set"):
-        Search(recipe=suited(str(data), pictures_of, model="mlp", method="amp", epochs=1), knobs=knobs_of("amp"))
+        Search(
+            recipe=default_recipe(str(data), pictures_of, model="mlp", method="amp", epochs=1), knobs=knobs_of("amp")
+        )
     with pytest.raises(ValueError, match="unknown measure 'ece'; choose from error, nll"):
         Search(recipe=recipe, knobs=knobs_of("dropout"), measure="ece")  # type: ignore[arg-type]
 
@@ -430,7 +436,9 @@ def test_a_folder_belongs_to_one_tuning(data: Path, tmp_path: Path, out: Path) -
 
 def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
     pictures_of = load(data)
-    recipe = suited(str(data), pictures_of, model="mlp", method="rmp", epochs=1, augment="none", validation=True)
+    recipe = default_recipe(
+        str(data), pictures_of, model="mlp", method="rmp", epochs=1, augment="none", validation=True
+    )
     search = Search(recipe=recipe, knobs=knobs_of("rmp"))
     first = tune(search, pictures_of, folder=tmp_path / "out", trials=1)
     next(first)
@@ -516,7 +524,7 @@ def test_other_flags_win_over_the_tuning_and_another_length_is_said(out: Path, t
 
 
 def test_a_training_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path) -> None:
-    other = saved(tmp_path / "other.npz", pictures(9, 7))
+    other = saved(tmp_path / "other.npz", images(9, 7))
     for flags, message in (
         (["--method", "erm"], "is of --method amp, got erm"),
         (["--data", "digits"], "got digits; leave one of the two flags out"),

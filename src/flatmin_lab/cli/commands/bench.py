@@ -18,7 +18,7 @@ from flatmin_lab.cli.signals import ended_by_signals
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.recipes.recipe import PRECISIONS
 from flatmin_lab.runs.events import RunError
-from flatmin_lab.system.files import BESIDE, written_whole
+from flatmin_lab.system.files import TEMPORARY_SUFFIX, atomic_write
 from flatmin_lab.system.machine import device_named
 
 Names = list[str] | None
@@ -95,7 +95,7 @@ def _make_room(path: Path) -> None:
         raise ValueError(f"{path} is a folder; name the file with --json, such as {path / 'bench.json'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}{BESIDE}")
+        beside = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
         beside.touch()
         beside.unlink()
     except OSError as error:
@@ -105,7 +105,7 @@ def _make_room(path: Path) -> None:
 def _write(path: Path, result: dict[str, Any], console: Console | None = None) -> None:
     """The result so far; where that fails, the console hears of it and measuring goes on; without one it is raised."""
     try:
-        with written_whole(path) as file:
+        with atomic_write(path) as file:
             file.write((json.dumps(result, indent=2) + "\n").encode())
     except OSError as error:
         text = f"{path} could not be written ({error.strerror or error})"

@@ -19,12 +19,12 @@ from flatmin_lab.cli.display import bars, say
 from flatmin_lab.data.sources.digits import load
 from flatmin_lab.execution.process_pool import cores, side_by_side
 from flatmin_lab.methods import METHODS
-from flatmin_lab.recipes.defaults import suited
+from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.html import spread
 from flatmin_lab.report.pages.demo import demo_page, row
 from flatmin_lab.runs.events import Epoch, Finished
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
 
 ORDER = ("erm", "amp", *(name for name in METHODS if name not in ("erm", "amp")))  # the two that matter come first
@@ -52,7 +52,7 @@ def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None
     data = load()
     if noise > 0 and round(noise * len(data.train)) == 0:
         raise ValueError(f"--noise must be 0, or give one of the {len(data.train)} labels at least, got {noise}")
-    recipes = {name: suited("digits", data, method=name, label_noise=noise, epochs=epochs) for name in ORDER}
+    recipes = {name: default_recipe("digits", data, method=name, label_noise=noise, epochs=epochs) for name in ORDER}
     jobs = [Job(recipe, seed) for recipe in recipes.values() for seed in range(seeds)]
     start = perf_counter()
     runs = trained(jobs, workers, console)
@@ -69,7 +69,7 @@ def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None
     }
     Console(highlight=False).print(table(runs, with_noise=noise > 0))
     for name, content in (("demo.json", json.dumps(summary, indent=1)), ("demo.html", demo_page(summary))):
-        with written_whole(out / name) as file:
+        with atomic_write(out / name) as file:
             file.write(content.encode())
     return out / "demo.html"
 

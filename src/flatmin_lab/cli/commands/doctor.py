@@ -27,7 +27,7 @@ from flatmin_lab.data.registry import EMBEDDED, OFFICIAL, load
 from flatmin_lab.evaluation import user_model
 from flatmin_lab.evaluation.user_code import find, is_own
 from flatmin_lab.system.machine import commit, hardware
-from flatmin_lab.system.rng import Surroundings, generator
+from flatmin_lab.system.rng import RandomScope, generator
 
 PACKAGES = ("numpy", "pillow", "scikit-learn", "safetensors", "rich", "typer", "matplotlib", "jinja2", "tensorboard")
 BATCH, CLASSES = 8, 10
@@ -39,7 +39,7 @@ def run(model: str, shape: Sequence[int], data_dir: Path, device: torch.device) 
     console = Console(highlight=False, soft_wrap=True)
     for title, rows in (("versions", versions()), ("devices", devices()), ("data sets", data_sets(data_dir))):
         console.print(_table(title, rows))
-    with Surroundings(device, deterministic=device.type == "cuda").inside():
+    with RandomScope(device, deterministic=device.type == "cuda").active():
         findings = examine(training(model, shape, device))
     return told(f"{model} on {device}", findings)
 

@@ -12,7 +12,7 @@ from flatmin_lab.cli.options import DATA, DataDir, Debug, Device, Download, opti
 from flatmin_lab.cli.signals import ended_by_signals
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.runs import evaluation_files
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.optional_deps import need
 
@@ -199,7 +199,7 @@ def _keep(looked: Looked, file: str, found: dict[str, Any]) -> None:
         display.say(console, "not kept for the report: these are not the run's newest weights")
         return
     try:
-        kept = evaluation_files.keep(looked.run.folder, file, {**found, "checkpoint": looked.run.path.name})
+        kept = evaluation_files.write_evaluation(looked.run.folder, file, {**found, "checkpoint": looked.run.path.name})
         display.say(console, f"kept in {kept}")
     except OSError as error:
         display.say(console, f"note: not kept in {looked.run.folder}: {error}", style="yellow")
@@ -210,7 +210,7 @@ def _write(path: Path, page: str) -> None:
         raise ValueError(f"{path} is a folder; name the file with --out, such as {path / 'page.html'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as file:
+        with atomic_write(path) as file:
             file.write(page.encode())
     except OSError as error:
         raise ValueError(f"{path} cannot be written ({error.strerror}); choose another place with --out") from error

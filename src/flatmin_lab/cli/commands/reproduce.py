@@ -18,7 +18,7 @@ from rich.console import Console
 from flatmin_lab.bench import amp_cost, time_estimate
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import reproduce_view
-from flatmin_lab.cli.commands.reproduce_select import Chosen, choose, exhibits_named
+from flatmin_lab.cli.commands.reproduce_select import Chosen, choose, experiments_named
 from flatmin_lab.cli.options import (
     DATA,
     Address,
@@ -39,10 +39,10 @@ from flatmin_lab.execution.cluster.run_queue import spread
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.execution.process_pool import Stop, cores, one_thread
 from flatmin_lab.execution.runner import How, Run, carry_out
-from flatmin_lab.recipes.paper_tables import EXHIBITS, Exhibit
-from flatmin_lab.runs.events import Epoch, Failed, Finished, Record, Stopped
-from flatmin_lab.runs.result_store import PLANNED, Ledger
-from flatmin_lab.system.files import standing
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Stopped
+from flatmin_lab.runs.result_store import PLANNED, ResultStore
+from flatmin_lab.system.files import nearest_existing
 from flatmin_lab.system.machine import devices_named, hardware
 from flatmin_lab.system.optional_deps import need
 
@@ -52,8 +52,8 @@ COST_STEPS = 100  # a block, on a GPU
 
 
 def reproduce(
-    exhibits: Annotated[
-        list[str] | None, typer.Argument(help=f"Tables and figures: {', '.join(EXHIBITS)}.", show_default=False)
+    experiments: Annotated[
+        list[str] | None, typer.Argument(help=f"Tables and figures: {', '.join(EXPERIMENTS)}.", show_default=False)
     ] = None,
     protocol: Annotated[
         str | None,
@@ -64,9 +64,9 @@ def reproduce(
     planned: Annotated[bool, option("Carry out what was planned and is not done, in its order.", "--planned")] = False,
     plan: Annotated[bool, option("Write down in RESULTS/planned.json what is to be run, and end.", "--plan")] = False,
     seeds: Annotated[str | None, option("As in 0,1 or 0-9; else as many as the protocol has.", panel=WHICH)] = None,
-    methods: Annotated[str | None, option("As in erm,amp; else all of the exhibit.", panel=WHICH)] = None,
-    data: Annotated[str | None, option("As in cifar10,svhn; else all of the exhibit.", panel=WHICH)] = None,
-    models: Annotated[str | None, option("As in vgg16; else all of the exhibit.", panel=WHICH)] = None,
+    methods: Annotated[str | None, option("As in erm,amp; else all of the experiment.", panel=WHICH)] = None,
+    data: Annotated[str | None, option("As in cifar10,svhn; else all of the experiment.", panel=WHICH)] = None,
+    models: Annotated[str | None, option("As in vgg16; else all of the experiment.", panel=WHICH)] = None,
     measure: Annotated[
         str | None, option(f"Also measure {', '.join(post_training.PARTS)}; as in attack,flatness.", panel=WHICH)
     ] = None,
@@ -99,20 +99,20 @@ def reproduce(
     with reported(debug):
         need("flatmin_lab.report.paper.tables", "flatmin reproduce")
         above = SMOKE if protocol == "smoke" else Path()
-        ledger, console = Ledger(results or above / "results", runs or above / "runs"), display.terminal()
-        exhibits_ = exhibits_named(exhibits or (EXHIBITS if list_ else ()), protocol or "paper")
+        store, console = ResultStore(results or above / "results", runs or above / "runs"), display.terminal()
+        experiments_ = experiments_named(experiments or (EXPERIMENTS if list_ else ()), protocol or "paper")
         if list_:
-            reproduce_view.catalogue(exhibits_, ledger)
+            reproduce_view.catalogue(experiments_, store)
             return
         narrowed = {"seeds": seeds, "methods": methods, "data": data, "models": models, "measure": measure}
-        chosen = choose(exhibits_, ledger, planned=planned, plan=plan, protocol=protocol, **narrowed)
+        chosen = choose(experiments_, store, planned=planned, plan=plan, protocol=protocol, **narrowed)
         if plan:
-            new = ledger.plan(chosen.runs, datetime.now(timezone.utc).date())
-            typer.echo(f"{new} of {len(chosen.runs)} trainings are new in {ledger.results / PLANNED}")
+            new = store.plan(chosen.runs, datetime.now(timezone.utc).date())
+            typer.echo(f"{new} of {len(chosen.runs)} trainings are new in {store.results / PLANNED}")
             return
         todo = chosen.due(retry=retry, limit=limit)
         reproduce_view.what_is_there(console, chosen, retry=retry)
-        for place in (ledger.results, ledger.runs):
+        for place in (store.results, store.runs):
             _check_place(place)
         asked: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
         with workplace(executor, **asked, console=console) as where:
@@ -125,16 +125,16 @@ def reproduce(
             if dry_run:
                 _dry_run(todo, chosen, sets, where, workers, console)
                 return
-            how = How(ledger, str(data_dir), together, checkpoint_epochs)
+            how = How(store, str(data_dir), together, checkpoint_epochs)
             with asked_to_stop() as stop:
                 failed, reason = _followed(_records(todo, how, where, sets, workers, stop), todo, console, stop)
         for one in chosen.trained:
-            reproduce_view.filled(one, ledger, chosen)
+            reproduce_view.filled(one, store, chosen)
         if reason is not None:
             display.say(console, f"stopped by {reason}; the same command goes on")
             raise typer.Exit(CODES[reason])
         for one in chosen.measured:
-            _cost(one, ledger, _first(where), data_dir, download, console)
+            _cost(one, store, _first(where), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
 
@@ -152,7 +152,7 @@ def _read(names: set[str], root: Path, *, download: bool) -> tuple[dict[str, Dat
 
 def _check_place(place: Path) -> None:
     """Can something be written there?"""
-    above = standing(place)
+    above = nearest_existing(place)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ValueError(
             f"{place} cannot be written to (look at {above}); choose other places with --results and --runs"
@@ -208,7 +208,7 @@ def _records(
     sets: Mapping[str, Dataset],
     workers: int | None,
     stop: Stop,
-) -> Iterator[tuple[int, Record]]:
+) -> Iterator[tuple[int, Event]]:
     if isinstance(where, Crew):
         return spread(todo, how, where, sets, stop=stop)
     count = (workers or cores()) if where == ["cpu"] else how.at_once
@@ -216,7 +216,7 @@ def _records(
 
 
 def _followed(
-    records: Iterable[tuple[int, Record]], todo: Sequence[Run], console: Console, stop: Stop
+    records: Iterable[tuple[int, Event]], todo: Sequence[Run], console: Console, stop: Stop
 ) -> tuple[int, str | None]:
     """Show what is said of all, until they have ended; how many failed, and what stopped it."""
     failed, reason = 0, None
@@ -246,12 +246,12 @@ def _followed(
 
 
 def _cost(
-    exhibit: Exhibit, ledger: Ledger, where: torch.device, data_dir: Path, download: bool, console: Console
+    experiment: Experiment, store: ResultStore, where: torch.device, data_dir: Path, download: bool, console: Console
 ) -> None:
     """Measure ERM's and AMP's steps in turns, and write it down."""
-    recipes = {recipe.method: recipe for recipe in exhibit.recipes}
+    recipes = {recipe.method: recipe for recipe in experiment.recipes}
     pictures = read(recipes["erm"].data, data_dir, download=download, size=None).to(where)
     with display.busy(console) as say:
         say("steps of ERM and AMP in turns")
         found = amp_cost.cost(recipes, pictures, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
-    reproduce_view.costs(found, exhibit.protocol, str(ledger.write_cost(exhibit.protocol, found)))
+    reproduce_view.costs(found, experiment.protocol, str(store.write_cost(experiment.protocol, found)))

@@ -4,33 +4,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from flatmin_lab.data.sources.synthetic import stands_for
+from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.models import canonical
-from flatmin_lab.recipes.paper_tables import EXHIBITS, Exhibit, Protocol, by_name
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment, Protocol, by_name
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.result_store import Ledger, State
+from flatmin_lab.runs.result_store import ResultStore, State
 
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Exhibits, and their trainings with what is to be measured of each."""
+    """Experiments, and their trainings with what is to be measured of each."""
 
-    exhibits: Sequence[Exhibit]
+    experiments: Sequence[Experiment]
     runs: Sequence[Run]
     states: dict[tuple[str, int], State] = field(default_factory=dict)
 
     @property
-    def trained(self) -> list[Exhibit]:
-        """The exhibits that trainings belong to; others are measured in some steps."""
-        return [exhibit for exhibit in self.exhibits if exhibit.trials]
+    def trained(self) -> list[Experiment]:
+        """The experiments that trainings belong to; others are measured in some steps."""
+        return [experiment for experiment in self.experiments if experiment.trials]
 
     @property
-    def measured(self) -> list[Exhibit]:
-        return [exhibit for exhibit in self.exhibits if not exhibit.trials]
+    def measured(self) -> list[Experiment]:
+        return [experiment for experiment in self.experiments if not experiment.trials]
 
     def state(self, job: Job) -> State:
         return self.states[job.key]
@@ -43,23 +43,23 @@ class Chosen:
 
     def places(self) -> set[tuple[str, str]]:
         """Data sets and networks."""
-        return {(stands_for(run.job.recipe.data), run.job.recipe.model) for run in self.runs}
+        return {(original_name(run.job.recipe.data), run.job.recipe.model) for run in self.runs}
 
 
-def exhibits_named(names: Iterable[str], protocol: str) -> list[Exhibit]:
+def experiments_named(names: Iterable[str], protocol: str) -> list[Experiment]:
     found = []
     for name in names:
-        if name.lower() not in EXHIBITS:
-            raise ValueError(f"unknown table or figure {name!r}; choose from {', '.join(EXHIBITS)}")
+        if name.lower() not in EXPERIMENTS:
+            raise ValueError(f"unknown table or figure {name!r}; choose from {', '.join(EXPERIMENTS)}")
         if protocol not in PROTOCOLS:
             raise ValueError(f"unknown protocol {protocol!r}; choose from {', '.join(PROTOCOLS)}")
-        found.append(EXHIBITS[name.lower()](protocol))
+        found.append(EXPERIMENTS[name.lower()](protocol))
     return found
 
 
 def choose(
-    exhibits: Sequence[Exhibit],
-    ledger: Ledger,
+    experiments: Sequence[Experiment],
+    store: ResultStore,
     *,
     planned: bool,
     plan: bool,
@@ -71,21 +71,22 @@ def choose(
     measure: str | None,
 ) -> Chosen:
     """Each training once, with what is known of it."""
-    if planned and (exhibits or protocol or plan):
+    if planned and (experiments or protocol or plan):
         raise ValueError(
             "--planned carries out planned.json; without tables, figures, --protocol and --plan, or without it"
         )
-    if not planned and not exhibits:
+    if not planned and not experiments:
         raise ValueError(
-            f"name a table or a figure: {', '.join(EXHIBITS)}; see them with --list, or carry out a plan with --planned"
+            f"name a table or a figure: {', '.join(EXPERIMENTS)}; see them with --list, or carry out a plan with "
+            "--planned"
         )
-    known = _planned(ledger) if planned else _of(exhibits, _seeds(seeds))
+    known = _planned(store) if planned else _of(experiments, _seeds(seeds))
     if not known and any((seeds, methods, data, models, measure)):
         raise ValueError("this trains nothing: leave out --seeds, --methods, --data, --models and --measure")
     recipes = [run.job.recipe for run in known]
     wanted = (
         _words(methods, {recipe.method for recipe in recipes}, "--methods"),
-        _words(data, {stands_for(recipe.data) for recipe in recipes}, "--data"),
+        _words(data, {original_name(recipe.data) for recipe in recipes}, "--data"),
         _words(models, {recipe.model for recipe in recipes}, "--models"),
         set(map(str, _seeds(seeds) or {run.job.seed for run in known})),
     )
@@ -93,9 +94,9 @@ def choose(
     if known and not runs:
         raise ValueError("no training of these has that method, data, network and seed; name others, or leave them out")
     runs = _measured(runs, _words(measure, set(post_training.PARTS), "--measure") if measure else set())
-    shown = exhibits or [EXHIBITS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
-    states = {run.job.key: ledger.state(run.job, run.parts) for run in runs}
-    return Chosen(exhibits=shown, runs=runs, states=states)
+    shown = experiments or [EXPERIMENTS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
+    states = {run.job.key: store.state(run.job, run.parts) for run in runs}
+    return Chosen(experiments=shown, runs=runs, states=states)
 
 
 def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:
@@ -104,28 +105,30 @@ def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:
     for run in runs:
         parts.setdefault(run.job.key, set(asked)).update(run.parts)
     if any("boundary" in parts[run.job.key] and run.job.recipe.data != "spiral" for run in runs):
-        raise ValueError("--measure boundary is for points of a plane: name the exhibit spiral alone, or leave it out")
+        raise ValueError(
+            "--measure boundary is for points of a plane: name the experiment spiral alone, or leave it out"
+        )
     jobs = {run.job.key: run.job for run in runs}
     return [Run(job, tuple(p for p in post_training.PARTS if p in parts[name])) for name, job in jobs.items()]
 
 
 def _names(job: Job) -> tuple[str, str, str, str]:
-    return job.recipe.method, stands_for(job.recipe.data), job.recipe.model, str(job.seed)
+    return job.recipe.method, original_name(job.recipe.data), job.recipe.model, str(job.seed)
 
 
-def _of(exhibits: Sequence[Exhibit], seeds: tuple[int, ...] | None) -> list[Run]:
-    return [Run(job, exhibit.parts) for exhibit in exhibits for job in exhibit.jobs(seeds)]
+def _of(experiments: Sequence[Experiment], seeds: tuple[int, ...] | None) -> list[Run]:
+    return [Run(job, experiment.parts) for experiment in experiments for job in experiment.jobs(seeds)]
 
 
-def _planned(ledger: Ledger) -> list[Run]:
+def _planned(store: ResultStore) -> list[Run]:
     """In the order of their planning."""
     found = []
-    for run in ledger.planned():
+    for run in store.planned():
         if run["name"] not in by_name():
             raise ValueError(f"planned.json names {run['name']!r}, and there is no such recipe; correct it there")
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))
     if not found:
-        raise ValueError(f"{ledger.results} has no plan; write one down with --plan")
+        raise ValueError(f"{store.results} has no plan; write one down with --plan")
     return found
 
 

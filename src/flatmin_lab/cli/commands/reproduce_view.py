@@ -13,27 +13,27 @@ from flatmin_lab.cli import display
 from flatmin_lab.cli.commands.reproduce_select import Chosen
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
-from flatmin_lab.recipes.paper_tables import Exhibit
-from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started
+from flatmin_lab.recipes.paper_tables import Experiment
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
 from flatmin_lab.runs.result import split_of
-from flatmin_lab.runs.result_store import Ledger, State
+from flatmin_lab.runs.result_store import ResultStore, State
 from flatmin_lab.system.optional_deps import need
 
 TENTHS = 10  # of a training, after each of which a line is shown
 
 
-def catalogue(exhibits: Sequence[Exhibit], ledger: Ledger) -> None:
+def catalogue(experiments: Sequence[Experiment], store: ResultStore) -> None:
     """What there is, what is done, and what is missing."""
     table = Table("", "what", "protocol", "trainings", "done", "failed", "missing", box=None, pad_edge=False)
-    for exhibit in exhibits:
-        states = Counter(ledger.state(job, exhibit.parts) for job in exhibit.jobs())
-        if not exhibit.trials:
-            states["done" if ledger.costs(exhibit.protocol) else "missing"] += 1
+    for experiment in experiments:
+        states = Counter(store.state(job, experiment.parts) for job in experiment.jobs())
+        if not experiment.trials:
+            states["done" if store.costs(experiment.protocol) else "missing"] += 1
         missing = states.total() - states["done"] - states["failed"]
         table.add_row(
-            exhibit.name,
-            exhibit.title,
-            exhibit.protocol,
+            experiment.name,
+            experiment.title,
+            experiment.protocol,
             str(states.total()),
             str(states["done"]),
             str(states["failed"] or ""),
@@ -64,7 +64,7 @@ def time(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def said(record: Record, run: Run) -> Iterator[tuple[str, str]]:
+def said(record: Event, run: Run) -> Iterator[tuple[str, str]]:
     """Of a record: what is worth a line, and its colour."""
     epochs = run.job.recipe.epochs
     match record:
@@ -86,13 +86,13 @@ def said(record: Record, run: Run) -> Iterator[tuple[str, str]]:
             yield f"note: {record.text}", "yellow"
 
 
-def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
+def filled(experiment: Experiment, store: ResultStore, chosen: Chosen) -> None:
     """The table, ours beside the paper's: the rows of the data sets and networks that were chosen."""
     asked, wanted = {run.job.recipe.name for run in chosen.runs}, chosen.places()
-    exhibits: Any = need("flatmin_lab.report.paper.tables", "flatmin reproduce")
+    experiments: Any = need("flatmin_lab.report.paper.tables", "flatmin reproduce")
     page: Any = need("flatmin_lab.report.html", "flatmin reproduce")
-    found = exhibits.filled(exhibit, exhibits.read_all(ledger))
-    agreeing = ["agree"] if exhibit.protocol == "paper" else []
+    found = experiments.filled(experiment, experiments.read_all(store))
+    agreeing = ["agree"] if experiment.protocol == "paper" else []
     table = Table(box=None, pad_edge=False)
     for label in ("method", "n"):
         table.add_column(label, no_wrap=True)
@@ -107,20 +107,20 @@ def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
             table.add_row(Text(", ".join(name for name in row.place if name not in ("vanilla", "none")), style="bold"))
         table.add_row(f"  {row.name}", str(row.count), *_cells(found, row, page))
     console = wide()
-    display.say(console, f"\n{exhibit.name}: {exhibit.title}; protocol {exhibit.protocol}")
+    display.say(console, f"\n{experiment.name}: {experiment.title}; protocol {experiment.protocol}")
     console.print(table)
     if any(cell.better is not None for row in rows for cell in row.cells):
         display.say(console, "▼ ▲: significantly below or above ERM's (Welch's test with Holm's correction)")
     if any(cell.smoothed(0) for row in rows for cell in row.cells):
         display.say(console, "smoothed: the loss smoothed over the other classes, as the paper's NLL seems to be")
-    if exhibit.protocol == "short" and any(row.recipe.protocol == "short" for row in rows):
+    if experiment.protocol == "short" and any(row.recipe.protocol == "short" for row in rows):
         what = "baselines at the paper's values for 200 epochs, AMP's radius chosen for 60"
         display.say(console, f"short: {what}, unless a row says otherwise")
-    if exhibit.protocol == "smoke":
+    if experiment.protocol == "smoke":
         display.say(
             console, "smoke: pictures made on the spot, narrow networks, 3 epochs. These numbers are no evidence"
         )
-    display.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(ledger.results))}")
+    display.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(store.results))}")
 
 
 def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
         yield cell.shown(column.digits, mark) if cell.compared else "–"
         if in_paper:
             yield "" if cell.paper is None else page.as_printed(cell.paper, column.digits)
-        if in_paper and found.exhibit.protocol == "paper":
+        if in_paper and found.experiment.protocol == "paper":
             yield {None: "", True: "yes", False: "no"}[cell.agrees]
 
 

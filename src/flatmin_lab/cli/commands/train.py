@@ -19,7 +19,7 @@ from flatmin_lab.cli.training_options import SPEED, TRAINING, asked_for, check_m
 from flatmin_lab.runs.events import Finished, Stopped
 from flatmin_lab.system.machine import hardware
 from flatmin_lab.training.loop import train as training
-from flatmin_lab.training.ranks import Team
+from flatmin_lab.training.ranks import RankGroup
 
 METHOD, SAVING = "The method", "Checkpoints"
 
@@ -110,8 +110,8 @@ def train(
         "checkpoint_minutes": checkpoint_minutes,
     }
     with reported(debug):
-        with among_ranks() as team:
-            with team.together():
+        with among_ranks() as ranks:
+            with ranks.raise_together():
                 changes = asked_for(
                     model=model,
                     size=size,
@@ -134,7 +134,7 @@ def train(
                     deterministic=deterministic,
                 )
                 given = {key: value for key, value in knobs.items() if value is not None} | settings_given(settings)
-                how["device"] = device_of(device, team)
+                how["device"] = device_of(device, ranks)
                 chosen = None if tuned is None else Chosen.of(tuned, data=data, method=method)
                 if chosen is not None:
                     data, method = data or chosen.tuning.data, chosen.tuning.method
@@ -152,11 +152,11 @@ def train(
                 )
                 if together is not None and seeds == 1:
                     raise ValueError("--together needs --seeds of 2 or more; add them, or leave it out")
-                check_one_model(team, seeds=seeds)
-            plans = request.plans(seeds) if team.size == 1 else [plan_of(request, team)]
+                check_one_model(ranks, seeds=seeds)
+            plans = request.plans(seeds) if ranks.size == 1 else [plan_of(request, ranks)]
             plan = plans[0]
-            console = display.terminal() if team.leads else display.nowhere()
-            with team.together():
+            console = display.terminal() if ranks.is_main else display.nowhere()
+            with ranks.raise_together():
                 check_milestones(milestones, plan.recipe)
                 if chosen is not None:
                     chosen.check(plan.data)
@@ -165,24 +165,24 @@ def train(
             if seeds > 1:
                 train_seeds(plans, console, count=together, **how)
                 return
-            ended = _trained(plan, team, console, **how)
+            ended = _trained(plan, ranks, console, **how)
         if isinstance(ended, Stopped):
-            display.say(console, f"stopped by {ended.reason}, {_saved(ended, plan, team, data_dir)}")
+            display.say(console, f"stopped by {ended.reason}, {_saved(ended, plan, ranks, data_dir)}")
             raise typer.Exit(CODES[ended.reason])
-        if team.leads:
+        if ranks.is_main:
             display.outcome(ended.result, plan.folder)
 
 
-def _trained(plan: Plan, team: Team, console: Console, **how: Any) -> Finished | Stopped:
-    headline = display.headline(plan.recipe, plan.seed, f"{in_words(team)}{hardware(how['device'])}")
+def _trained(plan: Plan, ranks: RankGroup, console: Console, **how: Any) -> Finished | Stopped:
+    headline = display.headline(plan.recipe, plan.seed, f"{in_words(ranks)}{hardware(how['device'])}")
     with asked_to_stop() as stop:
-        records = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, team=team, **how)
+        records = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, ranks=ranks, **how)
         return display.follow(records, console, headline)
 
 
-def _saved(ended: Stopped, plan: Plan, team: Team, data_dir: Path) -> str:
+def _saved(ended: Stopped, plan: Plan, ranks: RankGroup, data_dir: Path) -> str:
     """How far it came, and the command that goes on."""
     if not ended.step:
         return "before its first step"
     again = ["--out", str(plan.folder), "--resume", *([] if data_dir == DATA else ["--data-dir", str(data_dir)])]
-    return f"saved after step {ended.step}; go on with: {command_of(team)} train {shlex.join(again)}"
+    return f"saved after step {ended.step}; go on with: {command_of(ranks)} train {shlex.join(again)}"

@@ -14,7 +14,7 @@ from flatmin_lab.cli.request import Plan
 from flatmin_lab.cli.signals import CODES, asked_to_stop
 from flatmin_lab.execution.replicas import together
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Progress, Record, RunError, Started, Stopped
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.system.machine import hardware
 
@@ -57,7 +57,7 @@ class Trainings:
         self.steps = self.epochs = 0  # of each
         self.ends: dict[int, End] = {}
 
-    def hear(self, number: int, record: Record) -> None:
+    def hear(self, number: int, record: Event) -> None:
         match record:
             case Started():
                 self.running.add(number)
@@ -113,7 +113,7 @@ def fail(console: Console, trainings: Trainings, failure: RunError, *, stopped: 
     display.say(console, text, style="red")
 
 
-def follow(records: Iterable[tuple[int, Record]], console: Console, headline: str, trainings: Trainings) -> None:
+def follow(records: Iterable[tuple[int, Event]], console: Console, headline: str, trainings: Trainings) -> None:
     """Show the trainings until all have ended, a line for each epoch of each."""
     seeds = trainings.seeds
     width = max(len(str(seed)) for seed in seeds)

@@ -31,8 +31,8 @@ from flatmin_lab.cli.signals import CODES, asked_to_stop
 from flatmin_lab.cli.training_options import TRAINING, asked_for, check_milestones
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.cluster.scheduler import Crew
-from flatmin_lab.recipes.defaults import suited
-from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started, Stopped
+from flatmin_lab.recipes.defaults import default_recipe
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started, Stopped
 from flatmin_lab.system.machine import hardware
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.tuning import result_file, summary
@@ -140,7 +140,9 @@ def tune(
         tuned_for = knobs_of(method, names, fixed=[*fixed, *asked])
         pictures = read(data, data_dir, download=download, size=size)
         search = Search(
-            recipe=suited(place(data), pictures, method=method, settings=fixed, validation=True, **cast(Any, asked)),
+            recipe=default_recipe(
+                place(data), pictures, method=method, settings=fixed, validation=True, **cast(Any, asked)
+            ),
             knobs=tuned_for,
             measure=cast(Measure, measure),
             seed=seed,
@@ -192,7 +194,7 @@ def headline(search: Search, trials: int, hardware: str) -> str:
     )
 
 
-def follow(records: Iterable[tuple[Draw, Record]], console: Console, search: Search, trials: int) -> None:
+def follow(records: Iterable[tuple[Draw, Event]], console: Console, search: Search, trials: int) -> None:
     """Show the trials until all have ended, a line for each."""
     epochs, width = search.recipe.epochs, len(str(trials - 1))
     lines: dict[int, Mapping[str, Any]] = {}  # the last epochs
@@ -214,7 +216,7 @@ def follow(records: Iterable[tuple[Draw, Record]], console: Console, search: Sea
             )
 
 
-def said(record: Record, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
+def said(record: Event, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
     """Of a record: what is worth a line, and its colour."""
     match record:
         case Started() if record.step:

@@ -1,10 +1,10 @@
-"""AutoAugment for a whole batch on its device: every picture its own sub-policy, no branch, no copy to the host.
+"""AutoAugment for a whole batch on its device: every image its own sub-policy, no branch, no copy to the host.
 
-A picture draws five numbers: its sub-policy, and for each of the two operations whether it is done and with which sign.
-From them it gets a row number; every row of a stage has its own map of places, table of grey levels and factor, worked
-out once a device and picture size (operations.py), and the last row does nothing. So all pictures take
-the same way through the same operations, most of which leave most of them alone, and the shapes never depend on what
-was drawn: the whole can be captured in a CUDA graph after one call outside.
+An image draws five numbers: its sub-policy, and for each of the two operations whether it is applied and with which
+sign. They give a row number; every row of a stage has its own map of source pixels, table of grey levels and factor,
+computed once per device and image size (operations.py), and the last row does nothing. So all images pass through the
+same operations, most of which leave most of them unchanged, and the shapes never depend on what was drawn: all of it
+can be captured in a CUDA graph after one call outside.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from flatmin_lab.data.augment.policies import POLICIES, SubPolicy
 
 @dataclass(frozen=True)
 class AutoAugment:
-    """The stage: `AutoAugment("cifar10")(x, u)` for uint8 pictures (B, 3, H, W) and u of shape (B, 5) in [0, 1)."""
+    """The stage: `AutoAugment("cifar10")(x, u)` for uint8 images (B, 3, H, W) and u of shape (B, 5) in [0, 1)."""
 
     policy: str | tuple[SubPolicy, ...] = "cifar10"
     draws: ClassVar[int] = 5
@@ -59,12 +59,12 @@ class AutoAugment:
     def check(self, shape: torch.Size) -> None:
         if shape[0] != 3:
             raise ValueError(
-                f"AutoAugment needs 3 colour channels, got pictures with {shape[0]}; "
+                f"AutoAugment needs 3 colour channels, got images with {shape[0]}; "
                 "use 'vanilla' or 'cutout' for these, or turn them into RGB"
             )
         if min(shape[1:]) < 3:
             raise ValueError(
-                f"AutoAugment needs pictures of at least 3 by 3, got {shape[1]} by {shape[2]}; use 'vanilla' for these"
+                f"AutoAugment needs images of at least 3 by 3, got {shape[1]} by {shape[2]}; use 'vanilla' for these"
             )
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
@@ -105,18 +105,18 @@ class _Stage:
         if not self.names & set(SHEARS):
             place = self.places[0].index_select(0, row)[:, None].expand(-1, x.shape[1], -1)
             return flat.gather(2, place).view_as(x)
-        # Pillow cuts to whole numbers. The small number keeps those that are whole from being cut to the one below,
-        # as float32 would do in even areas, where the weights sum to 1 − 6e-8, and as Pillow's doubles do now and then
+        # Pillow truncates. The small number keeps integers from being truncated to the one below, as float32 would do
+        # in even areas, where the weights sum to 1 − 6e-8, and as Pillow's doubles do now and then
         total = torch.full_like(x, 1e-4, dtype=torch.float32).flatten(2)
         flat, found = flat.float(), torch.empty_like(total)
         place, weight = (table.new_empty(len(row), table.shape[1]) for table in (self.places[0], self.weights[0]))
-        # each time into the same memory: to get fresh memory costs a CPU more than the arithmetic
+        # into the same memory each time: on a CPU, allocating costs more than the arithmetic
         for places, weights in zip(self.places, self.weights, strict=True):
             torch.index_select(places, 0, row, out=place)
             torch.index_select(weights, 0, row, out=weight)
             torch.gather(flat, 2, place[:, None].expand(-1, x.shape[1], -1), out=found)
             total.addcmul_(found, weight[:, None])
-        return operations.whole(total).view_as(x)
+        return operations.to_uint8(total).view_as(x)
 
     def _look_up(self, x: Tensor, row: Tensor) -> Tensor:
         old = x.flatten(2).long()
@@ -127,7 +127,7 @@ class _Stage:
         return table.gather(2, old).view_as(x)
 
     def _table(self, name: str, x: Tensor, old: Tensor, row: Tensor) -> Tensor:
-        """The grey levels' new ones where they depend on the picture: (B, 3, 256), or (B, 1, 256) for all channels."""
+        """The new grey levels where they depend on the image: (B, 3, 256), or (B, 1, 256) for all channels."""
         if name == "contrast":
             return operations.contrast(operations.grey(x), self.factor[row])
         if name == "autocontrast":
@@ -137,7 +137,7 @@ class _Stage:
         return operations.equalize(counts)
 
     def _blend(self, x: Tensor, row: Tensor) -> Tensor:
-        """Colour and sharpness; all other rows blend with the factor 1, which is x whatever the other picture is."""
+        """Colour and sharpness; all other rows blend with the factor 1, which is x whatever the other image is."""
         dull = operations.smooth(x) if "sharpness" in self.names else operations.grey(x).float()
         if {"sharpness", "color"} <= self.names:  # a lerp by 0 or 1 chooses, in place
             dull.lerp_(operations.grey(x).float(), self.is_a["color"][row].float()[:, None, None, None])
@@ -161,7 +161,7 @@ def _row(name: str, amount: float, size: tuple[int, int]) -> _Row:
 
 @cache
 def _stage(pairs: tuple[SubPolicy, ...], half: int, size: tuple[int, int], device: torch.device) -> _Stage:
-    """The tables of a stage, on the device; kept, because a captured graph cannot copy them there."""
+    """The tables of a stage, on the device; cached, because a captured graph cannot copy them there."""
     chosen = [pair[half] for pair in pairs]
     rows = []
     for operation in chosen:

@@ -1,14 +1,14 @@
-"""The 14 operations of AutoAugment as tables: what each does to a place, or to a grey level.
+"""The 14 operations of AutoAugment as tables: what each does to a pixel position, or to a grey level.
 
-A geometric operation is a map from every place of the new picture to the place of the old one that it shows. It depends
-on operation, level and sign alone, so it is worked out once and a batch only looks it up:
+A geometric operation maps every pixel of the new image to the pixel of the old one that it shows. The map depends on
+operation, level and sign alone, so it is computed once and a batch only looks it up:
 
-    rotate, translate_x, translate_y    one place, the nearest one
-    shear_x, shear_y                    four places in a row or a column, and what they weigh (bicubic)
+    rotate, translate_x, translate_y    one pixel, the nearest
+    shear_x, shear_y                    four pixels in a row or a column, and their weights (bicubic)
 
-Places outside the picture show the fill, 128. invert, posterize, solarize and brightness are tables of 256 grey levels;
-contrast, autocontrast and equalize too, but their tables depend on the picture. color and sharpness blend the picture
-with a duller one, d + factor · (x − d), where a factor 1 is the picture itself.
+Pixels outside the image show the fill, 128. invert, posterize, solarize and brightness are tables of 256 grey levels;
+contrast, autocontrast and equalize too, but their tables depend on the image. color and sharpness blend the image
+with a duller one, d + factor · (x − d), where a factor 1 is the image itself.
 
 Pillow is followed in everything, down to its 16.16 fixed point for rotations, with the interpolation, fill and signs of
 the published AMP code: rotation is never mirrored, the other signed operations are.
@@ -45,13 +45,13 @@ def magnitude(name: str, level: int) -> float:
 
 
 def places(name: str, amount: float, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where the new picture's places are found in the old one: (4, H·W) places, and (4, H·W) what they weigh.
+    """Source pixels of the new image in the old one: (4, H·W) indices, and their (4, H·W) weights.
 
-    The place H·W stands for the fill. Operations that take one place have it second, with the whole weight.
+    Index H·W stands for the fill. Operations that take one pixel have it second, with weight 1.
     """
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     if name == "rotate":
-        return _rotated(amount, x, y)
+        return _rotation(amount, x, y)
     along, across, side = (x, y, width) if name.endswith("_x") else (y, x, height)
     at = along.double() + 0.5
     if name in SHEARS:
@@ -69,8 +69,8 @@ def places(name: str, amount: float, height: int, width: int) -> tuple[Tensor, T
     return taps.flatten(1), cubic(between.flatten())
 
 
-def _rotated(degrees: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Counter-clockwise about the middle, in Pillow's fixed point: numbers are rounded to 1/65536."""
+def _rotation(degrees: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Counter-clockwise about the centre, in Pillow's fixed point: numbers are rounded to 1/65536."""
     height, width = x.shape
     angle = -math.radians(degrees % 360.0)
     cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
@@ -88,7 +88,7 @@ def _rotated(degrees: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cubic(between: Tensor) -> Tensor:
-    """What four neighbours weigh, (4, …), for a place `between` the middle two: Pillow's bicubic filter.
+    """The weights of four neighbours, (4, …), for a position `between` the middle two: Pillow's bicubic filter.
 
     >>> cubic(torch.tensor(0.5))
     tensor([-0.1250,  0.6250,  0.6250, -0.1250])
@@ -99,18 +99,18 @@ def cubic(between: Tensor) -> Tensor:
     return torch.stack([before, low, high, after]).float()
 
 
-def whole(x: Tensor) -> Tensor:
-    """Cut to whole numbers from 0 to 255, in place."""
+def to_uint8(x: Tensor) -> Tensor:
+    """Clamp to 0 … 255 and truncate to integers; clamps x in place."""
     return x.clamp_(0, 255).to(torch.int16).to(torch.uint8)  # float32 straight to uint8 takes a CPU four times as long
 
 
 def blend(bright: Tensor, dull: Tensor, factor: Tensor | float) -> Tensor:
-    """Dull + factor · (bright − dull), cut to whole numbers from 0 to 255."""
-    return whole((bright - dull).mul_(factor).add_(dull))  # in two roundings, as Pillow: a fused one would differ
+    """Dull + factor · (bright − dull), clamped to 0 … 255 and truncated to integers."""
+    return to_uint8((bright - dull).mul_(factor).add_(dull))  # in two roundings, as Pillow: a fused one would differ
 
 
 def levels(name: str, amount: float) -> Tensor:
-    """The new grey level of each of the 256, for the operations whose table does not depend on the picture."""
+    """The new grey level of each of the 256, for the operations whose table does not depend on the image."""
     old = torch.arange(256)
     if name == "invert":
         new = 255 - old
@@ -126,14 +126,14 @@ def levels(name: str, amount: float) -> Tensor:
 
 
 def contrast(luma: Tensor, factor: Tensor) -> Tensor:
-    """Tables that move away from the mean grey of (B, 1, H, W) pictures, or towards it: (B, 1, 256)."""
+    """Tables that move away from the mean grey of (B, 1, H, W) images, or towards it: (B, 1, 256)."""
     count = luma.shape[2] * luma.shape[3]
-    mean = (2 * luma.sum(dim=(2, 3)) + count) // (2 * count)  # rounded, in whole numbers
+    mean = (2 * luma.sum(dim=(2, 3)) + count) // (2 * count)  # rounded, in integers
     return blend(torch.arange(256, device=luma.device), mean[..., None].float(), factor[:, None, None])
 
 
 def autocontrast(darkest: Tensor, brightest: Tensor) -> Tensor:
-    """Tables that stretch each channel to the whole range: from (…,) darkest and brightest levels to (…, 256)."""
+    """Tables that stretch each channel to the full range: from (…,) darkest and brightest levels to (…, 256)."""
     low, high = darkest.double()[..., None], brightest.double()[..., None]
     scale = torch.full_like(low, 255).div((high - low).clamp(min=1))  # `255 / t` multiplies by the inverse: inexact
     old = torch.arange(256, device=darkest.device, dtype=torch.float64)
@@ -153,16 +153,16 @@ def equalize(counts: Tensor) -> Tensor:
 
 
 def grey(x: Tensor) -> Tensor:
-    """Luma of (B, 3, H, W) pictures as Pillow's mode L: (B, 1, H, W) int32."""
+    """Luma of (B, 3, H, W) images as Pillow's mode L: (B, 1, H, W) int32."""
     red, green, blue = x.int().split(1, dim=1)
     luma: Tensor = (red * 19595).add_(green, alpha=38470).add_(blue, alpha=7471).add_(0x8000)
     return luma >> 16
 
 
 def smooth(x: Tensor) -> Tensor:
-    """Each place averaged with its eight neighbours, itself five times; the border as it is: Pillow's SMOOTH.
+    """Each pixel averaged with its eight neighbours, itself weighted 5; the border unchanged: Pillow's SMOOTH.
 
-    In float32, whole numbers. Thirteenths never lie halfway between two of them, so rounding needs no rule for ties.
+    Integers in float32. Thirteenths never lie halfway between two of them, so rounding needs no rule for ties.
     """
     wide = x.to(torch.int16)
     rows = (wide[..., :-2] + wide[..., 1:-1]).add_(wide[..., 2:])

@@ -1,7 +1,7 @@
 """The policies that AutoAugment found: 25 pairs of operations for CIFAR-10 and 25 for SVHN.
 
-A policy is a list of sub-policies; every picture draws one of them. A sub-policy is two operations that follow each
-other, each with the probability that it is done at all and a level from 0 to 9. What the level means depends on the
+A policy is a list of sub-policies; every image draws one of them. A sub-policy is two operations that follow each
+other, each with the probability that it is applied and a level from 0 to 9. What the level means depends on the
 operation (`flatmin_lab.data.augment.operations`): an angle, a shift, a factor, or nothing.
 
 The tables are facts of Cubuk et al., AutoAugment (CVPR 2019), tables 7 and 9, as the published AMP code has them. The

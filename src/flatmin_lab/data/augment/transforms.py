@@ -1,8 +1,8 @@
-"""Augmentation of whole batches on their device: each picture has its own random numbers, drawn before.
+"""Augmentation of whole batches on their device: each image has its own random numbers, drawn beforehand.
 
-A stage is a pure function of uint8 pictures x (B, C, H, W) and of numbers u (B, draws), uniform in [0, 1). Whoever
-calls it makes the numbers, a row a picture, so the same row gives the same picture in any batch, on any device. A stage
-never looks at values on the host and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
+A stage is a pure function of uint8 images x (B, C, H, W) and of numbers u (B, draws), uniform in [0, 1). Whoever
+calls it makes the numbers, a row an image, so the same row gives the same image in any batch, on any device. A stage
+never reads values on the host, and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
 
     augment = augmentation("cutout", data)
     augment(x, augment.draw(len(x), generator=generator).to(x.device))
@@ -17,14 +17,14 @@ from torch.nn.functional import pad
 
 from flatmin_lab.data.augment.autoaugment import AutoAugment
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.sources.synthetic import stands_for
+from flatmin_lab.data.sources.synthetic import original_name
 
 Kind = Literal["none", "vanilla", "vanilla_v1", "cutout", "autoaugment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Stage(Protocol):
-    """What a stage is: how many numbers a picture needs, a check of the pictures' shape, and the change itself."""
+    """A step of an augmentation: how many random numbers an image needs, a check of the shape, and the transform."""
 
     @property
     def draws(self) -> int: ...
@@ -32,14 +32,14 @@ class Stage(Protocol):
     def __call__(self, x: Tensor, u: Tensor) -> Tensor: ...
 
 
-def below(u: Tensor, count: int) -> Tensor:
-    """Uniform float32 numbers in [0, 1) as whole numbers 0 … count − 1."""
+def to_index(u: Tensor, count: int) -> Tensor:
+    """Uniform float32 numbers in [0, 1) as integers 0 … count − 1."""
     return (u * count).long()  # u ≤ 1 − 2⁻²⁴, and then u · count is rounded to less than count
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Pad with a grey level, and cut a window of the old size out of it at a random place."""
+    """Pad with a grey level, and crop a window of the old size at a random position."""
 
     padding: int
     fill: int = 128
@@ -55,14 +55,14 @@ class Crop:
         pass
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
-        top, left = below(u, 2 * self.padding + 1).unbind(1)
+        top, left = to_index(u, 2 * self.padding + 1).unbind(1)
         windows = pad(x, [self.padding] * 4, value=self.fill).unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)
         return windows[torch.arange(len(x), device=x.device), :, top, left]
 
 
 @dataclass(frozen=True)
 class Flip:
-    """Mirror left and right, every second picture on average."""
+    """Mirror left and right, with probability ½."""
 
     draws: ClassVar[int] = 1
 
@@ -75,7 +75,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Cutout:
-    """Black out a square whose middle is any place of the picture; what hangs over the border is lost."""
+    """Black out a square centred on a random pixel; what lies beyond the border is cut off."""
 
     length: int
     draws: ClassVar[int] = 2
@@ -87,13 +87,13 @@ class Cutout:
     def check(self, shape: torch.Size) -> None:
         if self.length > min(shape[1:]):
             raise ValueError(
-                f"Cutout's length must be at most the picture's side, or nothing may be left of it: "
-                f"got {self.length} for pictures of {shape[1]} by {shape[2]}"
+                f"Cutout's length must be at most the image's side, or nothing may be left of it: "
+                f"got {self.length} for images of {shape[1]} by {shape[2]}"
             )
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
         def covered(u: Tensor, side: int) -> Tensor:
-            start = below(u, side)[:, None] - self.length // 2
+            start = to_index(u, side)[:, None] - self.length // 2
             place = torch.arange(side, device=x.device)
             return (place >= start) & (place < start + self.length)
 
@@ -103,7 +103,7 @@ class Cutout:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Stages one after the other, each with its own columns of the random numbers.
+    """Stages in order, each with its own columns of the random numbers.
 
     >>> augment = Augmentation((Flip(), Cutout(16)))
     >>> augment(torch.full((1, 3, 32, 32), 9, dtype=torch.uint8), torch.tensor([[0.9, 0.0, 0.0]])).sum() / 27
@@ -117,21 +117,21 @@ class Augmentation:
         return sum(stage.draws for stage in self.stages)
 
     def draw(self, count: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """The numbers for that many pictures, (count, draws), made where the generator is."""
+        """The random numbers for that many images, (count, draws), on the generator's device."""
         device = "cpu" if generator is None else generator.device
         return torch.rand(count, self.draws, generator=generator, device=device, dtype=torch.float32)
 
     def check(self, shape: torch.Size) -> None:
-        """Whether pictures of shape (C, H, W) can go through: raises ValueError where they cannot."""
+        """Raise ValueError where images of shape (C, H, W) cannot be augmented."""
         for stage in self.stages:
             stage.check(shape)
 
     def __call__(self, x: Tensor, u: Tensor) -> Tensor:
         if x.dtype != torch.uint8 or x.ndim != 4:
-            raise TypeError(f"pictures must be uint8 (B, C, H, W), got {x.dtype} of shape {tuple(x.shape)}")
+            raise TypeError(f"images must be uint8 (B, C, H, W), got {x.dtype} of shape {tuple(x.shape)}")
         if u.shape != (len(x), self.draws) or u.dtype != torch.float32:
             raise ValueError(
-                f"{len(x)} pictures need float32 random numbers of shape {(len(x), self.draws)}, "
+                f"{len(x)} images need float32 random numbers of shape {(len(x), self.draws)}, "
                 f"got {u.dtype} of shape {tuple(u.shape)}; make them with draw({len(x)})"
             )
         columns = u.split([stage.draws for stage in self.stages], dim=1)
@@ -143,7 +143,7 @@ class Augmentation:
 CROPS = {"cifar10": Crop(4), "cifar100": Crop(4), "svhn": Crop(2), "digits": Crop(1, fill=0)}
 CUTOUTS = {"cifar10": Cutout(16), "cifar100": Cutout(8), "svhn": Cutout(20), "digits": Cutout(4)}
 SHAPES = {"cifar10": (3, 32, 32), "cifar100": (3, 32, 32), "svhn": (3, 32, 32), "digits": (1, 8, 8)}
-UPRIGHT = ("svhn", "digits")  # a mirrored digit is another sign, or none
+NOT_FLIPPED = ("svhn", "digits")  # a mirrored digit is another character, or none
 
 
 def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
@@ -157,7 +157,7 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
     """
     if kind not in KINDS:
         raise ValueError(f"unknown augmentation {kind!r}; choose from {', '.join(KINDS)}")
-    name = stands_for(data if isinstance(data, str) else data.name)
+    name = original_name(data if isinstance(data, str) else data.name)
     name = name if isinstance(data, str) or tuple(data.train.shape) == SHAPES.get(name) else ""
     if isinstance(data, str) and data not in CROPS:
         raise ValueError(
@@ -166,12 +166,12 @@ def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
         )
     if kind == "none":
         return Augmentation()
-    if isinstance(data, Dataset) and not data.train.pictures:
-        raise ValueError(f"only pictures can be augmented, got the points of {data.name}; use the augmentation 'none'")
+    if isinstance(data, Dataset) and not data.train.is_images:
+        raise ValueError(f"only images can be augmented, got the points of {data.name}; use the augmentation 'none'")
     side = min(SHAPES[name][1:] if isinstance(data, str) else data.train.shape[1:])
     first_version, usual = Crop(max(side // 16, 1), fill=0), CROPS.get(name, Crop(max(side // 8, 1)))
     stages: list[Stage] = [first_version if kind == "vanilla_v1" else usual]
-    if name not in UPRIGHT:
+    if name not in NOT_FLIPPED:
         stages.append(Flip())
     if kind == "autoaugment":
         policy = AutoAugment("svhn" if name == "svhn" else "cifar10")

@@ -1,8 +1,8 @@
-"""The official archives over the network: resumed where they stopped, and believed only when their checksum is right.
+"""Download of the official archives: resumed where it stopped, and accepted only if the checksum matches.
 
 A file grows as `NAME.part` and gets its name once its SHA-256 is the published one, so a file under its own name is
-whole. When the line breaks, the next try (in the same call, or days later) asks for the rest only; what has come is
-never given up for less.
+whole. When the connection breaks, the next try (in the same call, or days later) asks for the rest only; received
+bytes are never thrown away for fewer.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from typing import BinaryIO, NamedTuple
 
 from flatmin_lab.system.files import lock
 
-Progress = Callable[[str, int, int], None]  # file, bytes there, bytes in all
-CHUNK = 1 << 18
-WAIT = 30.0  # seconds without a byte
-TRIES = 4
+Progress = Callable[[str, int, int], None]  # file, bytes received, bytes in total
+CHUNK_BYTES = 1 << 18
+TIMEOUT_SECONDS = 30.0  # without a byte, before a try is given up
+MAX_TRIES = 4  # in a row that bring less than a chunk
 
 
 class Remote(NamedTuple):
@@ -72,10 +72,10 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with part.open("ab") as file:
-                lock(file, f"another process is fetching {part}; wait for it to end")  # until the file has its name
-                if not target.exists():  # another process may have brought it since
-                    _complete(remote, file, progress or (lambda *_: None), pause)
-                    _name(remote, part, target)
+                lock(file, f"another process is fetching {part}; wait for it to end")  # until the file is renamed
+                if not target.exists():  # another process may have fetched it since
+                    _fetch_all(remote, file, progress or (lambda *_: None), pause)
+                    _verify_and_rename(remote, part, target)
                     return target
                 if not file.tell():
                     part.unlink()
@@ -84,13 +84,13 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
         except OSError as error:
             raise OSError(
                 f"{part} could not be written ({error}); it needs {remote.size / 1e6:.0f} MB in a folder of your own. "
-                "What came is kept, and the next try goes on from it"
+                "What came is kept, and the next try resumes from it"
             ) from error
     _verify(target, remote, f"{target} is there but is not the official file; move it away to fetch that")
     return target
 
 
-def _name(remote: Remote, part: Path, target: Path) -> None:
+def _verify_and_rename(remote: Remote, part: Path, target: Path) -> None:
     try:
         _verify(part, remote, f"what came from {remote.url} is not the official file and was deleted; try again")
     except ValueError:
@@ -99,26 +99,26 @@ def _name(remote: Remote, part: Path, target: Path) -> None:
     part.replace(target)
 
 
-def _complete(remote: Remote, file: BinaryIO, progress: Progress, pause: float) -> None:
-    """Ask until all is there, as long as every few tries bring something."""
+def _fetch_all(remote: Remote, file: BinaryIO, progress: Progress, pause: float) -> None:
+    """Fetch until the file is complete, as long as every few tries make progress."""
     tries, mark = 0, file.tell()
     while file.tell() < remote.size:
         try:
-            _continue(remote, file, progress)
-            lost: Exception = ConnectionError("the server closed the line")
+            _fetch_rest(remote, file, progress)
+            lost: Exception = ConnectionError("the server closed the connection")
         except urllib.error.HTTPError as error:
-            lost, tries = error, TRIES if 400 <= error.code < 500 else tries  # a refusal is final
+            lost, tries = error, MAX_TRIES if 400 <= error.code < 500 else tries  # a refusal is final
             error.close()
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             lost = error
         if file.tell() >= remote.size:
             return
-        tries, mark = (1, file.tell()) if file.tell() > mark + CHUNK else (tries + 1, mark)
-        if tries >= TRIES:
+        tries, mark = (1, file.tell()) if file.tell() > mark + CHUNK_BYTES else (tries + 1, mark)
+        if tries >= MAX_TRIES:
             there = file.tell()
             if not there:
                 Path(file.name).unlink()
-            kept = f"The {there} bytes that came are kept, and the next try goes on from them. " if there else ""
+            kept = f"The {there} bytes that came are kept, and the next try resumes from them. " if there else ""
             asked = "" if isinstance(lost, urllib.error.HTTPError) else "Is there a network here? "
             raise ConnectionError(
                 f"{remote.url} could not be fetched ({lost}). {asked}{kept}"
@@ -127,11 +127,13 @@ def _complete(remote: Remote, file: BinaryIO, progress: Progress, pause: float) 
         time.sleep(pause)
 
 
-def _continue(remote: Remote, file: BinaryIO, progress: Progress) -> None:
-    """Append what is missing. Where the server cannot give a part, what is there already is read over."""
+def _fetch_rest(remote: Remote, file: BinaryIO, progress: Progress) -> None:
+    """Append the missing bytes. A server that cannot send a range sends all, and the known bytes are skipped."""
     there = file.tell()
     headers = {"User-Agent": "flatmin", **({"Range": f"bytes={there}-"} if there else {})}
-    with urllib.request.urlopen(urllib.request.Request(remote.url, headers=headers), timeout=WAIT) as response:
+    with urllib.request.urlopen(
+        urllib.request.Request(remote.url, headers=headers), timeout=TIMEOUT_SECONDS
+    ) as response:
         given = response.headers.get("Content-Range", "")
         if response.status == 206 and not given.startswith(f"bytes {there}-"):
             raise ConnectionError(f"the server answered with the wrong part, {given}")
@@ -139,7 +141,7 @@ def _continue(remote: Remote, file: BinaryIO, progress: Progress) -> None:
         if response.status == 200 and whole is not None and whole != str(remote.size):
             raise ConnectionError(f"the server answered with {whole} bytes, and the file has {remote.size}")
         over = 0 if response.status == 206 else there
-        while chunk := _read(response, min(CHUNK, remote.size - there + over)):
+        while chunk := _read(response, min(CHUNK_BYTES, remote.size - there + over)):
             file.write(chunk[over:])
             file.flush()
             there += len(chunk[over:])
@@ -149,8 +151,8 @@ def _continue(remote: Remote, file: BinaryIO, progress: Progress) -> None:
 
 def _read(response: http.client.HTTPResponse, size: int) -> bytes:
     try:
-        return response.read1(size)  # what there is: waiting for more could lose it
-    except OSError as error:  # of the network: those of the disk are told apart
+        return response.read1(size)  # what has arrived: waiting for more could lose it
+    except OSError as error:  # a network error, told apart from disk errors
         raise ConnectionError(str(error)) from error
 
 

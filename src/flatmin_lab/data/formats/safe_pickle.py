@@ -1,9 +1,9 @@
-"""Reading the official CIFAR batches, which are pickles, without loading a pickle.
+"""The official CIFAR batches, which are pickles, read without running a pickle.
 
 A pickle is a program for a small stack machine, and loading one calls whatever functions it names. Here the program is
-read instruction by instruction by a machine of our own, which knows the ones that build numbers, strings, lists,
-dictionaries and numpy's arrays, and no others. It never calls anything: what numpy writes to rebuild an array (its
-shape, type and bytes) is taken apart, checked, and the bytes are looked at. Anything else is refused where it is named.
+interpreted instruction by instruction, and only those that build numbers, strings, lists, dictionaries and numpy arrays
+are known. It never calls anything: what numpy writes to rebuild an array (its shape, type and bytes) is checked, and the
+bytes are viewed as an array. Anything else is refused where it is named.
 
 Not pickle.Unpickler with a `find_class` that allows these names alone (tried with Python 3.11 and numpy 2.4). It guards
 what is named, not what the instructions do: 300 kB of tuples within tuples as a key end the process, a key of 308 bytes
@@ -32,34 +32,34 @@ MEANINGS = {
 }
 
 
-class RefusedError(Exception):
-    """The pickle asked for something that is no array."""
+class ForbiddenError(Exception):
+    """The pickle asks for something other than arrays and plain values."""
 
 
-class Name(NamedTuple):
-    """Stands for a function or class that the pickle names; nothing can be done with it but what `_made` does."""
+class GlobalStandIn(NamedTuple):
+    """Stands for a function or class that the pickle names; it can only be used as `_call` allows."""
 
     meaning: str
 
 
-class Kind:
-    """Stands for a numpy.dtype of whole numbers."""
+class DtypeStandIn:
+    """Stands for an integer numpy.dtype."""
 
     def __init__(self, code: Any) -> None:
         text = code.decode("latin1") if isinstance(code, bytes) else code
         if not isinstance(text, str) or text[:1] not in ("u", "i") or text[1:] not in ("1", "2", "4", "8"):
-            raise RefusedError("arrays must hold whole numbers of 1 to 8 bytes")
+            raise ForbiddenError("arrays must hold whole numbers of 1 to 8 bytes")
         self.dtype: np.dtype[Any] = np.dtype(text)
 
     def build(self, state: Any) -> None:
         order = state[1].decode("latin1") if isinstance(state[1], bytes) else state[1]
         if order not in ("<", ">", "|", "="):
-            raise RefusedError("an array's byte order must be known")
+            raise ForbiddenError("an array's byte order must be known")
         self.dtype = np.dtype(f"{order}{self.dtype.str[1:]}".replace("|", "="))
 
 
-class Pending:
-    """Stands for a numpy.ndarray; holds one as soon as shape, type and bytes are there and fit."""
+class ArrayStandIn:
+    """Stands for a numpy.ndarray; holds one once shape, type and bytes are known and consistent."""
 
     def __init__(self) -> None:
         self.array: Array = np.zeros(0, dtype=np.uint8)
@@ -68,44 +68,44 @@ class Pending:
         _, shape, kind, fortran, content = state
         self.fill(content, kind, shape, "F" if fortran else "C")
 
-    def fill(self, content: Any, kind: Any, shape: Any, order: Any = "C") -> "Pending":
+    def fill(self, content: Any, kind: Any, shape: Any, order: Any = "C") -> "ArrayStandIn":
         sides = isinstance(shape, tuple) and len(shape) <= 4 and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
-        if not (isinstance(kind, Kind) and sides and isinstance(content, bytes | bytearray)):
-            raise RefusedError("an array must come with its shape, type and bytes")
+        if not (isinstance(kind, DtypeStandIn) and sides and isinstance(content, bytes | bytearray)):
+            raise ForbiddenError("an array must come with its shape, type and bytes")
         if len(content) != math.prod(shape) * kind.dtype.itemsize:
-            raise RefusedError(
+            raise ForbiddenError(
                 f"an array of shape {shape} must come with {math.prod(shape) * kind.dtype.itemsize} bytes"
             )
         self.array = np.frombuffer(content, dtype=kind.dtype).reshape(shape, order="F" if order == "F" else "C")
         return self
 
 
-def _made(what: Any, arguments: Any) -> Any:
-    """What calling `what` would give."""
-    if not isinstance(what, Name) or not isinstance(arguments, tuple):
-        raise RefusedError("it calls something that is no function")
+def _call(what: Any, arguments: Any) -> Any:
+    """The value that calling `what` would give."""
+    if not isinstance(what, GlobalStandIn) or not isinstance(arguments, tuple):
+        raise ForbiddenError("it calls something that is no function")
     if what.meaning == "kind":
-        return Kind(arguments[0])
+        return DtypeStandIn(arguments[0])
     if what.meaning == "empty array":
-        return Pending()
+        return ArrayStandIn()
     if what.meaning == "array from bytes" and len(arguments) in (3, 4):
-        return Pending().fill(*arguments)
+        return ArrayStandIn().fill(*arguments)
     if what.meaning == "no bytes" and not arguments:
         return b""
     if what.meaning == "bytes from text" and isinstance(arguments[0], str) and arguments[1] in ("latin1", b"latin1"):
         return arguments[0].encode("latin1")
-    raise RefusedError(f"it calls {what.meaning} in a way that makes no array")
+    raise ForbiddenError(f"it calls {what.meaning} in a way that makes no array")
 
 
 class _Machine:
-    """A stack, a memo, and a method for every instruction that is understood."""
+    """A stack, a memo, and a method for every supported instruction."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
         self.stack: list[Any] = []
-        self.marks: list[int] = []  # how high the stack was at each mark
+        self.marks: list[int] = []  # the stack's height at each mark
         self.memo: dict[int, Any] = {}
-        self.encoded = 0  # bytes made from text: no more than there was text, or one text was used again and again
+        self.encoded = 0  # bytes made from text; more than there is text means one text was reused over and over
 
     def run(self) -> Any:
         for opcode, argument, _ in pickletools.genops(self.content):
@@ -123,7 +123,7 @@ class _Machine:
             elif name not in IGNORED:
                 action = getattr(self, f"do_{name.lower().removeprefix('long_bin').removeprefix('bin')}", None)
                 if action is None:
-                    raise RefusedError(f"it holds the instruction {name}")
+                    raise ForbiddenError(f"it holds the instruction {name}")
                 action(argument)
         raise ValueError("it has no end")
 
@@ -140,27 +140,27 @@ class _Machine:
         del self.stack[-count:]
         return items
 
-    def named(self, module: Any, name: Any) -> None:
+    def push_global(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):  # not shown: 300 bytes can double to 2⁶⁰ brackets
-            raise RefusedError("it asks for something by what is no name, and a batch may hold nothing but arrays")
+            raise ForbiddenError("it asks for something by what is no name, and a batch may hold nothing but arrays")
         meaning = MEANINGS.get(f"{module} {name}")
         if meaning is None:
-            raise RefusedError(f"it asks for {module:.99}.{name:.99}, and a batch may hold nothing but arrays")
-        self.stack.append(Name(meaning))
+            raise ForbiddenError(f"it asks for {module:.99}.{name:.99}, and a batch may hold nothing but arrays")
+        self.stack.append(GlobalStandIn(meaning))
 
     def put_items(self, pairs: list[Any]) -> None:
-        """Into what is now at the top of the stack, as `add_items` does."""
+        """Into the dictionary at the top of the stack, as `add_items` into a list."""
         target = self.stack[-1]
         if not isinstance(target, dict) or len(pairs) % 2:
-            raise RefusedError("it sets items of what is no dictionary")
+            raise ForbiddenError("it sets items of what is no dictionary")
         if not all(isinstance(key, str | bytes) for key in pairs[::2]):
-            raise RefusedError("a dictionary's keys must be strings")
+            raise ForbiddenError("a dictionary's keys must be strings")
         target.update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def add_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if not isinstance(target, list):
-            raise RefusedError("it appends to what is no list")
+            raise ForbiddenError("it appends to what is no list")
         target.extend(items)
 
     def do_mark(self, _: Any) -> None:
@@ -205,22 +205,22 @@ class _Machine:
         self.add_items(self.since_mark())
 
     def do_global(self, words: Any) -> None:
-        self.named(*words.split(" ", 1))
+        self.push_global(*words.split(" ", 1))
 
     def do_stack_global(self, _: Any) -> None:
-        self.named(*self.last(2))
+        self.push_global(*self.last(2))
 
     def do_reduce(self, _: Any) -> None:
-        made = _made(*self.last(2))
+        made = _call(*self.last(2))
         self.encoded += len(made) if isinstance(made, bytes) else 0
         if self.encoded > len(self.content):
-            raise RefusedError("it makes more bytes than it holds")
+            raise ForbiddenError("it makes more bytes than it holds")
         self.stack.append(made)
 
     def do_build(self, _: Any) -> None:
         (state,) = self.last(1)
-        if not isinstance(self.stack[-1], Kind | Pending) or not isinstance(state, tuple):
-            raise RefusedError("it sets the state of what is no array")
+        if not isinstance(self.stack[-1], DtypeStandIn | ArrayStandIn) or not isinstance(state, tuple):
+            raise ForbiddenError("it sets the state of what is no array")
         self.stack[-1].build(state)
 
 
@@ -239,11 +239,11 @@ def load(content: bytes, what: str) -> dict[str, Any]:
     """The dictionary of a CIFAR batch: its keys as str, arrays as numpy's, strings of Python 2 as bytes."""
     try:
         found = _Machine(content).run()
-    except RefusedError as error:
+    except ForbiddenError as error:
         raise ValueError(f"{what} was refused: {error}. Use the official file") from error
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{what} is damaged or cut short ({error!s:.200}); unpack or fetch it again") from error
     if not isinstance(found, dict):
         raise ValueError(f"{what} must hold a dictionary, got {type(found).__name__}; use the official file")
     plain = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in found.items()}
-    return {key: value.array if isinstance(value, Pending) else value for key, value in plain.items()}
+    return {key: value.array if isinstance(value, ArrayStandIn) else value for key, value in plain.items()}

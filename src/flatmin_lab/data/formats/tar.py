@@ -1,8 +1,8 @@
 """Files by name from a folder or a `.tar.gz`, read into memory: nothing from an archive is ever written to disk.
 
 Only the members asked for are read, each at the one path it has in the official archive, and only if it is an ordinary
-file: a link, a device, a path that climbs out of the folder cannot do anything. An archive is read to its end, where
-gzip's checksum stands, so that one altered byte is noticed.
+file: a link, a device or a path that climbs out of the folder has no effect. An archive is read to its end, where
+gzip's checksum is, so that a single altered byte is noticed.
 """
 
 import gzip
@@ -10,9 +10,9 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
-LIMIT = 1 << 30  # bytes; the largest official archive unpacks to 185 MB
-MEMBERS = 1000  # and none has more than a dozen
-HEADER = 4096  # bytes of a long name, or of a file's further properties
+MAX_BYTES = 1 << 30  # bytes; the largest official archive unpacks to 185 MB
+MAX_MEMBERS = 1000  # and none has more than a dozen
+MAX_HEADER_BYTES = 4096  # bytes of a long name, or of a file's further properties
 
 
 def read(source: Path, folder: str, names: Iterable[str], *, optional: Iterable[str] = ()) -> dict[str, bytes]:
@@ -34,26 +34,26 @@ def _from_folder(source: Path, names: list[str]) -> dict[str, bytes]:
 
 
 class _Stream:
-    """The unpacked archive, of which no more than LIMIT bytes are given."""
+    """The decompressed archive, of which at most MAX_BYTES are read."""
 
     def __init__(self, content: gzip.GzipFile) -> None:
-        self.content, self.left = content, LIMIT
+        self.content, self.left = content, MAX_BYTES
 
     def read(self, size: int) -> bytes:
         if size > self.left:
-            raise tarfile.ReadError(f"it unpacks to more than {LIMIT >> 30} GiB, as no official archive does")
+            raise tarfile.ReadError(f"it unpacks to more than {MAX_BYTES >> 30} GiB, as no official archive does")
         part = self.content.read(size)
         self.left -= len(part)
         return part
 
 
 class _Member(tarfile.TarInfo):
-    """Headers that describe another header are kept short: Python takes time with their square."""
+    """Limits headers that describe another header: Python's time grows with the square of their size."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        if self.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE) and self.size > HEADER:
+        if self.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE) and self.size > MAX_HEADER_BYTES:
             raise tarfile.ReadError("it has a header larger than any official archive's")
-        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]  # tarfile's own place for this
+        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]  # tarfile's own hook for this
 
 
 def _from_archive(source: Path, folder: str, names: set[str]) -> dict[str, bytes]:
@@ -63,8 +63,8 @@ def _from_archive(source: Path, folder: str, names: set[str]) -> dict[str, bytes
             stream = _Stream(content)
             with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:  # type: ignore[call-overload]
                 for number, member in enumerate(archive):
-                    if number >= MEMBERS:
-                        raise tarfile.ReadError(f"it has more than {MEMBERS} members")
+                    if number >= MAX_MEMBERS:
+                        raise tarfile.ReadError(f"it has more than {MAX_MEMBERS} members")
                     top, _, name = member.name.removeprefix("./").partition("/")
                     if top != folder or name not in names or not member.isreg() or member.issparse():
                         continue

@@ -1,4 +1,4 @@
-"""Where data sets come from: a file each, which gives a `Dataset`. `data/registry.py` knows them by name.
+"""Where data sets come from: each file loads one kind as a `Dataset`. `data/registry.py` finds them by name.
 
 cifar.py, svhn.py    the official files
 digits.py            scikit-learn's digits, embedded

@@ -5,7 +5,7 @@
     cifar-100-python/      train, test, meta                              or cifar-100-python.tar.gz
     cifar-100-binary/      train.bin, test.bin, fine_label_names.txt      or cifar-100-binary.tar.gz
 
-A picture is 3072 bytes, the red plane first; CIFAR-100 is read with its 100 fine labels.
+An image is 3072 bytes, the red plane first; CIFAR-100 is read with its 100 fine labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Layout:
         counts = {name: len(y) for name, (_, y) in zip(names, parts, strict=True)}
         if len(set(counts.values())) > 1:
             raise ValueError(
-                f"{where}: the training batches must have the same number of pictures, got {counts}; "
+                f"{where}: the training batches must have the same number of images, got {counts}; "
                 "one of them is cut short: unpack or fetch it again"
             )
         return Split(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
@@ -111,8 +111,8 @@ def _from_pickle(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]
     if not (isinstance(labels, list) and all(type(y) is int and abs(y) < 1 << 31 for y in labels)):
         raise ValueError(f"{what}: the labels must be a list of whole numbers below 2³¹; use the official file")
     if len(labels) != len(x):
-        raise ValueError(f"{what}: every picture needs one label, got {len(x)} pictures and {len(labels)} labels")
-    return _pictures(x), torch.tensor(labels, dtype=torch.int64)
+        raise ValueError(f"{what}: every image needs one label, got {len(x)} images and {len(labels)} labels")
+    return _images(x), torch.tensor(labels, dtype=torch.int64)
 
 
 def _from_binary(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]:
@@ -124,8 +124,8 @@ def _from_binary(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]
             "it is cut short or of another data set: unpack or fetch it again"
         )
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, head + PIXELS)
-    return _pictures(records[:, head:]), torch.from_numpy(records[:, head - 1].astype(np.int64))
+    return _images(records[:, head:]), torch.from_numpy(records[:, head - 1].astype(np.int64))
 
 
-def _pictures(rows: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> Tensor:
+def _images(rows: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> Tensor:
     return torch.from_numpy(np.array(rows)).view(-1, 3, 32, 32)  # a copy: the file's bytes may not be written to

@@ -1,8 +1,8 @@
-"""A folder of pictures: one folder a class, under `train` and `test` or, where there are none, divided by a seed.
+"""A folder of images: one folder a class, under `train` and `test`, or split by a seed where there are none.
 
     pets/train/cat/1.png   pets/train/dog/2.jpg   pets/test/cat/3.png   …       or   pets/cat/1.png   pets/dog/2.jpg   …
 
-All pictures must have one size, or be brought to one with `size=`. They are RGB, or grey where every one of them is.
+All images must have one size, or be resized to one with `size=`. They are RGB, or grey where all of them are.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatmin_lab.data.dataset import Dataset, Split, stratified
+from flatmin_lab.data.dataset import Dataset, Split, stratified_split
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator
 
-ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
-GREY = ("1", "L", "LA")
-COLOUR = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
-PICTURES = "a folder of pictures"
-TEST = ("test", "val", "valid", "validation")
+EXTENSIONS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+GREY_MODES = ("1", "L", "LA")
+COLOUR_MODES = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
+WHAT = "a folder of images"
+TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
 def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> Dataset:
-    """From the folder; `size` (height, width) resizes, `seed` chooses what is for testing where there is no `test/`."""
+    """From the folder; `size` (height, width) resizes, `seed` picks the test set where there is no `test/`."""
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise ValueError(f"size must be (height, width) of at least 1 by 1, got {size}")
-    test = next((path / name for name in TEST if (path / name).is_dir()), None)
+    test = next((path / name for name in TEST_FOLDERS if (path / name).is_dir()), None)
     if (path / "train").is_dir() != (test is not None):
         raise FileNotFoundError(
             f"{path} must have both train/ and test/, or neither (then a fifth is taken for testing); "
@@ -36,85 +36,85 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
         )
     folders = [path] if test is None else [path / "train", test]
     names = _classes(folders)
-    found = [_listed(folder, names) for folder in folders]
+    found = [_list_images(folder, names) for folder in folders]
     modes = {_mode(file) for files, _ in found for file in files}
-    mode = "L" if modes <= set(GREY) else "RGB"
+    mode = "L" if modes <= set(GREY_MODES) else "RGB"
     splits = [Split(_read(files, mode, size), torch.tensor(labels)) for files, labels in found]
     if test is None:
         if min(splits[0].y.bincount().tolist()) < 3:
             raise ValueError(
-                f"{path}: a class must have at least 3 pictures for a fifth of them to be one for testing; "
-                "add pictures, or make train/ and test/"
+                f"{path}: a class must have at least 3 images for a fifth of them to be one for testing; "
+                "add images, or make train/ and test/"
             )
-        train_part, test_part = stratified(splits[0].y, share=0.2, generator=generator("folder", seed))
+        train_part, test_part = stratified_split(splits[0].y, share=0.2, generator=generator("folder", seed))
         splits = [splits[0].at(train_part), splits[0].at(test_part)]
     return Dataset(path.resolve().name, splits[0], splits[1], names, str(path))
 
 
 def _classes(folders: Sequence[Path]) -> list[str]:
     sets = [
-        sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _hidden(entry.name))
+        sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
         for folder in folders
     ]
     if not sets[0]:
-        raise FileNotFoundError(f"{folders[0]} must hold a folder of pictures a class, got no folder in it")
+        raise FileNotFoundError(f"{folders[0]} must hold a folder of images a class, got no folder in it")
     if any(names != sets[0] for names in sets):
         odd = sorted(set(sets[0]) ^ set(sets[1]))
         raise ValueError(f"train and test must have the same classes; only one of them has {', '.join(odd)}")
     return sets[0]
 
 
-def _hidden(name: str) -> bool:
-    return name.startswith((".", "__"))  # .git, .ipynb_checkpoints, ._picture.png, __MACOSX
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "__"))  # .git, .ipynb_checkpoints, ._image.png, __MACOSX
 
 
-def _listed(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
+def _list_images(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
     files, labels = [], []
     for label, name in enumerate(names):
-        pictures = [file for file in (folder / name).rglob("*") if file.suffix.lower() in ENDINGS]
-        here = sorted(file for file in pictures if not any(map(_hidden, file.relative_to(folder).parts)))
+        images = [file for file in (folder / name).rglob("*") if file.suffix.lower() in EXTENSIONS]
+        here = sorted(file for file in images if not any(map(_is_hidden, file.relative_to(folder).parts)))
         if not here:
-            raise FileNotFoundError(f"{folder / name} must hold pictures ({', '.join(ENDINGS)}), got none")
+            raise FileNotFoundError(f"{folder / name} must hold images ({', '.join(EXTENSIONS)}), got none")
         files += here
         labels += [label] * len(here)
     return files, labels
 
 
 def _mode(file: Path) -> str:
-    image = need("PIL.Image", PICTURES)
+    image = need("PIL.Image", WHAT)
     try:
-        with image.open(file) as picture:
-            mode = str(picture.mode)
-    except Exception as error:  # a damaged picture can raise anything
-        raise ValueError(f"{file} is not a picture that can be read ({error}); repair or remove it") from error
-    return eight_bits(mode, str(file))
+        with image.open(file) as opened:
+            mode = str(opened.mode)
+    except Exception as error:  # a damaged image can raise anything
+        raise ValueError(f"{file} is not an image that can be read ({error}); repair or remove it") from error
+    return check_eight_bits(mode, str(file))
 
 
-def eight_bits(mode: str, what: str) -> str:
-    """The mode, if it is one whose numbers go from 0 to 255; others would be cut off when converted."""
-    if mode not in (*GREY, *COLOUR):
-        raise ValueError(f"pictures must have 8 bits a channel, got mode {mode} in {what}; convert it first")
+def check_eight_bits(mode: str, what: str) -> str:
+    """The mode, if its values go from 0 to 255; others would be truncated by the conversion."""
+    if mode not in (*GREY_MODES, *COLOUR_MODES):
+        raise ValueError(f"images must have 8 bits a channel, got mode {mode} in {what}; convert it first")
     return mode
 
 
 def _read(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Tensor:
-    image, ops = need("PIL.Image", PICTURES), need("PIL.ImageOps", PICTURES)
+    image, ops = need("PIL.Image", WHAT), need("PIL.ImageOps", WHAT)
     rows: list[np.ndarray[Any, Any]] = []
     first = files[0]
     for file in files:
         try:
-            with image.open(file) as picture:
-                converted = ops.exif_transpose(picture).convert(mode)  # cameras write turned pictures
+            with image.open(file) as opened:
+                converted = ops.exif_transpose(opened).convert(mode)  # cameras store rotated images
                 if size is not None:
                     converted = converted.resize((size[1], size[0]), image.Resampling.BILINEAR)
                 row = np.array(converted)
-        except Exception as error:  # a damaged picture can raise anything
-            raise ValueError(f"{file} is not a picture that can be read ({error}); repair or remove it") from error
+        except Exception as error:  # a damaged image can raise anything
+            raise ValueError(f"{file} is not an image that can be read ({error}); repair or remove it") from error
         if rows and row.shape != rows[0].shape:
             raise ValueError(
-                f"all pictures must have one size: {first} is {rows[0].shape[1]} by {rows[0].shape[0]}, "
+                f"all images must have one size: {first} is {rows[0].shape[1]} by {rows[0].shape[0]}, "
                 f"{file} is {row.shape[1]} by {row.shape[0]}; give size=(height, width), or --size HEIGHT WIDTH, to "
-                "bring them to one"
+                "resize them to one"
             )
         rows.append(row)
     x = torch.from_numpy(np.stack(rows))

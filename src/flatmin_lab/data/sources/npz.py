@@ -1,6 +1,6 @@
-"""A data set in one `.npz` file: x_train, y_train, x_test, y_test, and the class names if you like.
+"""A data set in one `.npz` file: x_train, y_train, x_test, y_test, and optionally the class names.
 
-Pictures are uint8 (N, H, W), (N, H, W, C) or (N, C, H, W); points are floats (N, D). Labels are whole numbers from 0.
+Images are uint8 (N, H, W), (N, H, W, C) or (N, C, H, W); points are floats (N, D). Labels are integers from 0.
 `names` is an array of strings; without it the classes are called 0, 1, 2, …
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatmin_lab.data.dataset import Dataset, Split, numbered
+from flatmin_lab.data.dataset import Dataset, Split, default_class_names
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 CHANNELS = (1, 3, 4)
@@ -21,9 +21,13 @@ Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 def load(path: Path) -> Dataset:
     arrays = read(path, KEYS, optional=("names",))
     y_train, y_test = (_labels(arrays[key], f"{path}: {key}") for key in ("y_train", "y_test"))
-    names = _names(arrays["names"], f"{path}: names") if "names" in arrays else numbered(y_train, y_test, str(path))
-    train = Split(_pictures(arrays["x_train"], f"{path}: x_train"), y_train)
-    test = Split(_pictures(arrays["x_test"], f"{path}: x_test"), y_test)
+    names = (
+        _names(arrays["names"], f"{path}: names")
+        if "names" in arrays
+        else default_class_names(y_train, y_test, str(path))
+    )
+    train = Split(_images(arrays["x_train"], f"{path}: x_train"), y_train)
+    test = Split(_images(arrays["x_test"], f"{path}: x_test"), y_test)
     return Dataset(path.stem, train, test, names, str(path))
 
 
@@ -45,14 +49,14 @@ def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -
     return arrays
 
 
-def _pictures(x: Array, what: str) -> Tensor:
-    """uint8 pictures as (N, C, H, W), floats of two dimensions as points."""
+def _images(x: Array, what: str) -> Tensor:
+    """uint8 images as (N, C, H, W), floats of two dimensions as points."""
     if x.dtype.kind == "f" and x.ndim == 2:
         return torch.from_numpy(x.astype(np.float32))
     if x.dtype != np.uint8 or x.ndim not in (3, 4):
         raise ValueError(
-            f"{what}: pictures must be uint8 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), points floats of shape "
-            f"(N, D), got {x.dtype} of shape {x.shape}; float pictures of 0 to 1 become uint8 with "
+            f"{what}: images must be uint8 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), points floats of shape "
+            f"(N, D), got {x.dtype} of shape {x.shape}; float images of 0 to 1 become uint8 with "
             "(255 * x).round().astype('uint8')"
         )
     if x.ndim == 3:
@@ -63,13 +67,13 @@ def _pictures(x: Array, what: str) -> Tensor:
 
 
 def _channels_last(shape: tuple[int, ...], what: str) -> bool:
-    """Where the channels are. In tiny pictures they could be in both places: then in the one that leaves a square."""
+    """Are the channels last? In tiny images both positions are possible: then the one that leaves a square image."""
     first, last = shape[1] in CHANNELS, shape[3] in CHANNELS
     if first and last and (shape[2] == shape[3]) != (shape[1] == shape[2]):
         first, last = shape[2] == shape[3], shape[1] == shape[2]
     if first == last:
         raise ValueError(
-            f"{what}: pictures need 1, 3 or 4 channels, second or last, and {'both' if first else 'neither'} could be "
+            f"{what}: images need 1, 3 or 4 channels, second or last, and {'both' if first else 'neither'} could be "
             f"them in shape {shape}; use (N, C, H, W)"
         )
     return last

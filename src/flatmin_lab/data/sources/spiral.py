@@ -1,6 +1,6 @@
-"""Two spiral arms in the plane, after the paper's picture of a decision boundary: points, not pictures.
+"""Two spiral arms in the plane, after the paper's figure of a decision boundary: points, not images.
 
-Some training labels can be turned around, so that a network that learns everything by heart is seen to do so.
+A share of the training labels can be flipped, so that a network that memorises them gives itself away.
 """
 
 import math
@@ -17,11 +17,11 @@ from flatmin_lab.system.rng import generator as seeded
 class Spiral:
     x: Tensor
     y: Tensor
-    wrong: Tensor  # which labels were turned around
+    wrong: Tensor  # which labels were flipped
 
     @staticmethod
     def draw(n: int, *, wrong: float, generator: torch.Generator) -> "Spiral":
-        """Points on two arms of one turn each, with noise in place and in the labels."""
+        """Points on two arms of one turn each, with noise in their positions and labels."""
         if not 0 <= wrong <= 1:
             raise ValueError(f"the share of wrong labels must be between 0 and 1, got {wrong}")
         angle = torch.rand(n, generator=generator, dtype=torch.float32).sqrt() * 2 * math.pi
@@ -32,16 +32,16 @@ class Spiral:
         return Spiral(x + 0.03 * torch.randn(n, 2, generator=generator, dtype=torch.float32), arm ^ flipped, flipped)
 
 
-TRAIN, WRONG = 400, 0.2
+TRAIN_POINTS, WRONG_SHARE = 400, 0.2
 
 
-def training() -> Spiral:
+def training_points() -> Spiral:
     """The training points of the data set, and which of their labels are wrong."""
-    return Spiral.draw(TRAIN, wrong=WRONG, generator=seeded("spiral", 0))
+    return Spiral.draw(TRAIN_POINTS, wrong=WRONG_SHARE, generator=seeded("spiral", 0))
 
 
-def load(*, train: int = TRAIN, test: int = 10_000, wrong: float = WRONG, seed: int = 0) -> Dataset:
-    """400 points to train on, a fifth of them with a wrong label, and 10,000 right ones to test with."""
+def load(*, train: int = TRAIN_POINTS, test: int = 10_000, wrong: float = WRONG_SHARE, seed: int = 0) -> Dataset:
+    """400 training points, a fifth of them with a wrong label, and 10,000 test points with correct labels."""
     generator = seeded("spiral", seed)
     drawn, clean = Spiral.draw(train, wrong=wrong, generator=generator), Spiral.draw(test, wrong=0, generator=generator)
     return Dataset("spiral", Split(drawn.x, drawn.y), Split(clean.x, clean.y), ["first arm", "second arm"], "generated")

@@ -1,6 +1,6 @@
 """SVHN, cropped digits, from the official `train_32x32.mat` and `test_32x32.mat`.
 
-X is (32, 32, 3, N) uint8 and y (N, 1), with the digit 0 called 10. The paper does not use the 531,131 extra pictures.
+X is (32, 32, 3, N) uint8 and y (N, 1), with the digit 0 called 10. The paper does not use the 531,131 extra images.
 """
 
 from pathlib import Path
@@ -36,5 +36,5 @@ def _split(path: Path) -> Split:
     wrong = y[(digits != y) | (digits < 0) | (digits > 10)]
     if len(wrong):
         raise ValueError(f"{path}: labels must be whole numbers 0 to 10, where 10 is the digit 0, got {wrong[0]}")
-    pictures = torch.from_numpy(np.ascontiguousarray(x.transpose(3, 2, 0, 1)))
-    return Split(pictures, torch.from_numpy(digits % 10))
+    images = torch.from_numpy(np.ascontiguousarray(x.transpose(3, 2, 0, 1)))
+    return Split(images, torch.from_numpy(digits % 10))

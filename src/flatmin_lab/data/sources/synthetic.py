@@ -1,7 +1,7 @@
-"""Pictures made on the spot, in the shape of the paper's data sets: to see that everything runs, not to measure.
+"""Synthetic images in the shape of the paper's data sets: to see that everything runs, not to measure.
 
-Every class is a smooth pattern of its own, drawn once; a picture is its class's pattern, shifted and in noise. What is
-made depends on nothing but the name, so its checksum is the same everywhere.
+Every class is a smooth random pattern, drawn once; an image is its class's pattern, shifted, with noise. The images
+depend on the name alone, so their checksum is the same everywhere.
 """
 
 import torch
@@ -12,33 +12,33 @@ from flatmin_lab.system.rng import generator
 
 SUFFIX = "-made"
 CLASSES = {"svhn": 10, "cifar10": 10, "cifar100": 100}
-TRAIN, TEST, SIDE = 200, 100, 32
+TRAIN_IMAGES, TEST_IMAGES, SIDE = 200, 100, 32
 
 
-def stands_for(name: str) -> str:
-    """The set that a made one is in the shape of; any other is itself.
+def original_name(name: str) -> str:
+    """The real data set that a synthetic one imitates; any other name is returned unchanged.
 
-    >>> stands_for("svhn-made"), stands_for("digits")
+    >>> original_name("svhn-made"), original_name("digits")
     ('svhn', 'digits')
     """
     return name.removesuffix(SUFFIX)
 
 
 def load(name: str) -> Dataset:
-    """Of the set that it stands for: "cifar10-made" has ten classes.
+    """A synthetic data set by name: "cifar10-made" has the classes and shape of CIFAR-10.
 
     >>> load("cifar10-made").train
-    Split(200 pictures of 3 × 32 × 32 on cpu)
+    Split(200 images of 3 × 32 × 32 on cpu)
     """
-    like = stands_for(name)
+    like = original_name(name)
     draw = generator("made", like)
     coarse = torch.rand(CLASSES[like], 3, 4, 4, generator=draw, dtype=torch.float32)
     patterns = interpolate(coarse, size=(SIDE, SIDE), mode="bilinear", align_corners=True)
-    train, test = _pictures(patterns, TRAIN, draw), _pictures(patterns, TEST, draw)
-    return Dataset(name, train, test, [str(number) for number in range(CLASSES[like])], "made on the spot")
+    train, test = _images(patterns, TRAIN_IMAGES, draw), _images(patterns, TEST_IMAGES, draw)
+    return Dataset(name, train, test, [str(number) for number in range(CLASSES[like])], "generated")
 
 
-def _pictures(patterns: torch.Tensor, count: int, draw: torch.Generator) -> Split:
+def _images(patterns: torch.Tensor, count: int, draw: torch.Generator) -> Split:
     y = torch.arange(count) % len(patterns)
     shifts = torch.randint(-4, 5, (count, 2), generator=draw)
     moved = torch.stack(

@@ -1,11 +1,11 @@
-"""Any `torch.utils.data.Dataset` of (picture, label), read once into tensors, and from a cache the next time.
+"""Any `torch.utils.data.Dataset` of (image, label), read into tensors once, and from a cache the next time.
 
     data = from_torch(train, test, name="mine", cache="data/mine.npz")
 
-A picture is a PIL image, a uint8 array or tensor, or floats from 0 to 1 (which is what ToTensor makes): tensors with
+An image is a PIL image, a uint8 array or tensor, or floats from 0 to 1 (which is what ToTensor makes): tensors with
 the channels first, arrays with the channels last. A float vector is a point. Random transforms do not belong in the
-data set: they would be frozen by the reading, so one that answers differently the second time is refused. Augmentation
-is `flatmin_lab.data.augment.transforms`.
+data set: reading it once would freeze them, so a data set whose items differ between two reads is refused. For
+augmentation there is `flatmin_lab.data.augment.transforms`.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatmin_lab.data.dataset import Dataset, Split, numbered
+from flatmin_lab.data.dataset import Dataset, Split, default_class_names
 from flatmin_lab.data.sources import npz
-from flatmin_lab.data.sources.image_folder import GREY, eight_bits
-from flatmin_lab.system.files import written_whole
+from flatmin_lab.data.sources.image_folder import GREY_MODES, check_eight_bits
+from flatmin_lab.system.files import atomic_write
 
 PROBES = 16
 SPLITS = ("train", "test")
@@ -31,15 +31,15 @@ def from_torch(
 ) -> Dataset:
     """Both splits; class names from `names`, from the data set's `classes`, or numbers.
 
-    The cache is made anew when the data set has another length or one of 16 items spread over it has changed; after a
-    smaller change, delete it.
+    The cache is rebuilt when the length of the data set or one of 16 items spread over it has changed; after a smaller
+    change, delete it.
     """
     probes = [_probe(split, which) for split, which in ((train, "training"), (test, "test"))]
     seen = hashlib.sha256("".join(probes).encode()).hexdigest()
     path = None if cache is None else Path(cache).expanduser()
     kept = None if path is None or not path.exists() else _cached(path, seen)
     splits = kept or (_read(train), _read(test))
-    found = names or getattr(train, "classes", None) or numbered(splits[0].y, splits[1].y, name)
+    found = names or getattr(train, "classes", None) or default_class_names(splits[0].y, splits[1].y, name)
     data = Dataset(name, splits[0], splits[1], [str(one) for one in found], str(path or type(train).__name__))
     if path is not None and kept is None:
         _write(path, seen, splits)
@@ -54,8 +54,8 @@ def _item(split: Any, index: int) -> tuple[Tensor, int]:
     item = split[index]
     if not isinstance(item, tuple | list) or len(item) != 2:
         got = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
-        raise TypeError(f"the data set must give pairs (picture, label), got {got} at {index}")
-    return _picture(item[0], index), _label(item[1], index)
+        raise TypeError(f"the data set must give pairs (image, label), got {got} at {index}")
+    return _image(item[0], index), _label(item[1], index)
 
 
 def _label(y: Any, index: int) -> int:
@@ -69,15 +69,18 @@ def _label(y: Any, index: int) -> int:
     return value
 
 
-def _picture(x: Any, index: int) -> Tensor:
-    """A picture as uint8 (C, H, W), or a point as float32 (D,)."""
+def _image(x: Any, index: int) -> Tensor:
+    """An image as uint8 (C, H, W), or a point as float32 (D,)."""
     channels_last = isinstance(x, np.ndarray)
     if hasattr(x, "convert") and hasattr(x, "mode"):  # a PIL image
-        x, channels_last = np.array(x.convert("L" if eight_bits(x.mode, f"item {index}") in GREY else "RGB")), True
+        x, channels_last = (
+            np.array(x.convert("L" if check_eight_bits(x.mode, f"item {index}") in GREY_MODES else "RGB")),
+            True,
+        )
     if isinstance(x, np.ndarray):
         x = torch.from_numpy(np.array(x))
     if not isinstance(x, Tensor):
-        raise TypeError(f"a picture must be a PIL image, an array or a tensor, got {type(x).__name__} at {index}")
+        raise TypeError(f"an image must be a PIL image, an array or a tensor, got {type(x).__name__} at {index}")
     x = torch.as_tensor(x).detach().cpu()
     if x.ndim == 1 and x.is_floating_point():
         if not bool(x.isfinite().all()):
@@ -95,7 +98,7 @@ def _channels_first(x: Tensor, index: int, *, last: bool) -> Tensor:
         if x.shape[place] in npz.CHANNELS:
             return x.movedim(place, 0)
     raise ValueError(
-        f"a picture must have 1, 3 or 4 channels, first in a tensor and last in an array, "
+        f"an image must have 1, 3 or 4 channels, first in a tensor and last in an array, "
         f"got shape {tuple(x.shape)} at {index}"
     )
 
@@ -104,12 +107,12 @@ def _as_uint8(x: Tensor, index: int) -> Tensor:
     if x.is_floating_point():
         if not bool(((x >= 0) & (x <= 1)).all()):
             raise ValueError(
-                f"a float picture must have values from 0 to 1, got {x.min():g} to {x.max():g} at {index}; "
+                f"a float image must have values from 0 to 1, got {x.min():g} to {x.max():g} at {index}; "
                 "pass the data set without normalisation"
             )
         return (x * 255).round().to(torch.uint8)
     if x.dtype != torch.uint8:
-        raise ValueError(f"a picture must be uint8, or floats from 0 to 1, got {x.dtype} at {index}; convert it first")
+        raise ValueError(f"an image must be uint8, or floats from 0 to 1, got {x.dtype} at {index}; convert it first")
     return x
 
 
@@ -120,7 +123,7 @@ def _probe(split: Any, which: str) -> str:
     except TypeError as error:
         raise TypeError(f"the {which} set must know its length; make a list of an iterable data set first") from error
     if count == 0:
-        raise ValueError(f"the {which} set must have at least one picture, got none")
+        raise ValueError(f"the {which} set must have at least one image, got none")
     text = str(count)
     for index in sorted({number * (count - 1) // (PROBES - 1) for number in range(PROBES)}):
         first, again = _item(split, index), _item(split, index)
@@ -140,13 +143,13 @@ def _read(split: Any) -> Split:
     if len(shapes) > 1:
         (one, first), (two, second), *_ = shapes.items()
         raise ValueError(
-            f"all pictures must have one shape, got {one} at {first} and {two} at {second}; resize them in the data set"
+            f"all images must have one shape, got {one} at {first} and {two} at {second}; resize them in the data set"
         )
     return Split(torch.stack([x for x, _ in items]), torch.tensor([y for _, y in items]))
 
 
 def _cached(path: Path, seen: str) -> tuple[Split, Split] | None:
-    """What the cache holds; None where the data set has changed since."""
+    """The splits in the cache; None where the data set has changed since."""
     arrays = npz.read(path, npz.KEYS, optional=("probe",))
     if "probe" not in arrays:
         raise ValueError(f"{path} is a data set of its own, not a cache; choose another place for the cache")
@@ -162,5 +165,5 @@ def _write(path: Path, seen: str, splits: tuple[Split, Split]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {f"x_{which}": split.x.numpy() for which, split in zip(SPLITS, splits, strict=True)}
     labels = {f"y_{which}": split.y.numpy() for which, split in zip(SPLITS, splits, strict=True)}
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         np.savez(file, allow_pickle=False, probe=np.array(seen), **arrays, **labels)

@@ -12,7 +12,7 @@ in between finds a run that is not finished, and goes on with it.
 from pathlib import Path
 from typing import NamedTuple
 
-from flatmin_lab.system.files import BESIDE, written_whole
+from flatmin_lab.system.files import TEMPORARY_SUFFIX, atomic_write
 
 LOCK = ".lock"  # whoever holds a folder here holds it for all others
 FIRST, LAST = "config.json", "result.json"
@@ -38,7 +38,7 @@ def put(place: Path, change: Change) -> None:
     for name in sorted(change.files, key=lambda name: (name == LAST, name != FIRST, name)):
         path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as file:
+        with atomic_write(path) as file:
             file.write(change.files[name])
     for name in change.gone:
         (place / name).unlink(missing_ok=True)
@@ -71,5 +71,7 @@ def _inside(place: Path) -> dict[str, Path]:
         return {".": place}
     found = (path for path in sorted(place.rglob("*")) if path.is_file())
     return {
-        str(path.relative_to(place)): path for path in found if path.name != LOCK and not path.name.endswith(BESIDE)
+        str(path.relative_to(place)): path
+        for path in found
+        if path.name != LOCK and not path.name.endswith(TEMPORARY_SUFFIX)
     }

@@ -24,8 +24,8 @@ from flatmin_lab.execution.cluster.worker_pool import NoNodeError
 from flatmin_lab.execution.process_pool import Died, Stop
 from flatmin_lab.execution.runner import How, Run, Task, on_data
 from flatmin_lab.runs.config import OtherRunError
-from flatmin_lab.runs.events import Failed, Finished, Record, RunError, Stopped
-from flatmin_lab.runs.open_folder import check, hold
+from flatmin_lab.runs.events import Event, Failed, Finished, RunError, Stopped
+from flatmin_lab.runs.open_folder import check, lock_folder
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import config_of
 
@@ -34,7 +34,7 @@ TOGETHER = 4  # trainings that share a GPU in one process, at most: more gain li
 
 def spread(
     runs: Sequence[Run], how: How, crew: Crew, sets: Mapping[str, Dataset], *, stop: Stop = lambda: None
-) -> Iterator[tuple[int, Record]]:
+) -> Iterator[tuple[int, Event]]:
     """The records of all runs as they come, each with its number; what fails is written down."""
     with ExitStack() as held:
         queue = _Runs(runs, how, crew, sets, stop, held)
@@ -69,12 +69,12 @@ class _Runs:
         self.losses = Losses()
         self.holding: dict[int, IO[bytes]] = {}
         self.given: dict[int, Task] = {}  # those that are being trained, by whose errand
-        self.to_tell: list[tuple[int, Record]] = []
+        self.to_tell: list[tuple[int, Event]] = []
 
     def left(self) -> list[int]:
         return [number for number in range(len(self.runs)) if number not in self.done]
 
-    def told(self) -> Iterator[tuple[int, Record]]:
+    def told(self) -> Iterator[tuple[int, Event]]:
         while self.to_tell:
             yield self.to_tell.pop(0)
 
@@ -116,11 +116,11 @@ class _Runs:
     def _may_begin(self, number: int) -> bool:
         """Is its folder this run's, and nobody else's at the moment? It is held from now on."""
         job, data = self.runs[number].job, self._data(number)
-        folder = self.how.ledger.folder(job)
+        folder = self.how.store.folder(job)
         try:
             check(folder, config_of(job.recipe, data, job.seed), resume=True)
             if number not in self.holding:
-                self.holding[number] = self.held.enter_context(hold(folder))
+                self.holding[number] = self.held.enter_context(lock_folder(folder))
         except (ValueError, OSError, RunError) as error:
             what = error.what if isinstance(error, OtherRunError) else str(error)
             way_out = "" if isinstance(error, RunError) else f" Move {folder} away, or give other --runs"
@@ -130,7 +130,7 @@ class _Runs:
 
     # ---- what becomes of it
 
-    def heard(self, task: Task, said: Said, node: str) -> Iterator[tuple[int, Record]]:
+    def heard(self, task: Task, said: Said, node: str) -> Iterator[tuple[int, Event]]:
         if isinstance(said, Ended):
             said = Lost(node[:6], "it ended without a word")
         if isinstance(said, Lost | Died):
@@ -146,7 +146,7 @@ class _Runs:
         else:
             yield self.ended(number, record) if isinstance(record, Finished | Failed | Stopped) else (number, record)
 
-    def _missed(self, number: int, lost: Lost, node: str) -> tuple[int, Record]:
+    def _missed(self, number: int, lost: Lost, node: str) -> tuple[int, Event]:
         """Its hand has gone: again, from its last checkpoint, with another one."""
         self.given.pop(number)
         if reason := self.stop():
@@ -158,12 +158,12 @@ class _Runs:
         insort(self.pending, number)
         return number, told
 
-    def ended(self, number: int, record: Record) -> tuple[int, Record]:
-        ledger, job = self.how.ledger, self.runs[number].job
+    def ended(self, number: int, record: Event) -> tuple[int, Event]:
+        store, job = self.how.store, self.runs[number].job
         if isinstance(record, Finished):
-            ledger.write(job, record.result)
+            store.write(job, record.result)
         elif isinstance(record, Failed) and not record.later:
-            ledger.write_failure(
+            store.write_failure(
                 job, record.what, record.step, {**facts(torch.device("cpu")), "hardware": self.crew.hardware}
             )
         self.done.add(number)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster.worker import Errand
 from flatmin_lab.execution.process_pool import Died
-from flatmin_lab.runs.events import Failed, Note, Record
+from flatmin_lab.runs.events import Event, Failed, Note
 
 TRIES = 3  # hands that may be lost over one thing
 
@@ -25,7 +25,7 @@ class Ended(NamedTuple):
     """An errand about which there is no more to say."""
 
 
-Said = tuple[int, Record] | Died | Lost | Ended
+Said = tuple[int, Event] | Died | Lost | Ended
 
 
 class Losses:

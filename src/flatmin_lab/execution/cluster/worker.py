@@ -22,7 +22,7 @@ import flatmin
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster.file_sync import Change, Watched, put
 from flatmin_lab.execution.process_pool import Died, Stop, died_of, one_thread
-from flatmin_lab.runs.events import Failed, Finished, Measured, Note, Progress, Record, RunError, Saved, Stopped
+from flatmin_lab.runs.events import Event, Failed, Finished, Measured, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.system.machine import facts
 
 Own = TypeVar("Own")
@@ -38,7 +38,7 @@ class Errand(Protocol):
     def moved(self: Own, folder: Path) -> Own: ...
 
 
-Do = Callable[[Any, Dataset, Stop], Iterator[tuple[int, Record]]]
+Do = Callable[[Any, Dataset, Stop], Iterator[tuple[int, Event]]]
 
 
 class Changed(NamedTuple):
@@ -97,7 +97,7 @@ class Hand:
 
     def do(
         self, number: int, do: Do, errand: Errand, given: Sequence[Change], data: Dataset
-    ) -> Iterator[tuple[int, Record] | Changed | Died | Unable]:
+    ) -> Iterator[tuple[int, Event] | Changed | Died | Unable]:
         """All that is said of an errand; `Died` where it cannot be done, `Unable` where it cannot be done here."""
         names: dict[str, str] = {}
         try:
@@ -114,7 +114,7 @@ class Hand:
 
     def _done(
         self, number: int, do: Do, here: Errand, data: Dataset, names: dict[str, str]
-    ) -> Iterator[tuple[int, Record] | Changed]:
+    ) -> Iterator[tuple[int, Event] | Changed]:
         watched = [Watched(place) for place in here.places()]
 
         def stop() -> str | None:
@@ -150,7 +150,7 @@ def _changed(watched: Sequence[Watched]) -> Changed:
     return Changed({number: change for number, place in enumerate(watched) if (change := place.change())})
 
 
-def _translated(record: Record, names: dict[str, str]) -> Record:
+def _translated(record: Event, names: dict[str, str]) -> Event:
     """With the names of places where the reader is, not here."""
     match record:
         case Note():

@@ -266,7 +266,7 @@ def _boundaries(rows: Sequence[Row], group: Group, name: str) -> Shown | None:
         if run is not None and run.boundary is not None:
             title = f"{row.name}: {100 * run.result[f'{run.split}_error']:.1f} % {run.split} error"
             side, shares = (torch.tensor(run.boundary[key]) for key in ("side", "shares"))
-            panels[title] = spiral_figure.Panel(side, shares, spiral.training())
+            panels[title] = spiral_figure.Panel(side, shares, spiral.training_points())
     return shown(spiral_figure.drawn(panels), f"{name}-boundaries") if panels else None
 
 

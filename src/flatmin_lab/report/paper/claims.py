@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from flatmin_lab.data.augment.transforms import Kind
-from flatmin_lab.data.sources.synthetic import stands_for
+from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes import paper_tables
 from flatmin_lab.recipes.paper_numbers import METHODS
 from flatmin_lab.recipes.paper_tables import AUGMENTATIONS, RESNET, SETS, Protocol
@@ -154,7 +154,7 @@ def _judge(claim: Claim, lower: list[float], higher: list[float], p: float | Non
 def best_radius(runs: Runs, protocol: Protocol, data: str) -> Judged:
     """Where the risk is lowest on the mean, of the sweep's radii, once all were tried; the paper: near 0.06."""
     says = f"the risk on held-out pictures of {TITLES[data]} (the paper: on test pictures) is lowest near ε = 0.06"
-    swept = [r for r in paper_tables.sweep(protocol).recipes if r.method == "amp" and stands_for(r.data) == data]
+    swept = [r for r in paper_tables.sweep(protocol).recipes if r.method == "amp" and original_name(r.data) == data]
     names = {float(recipe.settings["epsilon"]): recipe.name for recipe in swept}
     means = {
         radius: mean(values)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, get_args
 
-from flatmin_lab.recipes.paper_tables import EXHIBITS, SETS, Protocol
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, SETS, Protocol
 from flatmin_lab.report.comparison import settings_of
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Broken, Collected, Failure, Run
@@ -56,7 +56,7 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
         return None
     parts = []
     for protocol in get_args(Protocol):
-        tables = [filled(EXHIBITS[name](protocol), runs) for name in TABLES]
+        tables = [filled(EXPERIMENTS[name](protocol), runs) for name in TABLES]
         shown = [table for table in map(_with_something, tables) if table.rows]
         if shown:
             radii = [best_radius(runs, protocol, data) for data in SETS]
@@ -74,7 +74,7 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
 def _settings(tables: Sequence[Filled]) -> list[str]:
     """Of what was trained for the two large tables, by network and augmentation."""
     trained: dict[str, list[Run]] = {}
-    for row in (row for table in tables if table.exhibit.name in ("table1", "table2") for row in table.rows):
+    for row in (row for table in tables if table.experiment.name in ("table1", "table2") for row in table.rows):
         _, model, augment = row.place
         name = TITLES[model] if augment == "vanilla" else f"{TITLES[model]} with {TITLES[augment]}"
         if row.main:
@@ -89,11 +89,11 @@ def _with_something(table: Filled) -> Filled:
     Of pairs, only the data sets of which everything has been.
     """
     rows = table.rows
-    if table.exhibit.name in PAIRS:
+    if table.experiment.name in PAIRS:
         lacking = {row.data for row in rows if not row.has_values}
         rows = [row for row in rows if row.data not in lacking]
     places = {row.place for row in rows if row.has_values}
     rows = [row for row in rows if row.place in places and (row.has_values or any(c.paper for c in row.cells))]
     there = [any(row.cells[n].values or row.cells[n].paper for row in rows) for n in range(len(table.columns))]
     rows = [replace(row, cells=list(compress(row.cells, there))) for row in rows]
-    return Filled(table.exhibit, list(compress(table.columns, there)), rows)
+    return Filled(table.experiment, list(compress(table.columns, there)), rows)

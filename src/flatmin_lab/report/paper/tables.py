@@ -1,7 +1,7 @@
 """A table or figure of the paper, filled: what our results say, beside what the paper says.
 
-Rows are the exhibit's recipes, cells the values of all seeds that are there. Where the protocol is the paper's own, a
-cell also tells whether the two agree (stats.py).
+Rows are the experiment's recipes, cells the values of all seeds that are there. Where the protocol is the paper's own,
+a cell also tells whether the two agree (stats.py).
 """
 
 from collections import Counter
@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import mean
 
-from flatmin_lab.data.sources.synthetic import stands_for
+from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes.paper_numbers import Value, reported
-from flatmin_lab.recipes.paper_tables import Exhibit, by_name
+from flatmin_lab.recipes.paper_tables import Experiment, by_name
 from flatmin_lab.recipes.recipe import Job, Recipe, exceptions
 from flatmin_lab.report.columns import Column, as_in_paper, named
 from flatmin_lab.report.figures.style import NAMES
@@ -20,7 +20,7 @@ from flatmin_lab.report.html import spread
 from flatmin_lab.report.labels import SIGNS
 from flatmin_lab.report.loader import Broken, Run, read_result
 from flatmin_lab.report.stats import LEVEL, against, agrees
-from flatmin_lab.runs.result_store import Ledger, differs
+from flatmin_lab.runs.result_store import ResultStore, differs
 
 COLUMNS = {
     "table1": ("error", "nll"),
@@ -60,12 +60,12 @@ class Row:
     recipe: Recipe
     runs: list[Run]
     cells: list[Cell]
-    main: bool = True  # of the exhibit itself
+    main: bool = True  # of the experiment itself
     precision: str = ""  # where it is not that of the others
 
     @property
     def data(self) -> str:
-        return stands_for(self.recipe.data)
+        return original_name(self.recipe.data)
 
     @property
     def count(self) -> int:
@@ -92,7 +92,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Filled:
-    exhibit: Exhibit
+    experiment: Experiment
     columns: list[Column]
     rows: list[Row]
 
@@ -108,28 +108,28 @@ class Filled:
 
     @property
     def title(self) -> str:
-        name, title = self.exhibit.name, self.exhibit.title
+        name, title = self.experiment.name, self.experiment.title
         return f"Table {name[-1]}: {title}" if name.startswith("table") else title[0].upper() + title[1:]
 
 
-def filled(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> Filled:
+def filled(experiment: Experiment, runs: Mapping[str, Sequence[Run]]) -> Filled:
     """With all runs of its recipes that are there, by their recipes' names, whatever their seeds."""
-    columns = [named(name) for name in COLUMNS.get(exhibit.name, OTHERS)]
+    columns = [named(name) for name in COLUMNS.get(experiment.name, OTHERS)]
     rows = []
-    for recipe in (*exhibit.recipes, *(recipe for recipe in exhibit.beside if recipe.name in runs)):
+    for recipe in (*experiment.recipes, *(recipe for recipe in experiment.beside if recipe.name in runs)):
         own = list(runs.get(recipe.name, ()))
-        main = recipe in exhibit.recipes
-        variant = recipe.precision if recipe.precision != exhibit.recipes[0].precision else ""
+        main = recipe in experiment.recipes
+        variant = recipe.precision if recipe.precision != experiment.recipes[0].precision else ""
         rows.append(Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main, variant))
     places = list(dict.fromkeys(row.place for row in rows))
     rows.sort(key=lambda row: places.index(row.place))  # those beside come under what they belong to
-    return Filled(exhibit, columns, _with_tests(rows, columns))
+    return Filled(experiment, columns, _with_tests(rows, columns))
 
 
 def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
     """Each cell against ERM's in the same place, with Holm's rule over the rows of that place and column.
 
-    Rows that are beside the exhibit are not tested: they would be more comparisons than the paper makes.
+    Rows that are beside the experiment are not tested: they would be more comparisons than the paper makes.
     """
     cells = [list(row.cells) for row in rows]
     for place in dict.fromkeys(row.place for row in rows):
@@ -174,10 +174,10 @@ def _usual_contents(runs: Iterable[Run]) -> dict[str, object]:
     return {name: count.most_common(1)[0][0] for name, count in counts.items()}
 
 
-def read_all(ledger: Ledger) -> dict[str, list[Run]]:
-    """Those of a ledger's folder that can be read, by name; the report says what is wrong with others."""
+def read_all(store: ResultStore) -> dict[str, list[Run]]:
+    """Those of a result store that can be read, by name; the report says what is wrong with others."""
     found = []
-    for file in sorted(ledger.results.rglob("*.json")):
+    for file in sorted(store.results.rglob("*.json")):
         with suppress(ValueError, OSError):  # a plan, a failure, a cost, or damaged
             found.append(read_result(file))
     return by_recipe(found, [])
@@ -186,7 +186,7 @@ def read_all(ledger: Ledger) -> dict[str, list[Run]]:
 def cell_of(recipe: Recipe, runs: Sequence[Run], column: Column) -> Cell:
     values = [value for run in runs if (value := as_in_paper(run, column)) is not None]
     compared = [value for run in runs if (value := column.value(run)) is not None]
-    cell = reported(stands_for(recipe.data), recipe.model, recipe.method, recipe.augment)
+    cell = reported(original_name(recipe.data), recipe.model, recipe.method, recipe.augment)
     theirs = cell.get(column.paper) if not exceptions(recipe.protocol) else None
     said = agrees(values, theirs) if recipe.protocol == "paper" else None
     return Cell(values, theirs, said, compared=compared)

@@ -1,4 +1,4 @@
-"""AutoAugment as a whole: the published policies, each picture for itself, nothing decided on the host."""
+"""AutoAugment as a whole: the published policies, each image for itself, nothing decided on the host."""
 
 import hashlib
 from collections import Counter
@@ -24,7 +24,7 @@ def numbers(count: int, *, seed: int = 0) -> Tensor:
 
 
 def rows_of(policy: str, n: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Which row of the first and of the second stage each of n pictures gets."""
+    """Which row of the first and of the second stage each of n images gets."""
     rows: list[Tensor] = []
 
     def noted(self: object, x: Tensor, row: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ def rows_of(policy: str, n: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor
 
 
 @policies
-def test_pictures_are_those_of_the_pillow_loop(policy: str) -> None:
-    """A shear's single grey levels may be stretched by the operation after it: all other pictures agree exactly."""
+def test_images_are_those_of_the_pillow_loop(policy: str) -> None:
+    """A shear's single grey levels may be stretched by the operation after it: all other images agree exactly."""
     stage = AutoAugment(policy)
     x = torch.cat([various(seed=seed) for seed in range(20)])
     u = numbers(len(x))
@@ -69,7 +69,7 @@ def test_operations_come_as_often_as_the_policy_says(policy: str, monkeypatch: p
 
 
 @policies
-def test_the_two_operations_of_a_picture_are_drawn_apart(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_two_operations_of_an_image_are_drawn_apart(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 200_000
     rows = rows_of(policy, n, monkeypatch)
     done = [row < 50 for row in rows]
@@ -102,7 +102,7 @@ def test_the_policies_are_the_published_ones() -> None:
     assert POLICIES["svhn"][15] == (Operation("invert", 0.8, 5), Operation("translate_y", 0.0, 2))
 
 
-def test_a_picture_does_not_depend_on_its_batch() -> None:
+def test_an_image_does_not_depend_on_its_batch() -> None:
     stage = AutoAugment("cifar10")
     x, u = various(), numbers(30)
     alone = torch.cat([stage(x[i : i + 1], u[i : i + 1]) for i in range(len(x))])
@@ -157,7 +157,7 @@ def test_consecutive_draws_are_not_alike() -> None:
 
 
 def test_what_cannot_go_through_is_named() -> None:
-    with pytest.raises(ValueError, match="3 colour channels, got pictures with 1"):
+    with pytest.raises(ValueError, match="3 colour channels, got images with 1"):
         AutoAugment()(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), numbers(2))
     with pytest.raises(ValueError, match="at least 3 by 3, got 2 by 9"):
         AutoAugment()(torch.zeros(2, 3, 2, 9, dtype=torch.uint8), numbers(2))

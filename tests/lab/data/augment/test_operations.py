@@ -1,4 +1,4 @@
-"""AutoAugment's operations, one by one and picture by picture, against Pillow."""
+"""AutoAugment's operations, one by one and image by image, against Pillow."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_the_mirrored_operation_goes_the_other_way(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["shear_x", "translate_y", "rotate"])
-def test_what_was_outside_the_picture_is_grey(name: str) -> None:
+def test_what_was_outside_the_image_is_grey(name: str) -> None:
     x = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
     moved = ours(name, 9, 1, x)
     assert set(moved.unique().tolist()) == {0, 128}

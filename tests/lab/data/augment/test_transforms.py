@@ -1,4 +1,4 @@
-"""Crop, flip and Cutout against a loop over single pictures, and the paper's augmentation of each data set."""
+"""Crop, flip and Cutout against a loop over single images, and the paper's augmentation of each data set."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import pillow_loop
 from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Dataset, Flip, Split, augmentation, load
-from flatmin_lab.data.augment.transforms import Stage, below
+from flatmin_lab.data.augment.transforms import Stage, to_index
 
 STAGES: list[Stage] = [Crop(4), Crop(2, fill=0), Crop(0), Flip(), Cutout(16), Cutout(8), Cutout(5), Cutout(20)]
 
@@ -86,16 +86,16 @@ def test_other_data_takes_photographs_rules_from_its_size() -> None:
 
 
 def test_what_does_not_fit_the_data_is_said_before_the_first_batch() -> None:
-    with pytest.raises(ValueError, match="3 colour channels, got pictures with 1"):
+    with pytest.raises(ValueError, match="3 colour channels, got images with 1"):
         augmentation("autoaugment", load("digits"))
-    with pytest.raises(ValueError, match="only pictures can be augmented, got the points of spiral"):
+    with pytest.raises(ValueError, match="only images can be augmented, got the points of spiral"):
         augmentation("vanilla", load("spiral"))
     for name in ("SVHN", "svnh", "", "pets"):
         with pytest.raises(
             ValueError, match=f"augmentation of '{name}' is not known; choose from cifar10, .*Dataset itself"
         ):
             augmentation("vanilla", name)
-    with pytest.raises(ValueError, match=r"at most the picture's side.*got 16 for pictures of 8 by 8"):
+    with pytest.raises(ValueError, match=r"at most the image's side.*got 16 for images of 8 by 8"):
         augmentation("cutout", "cifar10").check(torch.Size([3, 8, 8]))
 
 
@@ -119,7 +119,7 @@ def test_wrong_tensors_are_named(x: Tensor, u: Tensor, error: type[Exception], m
 
 
 def test_every_place_of_the_crop_is_as_likely_and_so_is_the_flip() -> None:
-    """A picture of one white pixel: where it lands in the window tells what was drawn."""
+    """An image of one white pixel: where it lands in the window tells what was drawn."""
     n = 81_000
     x = torch.zeros(n, 1, 9, 9, dtype=torch.uint8)
     x[:, 0, 4, 4] = 255
@@ -147,10 +147,10 @@ def test_the_hole_is_black_and_its_middle_is_anywhere() -> None:
 @settings(deadline=None, derandomize=True)
 def test_whole_numbers_stay_below_their_count(count: int, bits: int) -> None:
     u = torch.tensor([bits / 2**24])
-    assert 0 <= int(below(u, count)) < count
+    assert 0 <= int(to_index(u, count)) < count
 
 
-def test_random_numbers_belong_to_the_picture_not_to_the_batch() -> None:
+def test_random_numbers_belong_to_the_image_not_to_the_batch() -> None:
     augment = augmentation("autoaugment", "cifar10")
     x = various()
     u = drawn(augment, len(x))

@@ -144,7 +144,7 @@ def test_what_is_not_the_official_file_is_not_kept(tmp_path: Path, server: str) 
 
 
 def test_a_page_in_place_of_the_file_costs_nothing_that_came(tmp_path: Path, server: str) -> None:
-    """A portal that answers everything with its own page, longer or shorter: the part is kept, and goes on later."""
+    """A portal that answers everything with its own page, longer or shorter: the part is kept, and resumed later."""
     part = tmp_path / "file.bin.part"
     part.write_bytes(CONTENT[:900_000])
     Handler.ranges = False
@@ -213,7 +213,7 @@ def test_who_comes_second_while_nothing_has_come_yet_spoils_nothing(tmp_path: Pa
 def test_a_line_that_stalls_after_some_bytes_loses_none(
     tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "WAIT", 0.2)
+    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.2)
     Handler.stall, Handler.breaks_after = 0.6, [200_000, 200_000]
     assert fetch(remote(server), tmp_path, pause=0).read_bytes() == CONTENT
     assert Handler.asked == [None, "bytes=200000-", "bytes=400000-"]

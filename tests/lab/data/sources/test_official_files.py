@@ -109,7 +109,7 @@ WRONG_BATCHES = {
     ),
     "floats": ({b"data": np.zeros((2, 3072)), b"labels": [1, 2]}, "arrays must hold whole numbers of 1 to 8 bytes"),
     "words": ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [b"1", b"2"]}, "list of whole numbers"),
-    "one label short": ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, "2 pictures and 1 labels"),
+    "one label short": ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, "2 images and 1 labels"),
 }
 
 
@@ -122,10 +122,10 @@ def test_a_batch_of_another_kind_is_refused(tmp_path: Path, case: str) -> None:
         load("cifar10", tmp_path)
 
 
-def test_a_training_batch_cut_at_a_picture_is_noticed(tmp_path: Path) -> None:
+def test_a_training_batch_cut_at_an_image_is_noticed(tmp_path: Path) -> None:
     root = official_files.cifar10_binary(tmp_path, made(25, 10, seed=0), made(3, 10, seed=1))
     (root / "data_batch_2.bin").write_bytes((root / "data_batch_2.bin").read_bytes()[: 3 * 3073])
-    with pytest.raises(ValueError, match=r"the same number of pictures, got .*'data_batch_2.bin': 3"):
+    with pytest.raises(ValueError, match=r"the same number of images, got .*'data_batch_2.bin': 3"):
         load("cifar10", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""One's own pictures: an .npz file, or a folder."""
+"""One's own images: an .npz file, or a folder."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +11,12 @@ from tests.support.official_files import made
 from torch import Tensor
 
 from flatmin_lab.data import load
-from flatmin_lab.data.sources import image_folder as picture_folder
+from flatmin_lab.data.sources import image_folder
 
 
 class TestNpz:
     @pytest.mark.parametrize("order", ["NHWC", "NCHW", "NHW"])
-    def test_pictures_in_any_order_of_axes(self, tmp_path: Path, order: str) -> None:
+    def test_images_in_any_order_of_axes(self, tmp_path: Path, order: str) -> None:
         (x, y), (x_test, y_test) = made(6, 4, seed=0), made(3, 4, seed=1)
 
         def axes(t: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class TestNpz:
         assert data.name == "pets"
         assert data.names == ["cat", "dog", "ant", "bee"]
 
-    def test_tiny_pictures_whose_channels_could_be_first_or_last(self, tmp_path: Path) -> None:
+    def test_tiny_images_whose_channels_could_be_first_or_last(self, tmp_path: Path) -> None:
         def shape(*sides: int) -> tuple[int, ...]:
             x, y = np.zeros((2, *sides), np.uint8), np.array([0, 1])
             np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y)
@@ -59,10 +59,10 @@ class TestNpz:
         good |= {"x_test": good["x_train"], "y_test": good["y_train"]}
         cases = {
             "missing: y_test": {key: value for key, value in good.items() if key != "y_test"},
-            "pictures must be uint8": {**good, "x_train": np.zeros((2, 8, 8, 3))},
+            "images must be uint8": {**good, "x_train": np.zeros((2, 8, 8, 3))},
             "1, 3 or 4 channels": {**good, "x_test": np.zeros((2, 5, 8, 7), np.uint8)},
             "labels must be whole numbers, got float64": {**good, "y_train": np.array([0.0, 1.0])},
-            "2 pictures and 3 labels": {**good, "y_train": np.array([0, 1, 1])},
+            "2 images and 3 labels": {**good, "y_train": np.array([0, 1, 1])},
             "labels must be 0 to 1 for 2 classes, got 5": {
                 **good,
                 "y_test": np.array([0, 5]),
@@ -73,7 +73,7 @@ class TestNpz:
                 "y_train": np.array([1, 2]),
                 "y_test": np.array([1, 2]),
             },
-            "got 90000 for 4 pictures; number the classes": {**good, "y_test": np.array([0, 90_000])},
+            "got 90000 for 4 images; number the classes": {**good, "y_test": np.array([0, 90_000])},
             "names must be strings": {**good, "names": np.array("cat")},
             "of at least one pixel": {**good, "x_train": good["x_train"][:, :0], "x_test": good["x_test"][:, :0]},
             "one shape": {**good, "x_test": np.zeros((2, 9, 9, 3), np.uint8)},
@@ -115,17 +115,17 @@ class TestFolder:
         assert tuple(data.train.x.shape) == (20, 3, 7, 9)
         assert data.test.y.tolist() == [0, 0, 0, 1, 1, 1]
         assert data.names == ["cat", "dog"]
-        with Image.open(tmp_path / "pets" / "train" / "dog" / "0.png") as picture:
-            assert np.array_equal(data.train.x[10].permute(1, 2, 0).numpy(), np.array(picture))
+        with Image.open(tmp_path / "pets" / "train" / "dog" / "0.png") as image:
+            assert np.array_equal(data.train.x[10].permute(1, 2, 0).numpy(), np.array(image))
 
     def test_one_folder_is_divided_by_class_and_seed(self, tmp_path: Path) -> None:
         data = load(self.write(tmp_path / "pets"))
         assert data.train.y.bincount().tolist() == [8, 8]
         assert data.test.y.bincount().tolist() == [2, 2]
-        other = picture_folder.load(tmp_path / "pets", seed=1)
+        other = image_folder.load(tmp_path / "pets", seed=1)
         assert not torch.equal(other.test.x, data.test.x)
 
-    def test_grey_pictures_have_one_channel_and_sizes_can_be_made_equal(self, tmp_path: Path) -> None:
+    def test_grey_images_have_one_channel_and_sizes_can_be_made_equal(self, tmp_path: Path) -> None:
         assert load(self.write(tmp_path / "grey", mode="L")).in_channels == 1
         root = self.write(tmp_path / "mixed")
         Image.new("RGB", (20, 20)).save(root / "dog" / "large.png")
@@ -153,18 +153,18 @@ class TestFolder:
 
     def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
-        with pytest.raises(FileNotFoundError, match="a folder of pictures a class"):
+        with pytest.raises(FileNotFoundError, match="a folder of images a class"):
             load(tmp_path / "empty")
         root = self.write(tmp_path / "pets")
-        (root / "cat" / "3.png").write_bytes(b"no picture")
-        with pytest.raises(ValueError, match=r"3\.png is not a picture"):
+        (root / "cat" / "3.png").write_bytes(b"no image")
+        with pytest.raises(ValueError, match=r"3\.png is not an image"):
             load(root)
         (root / "cat" / "3.png").unlink()
         Image.fromarray(np.zeros((7, 9), np.uint16)).save(root / "cat" / "deep.png")
         with pytest.raises(ValueError, match=r"8 bits a channel, got mode I;16 in .*deep\.png"):
             load(root)
         few = self.write(tmp_path / "few", count=2)
-        with pytest.raises(ValueError, match="at least 3 pictures"):
+        with pytest.raises(ValueError, match="at least 3 images"):
             load(few)
         self.write(tmp_path / "half" / "train")
         with pytest.raises(FileNotFoundError, match="both train/ and test/, or neither"):

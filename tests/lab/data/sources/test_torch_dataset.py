@@ -25,14 +25,14 @@ class Items(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         self.asked += 1
-        picture, label = self.x[index], int(self.y[index])
+        image, label = self.x[index], int(self.y[index])
         forms: dict[str, Any] = {
-            "tensor": picture,
-            "float": picture.float() / 255,
-            "array": picture.permute(1, 2, 0).numpy(),
-            "pil": Image.fromarray(picture.permute(1, 2, 0).numpy()),
-            "random": (picture.float() / 255 * torch.rand(())).clamp(0, 1),
-            "normalised": (picture.float() / 255 - 0.5) / 0.2,
+            "tensor": image,
+            "float": image.float() / 255,
+            "array": image.permute(1, 2, 0).numpy(),
+            "pil": Image.fromarray(image.permute(1, 2, 0).numpy()),
+            "random": (image.float() / 255 * torch.rand(())).clamp(0, 1),
+            "normalised": (image.float() / 255 - 0.5) / 0.2,
         }
         return forms[self.form], label
 
@@ -42,7 +42,7 @@ def both(form: str = "tensor", count: int = 9) -> tuple[Items, Items]:
 
 
 @pytest.mark.parametrize("form", ["tensor", "float", "array", "pil"])
-def test_every_form_of_a_picture_gives_the_same_bytes(form: str) -> None:
+def test_every_form_of_an_image_gives_the_same_bytes(form: str) -> None:
     train, test = both(form)
     data = from_torch(train, test, name="mine")
     assert torch.equal(data.train.x, train.x)
@@ -113,8 +113,8 @@ def test_nothing_wrong_gets_into_the_cache(tmp_path: Path) -> None:
 def test_channels_are_found_first_or_last(shape: tuple[int, ...], form: str) -> None:
     """A tensor that could be read either way has them first, an array last."""
     x = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    picture = x if form == "tensor" else x.numpy()
-    data = from_torch([(picture, 0)], [(picture, 0)], name="mine")
+    image = x if form == "tensor" else x.numpy()
+    data = from_torch([(image, 0)], [(image, 0)], name="mine")
     expected = {(8, 6): x[None], (8, 6, 3): x.movedim(-1, 0)}.get(shape, x)
     assert torch.equal(data.train.x[0], expected)
 
@@ -135,12 +135,12 @@ def test_other_shapes_of_a_data_set_are_refused() -> None:
     train, test = both()
     with pytest.raises(TypeError, match="must know its length"):
         from_torch(iter([]), test, name="mine")
-    with pytest.raises(ValueError, match="at least one picture, got none"):
+    with pytest.raises(ValueError, match="at least one image, got none"):
         from_torch([], test, name="mine")
-    with pytest.raises(TypeError, match=r"pairs \(picture, label\), got Tensor at 0"):
+    with pytest.raises(TypeError, match=r"pairs \(image, label\), got Tensor at 0"):
         from_torch(torch.zeros(4, 3), test, name="mine")
     with pytest.raises(TypeError, match="a PIL image, an array or a tensor, got str at 0"):
-        from_torch([("picture", 0)], test, name="mine")
+        from_torch([("image", 0)], test, name="mine")
     uneven = [(train.x[0], 0), (train.x[1][:, :20], 1)]
     with pytest.raises(ValueError, match=r"one shape, got \(3, 32, 32\) at 0 and \(3, 20, 32\) at 1"):
         from_torch(uneven, test, name="mine")
