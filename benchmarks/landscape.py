@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatmin import flatness
 from flatmin_lab import models
-from flatmin_lab.bench.timing import by_wall
+from flatmin_lab.bench.timing import wall_seconds
 from flatmin_lab.system.machine import facts
 from machine import command, line
 
@@ -68,7 +68,7 @@ def measure(points: int, device: torch.device) -> dict[str, Any]:
 
             look = partial(flatness.line, model, loss, alphas=few, at_once=at_once)
             look()
-            seconds = min(by_wall(look, device) for _ in range(3)) / len(few)
+            seconds = min(wall_seconds(look, device) for _ in range(3)) / len(few)
             peak = PEAKS.get(way.split(",")[0]) if device.type == "cuda" else None
             floor = None if peak is None else counter.get_total_flops() / peak
             found.append({"model": name, "way": way, "point": seconds, "plane": seconds * points**2, "floor": floor})

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatmin_lab.bench.timing import by_wall
+from flatmin_lab.bench.timing import wall_seconds
 
 
 def in_turns(
@@ -19,7 +19,7 @@ def in_turns(
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(turns + warm):
         for name, work in runs.items():
-            seconds = by_wall(work, device)
+            seconds = wall_seconds(work, device)
             if turn >= warm:
                 times[name].append(1e3 * seconds)
     return {name: (parts[0], parts[1], parts[2]) for name, parts in ((n, quantiles(t, n=4)) for n, t in times.items())}

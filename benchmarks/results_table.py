@@ -12,12 +12,12 @@ from pathlib import Path
 
 import readme
 from flatmin_lab.recipes.paper_tables import EXHIBITS, Protocol
-from flatmin_lab.report.columns import Column, named
+from flatmin_lab.report.columns import Column, column_named
 from flatmin_lab.report.html import as_printed
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
-from flatmin_lab.report.paper.tables import Row, cell_of, filled, read_all
+from flatmin_lab.report.paper.tables import Row, cell_of, fill_table, read_all
 from flatmin_lab.runs.result_store import Ledger
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -31,7 +31,7 @@ def rendered(results: Path) -> str:
     runs = read_all(Ledger(results, results))
     parts, shown = [], []
     for protocol in PROTOCOLS:
-        rows = [row for row in filled(EXHIBITS["table1"](protocol), runs).rows if row.runs]
+        rows = [row for row in fill_table(EXHIBITS["table1"](protocol), runs).rows if row.runs]
         shown += [run for row in rows for run in row.runs]
         places = dict.fromkeys(row.place for row in rows)
         parts += [_table(protocol, [row for row in rows if row.place == place]) for place in places]
@@ -43,7 +43,7 @@ def rendered(results: Path) -> str:
 def _table(protocol: Protocol, rows: Sequence[Row]) -> str:
     first = rows[0].recipe
     title = f"{TITLES[first.data]}, {TITLES[first.model]}, {first.epochs} epochs (protocol `{protocol}`)"
-    columns = [named(name) for name in COLUMNS]
+    columns = [column_named(name) for name in COLUMNS]
     head = [title, "n", *(label for column in columns for label in (column.label, "paper"))]
     return readme.markdown(head, [[row.name, str(len(row.runs)), *_cells(row, columns)] for row in rows])
 

@@ -12,27 +12,29 @@ from typing import Any
 
 import torch
 
-from flatmin_lab.bench.time_estimate import Pace, begun, seconds_a_look, seconds_of, taken
+from flatmin_lab.bench.time_estimate import Pace, endless_run, estimate_seconds, seconds_per_evaluation, take_steps
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.machine import facts
 
-BLOCKS, WARM = 10, 5
+BLOCKS, WARMUP_STEPS = 10, 5
 
 
-def cost(recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, steps: int = 50) -> dict[str, Any]:
+def measure_cost(
+    recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, steps: int = 50
+) -> dict[str, Any]:
     """By method: milliseconds a step (median and quartiles over the blocks) and hours; the ratio of AMP's to ERM's."""
     times: dict[str, list[float]] = {method: [] for method in recipes}
     with ExitStack() as stack:
         trainings = {
-            method: stack.enter_context(begun(recipe, data, device=device)) for method, recipe in recipes.items()
+            method: stack.enter_context(endless_run(recipe, data, device=device)) for method, recipe in recipes.items()
         }
         for records in trainings.values():
-            taken(records, WARM, device)
+            take_steps(records, WARMUP_STEPS, device)
         for _ in range(BLOCKS):
             for method, records in trainings.items():
                 start = perf_counter()
-                taken(records, steps, device)
+                take_steps(records, steps, device)
                 times[method].append((perf_counter() - start) / steps)
     found: dict[str, Any] = {}
     for method, recipe in recipes.items():
@@ -41,7 +43,8 @@ def cost(recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, 
         found[method] = {
             "ms": 1000 * middle,
             "ms_quartiles": [1000 * low, 1000 * high],
-            "hours": seconds_of(recipe, data, Pace(middle, seconds_a_look(recipe, data, device=device))) / 3600,
+            "hours": estimate_seconds(recipe, data, Pace(middle, seconds_per_evaluation(recipe, data, device=device)))
+            / 3600,
         }
     first = next(iter(recipes.values()))
     known = {"data": first.data, "model": first.model, "epochs": first.epochs, "precision": first.precision}

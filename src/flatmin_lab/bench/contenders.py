@@ -23,13 +23,13 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import flatmin
-from flatmin_lab.bench.workload import Work
+from flatmin_lab.bench.workload import Workload
 from flatmin_lab.training.learner import AUTOCAST
 
 METHODS = ("erm", "amp", "sam")
 FORMS = ("eager", "graph", "compiled", "at-once")
 EPSILON, RHO = 0.1, 0.05
-SETTINGS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+SGD_SETTINGS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
 
 Step = Callable[..., Any]
 
@@ -42,7 +42,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x).float(), y)
 
 
-class Trainee:
+class Contender:
     """A model and its step: `trainee(3)` takes three of them."""
 
     def __init__(self, step: Step, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -59,43 +59,43 @@ class Trainee:
             raise CannotStepError(f"not captured: {getattr(self.step, 'reason', None) or 'nobody says why'}")
 
 
-class AtOnce:
+class ConcurrentContenders:
     """Several trainees, a stream each; the host asks for their steps in turn."""
 
-    def __init__(self, trainees: Sequence[Trainee], streams: Sequence[torch.cuda.Stream]) -> None:
-        self.pairs = list(zip(trainees, streams, strict=True))
+    def __init__(self, contenders: Sequence[Contender], streams: Sequence[torch.cuda.Stream]) -> None:
+        self.pairs = list(zip(contenders, streams, strict=True))
 
     def __call__(self, count: int) -> None:
         for _ in range(count):
-            for trainee, stream in self.pairs:
+            for contender, stream in self.pairs:
                 with torch.cuda.stream(stream):
-                    trainee(1)
+                    contender(1)
 
 
-def trainee(work: Work, method: str, form: str, *, data: bool = True) -> Trainee:
+def build_contender(workload: Workload, method: str, form: str, *, data: bool = True) -> Contender:
     """A new model that has not stepped yet; without `data`, its step gets one batch that lies ready."""
-    inputs = work.inputs if data else [work.batch(*work.inputs[0])]
+    inputs = workload.inputs if data else [workload.batch(*workload.inputs[0])]
     if method == "sam":
-        return Trainee(_sam_step(work), inputs)
-    model = work.new_model()
-    optimizer: torch.optim.Optimizer = SGD(model.parameters(), **SETTINGS)
+        return Contender(_sam_step(workload), inputs)
+    model = workload.new_model()
+    optimizer: torch.optim.Optimizer = SGD(model.parameters(), **SGD_SETTINGS)
     if method == "amp":
         optimizer = flatmin.AMP(optimizer, epsilon=EPSILON, model=model)
-    scaler = GradScaler(work.device.type) if work.precision == "fp16" else None
+    scaler = GradScaler(workload.device.type) if workload.precision == "fp16" else None
     step = flatmin.captured_step(
         model,
         loss_of,
         optimizer,
-        autocast=AUTOCAST.get(work.precision),
+        autocast=AUTOCAST.get(workload.precision),
         compile=form == "compiled",
-        batch=work.batch if data else None,
+        batch=workload.batch if data else None,
         scaler=scaler,
         capture=form != "eager",
     )
-    return Trainee(step if scaler is None else Scaled(step, scaler), inputs)
+    return Contender(step if scaler is None else ScaledStep(step, scaler), inputs)
 
 
-class Scaled:
+class ScaledStep:
     """A captured step of fp16, and the update of its scaler, which is the loop's business."""
 
     def __init__(self, step: Any, scaler: GradScaler) -> None:
@@ -109,18 +109,18 @@ class Scaled:
         self.scaler.update()
 
 
-def _sam_step(work: Work) -> Step:
+def _sam_step(workload: Workload) -> Step:
     """Forward, backward, first_step, forward, backward, second_step."""
-    model = work.new_model()
-    optimizer = import_module("pytorch_optimizer").SAM(model.parameters(), SGD, rho=RHO, **SETTINGS)
+    model = workload.new_model()
+    optimizer = import_module("pytorch_optimizer").SAM(model.parameters(), SGD, rho=RHO, **SGD_SETTINGS)
 
     def step(index: Tensor, u: Tensor) -> Tensor:
-        with work.autocast():
-            x, y = work.batch(index, u)
+        with workload.autocast():
+            x, y = workload.batch(index, u)
             loss = loss_of(model, x, y)
         loss.backward()
         optimizer.first_step(zero_grad=True)
-        with work.autocast():
+        with workload.autocast():
             again = loss_of(model, x, y)
         again.backward()
         optimizer.second_step(zero_grad=True)
@@ -129,7 +129,7 @@ def _sam_step(work: Work) -> Step:
     return step
 
 
-def left_out(method: str, form: str, *, device: torch.device, precision: str) -> str | None:
+def why_left_out(method: str, form: str, *, device: torch.device, precision: str) -> str | None:
     """Why there is no such contender here; None if there is one. SAM has one form."""
     if form != "eager" and device.type != "cuda":
         return "CUDA graphs need a CUDA device"

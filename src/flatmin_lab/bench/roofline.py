@@ -22,15 +22,15 @@ from torch.nn.functional import conv2d
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatmin_lab import models
-from flatmin_lab.bench.timing import by_events
+from flatmin_lab.bench.timing import device_seconds
 from flatmin_lab.bench.workload import CLASSES, SHAPE
 from flatmin_lab.training.learner import AUTOCAST
 
 PASSES = {"erm": 1, "amp": 2}
-SIZES = {"half": {"erm": 6.0, "amp": 9.0}, "fp32": {"erm": 5.0, "amp": 10.0}}
-SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices
-TRIES, PATIENCE = 50, 0.5  # seconds
-COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes
+PARAMETER_COPIES = {"half": {"erm": 6.0, "amp": 9.0}, "fp32": {"erm": 5.0, "amp": 10.0}}
+MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices
+MAX_TRIES, MAX_SECONDS = 50, 0.5  # seconds
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # bytes
 
 
 def flops_of(model: str) -> int:
@@ -48,7 +48,7 @@ def flops_of(model: str) -> int:
     return counter.get_total_flops() // len(x)
 
 
-def rates(device: torch.device, precision: str) -> dict[str, Any]:
+def measure_rates(device: torch.device, precision: str) -> dict[str, Any]:
     """Operations a second of a large product, and bytes a second of a large copy (read and written)."""
     dtype = AUTOCAST.get(precision, torch.float32)
     before = torch.get_float32_matmul_precision()
@@ -56,13 +56,13 @@ def rates(device: torch.device, precision: str) -> dict[str, Any]:
     if tf32:  # what convolutions of float32 compute in
         torch.set_float32_matmul_precision("high")
     try:
-        flops_per_s = max(flops / _shortest(work, device) for work, flops in _products(device, dtype))
+        flops_per_s = max(flops / _shortest_seconds(work, device) for work, flops in _products(device, dtype))
     finally:
         if tf32:
             torch.set_float32_matmul_precision(before)
-    source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy = _shortest(lambda: target.copy_(source), device)
+    copy = _shortest_seconds(lambda: target.copy_(source), device)
     return {
         "flops_per_s": flops_per_s,
         "flops_in": "tf32" if tf32 else precision,
@@ -72,7 +72,7 @@ def rates(device: torch.device, precision: str) -> dict[str, Any]:
 
 def floor(method: str, *, flops: int, batch_size: int, size: int, precision: str, speed: dict[str, Any]) -> Any:
     """In ms, of a method's step; `size` is that of the parameters in bytes of float32."""
-    moved = SIZES["fp32" if precision == "fp32" else "half"][method]
+    moved = PARAMETER_COPIES["fp32" if precision == "fp32" else "half"][method]
     arithmetic = 1e3 * PASSES[method] * flops * batch_size / speed["flops_per_s"]
     traffic = 1e3 * moved * size / speed["bytes_per_s"]
     return {
@@ -85,7 +85,7 @@ def floor(method: str, *, flops: int, batch_size: int, size: int, precision: str
 
 def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[Callable[[], object], int]]:
     """Large products, with their operations: of two matrices; on a CPU also a convolution, which is often faster."""
-    side = SIDE[device.type]
+    side = MATRIX_SIDE[device.type]
     a, b = torch.randn(2, side, side, device=device).to(dtype).unbind()
     found: list[tuple[Callable[[], object], int]] = [(lambda: a @ b, 2 * side**3)]
     if device.type == "cpu":
@@ -95,10 +95,10 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[Callable[[
     return found
 
 
-def _shortest(work: Callable[[], object], device: torch.device) -> float:
+def _shortest_seconds(work: Callable[[], object], device: torch.device) -> float:
     """In seconds: a floor takes the best, of as many as there is time for."""
     work()
-    times = [by_events(work, device)]
-    while len(times) < TRIES and sum(times) < PATIENCE:
-        times.append(by_events(work, device))
+    times = [device_seconds(work, device)]
+    while len(times) < MAX_TRIES and sum(times) < MAX_SECONDS:
+        times.append(device_seconds(work, device))
     return min(times)

@@ -8,17 +8,17 @@ from flatmin_lab.bench.timing import Runner, summary
 Row = dict[str, Any]
 
 
-def called(method: str, form: str, count: int = 1) -> str:
+def row_name(method: str, form: str, count: int = 1) -> str:
     return f"{method} {form}" if count == 1 else f"{method} {count} {form}"
 
 
-def timed(runner: Runner) -> Row:
+def timing_columns(runner: Runner) -> Row:
     if runner.failed is not None:
         return {"failed": runner.failed}
     return {**summary(runner.times), "n": len(runner.times) * runner.steps, "blocks": len(runner.times)}
 
 
-def over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
+def memory_over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
     """Memory of a model beyond ERM's in the same form, in float32 copies of the parameters (of `copy` MiB)."""
     same = [other for other in rows if (other["form"], other["models"]) == (row["form"], row["models"])]
     plain = next((other.get("peak_mib") for other in same if other["method"] == "erm"), None)
@@ -31,7 +31,7 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """AMP over ERM in each form, and AMP's fastest single form over what others do."""
     ms = {(row["method"], row["form"], row["models"]): row["ms"] for row in rows if "ms" in row}
     found = {
-        called("amp / erm,", form, count): own / ms["erm", form, count]
+        row_name("amp / erm,", form, count): own / ms["erm", form, count]
         for (method, form, count), own in ms.items()
         if method == "amp" and ("erm", form, count) in ms
     }

@@ -23,26 +23,30 @@ from flatmin_lab.training.captured_forward import FULL, Answers
 from flatmin_lab.training.evaluation import logits_of, measured
 from flatmin_lab.training.loop import moments
 
-WARM, SECONDS, MOST = 3, 1.5, 400  # steps before the clock starts; how long, and how many steps, it runs
-FEW = 50  # pictures of a first look: a large batch of a large network takes a CPU minutes
-Moments = Generator[Record | None, None, None]
+WARMUP_STEPS, TIMED_SECONDS, MAX_TIMED_STEPS = (
+    3,
+    1.5,
+    400,
+)  # steps before the clock starts; how long, and how many steps, it runs
+FIRST_IMAGES = 50  # pictures of a first look: a large batch of a large network takes a CPU minutes
+TrainingSteps = Generator[Record | None, None, None]
 
 
-def passes(recipe: Recipe) -> int:
+def passes_per_step(recipe: Recipe) -> int:
     """Forward and backward through the network, a step."""
     if recipe.method == "amp":
         return 1 + int(recipe.settings.get("inner_iter", 1))
     return 2 if recipe.method == "adversarial" else 1
 
 
-def kind(recipe: Recipe, data: Dataset) -> tuple[Any, ...]:
+def cost_key(recipe: Recipe, data: Dataset) -> tuple[Any, ...]:
     """Trainings with the same one take the same time a step."""
     network = (recipe.model, tuple(sorted(recipe.model_settings.items())), recipe.batch_size)
-    return (data.train.shape, *network, passes(recipe), recipe.augment, recipe.precision, recipe.compile)
+    return (data.train.shape, *network, passes_per_step(recipe), recipe.augment, recipe.precision, recipe.compile)
 
 
 @contextmanager
-def begun(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[Moments]:
+def endless_run(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[TrainingSteps]:
     """A training in memory that does not end by itself, and is thrown away."""
     nothing: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     saving: dict[str, Any] = {"checkpoint_epochs": 1, "checkpoint_minutes": 1e9}
@@ -54,7 +58,7 @@ def begun(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[Mo
         records.close()
 
 
-def taken(records: Moments, steps: int, device: torch.device) -> None:
+def take_steps(records: TrainingSteps, steps: int, device: torch.device) -> None:
     """So many steps, done on the device too."""
     left = steps
     while left:
@@ -70,22 +74,24 @@ def _wait(device: torch.device) -> None:
 class Pace(NamedTuple):
     """Seconds of a step, and of each picture that is looked at after an epoch."""
 
-    step: float
-    look: float
+    step_seconds: float
+    image_seconds: float
 
 
-def pace(recipe: Recipe, data: Dataset, *, device: torch.device) -> Pace:
-    return Pace(seconds_a_step(recipe, data, device=device), seconds_a_look(recipe, data, device=device))
+def measure_pace(recipe: Recipe, data: Dataset, *, device: torch.device) -> Pace:
+    return Pace(seconds_per_step(recipe, data, device=device), seconds_per_evaluation(recipe, data, device=device))
 
 
-def seconds_a_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
+def seconds_per_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
     """On average; steps that come after the end of an epoch, with its look at the test set, only where all do."""
     plain: list[float] = []
     others: list[float] = []
-    with begun(recipe, data, device=device) as records:
-        taken(records, WARM, device)
+    with endless_run(recipe, data, device=device) as records:
+        take_steps(records, WARMUP_STEPS, device)
         start = perf_counter()
-        while len(plain) + len(others) < MOST and (perf_counter() - start < SECONDS or not (plain or others)):
+        while len(plain) + len(others) < MAX_TIMED_STEPS and (
+            perf_counter() - start < TIMED_SECONDS or not (plain or others)
+        ):
             begin, times = perf_counter(), plain
             while (record := next(records)) is not None:
                 times = others if isinstance(record, Epoch) else times
@@ -95,15 +101,15 @@ def seconds_a_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> fl
 
 
 @torch.no_grad()
-def seconds_a_look(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
+def seconds_per_evaluation(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
     """With the network as it begins, and torch's switches as in a training."""
     known, _, _, normalise = prepared(recipe, data.to(device), seed=0)
     found = 0.0
     with Surroundings(device, deterministic=recipe.deterministic).inside():
         answers = Answers(build_model(recipe, known, method_of(recipe, normalise)).to(device))
-        for size in (FEW, FULL):
+        for size in (FIRST_IMAGES, FULL):
             split = known.test.at(torch.arange(min(size, len(known.test)), device=device))
-            if found * len(split) > SECONDS:
+            if found * len(split) > TIMED_SECONDS:
                 break
             for _ in range(2):  # the first one warms up
                 start = perf_counter()
@@ -114,15 +120,15 @@ def seconds_a_look(recipe: Recipe, data: Dataset, *, device: torch.device) -> fl
     return found
 
 
-def seconds_of(recipe: Recipe, data: Dataset, pace: Pace) -> float:
+def estimate_seconds(recipe: Recipe, data: Dataset, pace: Pace) -> float:
     """A whole training at that pace, with a measurement after each epoch."""
     share = 0.9 if recipe.validation else 1.0
     train = share * len(data.train)
-    looked_at = (1 - share) * len(data.train) if recipe.validation else len(data.test)
-    return recipe.epochs * (pace.step * train / recipe.batch_size + pace.look * looked_at)
+    evaluated = (1 - share) * len(data.train) if recipe.validation else len(data.test)
+    return recipe.epochs * (pace.step_seconds * train / recipe.batch_size + pace.image_seconds * evaluated)
 
 
-def seconds_of_all(
+def estimate_all_seconds(
     jobs: Sequence[Job],
     data: Mapping[str, Dataset],
     *,
@@ -133,9 +139,9 @@ def seconds_of_all(
     paces: dict[tuple[Any, ...], Pace] = {}
     found = []
     for job in jobs:
-        key = kind(job.recipe, data[job.recipe.data])
+        key = cost_key(job.recipe, data[job.recipe.data])
         if key not in paces:
             say(f"measuring {job.recipe.name}")
-            paces[key] = pace(job.recipe, data[job.recipe.data], device=device)
-        found.append(seconds_of(job.recipe, data[job.recipe.data], paces[key]))
+            paces[key] = measure_pace(job.recipe, data[job.recipe.data], device=device)
+        found.append(estimate_seconds(job.recipe, data[job.recipe.data], paces[key]))
     return found

@@ -21,11 +21,11 @@ from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.system.rng import drawn_from, seed_generators
 from flatmin_lab.training.learner import AUTOCAST
 
-SHAPE, CLASSES, PICTURES = (3, 32, 32), 10, 50_000  # CIFAR-10's
-DISTINCT = 16  # batches that the steps go round
+SHAPE, CLASSES, IMAGES = (3, 32, 32), 10, 50_000  # CIFAR-10's
+DISTINCT_BATCHES = 16  # batches that the steps go round
 
 
-def random_pictures(device: torch.device, count: int = PICTURES) -> Split:
+def random_images(device: torch.device, count: int = IMAGES) -> Split:
     """A data set of CIFAR-10's size, every number of it random."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randint(0, 256, (count, *SHAPE), generator=generator, device=device, dtype=torch.uint8)
@@ -33,7 +33,7 @@ def random_pictures(device: torch.device, count: int = PICTURES) -> Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """What all contenders for a model and a batch size share."""
 
     model: str
@@ -42,14 +42,14 @@ class Work:
     precision: str
 
     @staticmethod
-    def of(
+    def build(
         model: str, split: Split, normalise: Normalisation, *, batch_size: int, augment: Augmentation, precision: str
-    ) -> "Work":
+    ) -> "Workload":
         batches = Batches(split=split, batch_size=batch_size, normalise=normalise, augment=augment)
         order, u = batches.plan(0)
-        parts = range(0, len(split) - batch_size + 1, batch_size)[:DISTINCT]
+        parts = range(0, len(split) - batch_size + 1, batch_size)[:DISTINCT_BATCHES]
         inputs = [(order[at : at + batch_size], u[at : at + batch_size]) for at in parts]
-        return Work(model=model, batches=batches, inputs=inputs, precision=precision)
+        return Workload(model=model, batches=batches, inputs=inputs, precision=precision)
 
     @property
     def device(self) -> torch.device:

@@ -13,10 +13,10 @@ import typer
 import flatmin
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import bench, evaluate, reproduce, train, tune
-from flatmin_lab.cli.commands import doctor as examination
-from flatmin_lab.cli.options import DATA, DataDir, Debug, Device, option, reported
-from flatmin_lab.cli.signals import ended_by_signals
-from flatmin_lab.cli.training_options import numbers_in
+from flatmin_lab.cli.commands import doctor as doctor_command
+from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, option, report_errors
+from flatmin_lab.cli.signals import exit_on_signals
+from flatmin_lab.cli.training_options import parse_numbers
 from flatmin_lab.system.machine import device_named
 from flatmin_lab.system.optional_deps import need
 
@@ -53,13 +53,13 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it."""
-    with reported(debug), ended_by_signals():
+    with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2", "sklearn"):
             need(package, "flatmin demo")
-        run = need(
+        run_demo = need(
             "flatmin_lab.cli.commands.demo", "flatmin demo"
-        ).run  # here, so that other commands need not wait for matplotlib
-        page = run(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=display.terminal())
+        ).run_demo  # here, so that other commands need not wait for matplotlib
+        page = run_demo(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=display.terminal())
         typer.echo(f"the page: {page}")
 
 
@@ -75,24 +75,24 @@ def doctor(
         str | None, option("A built-in model, or one of your own: file.py:make_model. Else convnet.")
     ] = None,
     shape: Annotated[str | None, option("Of one input of that model. Else 3,32,32.")] = None,
-    data_dir: DataDir = DATA,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     device: Device = None,
     debug: Debug = False,
 ) -> None:
     """What is here: versions, devices, data sets, how AMP does on a model; or what to change in a training of yours."""
-    with reported(debug):
+    with report_errors(debug):
         if training is not None:
             if (model, shape, device) != (None, None, None):
                 raise ValueError(
                     "a training brings its own model, inputs and device: leave out the flags, or the training"
                 )
-            sound = examination.told(training, examination.own_training(training))
+            sound = doctor_command.show_findings(training, doctor_command.examine_user_training(training))
         else:
-            given = numbers_in("3,32,32" if shape is None else shape)
+            given = parse_numbers("3,32,32" if shape is None else shape)
             sizes = [int(side) for side in given]
             if min(sizes) < 1 or sizes != [*given]:
                 raise ValueError(f"--shape takes whole numbers above 0, as in 3,32,32, got {shape}")
-            sound = examination.run(model or "convnet", sizes, data_dir, device_named(device))
+            sound = doctor_command.run(model or "convnet", sizes, data_dir, device_named(device))
         if not sound:
             raise typer.Exit(1)
 

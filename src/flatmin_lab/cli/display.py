@@ -23,18 +23,18 @@ from flatmin_lab.runs.result import split_of
 LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
 PROTOCOLS = {"paper": "; the paper's protocol", "short": "; the paper's protocol, shortened"}
-FURTHER = {"adaptive_ece": "ECE, bins of equal number", "brier": "Brier score"}
-FLAT = {
+MORE_MEASURES = {"adaptive_ece": "ECE, bins of equal number", "brier": "Brier score"}
+FLATNESS_LABELS = {
     "loss": "training loss",
     "gradient_norm": "its gradient's norm",
     "sharpness": "its rise along the gradient, to radius {epsilon:g}",
     "mean_loss": "mean loss in the ball of radius {epsilon:g}",
     "worst_case_loss": "worst loss found in it",
 }
-SHARES = ("error", "ece", "memorised")
+IN_PERCENT = ("error", "ece", "memorised")
 
 
-class Lasting:
+class ClosableStream:
     """A stream that may lose its reader (a closed pipe, a terminal that is gone): then it is silent, work goes on."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -60,10 +60,10 @@ class Lasting:
 
 
 def terminal() -> Console:
-    return Console(file=cast(TextIO, Lasting(sys.stderr)), highlight=False, soft_wrap=True)
+    return Console(file=cast(TextIO, ClosableStream(sys.stderr)), highlight=False, soft_wrap=True)
 
 
-def nowhere() -> Console:
+def silent() -> Console:
     """For a process that has nothing to say: another one speaks."""
     return Console(quiet=True)
 
@@ -77,10 +77,10 @@ def number(name: str, value: float | None) -> str:
     """Errors and the like in per cent, everything else with three decimals."""
     if value is None:
         return "not finite"
-    return f"{value:.2%}".replace("%", " %") if name.endswith(SHARES) else f"{value:.3f}"
+    return f"{value:.2%}".replace("%", " %") if name.endswith(IN_PERCENT) else f"{value:.3f}"
 
 
-def epochs_in_words(count: int) -> str:
+def epochs_text(count: int) -> str:
     return f"{count} epoch{'s' if count != 1 else ''}"
 
 
@@ -89,7 +89,7 @@ def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
     seeds = f"seed {seed}" if isinstance(seed, int) else f"seeds {seed}"
     return (
         f"{recipe.method}{f' ({settings})' if settings else ''}: {recipe.model} on {recipe.data}, "
-        f"{epochs_in_words(recipe.epochs)}, batches of {recipe.batch_size}, {seeds}, "
+        f"{epochs_text(recipe.epochs)}, batches of {recipe.batch_size}, {seeds}, "
         f"{recipe.precision} on {hardware}{PROTOCOLS.get(recipe.protocol, '')}"
     )
 
@@ -170,7 +170,7 @@ def measurements(found: Mapping[str, Any]) -> None:
     """What `flatmin evaluate` found, in tables."""
     console = Console(highlight=False, soft_wrap=True)
     table = _table("", f"{found['split']}, {found['pictures']} {found['kind']}", "95 % interval")
-    for name, label in {**MEASURES, **FURTHER}.items():
+    for name, label in {**MEASURES, **MORE_MEASURES}.items():
         ends = found["intervals"].get(name)
         interval = f"{number(name, ends[0])} to {number(name, ends[1])}" if ends else ""
         table.add_row(label, number(name, found[name]), interval)
@@ -183,9 +183,9 @@ def measurements(found: Mapping[str, Any]) -> None:
             f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
         )
     if "attack" in found:
-        _attacked(console, found["attack"], found["kind"])
+        _show_attack(console, found["attack"], found["kind"])
     if "flatness" in found:
-        _flat(console, found["flatness"], found["kind"])
+        _show_flatness(console, found["flatness"], found["kind"])
     if "epoch" in found:
         further = f" and {found['batches']} steps" if found["batches"] else ""
         say(console, f"after epoch {found['epoch']} of {found['epochs']}{further}: {found['checkpoint']}")
@@ -198,7 +198,7 @@ def measurements(found: Mapping[str, Any]) -> None:
         say(console, f"{found['model']} on {found['data']}, {weights}")
 
 
-def _attacked(console: Console, found: Mapping[str, Any], kind: str) -> None:
+def _show_attack(console: Console, found: Mapping[str, Any], kind: str) -> None:
     table = _table("", f"attacked, {found['pictures']} {kind}")
     for name, label in {
         "clean": "error, not attacked",
@@ -212,9 +212,9 @@ def _attacked(console: Console, found: Mapping[str, Any], kind: str) -> None:
     say(console, "{}, radius {}, step {}{}".format(found["norm"], *lengths, units))
 
 
-def _flat(console: Console, found: Mapping[str, Any], kind: str) -> None:
+def _show_flatness(console: Console, found: Mapping[str, Any], kind: str) -> None:
     table = _table("", f"flatness, {found['pictures']} training {kind}")
-    for name, label in FLAT.items():
+    for name, label in FLATNESS_LABELS.items():
         table.add_row(label.format(**found), _figure(found[name]))
     table.add_row("largest eigenvalues of the Hessian", ", ".join(map(_figure, found["eigenvalues"])))
     table.add_row("trace of the Hessian", f"{_figure(found['trace'])} ± {_figure(found['trace_error'])}")
@@ -249,5 +249,5 @@ def outcome(result: Mapping[str, Any], folder: Path) -> None:
             f"for comparison only: the best test epoch, {result['best_test_epoch']}, had "
             f"{number('error', result['best_test_epoch_error'])}; it is chosen with the test labels",
         )
-    took = f"{epochs_in_words(result['epochs'])} in {result['seconds']:.0f} s on {result['hardware']}"
+    took = f"{epochs_text(result['epochs'])} in {result['seconds']:.0f} s on {result['hardware']}"
     say(console, f"{took}; all of it in {folder}")

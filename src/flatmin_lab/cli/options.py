@@ -34,12 +34,12 @@ Address = Annotated[
 Gpus = Annotated[
     float | None, option("Of a GPU for each worker there, as 0.5; else a whole one.", panel="On a cluster")
 ]
-DATA = Path("data")
+DEFAULT_DATA_DIR = Path("data")
 EXECUTORS = ("local", "ray")
 
 
 @contextmanager
-def reported(debug: bool) -> Iterator[None]:
+def report_errors(debug: bool) -> Iterator[None]:
     """An error as one message and an exit code; with --debug as Python shows it."""
     try:
         yield
@@ -53,12 +53,12 @@ def reported(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
-        text, code = explained(error)
+        text, code = explain_error(error)
         display.say(display.terminal(), f"flatmin: {text}", style="red")
         raise typer.Exit(code) from None
 
 
-def explained(error: Exception) -> tuple[str, int]:
+def explain_error(error: Exception) -> tuple[str, int]:
     """In words, and as an exit code: 2 for a request that makes no sense."""
     text, code = str(error) or type(error).__name__, 1
     if isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError | FileExistsError):
@@ -71,7 +71,7 @@ def explained(error: Exception) -> tuple[str, int]:
 
 
 @contextmanager
-def workplace(
+def open_executor(
     executor: str,
     *,
     address: str | None,
@@ -96,7 +96,7 @@ def workplace(
         yield crew
 
 
-def settings_given(pairs: list[str] | None) -> dict[str, Any]:
+def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
     """--set KEY=VALUE: numbers as numbers, words as words."""
     found: dict[str, Any] = {}
     for pair in pairs or []:

@@ -41,7 +41,7 @@ class Request:
 
     def plan(self) -> Plan:
         if self.out is not None and self.resume and run_config.exists(self.out):
-            return self._gone_on_with(self.out)
+            return self._resume(self.out)
         if self.resume and self.out is not None and (seeds := _seeds_in(self.out)):
             first = f"--seed {seeds[0]} " if seeds[0] else ""
             raise ValueError(
@@ -49,7 +49,7 @@ class Request:
                 f"{', '.join(f'seed-{seed}' for seed in seeds)}; add {first}--seeds {seeds[-1] - seeds[0] + 1}"
             )
         new = self._new()
-        return self._gone_on_with(new.folder) if self.resume and run_config.exists(new.folder) else new
+        return self._resume(new.folder) if self.resume and run_config.exists(new.folder) else new
 
     def plans(self, count: int) -> list[Plan]:
         """The runs with so many seeds, from the one asked for on, all with one recipe and data.
@@ -67,14 +67,14 @@ class Request:
         seeds = range(self.seed or 0, (self.seed or 0) + count)
         there = [] if self.out is None or not self.resume else _seeds_in(self.out)
         known = next((seed for seed in (*seeds, *there) if seed in there), seeds[0])
-        one = replace(self, seed=known, out=self._within(known)).plan()
+        one = replace(self, seed=known, out=self._seed_folder(known)).plan()
         return [Plan(one.recipe, seed, one.data, self._folder(one, seed)) for seed in seeds]
 
-    def _within(self, seed: int) -> Path | None:
+    def _seed_folder(self, seed: int) -> Path | None:
         return None if self.out is None else self.out / f"seed-{seed}"
 
     def _folder(self, one: Plan, seed: int) -> Path:
-        return self._within(seed) or _named(one.data, one.recipe, seed)
+        return self._seed_folder(seed) or _default_folder(one.data, one.recipe, seed)
 
     def _new(self) -> Plan:
         if self.data is None and self.resume:
@@ -84,20 +84,22 @@ class Request:
             raise ValueError(f"--resume goes on with a run, and {missing}; or begin one with --data")
         if self.data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
-        data = read(self.data, self.data_dir, download=self.download, size=self.changes.get("size"))
-        recipe = suited(place(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes)
+        data = read_data(self.data, self.data_dir, download=self.download, size=self.changes.get("size"))
+        recipe = suited(
+            data_location(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes
+        )
         seed = self.seed or 0
-        return Plan(recipe, seed, data, self.out or _named(data, recipe, seed))
+        return Plan(recipe, seed, data, self.out or _default_folder(data, recipe, seed))
 
-    def _gone_on_with(self, folder: Path) -> Plan:
+    def _resume(self, folder: Path) -> Plan:
         known = run_config.stored(folder)
-        recipe = self._varied(Recipe.from_json(known["recipe"]))
+        recipe = self._with_changes(Recipe.from_json(known["recipe"]))
         seed = int(known["seed"]) if self.seed is None else self.seed
         run_config.check_recipe(folder, known, recipe, seed)
-        data = read_for(recipe, self.data, self.data_dir, download=self.download)
+        data = read_run_data(recipe, self.data, self.data_dir, download=self.download)
         return Plan(recipe, seed, data, folder)
 
-    def _varied(self, recipe: Recipe) -> Recipe:
+    def _with_changes(self, recipe: Recipe) -> Recipe:
         """The folder's recipe with what was asked for. Files of one's own may have moved: their content is compared."""
         moved = self.data is not None and not {self.data, recipe.data} & set(DATA_SETS)
         named: dict[str, Any] = {} if self.data is None or moved else {"data": self.data}
@@ -113,39 +115,39 @@ def _seeds_in(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _named(data: Dataset, recipe: Recipe, seed: int) -> Path:
+def _default_folder(data: Dataset, recipe: Recipe, seed: int) -> Path:
     return Path("runs") / f"{data.name}-{recipe.model}-{recipe.method}-{seed}"
 
 
-def place(data: str) -> str:
+def data_location(data: str) -> str:
     """The name of a data set, or a path that holds wherever one is."""
     return data if data in DATA_SETS else str(Path(data).expanduser().absolute())
 
 
-def read(name: str, root: Path, *, download: bool, size: tuple[int, int] | None) -> Dataset:
+def read_data(name: str, root: Path, *, download: bool, size: tuple[int, int] | None) -> Dataset:
     """A data set, with a bar where something is fetched."""
     with download_bar() as progress:
         return load(name, root, download=download, progress=progress, size=size)
 
 
-def read_for(recipe: Recipe, data: str | None, root: Path, *, download: bool) -> Dataset:
+def read_run_data(recipe: Recipe, data: str | None, root: Path, *, download: bool) -> Dataset:
     """A run's data, from where it was, or from where it is now."""
     try:
-        return read(data or recipe.data, root, download=download, size=recipe.size)
+        return read_data(data or recipe.data, root, download=download, size=recipe.size)
     except FileNotFoundError as error:
         if data is not None or recipe.data in DATA_SETS:
             raise
         raise FileNotFoundError(f"{error}; if it has moved, say where it is with --data") from error
 
 
-class Chosen(NamedTuple):
+class TunedValues(NamedTuple):
     """A tuning, and the file that it was read from."""
 
     path: Path
     tuning: Tuning
 
     @staticmethod
-    def of(path: Path, *, data: str | None, method: str | None) -> "Chosen":
+    def of(path: Path, *, data: str | None, method: str | None) -> "TunedValues":
         """An error where it is of another method or data set than the ones asked for, or has chosen nothing yet."""
         found = result_file.read(path)
         asked = {"method": method, "data": data}
@@ -155,7 +157,7 @@ class Chosen(NamedTuple):
                 raise ValueError(f"{path} is of --{name} {there}, got {asked[name]}; leave one of the two flags out")
         if found.chosen is None:
             raise ValueError(f"no trial of {path} has finished, so nothing is chosen; go on with `flatmin tune`")
-        return Chosen(path, found)
+        return TunedValues(path, found)
 
     def changes(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The recipe's fields; those that are asked for win. Another model has other settings."""

@@ -15,8 +15,8 @@ from typing import NoReturn
 import torch
 import typer
 
-from flatmin_lab.cli.options import explained
-from flatmin_lab.cli.request import Plan, Request, read_for
+from flatmin_lab.cli.options import explain_error
+from flatmin_lab.cli.request import Plan, Request, read_run_data
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.events import DivergedError, RunError
 from flatmin_lab.system.machine import device_named
@@ -62,7 +62,7 @@ def _tell(error: Exception, team: Team, *, is_shared: bool) -> NoReturn:
     """As an error that the command reports; in silence, where another rank reports it."""
     lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
     if (is_shared or lost) and not team.leads:
-        raise typer.Exit(explained(error)[1]) from error
+        raise typer.Exit(explain_error(error)[1]) from error
     if lost:
         raise RunError(
             "another process of this training has ended, or answers no more, and none can go on without it; what it "
@@ -107,7 +107,7 @@ def plan_of(request: Request, team: Team) -> Plan:
         with team.together():
             if plan is None and turn == (os.environ["LOCAL_RANK"] == "0"):
                 recipe = Recipe.from_json(known[0])
-                data = read_for(recipe, request.data, request.data_dir, download=request.download)
+                data = read_run_data(recipe, request.data, request.data_dir, download=request.download)
                 plan = Plan(recipe, known[1], data, known[2])
     assert plan is not None
     return plan

@@ -38,10 +38,10 @@ Compile = Annotated[
 Deterministic = Annotated[bool | None, option("The same bits every time on CUDA too.", "--deterministic", panel=SPEED)]
 
 
-def asked_for(*, milestones: str | None, momentum: float | None, **fields: Any) -> dict[str, Any]:
+def recipe_changes(*, milestones: str | None, momentum: float | None, **fields: Any) -> dict[str, Any]:
     """The recipe's fields that were asked for, by their names."""
     known = {"momentum": momentum, "nesterov": None if momentum is None else momentum > 0, **fields}
-    shares = {} if milestones is None else {"milestones": numbers_in(milestones)}
+    shares = {} if milestones is None else {"milestones": parse_numbers(milestones)}
     return {key: value for key, value in known.items() if value is not None} | shares
 
 
@@ -50,7 +50,7 @@ def check_milestones(milestones: str | None, recipe: Recipe) -> None:
         raise ValueError(f"--milestones belong to the schedule multi_step, got {recipe.schedule}")
 
 
-def numbers_in(text: str) -> tuple[float, ...]:
+def parse_numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.replace("x", ",").split(","))
     except ValueError as error:

@@ -19,7 +19,7 @@ from flatmin_lab.training.build import Prepared, build_model, method_of, prepare
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """The checkpoint, and what its folder says about it."""
 
     path: Path
@@ -27,14 +27,14 @@ class Trained:
     seed: int
     data_sha256: str
     checkpoint: Checkpoint
-    newest: bool  # of its folder
-    passed_over: tuple[str, ...] = ()  # newer ones that are damaged
+    is_newest: bool  # of its folder
+    damaged_checkpoints: tuple[str, ...] = ()  # newer ones that are damaged
 
     @property
     def folder(self) -> Path:
         return self.path.parent
 
-    def place(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Which weights these are, and how far they were trained."""
         state = self.checkpoint.state
         return {
@@ -44,18 +44,18 @@ class Trained:
             "epochs": self.recipe.epochs,
         }
 
-    def model(self, ready: Prepared, *, averaged: bool = False) -> nn.Module:
+    def load_model(self, ready: Prepared, *, use_ema: bool = False) -> nn.Module:
         """With the weights of the checkpoint, in eval mode."""
-        part = self.checkpoint.part("average") if averaged else self.checkpoint.part("model")
-        if averaged and not part:
+        part = self.checkpoint.part("average") if use_ema else self.checkpoint.part("model")
+        if use_ema and not part:
             raise ValueError(f"{self.path} has no averaged weights: it was trained without --ema")
         weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
         model = build_model(self.recipe, ready.data, method_of(self.recipe, ready.normalise))
-        user_model.put(model, weights, str(self.path))
+        user_model.assign_weights(model, weights, str(self.path))
         return model.eval()
 
 
-def find(path: Path) -> Trained:
+def find_run(path: Path) -> TrainedRun:
     """The newest whole checkpoint of a folder, or the one named."""
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there; give a run's folder, or one of its checkpoints")
@@ -68,15 +68,17 @@ def find(path: Path) -> Trained:
     if not places:
         raise FileNotFoundError(f"{folder} has no checkpoint yet; train on with --resume")
     place, whole, damaged = run_config.newest_whole(places, config)
-    passed_over = tuple(str(error) for _, error in damaged)
+    damaged_checkpoints = tuple(str(error) for _, error in damaged)
     if place is None or whole is None:
-        raise RunError("; ".join(passed_over))
+        raise RunError("; ".join(damaged_checkpoints))
     recipe = Recipe.from_json(config["recipe"])
-    newest = [place] == checkpoint.listed(folder)[:1]
-    return Trained(place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, newest, passed_over)
+    is_newest = [place] == checkpoint.listed(folder)[:1]
+    return TrainedRun(
+        place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, is_newest, damaged_checkpoints
+    )
 
 
-def subject_of(run: Trained, data: Dataset, *, averaged: bool, device: torch.device) -> Subject:
+def subject_of(run: TrainedRun, data: Dataset, *, use_ema: bool, device: torch.device) -> Subject:
     """The model and the data that it was trained on."""
     if data.checksum != run.data_sha256:
         raise ValueError(
@@ -84,5 +86,5 @@ def subject_of(run: Trained, data: Dataset, *, averaged: bool, device: torch.dev
             f"{data.checksum}; give the same data with --data"
         )
     ready = prepared(run.recipe, data.to(device), run.seed)
-    model = run.model(ready, averaged=averaged).to(device)
+    model = run.load_model(ready, use_ema=use_ema).to(device)
     return Subject(model, ready.normalise, ready.data.train, ready.data.test, ready.which)

@@ -19,10 +19,14 @@ from flatmin_lab.training import evaluation
 from flatmin_lab.training.evaluation import bins_of, logits_of
 
 MEASURES = {**evaluation.MEASURES, "adaptive_ece": metrics.adaptive_ece, "brier": metrics.brier}
-LEVEL, SAMPLES = 0.95, 1000
-MEANS = ("error", "nll", "brier")  # means over examples; resampling an ECE, which is never below 0, lies too high
-RADIUS, STEP, STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks
-EPSILON, PICTURES = 0.1, 1000
+CONFIDENCE_LEVEL, BOOTSTRAP_SAMPLES = 0.95, 1000
+MEAN_MEASURES = (
+    "error",
+    "nll",
+    "brier",
+)  # means over examples; resampling an ECE, which is never below 0, lies too high
+ATTACK_RADIUS, ATTACK_STEP_SIZE, ATTACK_STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks
+FLATNESS_EPSILON, FLATNESS_IMAGES = 0.1, 1000
 Say = Callable[[str], object]
 
 
@@ -30,17 +34,22 @@ def calibration(subject: Subject) -> dict[str, Any]:
     """Error, NLL, ECE, adaptive ECE and Brier score, the bins, and temperature scaling; intervals of the means."""
     logits, labels = logits_of(subject.model, subject.test, subject.normalise), subject.test.y
     assert logits is not None
-    found: dict[str, Any] = {"split": subject.which, "pictures": len(labels), "kind": subject.kind}
+    found: dict[str, Any] = {"split": subject.split_name, "pictures": len(labels), "kind": subject.kind}
     intervals = {}
     for name, measure in MEASURES.items():
         found[name] = number(measure(logits, labels))
-        if name in MEANS:
-            interval = metrics.bootstrap(measure, logits, labels, samples=SAMPLES, level=LEVEL)
+        if name in MEAN_MEASURES:
+            interval = metrics.bootstrap(measure, logits, labels, samples=BOOTSTRAP_SAMPLES, level=CONFIDENCE_LEVEL)
             intervals[name] = [number(interval.low), number(interval.high)]
-    return {**found, "intervals": intervals, "reliability": bins_of(logits, labels), "scaled": scaled(logits, labels)}
+    return {
+        **found,
+        "intervals": intervals,
+        "reliability": bins_of(logits, labels),
+        "scaled": temperature_scaled(logits, labels),
+    }
 
 
-def scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
+def temperature_scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
     """What temperature scaling would give. There is no validation set, so the pictures are halved at random.
 
     Each half is scaled by the temperature that was fitted on the other: no label helps to choose its own.
@@ -65,12 +74,12 @@ def scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
 def robustness(
     subject: Subject,
     *,
-    radius: float = RADIUS,
-    step_size: float = STEP,
-    steps: int = STEPS,
+    radius: float = ATTACK_RADIUS,
+    step_size: float = ATTACK_STEP_SIZE,
+    steps: int = ATTACK_STEPS,
     norm: Norm = "linf",
     normalised: bool = False,
-    pictures: int | None = None,
+    images: int | None = None,
     batch_size: int = 500,
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
@@ -81,8 +90,8 @@ def robustness(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    model, split = subject.model if normalised else subject.of_pictures(), subject.test
-    count = min(pictures or len(split), len(split))
+    model, split = subject.model if normalised else subject.with_normalisation(), subject.test
+    count = min(images or len(split), len(split))
     bounds = (0.0, 1.0) if split.pictures and not normalised else (-math.inf, math.inf)
     wrong = dict.fromkeys(("clean", "fgsm", "pgd"), 0)
     for begin in range(0, count, batch_size):
@@ -112,8 +121,8 @@ def robustness(
 def flatness_of(
     subject: Subject,
     *,
-    epsilon: float = EPSILON,
-    pictures: int | None = None,
+    epsilon: float = FLATNESS_EPSILON,
+    images: int | None = None,
     restarts: int = 4,
     with_trace: bool = True,
     radii: Sequence[float] = (),
@@ -124,7 +133,7 @@ def flatness_of(
     `restarts` is how often the worst loss is looked for from a random point; at further `radii` it is looked for from
     the centre alone. The trace takes half of all the time.
     """
-    count = min(pictures or PICTURES, len(subject.train))
+    count = min(images or FLATNESS_IMAGES, len(subject.train))
     x, y = subject.inputs(subject.train, count)
     loss = flatness.empirical_risk(x, y, batch_size=250)
     model = subject.model

@@ -31,22 +31,22 @@ Say = Callable[[str], object]
 class Effort(NamedTuple):
     """How much is measured: None is all of the test set, and 1000 training pictures."""
 
-    pictures: int | None = None
-    starts: int = 4  # of the search for the worst loss, beside the one from the centre
-    trace: bool = True  # of the Hessian, which takes half of the time
+    images: int | None = None
+    restarts: int = 4  # of the search for the worst loss, beside the one from the centre
+    with_trace: bool = True  # of the Hessian, which takes half of the time
     radii: tuple[float, ...] = (0.25, 0.5, 1.0)  # beside 0.1, where the worst loss is looked for once
-    points: int = 25  # a side of the landscape
-    side: int = 61  # of the plane that a boundary runs through
+    landscape_points: int = 25  # a side of the landscape
+    boundary_points: int = 61  # of the plane that a boundary runs through
 
 
 EFFORTS = {
     "paper": Effort(),
-    "short": Effort(starts=1, trace=False, radii=(0.5,)),
-    "smoke": Effort(pictures=50, starts=1, trace=False, points=5, side=21),
+    "short": Effort(restarts=1, with_trace=False, radii=(0.5,)),
+    "smoke": Effort(images=50, restarts=1, with_trace=False, landscape_points=5, boundary_points=21),
 }
 
 
-def always(subject: Subject, recipe: Recipe) -> dict[str, Any]:
+def measure_every_run(subject: Subject, recipe: Recipe) -> dict[str, Any]:
     """Risk on the training set, the smoothed loss, and the error without repeated pictures, as far as they apply."""
     train = logits_of(subject.model, subject.train, subject.normalise)
     test = logits_of(subject.model, subject.test, subject.normalise)
@@ -56,29 +56,29 @@ def always(subject: Subject, recipe: Recipe) -> dict[str, Any]:
     found: dict[str, Any] = {"clean_train_error": risk["error"], "clean_train_nll": risk["nll"]}
     if recipe.method == "label_smoothing":
         smoothed = method_of(recipe, subject.normalise).regulariser.loss(test, subject.test.y)
-        found[f"{subject.which}_smoothed_loss"] = number(smoothed)
-    again = repeated(subject.train, subject.test).to(test.device)
-    found[f"{subject.which}_repeated"] = len(again)
-    if len(again):
+        found[f"{subject.split_name}_smoothed_loss"] = number(smoothed)
+    repeated = find_repeated(subject.train, subject.test).to(test.device)
+    found[f"{subject.split_name}_repeated"] = len(repeated)
+    if len(repeated):
         wrong = (test.argmax(dim=1) != subject.test.y).float()
-        wrong[again] = 0.0
-        found[f"{subject.which}_error_without_repeated"] = number(wrong.sum() / (len(wrong) - len(again)))
+        wrong[repeated] = 0.0
+        found[f"{subject.split_name}_error_without_repeated"] = number(wrong.sum() / (len(wrong) - len(repeated)))
     return found
 
 
 def _attack(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     return {
-        "attack": measurements.robustness(subject, pictures=effort.pictures, say=say),
-        "attack_normalised": measurements.robustness(subject, pictures=effort.pictures, normalised=True, say=say),
+        "attack": measurements.robustness(subject, images=effort.images, say=say),
+        "attack_normalised": measurements.robustness(subject, images=effort.images, normalised=True, say=say),
     }
 
 
 def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     found = measurements.flatness_of(
         subject,
-        pictures=effort.pictures,
-        restarts=effort.starts,
-        with_trace=effort.trace,
+        images=effort.images,
+        restarts=effort.restarts,
+        with_trace=effort.with_trace,
         radii=effort.radii,
         say=say,
     )
@@ -87,15 +87,15 @@ def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
 
 def _landscape(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     say("the landscape")
-    pictures = effort.pictures or landscapes.PICTURES
-    return {"landscape": landscapes.landscape(subject, points=effort.points, pictures=pictures)}
+    images = effort.images or landscapes.IMAGES
+    return {"landscape": landscapes.landscape(subject, points=effort.landscape_points, images=images)}
 
 
 def _boundary(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     """What it answers on a grid over the plane, for points in it."""
     if subject.test.pictures or subject.test.shape[0] != 2:
         raise ValueError(f"a boundary is drawn between points of a plane, got {subject.test.kind}")
-    side, shares = class_shares(subject.of_pictures(), points=effort.side)
+    side, shares = class_probabilities(subject.with_normalisation(), points=effort.boundary_points)
     return {"boundary": {"side": numbers(side), "shares": numbers(shares)}}
 
 
@@ -107,7 +107,7 @@ PARTS: dict[str, Callable[[Subject, Effort, Say], dict[str, Any]]] = {
 }
 
 
-def further(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _: None) -> dict[str, Any]:
+def measure(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _: None) -> dict[str, Any]:
     """One of PARTS, and how long it took."""
     begun = perf_counter()
     found = PARTS[part](subject, effort, say)
@@ -117,23 +117,25 @@ def further(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _:
 # ---- test images that stand in the training set too: whoever memorised them knows the answer
 
 
-def repeated(train: Split, test: Split) -> Tensor:
+def find_repeated(train: Split, test: Split) -> Tensor:
     """The places in `test` of pictures or points that are in `train` too, whatever their labels.
 
     >>> train = Split(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]))
     >>> repeated(train, Split(torch.tensor([[3.0], [2.0]]), torch.tensor([0, 0])))
     tensor([1])
     """
-    known = set(_contents(train))
-    return torch.tensor([place for place, content in enumerate(_contents(test)) if content in known], dtype=torch.int64)
+    known = set(_row_bytes(train))
+    return torch.tensor(
+        [place for place, content in enumerate(_row_bytes(test)) if content in known], dtype=torch.int64
+    )
 
 
-def _contents(split: Split) -> list[bytes]:
+def _row_bytes(split: Split) -> list[bytes]:
     return [row.tobytes() for row in split.x.cpu().numpy()]
 
 
 @torch.no_grad()
-def class_shares(model: nn.Module, points: int = GRID_POINTS) -> tuple[Tensor, Tensor]:
+def class_probabilities(model: nn.Module, points: int = GRID_POINTS) -> tuple[Tensor, Tensor]:
     """The sides of a grid, and the share of the second class on it."""
     side = torch.linspace(-PLANE_REACH, PLANE_REACH, points)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

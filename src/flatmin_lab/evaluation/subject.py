@@ -18,7 +18,7 @@ class Subject:
     normalise: Normalisation
     train: Split
     test: Split
-    which: str = "test"
+    split_name: str = "test"
     notes: tuple[str, ...] = ()  # what looks odd
 
     @property
@@ -30,18 +30,18 @@ class Subject:
         return "pictures" if self.test.pictures else "points"
 
     def splits(self) -> dict[str, Split]:
-        return {"training": self.train, self.which: self.test}
+        return {"training": self.train, self.split_name: self.test}
 
     def inputs(self, split: Split, most: int | None = None) -> tuple[Tensor, Tensor]:
         """The first pictures of a split as the model takes them, and their labels."""
         return self.normalise(split.x[:most]), split.y[:most]
 
-    def of_pictures(self) -> nn.Module:
+    def with_normalisation(self) -> nn.Module:
         """The model as a function of pictures from 0 to 1, the normalisation inside: an attack moves pixels."""
-        return _OfPictures(self.model, self.normalise).eval()
+        return _NormalisingModel(self.model, self.normalise).eval()
 
 
-class _OfPictures(nn.Module):
+class _NormalisingModel(nn.Module):
     def __init__(self, model: nn.Module, normalise: Normalisation) -> None:
         super().__init__()
         self.model, self.normalise = model, normalise
@@ -50,7 +50,7 @@ class _OfPictures(nn.Module):
         return self.model(self.normalise(x))
 
 
-def of_own(model: nn.Module, data: Dataset, *, normalised: bool, device: torch.device) -> Subject:
+def user_subject(model: nn.Module, data: Dataset, *, normalised: bool, device: torch.device) -> Subject:
     """A model of one's own: it takes pictures from 0 to 1, or normalised by the training set's mean and deviation."""
     here = data.to(device)
     normalise = Normalisation.of(here.train)
@@ -59,10 +59,10 @@ def of_own(model: nn.Module, data: Dataset, *, normalised: bool, device: torch.d
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # frozen layers are part of the landscape too
     subject = Subject(model.to(device).eval(), normalise, here.train, here.test)
-    return replace(subject, notes=_checked(subject, data.num_classes))
+    return replace(subject, notes=_check_outputs(subject, data.num_classes))
 
 
-def _checked(subject: Subject, classes: int) -> tuple[str, ...]:
+def _check_outputs(subject: Subject, classes: int) -> tuple[str, ...]:
     """Whether the model takes the data, and answers with logits; what looks odd about them."""
     x, _ = subject.inputs(subject.test, 2)
     try:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatmin_lab.evaluation.user_code import find, is_own
+from flatmin_lab.evaluation.user_code import find_function, is_user_code
 from flatmin_lab.system.optional_deps import need
 
-INSIDE = (
+STATE_DICT_KEYS = (
     "state_dict",
     "model_state_dict",
     "model_state",
@@ -21,17 +21,17 @@ INSIDE = (
 )  # where trainers put a state dict in a larger checkpoint
 
 
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
+WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 
-def make(name: str) -> nn.Module:
+def make_model(name: str) -> nn.Module:
     """What the function makes, called without arguments."""
-    if not is_own(name):
+    if not is_user_code(name):
         raise ValueError(
             f"--model takes file.py:make_model or mymodule:make_model, got {name!r}; a model that was trained here is "
             "named by its run's folder"
         )
-    function = find(name, "make_model")
+    function = find_function(name, "make_model")
     try:
         model = function()
     except TypeError as error:
@@ -41,12 +41,12 @@ def make(name: str) -> nn.Module:
     return model
 
 
-def load(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path) -> None:
     """The weights of a file into the model; which names and shapes differ is said."""
-    put(model, _trimmed(read(path), set(model.state_dict())), str(path))
+    assign_weights(model, _without_wrapper_prefix(read_weights(path), set(model.state_dict())), str(path))
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; with --model, give the file with its weights")
     if not path.is_file():
@@ -64,7 +64,7 @@ def read(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read as weights alone: it is damaged, or holds other objects, which are never run; "
             "save model.state_dict()"
         ) from error
-    for name in INSIDE:
+    for name in STATE_DICT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
@@ -73,15 +73,15 @@ def read(path: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-def _trimmed(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+def _without_wrapper_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
     """Without the prefix that a wrapper of the model put before every name, if the model has no such names."""
-    for prefix in PREFIXES:
+    for prefix in WRAPPER_PREFIXES:
         if weights and all(key.startswith(prefix) for key in weights) and not weights.keys() & wanted:
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}
     return weights
 
 
-def put(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
     """Weights into a model; where they are another model's, the names that differ are said."""
     has = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     given = {key: tuple(value.shape) for key, value in weights.items()}

@@ -43,7 +43,7 @@ def _evaluated(part: str, name: str, scale: float = 1.0) -> Callable[[Run], floa
     return read
 
 
-def _own(name: str) -> Callable[[Run], float | None]:
+def _result_as_named(name: str) -> Callable[[Run], float | None]:
     """What a result has under that very name, of whatever split."""
 
     def read(run: Run) -> float | None:
@@ -122,16 +122,16 @@ COLUMNS = (
     Column("seconds", "seconds", 1, _seconds, compared=False, optional=True),
 )
 # what the tables of the paper need besides
-FURTHER = (
-    Column("clean_train_nll", "risk on the training set", 3, _own("clean_train_nll")),
-    Column("train_loss", "training loss", 3, _own("train_loss")),
+PAPER_COLUMNS = (
+    Column("clean_train_nll", "risk on the training set", 3, _result_as_named("clean_train_nll")),
+    Column("train_loss", "training loss", 3, _result_as_named("train_loss")),
     Column("worst_at_half", "worst loss, radius 0.5", 1, _worst_at_half),
     Column("landscape_rise", "rise of the training loss", 3, _landscape_rise),
 )
 
 
-def named(name: str) -> Column:
-    return next(column for column in (*COLUMNS, *FURTHER) if column.name == name)
+def column_named(name: str) -> Column:
+    return next(column for column in (*COLUMNS, *PAPER_COLUMNS) if column.name == name)
 
 
 def as_in_paper(run: Run, column: Column) -> float | None:

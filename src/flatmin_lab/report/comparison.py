@@ -20,15 +20,15 @@ from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.labels import SIGNS, TITLES
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.schema import is_number
-from flatmin_lab.report.stats import LEVEL, against
+from flatmin_lab.report.stats import LEVEL, p_values_against
 
-SETTING = (
+SETTING_KEYS = (
     "data", "model", "model_settings", "size", "augment", "label_noise", "validation", "epochs", "batch_size", "lr",
     "momentum", "nesterov", "weight_decay", "schedule", "milestones", "gamma", "warmup", "clip_norm", "precision",
     "data_sha256",
 )  # fmt: skip
-KNOBS = {key for method in METHODS for key in resolved(method, {})}
-UNSAID = ("validation", "data_sha256")  # in a title: the first is the split, the second says nothing to a reader
+METHOD_SETTINGS = {key for method in METHODS for key in resolved(method, {})}
+NOT_IN_TITLE = ("validation", "data_sha256")  # in a title: the first is the split, the second says nothing to a reader
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Cell:
 
     values: list[float]
     missing: list[str]  # commands that would fill it
-    otherwise: bool = False  # some were measured, but not as the others
+    measured_differently: bool = False  # some were measured, but not as the others
     p: float | None = None  # against ERM, after Holm
     better: bool | None = None  # than ERM; None where that cannot be said
     paper: Value | None = None
@@ -57,7 +57,7 @@ class Group:
 
     setting: Mapping[str, Any]
     rows: list[Row]
-    seeds_twice: list[Run]
+    duplicate_runs: list[Run]
     unmeasured: list[str]  # commands for what its runs lack
     untrained: list[str]  # commands for the paper's methods that are not there
 
@@ -68,14 +68,16 @@ class Group:
         return shown[0].upper() + shown[1:]
 
     @property
-    def knobs(self) -> list[str]:
+    def method_settings(self) -> list[str]:
         """The settings of each method, but for those in which its rows differ, which are named there."""
         return settings_of([(row.method, run.result["settings"]) for row in self.rows for run in row.runs])
 
     @property
     def protocol(self) -> str:
         """How they were trained, but for what stands in the rows; nothing where each was trained in its own way."""
-        said = {_without_knobs(str(run.result.get("protocol") or "own")) for row in self.rows for run in row.runs}
+        said = {
+            _without_method_settings(str(run.result.get("protocol") or "own")) for row in self.rows for run in row.runs
+        }
         return "" if said == {"own"} else "; ".join(sorted(said))
 
     @property
@@ -91,7 +93,7 @@ class Group:
         return next((row for row in self.rows if row.method == method), None)
 
 
-def _without_knobs(protocol: str) -> str:
+def _without_method_settings(protocol: str) -> str:
     """Without the method's settings, which stand in the rows.
 
     >>> _without_knobs("short, but epsilon 0.03, validation"), _without_knobs("paper, but ball tensor")
@@ -99,7 +101,7 @@ def _without_knobs(protocol: str) -> str:
     >>> _without_knobs("paper, but ball tensor, no Nesterov, clipped to 50")
     'paper, but no Nesterov, clipped to 50'
     """
-    left = [one for one in exceptions(protocol) if one.partition(" ")[0] not in KNOBS]
+    left = [one for one in exceptions(protocol) if one.partition(" ")[0] not in METHOD_SETTINGS]
     name = protocol.partition(",")[0]
     return f"{name}, but {', '.join(left)}" if left else name
 
@@ -108,7 +110,7 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
     """In the order of their first runs; methods in the paper's order, ERM first and AMP second."""
     settings: dict[str, list[Run]] = {}
     for run in runs:
-        setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING}}
+        setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING_KEYS}}
         settings.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
     return [_group(json.loads(key), own) for key, own in settings.items()]
 
@@ -118,8 +120,8 @@ def titles_of(groups: Sequence[Group]) -> list[str]:
     found = []
     for group in groups:
         others = [other.setting for other in groups if other.title == group.title]
-        apart = [key for key in ("epochs", "split", *SETTING) if any(o[key] != group.setting[key] for o in others)]
-        shown = [_apart(key, group.setting[key]) for key in dict.fromkeys(apart) if key not in UNSAID]
+        apart = [key for key in ("epochs", "split", *SETTING_KEYS) if any(o[key] != group.setting[key] for o in others)]
+        shown = [_apart(key, group.setting[key]) for key in dict.fromkeys(apart) if key not in NOT_IN_TITLE]
         found.append(", ".join([group.title, *filter(None, shown)]))
     return found
 
@@ -135,13 +137,13 @@ def _apart(key: str, value: Any) -> str:
 
 
 def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
-    runs, usual = suggested_commands.alike(runs)
+    runs, usual = suggested_commands.mark_differing(runs)
     kinds: dict[tuple[str, str], dict[int, Run]] = {}
-    twice = []
+    duplicates = []
     for run in runs:
         kind = kinds.setdefault((run.method, json.dumps(run.result["settings"], sort_keys=True)), {})
         if run.result["seed"] in kind:
-            twice.append(run)  # the same training again: it is no further evidence
+            duplicates.append(run)  # the same training again: it is no further evidence
         kind.setdefault(run.result["seed"], run)
     order = ["erm", "amp", *METHODS]
     rows = []
@@ -151,21 +153,21 @@ def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
     in_folders = runs[0].path.is_dir()  # a result file is of `flatmin reproduce`, which knows what is missing
     trained = {row.method for row in rows}
-    untrained = suggested_commands.training(setting, trained, seeds, runs[0].path.parent) if in_folders else []
+    untrained = suggested_commands.train_commands(setting, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
-    return Group(setting, _with_cells(rows, setting, usual), twice, unmeasured, untrained)
+    return Group(setting, _with_cells(rows, setting, usual), duplicates, unmeasured, untrained)
 
 
 def _lacking(run: Run, usual: Mapping[str, suggested_commands.Condition]) -> list[str]:
     wanted = (column for column in COLUMNS if column.command and not column.optional)
     parts = dict.fromkeys(column.part for column in wanted if column.value(run) is None)
-    return suggested_commands.measuring_all(run, list(parts), usual) if parts else []
+    return suggested_commands.evaluate_commands(run, list(parts), usual) if parts else []
 
 
 def _name(method: str, settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
     """The method's, and the knobs in which it differs from others of the same one."""
     apart = [key for key in settings if any(other.get(key) != settings[key] for other in others)]
-    return _with_knobs(method, settings, apart) if apart else NAMES[method]
+    return _name_with_settings(method, settings, apart) if apart else NAMES[method]
 
 
 def settings_of(trained: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -175,11 +177,11 @@ def settings_of(trained: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         own = [settings for name, settings in trained if name == method]
         common = [key for key in own[0] if all(other.get(key) == own[0][key] for other in own)]
         if common:
-            found.append(_with_knobs(method, own[0], common))
+            found.append(_name_with_settings(method, own[0], common))
     return found
 
 
-def _with_knobs(method: str, settings: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _name_with_settings(method: str, settings: Mapping[str, Any], keys: Sequence[str]) -> str:
     return f"{NAMES[method]} ({', '.join(f'{SIGNS.get(key, key)} {_setting(settings[key])}' for key in keys)})"
 
 
@@ -196,21 +198,25 @@ def _with_cells(
     for column in COLUMNS:
         values = [[v for run in row.runs if (v := column.value(run)) is not None] for row in rows]
         compared = column.compared and rows[0].method == "erm"
-        adjusted = against(values[0], dict(list(enumerate(values))[1:])) if compared else {}
+        adjusted = p_values_against(values[0], dict(list(enumerate(values))[1:])) if compared else {}
         for place, row in enumerate(rows):
             p = adjusted.get(place)
             better = mean(values[place]) < mean(values[0]) if p is not None and p < LEVEL else None
             lacking = [run for run in row.runs if column.value(run) is None and column.command and not column.optional]
             missing = [
-                command for run in lacking if (command := suggested_commands.measuring(run, [column.part], usual))
+                command
+                for run in lacking
+                if (command := suggested_commands.evaluate_command(run, [column.part], usual))
             ]
-            otherwise = any(suggested_commands.OTHERWISE in run.evaluation.get(column.part, {}) for run in lacking)
-            paper = None if is_smoothed(column, row.method) else _theirs(setting, row).get(column.paper)
-            cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, paper)
+            measured_differently = any(
+                suggested_commands.MEASURED_DIFFERENTLY in run.evaluation.get(column.part, {}) for run in lacking
+            )
+            paper = None if is_smoothed(column, row.method) else _paper_values(setting, row).get(column.paper)
+            cells[place][column.name] = Cell(values[place], missing, measured_differently, p, better, paper)
     return [Row(row.method, row.name, row.runs, cells[place]) for place, row in enumerate(rows)]
 
 
-def _theirs(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
+def _paper_values(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
     """None beside a held-out part, wrong labels, or what says itself that it is not quite the paper's."""
     apart = any(exceptions(str(run.result.get("protocol"))) for run in row.runs)
     if setting["split"] != "test" or setting["label_noise"] or apart:

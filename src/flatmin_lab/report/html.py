@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flatmin_lab.recipes.paper_numbers import Value
-from flatmin_lab.report.stats import FEW
+from flatmin_lab.report.stats import MIN_RUNS
 
 
 def render(template: str, **values: Any) -> str:
@@ -27,11 +27,11 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    found.filters.update(spread=spread, as_printed=as_printed, percent=percent, data=data)
+    found.filters.update(mean_and_std=mean_and_std, as_printed=as_printed, percent=percent, data=data)
     return found
 
 
-def spread(values: Sequence[float], digits: int = 1) -> str:
+def mean_and_std(values: Sequence[float], digits: int = 1) -> str:
     """Mean ± deviation; fewer than three values singly, for two have no spread worth a number.
 
     >>> spread([1.0, 2.0, 3.0]), spread([1.0, 2.5])
@@ -39,7 +39,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     """
     if not values:
         return "not finite"
-    if len(values) < FEW:
+    if len(values) < MIN_RUNS:
         return ", ".join(f"{value:.{digits}f}" for value in values)
     return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
 
@@ -67,13 +67,13 @@ def data(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
-def link(value: Mapping[str, Any]) -> str:
+def data_link(value: Mapping[str, Any]) -> str:
     """JSON in an address: what a reader saves without asking a server."""
     content = base64.b64encode(json.dumps(value, allow_nan=False).encode()).decode()
     return f"data:application/json;base64,{content}"
 
 
-def pooled(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+def pool_bins(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """Reliability bins of several runs as one."""
     numbers = [sum(counts) for counts in zip(*(part["number"] for part in parts), strict=True)]
 

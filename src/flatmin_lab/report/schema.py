@@ -11,7 +11,7 @@ from flatmin_lab.methods import METHODS
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.training.evaluation import BINS
 
-NEEDED: dict[str, type | tuple[type, ...]] = {
+REQUIRED: dict[str, type | tuple[type, ...]] = {
     "data": str,
     "model": str,
     "method": str,
@@ -19,12 +19,12 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
     "epochs": int,
     "seconds": (int, float),
 }
-LARGEST = 1e30  # beyond it means and levels overflow
-PARTS = ("number", "confidence", "accuracy")
+MAX_NUMBER = 1e30  # beyond it means and levels overflow
+BIN_KEYS = ("number", "confidence", "accuracy")
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
 def is_share(value: object) -> bool:
@@ -32,12 +32,12 @@ def is_share(value: object) -> bool:
 
 
 def is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < MAX_NUMBER
 
 
 def result(found: dict[str, Any]) -> dict[str, Any]:
     """result.json; bins that make no sense are left out of it."""
-    for name, kind in NEEDED.items():
+    for name, kind in REQUIRED.items():
         if not isinstance(found.get(name), kind) or isinstance(found.get(name), bool):
             raise ValueError(f"it is not a result: {name} is {found.get(name)!r}")
     if found["method"] not in METHODS:
@@ -59,7 +59,7 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
 def _is_bins(bins: Any) -> bool:
     return isinstance(bins, dict) and all(
         isinstance(bins.get(name), list) and len(bins[name]) == BINS and all(map(is_number, bins[name]))
-        for name in PARTS
+        for name in BIN_KEYS
     )
 
 

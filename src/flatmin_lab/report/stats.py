@@ -15,7 +15,7 @@ from flatmin_lab.recipes.paper_numbers import Value
 
 Key = TypeVar("Key")
 LEVEL = 0.05
-FEW = 3  # trainings, below which there is no deviation and no test
+MIN_RUNS = 3  # trainings, below which there is no deviation and no test
 
 
 class Welch(NamedTuple):
@@ -58,13 +58,13 @@ def holm(ps: Mapping[Key, float]) -> dict[Key, float]:
     return adjusted
 
 
-def against(base: Sequence[float], others: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+def p_values_against(base: Sequence[float], others: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     """The p-value of each against the base, after Holm; without those that are too few, or have no spread.
 
     >>> against([1.0, 1.1, 1.2], {"far": [5.0, 5.1, 5.2], "two": [5.0, 5.1]}).keys()
     dict_keys(['far'])
     """
-    tests = {key: welch(values, base) for key, values in others.items() if min(len(values), len(base)) >= FEW}
+    tests = {key: welch(values, base) for key, values in others.items() if min(len(values), len(base)) >= MIN_RUNS}
     return holm({key: test.p for key, test in tests.items() if test is not None})
 
 
@@ -101,16 +101,16 @@ def _fraction(x: float, a: float, b: float) -> float:
 # ---- does a mean of ours agree with the paper's? Within twice the standard deviation of such a difference
 
 
-TRIALS = 10  # the paper's
+PAPER_TRIALS = 10  # the paper's
 
 
-def tolerance(count: int, deviation: float) -> float:
+def tolerance(count: int, std: float) -> float:
     """How far apart two means may lie.
 
     >>> round(tolerance(10, 0.1), 4)
     0.0894
     """
-    return 2 * deviation * math.sqrt(1 / count + 1 / TRIALS)
+    return 2 * std * math.sqrt(1 / count + 1 / PAPER_TRIALS)
 
 
 def agrees(values: Sequence[float], paper: Value | None) -> bool | None:

@@ -127,13 +127,13 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(paper_tables, "METHODS", ("erm", "amp"))
     for module in (process_pool, runner, tuner):
         monkeypatch.setattr(module, "in_processes", _at_once)
-    monkeypatch.setattr(demo, "run", _with(demo.run, seeds=TRIALS, epochs=EPOCHS))
+    monkeypatch.setattr(demo, "run_demo", _with(demo.run_demo, seeds=TRIALS, epochs=EPOCHS))
     monkeypatch.setattr(tune, "tuning", _with(tuner.tune, trials=TRIALS))
     monkeypatch.setattr(landscapes, "landscape", _with(landscapes.landscape, points=3))
-    monkeypatch.setattr(measurements, "flatness_of", _with(measurements.flatness_of, pictures=5, restarts=1))
-    monkeypatch.setattr(time_estimate, "SECONDS", 0.1)
-    measure = benchmark.measure
-    monkeypatch.setattr(bench, "measure", lambda wanted, **how: measure(replace(wanted, steps=5), **how))
+    monkeypatch.setattr(measurements, "flatness_of", _with(measurements.flatness_of, images=5, restarts=1))
+    monkeypatch.setattr(time_estimate, "TIMED_SECONDS", 0.1)
+    run_benchmark = benchmark.run_benchmark
+    monkeypatch.setattr(bench, "run_benchmark", lambda options, **how: run_benchmark(replace(options, steps=5), **how))
     paper_tables.by_name.cache_clear()
     yield
     paper_tables.by_name.cache_clear()

@@ -21,12 +21,12 @@ from flatmin_lab.bench import contenders as bench_steps
 from flatmin_lab.bench import roofline as bench_floor
 from flatmin_lab.bench import table as bench_table
 from flatmin_lab.bench import timing as bench_clock
-from flatmin_lab.bench.benchmark import Wanted, measure
-from flatmin_lab.bench.contenders import Trainee, trainee
+from flatmin_lab.bench.benchmark import BenchmarkOptions, run_benchmark
+from flatmin_lab.bench.contenders import Contender, build_contender
 from flatmin_lab.bench.roofline import floor, flops_of
 from flatmin_lab.bench.rows import ratios
-from flatmin_lab.bench.timing import Runner, race
-from flatmin_lab.bench.workload import Work, random_pictures
+from flatmin_lab.bench.timing import Runner, run_rounds
+from flatmin_lab.bench.workload import Workload, random_images
 from flatmin_lab.cli.commands import bench
 from flatmin_lab.cli.commands import bench_view as bench_show
 from flatmin_lab.data import Normalisation, augmentation
@@ -35,35 +35,35 @@ BEGIN, END = readme.markers(cost_table.PART)
 CPU = torch.device("cpu")
 
 
-def small(**changes: Any) -> Wanted:
+def small(**changes: Any) -> BenchmarkOptions:
     usual: dict[str, Any] = {"models": ("mlp",), "batch_sizes": (4,), "steps": 5, "precision": "fp32"}
-    return Wanted(**{**usual, **changes})
+    return BenchmarkOptions(**{**usual, **changes})
 
 
-def measured(wanted: Wanted, device: torch.device = CPU) -> dict[str, Any]:
-    result = measure(wanted, device=device, pictures=200)
+def measured(wanted: BenchmarkOptions, device: torch.device = CPU) -> dict[str, Any]:
+    result = run_benchmark(wanted, device=device, images=200)
     json.dumps(result, allow_nan=False)
     return result
 
 
-def work(model: str = "mlp", precision: str = "fp32") -> Work:
-    split = random_pictures(CPU, 64)
+def work(model: str = "mlp", precision: str = "fp32") -> Workload:
+    split = random_images(CPU, 64)
     normalise = Normalisation.of(split)
     augment = augmentation("vanilla", "cifar10")
-    return Work.of(model, split, normalise, batch_size=4, augment=augment, precision=precision)
+    return Workload.build(model, split, normalise, batch_size=4, augment=augment, precision=precision)
 
 
 @pytest.fixture(autouse=True)
 def a_rough_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_floor, "PATIENCE", 0.0)
+    monkeypatch.setattr(bench_floor, "MAX_SECONDS", 0.0)
 
 
 @pytest.fixture
 def as_if_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU a captured step takes ordinary ones: enough to see who is built, and who takes turns with whom."""
-    monkeypatch.setattr(bench_table, "left_out", lambda *_, **__: None)
-    monkeypatch.setattr(Trainee, "check", lambda *_: None)
-    monkeypatch.setattr(bench_table, "free_memory", lambda _: 1e9)
+    monkeypatch.setattr(bench_table, "why_left_out", lambda *_, **__: None)
+    monkeypatch.setattr(Contender, "check", lambda *_: None)
+    monkeypatch.setattr(bench_table, "free_mib", lambda _: 1e9)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
 
@@ -91,11 +91,11 @@ def test_on_a_cpu_the_eager_ones_are_timed_and_the_others_left_out_with_a_reason
 def test_every_form_has_its_rows_and_models_at_once_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, str]] = []
 
-    def counted(work: Work, method: str, form: str, *, data: bool = True) -> Trainee:
+    def counted(work: Workload, method: str, form: str, *, data: bool = True) -> Contender:
         made.append((method, form))
-        return trainee(work, method, form, data=data)
+        return build_contender(work, method, form, data=data)
 
-    monkeypatch.setattr(bench_table, "trainee", counted)
+    monkeypatch.setattr(bench_table, "build_contender", counted)
     (table,) = measured(small(methods=("erm", "amp"), at_once=(3, 2)))["tables"]
     rows = [(row["form"], row["models"]) for row in table["rows"] if row["method"] == "amp"]
     assert rows == [("eager", 1), ("graph", 1), ("compiled", 1), ("at-once", 2), ("at-once", 3)]
@@ -107,17 +107,17 @@ def test_every_form_has_its_rows_and_models_at_once_are_built_once(monkeypatch: 
 
 @pytest.mark.usefixtures("as_if_captured")
 def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(work: Work, method: str, form: str, *, data: bool = True) -> Trainee:
+    def fails(work: Workload, method: str, form: str, *, data: bool = True) -> Contender:
         if (method == "amp" or not data) and form == "graph":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.\nMore of it.")
-        made = trainee(work, method, form, data=data)
+        made = build_contender(work, method, form, data=data)
         if method == "erm" and form == "compiled":
             calls = iter([*range(4)])  # enough to be built
             made.step = lambda *_: next(calls)
         return made
 
-    monkeypatch.setattr(bench_table, "trainee", fails)
-    monkeypatch.setattr(bench_table, "free_memory", lambda _: -1.0)
+    monkeypatch.setattr(bench_table, "build_contender", fails)
+    monkeypatch.setattr(bench_table, "free_mib", lambda _: -1.0)
     (table,) = measured(small(methods=("erm", "amp"), at_once=(2,)))["tables"]
     rows = {(row["method"], row["form"]): row for row in table["rows"]}
     assert rows["amp", "graph"]["failed"] == "out of memory"
@@ -131,7 +131,7 @@ def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_that_was_not_captured_is_no_row_of_a_captured_form() -> None:
-    made = trainee(work(), "erm", "graph")
+    made = build_contender(work(), "erm", "graph")
     made(2)
     made.check("eager")
     with pytest.raises(bench_steps.CannotStepError, match="not on a CUDA device"):
@@ -146,10 +146,10 @@ def test_a_step_moves_the_weights_and_leaves_them_finite(
     if method == "sam":
         pytest.importorskip("pytorch_optimizer", reason="its SAM is one of the contenders")
     kept: list[torch.nn.Module] = []
-    new = Work.new_model
-    monkeypatch.setattr(Work, "new_model", lambda self: kept.append(new(self)) or kept[-1])  # type: ignore[func-returns-value]
+    new = Workload.new_model
+    monkeypatch.setattr(Workload, "new_model", lambda self: kept.append(new(self)) or kept[-1])  # type: ignore[func-returns-value]
     own = work(precision=precision)
-    made = trainee(own, method, "eager")
+    made = build_contender(own, method, "eager")
     before = [p.detach().clone() for p in kept[0].parameters()]
     made(2)
     after = [p.detach() for p in kept[0].parameters()]
@@ -176,16 +176,16 @@ def test_contenders_take_turns_and_one_that_breaks_is_out() -> None:
         order.append("b")
 
     runners = {"a": Runner(lambda count: order.extend("a" * count), 2), "b": Runner(breaks, 1, models=4)}
-    race(runners, CPU, rounds=3)
+    run_rounds(runners, CPU, rounds=3)
     assert "".join(order) == "aabaabaa"
     assert runners["b"].failed == "no more"
     assert len(runners["a"].times) == 3
 
 
 def test_a_block_of_slow_steps_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_clock, "by_wall", lambda work, device: 2.0)
+    monkeypatch.setattr(bench_clock, "wall_seconds", lambda work, device: 2.0)
     assert bench_clock.block_length(lambda count: None, CPU, most=20) == 1
-    monkeypatch.setattr(bench_clock, "by_wall", lambda work, device: 2e-3)
+    monkeypatch.setattr(bench_clock, "wall_seconds", lambda work, device: 2e-3)
     assert bench_clock.block_length(lambda count: None, CPU, most=20) == 20
 
 
@@ -205,8 +205,8 @@ def test_the_memory_of_a_step_is_its_peak_and_what_its_graph_set_aside(monkeypat
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert bench_clock.memory(gpu) == (120 * mib, 40 * mib)
-    assert bench_clock.peak_since(bench_clock.Memory(100 * mib, 0), lambda count: None, gpu) == 30 + 40
+    assert bench_clock.memory_in_use(gpu) == (120 * mib, 40 * mib)
+    assert bench_clock.peak_mib_since(bench_clock.Memory(100 * mib, 0), lambda count: None, gpu) == 30 + 40
 
 
 def test_the_floor_counts_two_passes_and_the_bytes_of_the_weights() -> None:
@@ -258,7 +258,7 @@ WRONG = {
 def test_a_reader_that_goes_away_costs_nothing_and_a_full_disk_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(wanted: Wanted, *, after: Callable[[dict[str, Any]], None], **_: object) -> dict[str, Any]:
+    def measured(wanted: BenchmarkOptions, *, after: Callable[[dict[str, Any]], None], **_: object) -> dict[str, Any]:
         after(made_up())
         after(made_up())
         return made_up()
@@ -267,7 +267,7 @@ def test_a_reader_that_goes_away_costs_nothing_and_a_full_disk_ends_nothing(
         raise BrokenPipeError
 
     file = tmp_path / "bench.json"
-    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(bench, "run_benchmark", measured)
     monkeypatch.setattr(bench_show, "table", closed)
     assert flatmin("bench", "--device", "cpu", "--json", file).exit_code == 1
     assert json.loads(file.read_text()) == made_up()
@@ -289,7 +289,7 @@ def test_a_place_that_cannot_be_written_to_is_found_first(tmp_path: Path, monkey
     def refused(path: Path) -> None:
         raise PermissionError(errno.EACCES, "permission denied")
 
-    monkeypatch.setattr(bench, "measure", None)
+    monkeypatch.setattr(bench, "run_benchmark", None)
     monkeypatch.setattr(Path, "touch", refused)
     result = flatmin("bench", "--device", "cpu", "--json", tmp_path / "bench.json")
     assert result.exit_code == 2

@@ -37,21 +37,21 @@ def test_the_passes_of_a_step_are_counted_right(method: str, settings: dict[str,
     learner.model.register_forward_hook(lambda *_: counted.append(1))
     index, u = next(iter(learner.batches.parts(0)))
     learner.step(index, u, 0.1)
-    assert len(counted) == time_estimate.passes(recipe)
+    assert len(counted) == time_estimate.passes_per_step(recipe)
 
 
 def test_a_training_is_its_steps_and_a_look_at_the_test_set_after_each_epoch() -> None:
-    data, known = tiny_data(train=40, test=30), time_estimate.Pace(step=1.0, look=0.1)
+    data, known = tiny_data(train=40, test=30), time_estimate.Pace(step_seconds=1.0, image_seconds=0.1)
     recipe = tiny_recipe(epochs=3, batch_size=10)
-    assert time_estimate.seconds_of(recipe, data, known) == pytest.approx(3 * (4 + 30 * 0.1))
+    assert time_estimate.estimate_seconds(recipe, data, known) == pytest.approx(3 * (4 + 30 * 0.1))
     held_out = tiny_recipe(epochs=3, batch_size=10, validation=True)
-    assert time_estimate.seconds_of(held_out, data, known) == pytest.approx(3 * (3.6 + 4 * 0.1))
+    assert time_estimate.estimate_seconds(held_out, data, known) == pytest.approx(3 * (3.6 + 4 * 0.1))
 
 
 def test_an_estimate_is_near_the_training_where_most_of_it_is_looking_at_the_test_set() -> None:
     data = load("spiral")
     recipe = suited("spiral", data, method="amp", epochs=20)
-    (guess,) = time_estimate.seconds_of_all([Job(recipe, 0)], {"spiral": data}, device=torch.device("cpu"))
+    (guess,) = time_estimate.estimate_all_seconds([Job(recipe, 0)], {"spiral": data}, device=torch.device("cpu"))
     start = perf_counter()
     assert isinstance(list(train(recipe, data, seed=0))[-1], Finished)
     took = perf_counter() - start
@@ -73,8 +73,8 @@ def test_a_step_that_comes_after_the_end_of_an_epoch_counts_only_where_all_do(mo
             yield Epoch(epoch=epoch, step=1, numbers={})
 
     for steps, expected in ((4, 0.001), (1, 0.101)):
-        monkeypatch.setattr(time_estimate, "begun", lambda *_, steps=steps, **__: nullcontext(records(steps)))
-        found = time_estimate.seconds_a_step(tiny_recipe(), tiny_data(), device=torch.device("cpu"))
+        monkeypatch.setattr(time_estimate, "endless_run", lambda *_, steps=steps, **__: nullcontext(records(steps)))
+        found = time_estimate.seconds_per_step(tiny_recipe(), tiny_data(), device=torch.device("cpu"))
         assert found == pytest.approx(expected)
 
 
@@ -92,7 +92,9 @@ def test_a_look_is_measured_in_small_where_a_large_batch_would_take_minutes(monk
     for each, sizes in ((1e-4, [50, 50, 500, 500]), (0.1, [50, 50])):
         looked.clear()
         data = tiny_data(test=600)
-        assert time_estimate.seconds_a_look(tiny_recipe(), data, device=torch.device("cpu")) == pytest.approx(each)
+        assert time_estimate.seconds_per_evaluation(tiny_recipe(), data, device=torch.device("cpu")) == pytest.approx(
+            each
+        )
         assert looked == sizes
 
 
@@ -103,10 +105,10 @@ def test_of_those_that_are_alike_one_is_measured(monkeypatch: pytest.MonkeyPatch
         measured.append(recipe.name)
         return time_estimate.Pace(0.5, 0.01)
 
-    monkeypatch.setattr(time_estimate, "pace", pace)
+    monkeypatch.setattr(time_estimate, "measure_pace", pace)
     jobs = EXHIBITS["table1"]("smoke").jobs((0, 1))
     sets = {recipe.data: tiny_data() for recipe in EXHIBITS["table1"]("smoke").recipes}
-    found = time_estimate.seconds_of_all(jobs, sets, device=torch.device("cpu"))
+    found = time_estimate.estimate_all_seconds(jobs, sets, device=torch.device("cpu"))
     assert len(found) == len(jobs) == 96
     assert len(measured) == 2 * 2  # two networks, one or two passes
     assert all(seconds > 0 for seconds in found)
@@ -117,8 +119,8 @@ def test_a_step_is_measured_on_a_training_that_leaves_nothing() -> None:
     data = tiny_data(train=20)
     small = tiny_recipe(method="amp", settings={"epsilon": 0.1})
     before = torch.get_rng_state()
-    found = time_estimate.pace(small, data, device=torch.device("cpu"))
+    found = time_estimate.measure_pace(small, data, device=torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
-    assert 0 < found.step < 5
-    assert 0 < found.look < 1
+    assert 0 < found.step_seconds < 5
+    assert 0 < found.image_seconds < 1
     assert Job(recipe, 0).seed == 0

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.support.processes import flatmin, words
 
 from flatmin import __version__
-from flatmin_lab.cli.commands.train_seeds import Trainings
+from flatmin_lab.cli.commands.train_seeds import SeedRuns
 from flatmin_lab.cli.request import Request
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs import checkpoint
@@ -185,16 +185,16 @@ def test_what_finished_is_shown_although_others_failed_or_were_stopped(
 
 
 def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
-    trainings = Trainings([0, 1, 2])
-    trainings.hear(0, Finished({}))  # before, so it was not started now
-    assert (trainings.running, trainings.completed()) == (set(), 0)
-    trainings.hear(1, Started(step=40, steps=100, epochs=2, parameters=1))
-    trainings.hear(2, Started(step=0, steps=100, epochs=2, parameters=1))
-    trainings.hear(2, Progress(epoch=1, step=7, numbers={}))
-    assert (trainings.running, trainings.completed()) == ({1, 2}, 147)
-    trainings.hear(1, Failed("no more", 40))
-    trainings.hear(2, Stopped("Ctrl-C", 8))
-    assert trainings.running == set()
+    runs = SeedRuns([0, 1, 2])
+    runs.update(0, Finished({}))  # before, so it was not started now
+    assert (runs.running, runs.completed()) == (set(), 0)
+    runs.update(1, Started(step=40, steps=100, epochs=2, parameters=1))
+    runs.update(2, Started(step=0, steps=100, epochs=2, parameters=1))
+    runs.update(2, Progress(epoch=1, step=7, numbers={}))
+    assert (runs.running, runs.completed()) == ({1, 2}, 147)
+    runs.update(1, Failed("no more", 40))
+    runs.update(2, Stopped("Ctrl-C", 8))
+    assert runs.running == set()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from flatmin_lab.cli.commands import tune as tune_command
 from flatmin_lab.data import Split, load
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
-from flatmin_lab.report.loader import collect
+from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.runs.events import BusyError, Epoch, Finished, Record, Stopped
 from flatmin_lab.tuning import result_file
@@ -554,7 +554,7 @@ def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) 
         path.write_text(json.dumps(one))
         with pytest.raises(ValueError, match=r"is not a tuning|is damaged"):
             result_file.read(path)
-    assert [broken.path.name for broken in collect([tmp_path]).broken] == [FILE] * len(wrong)
+    assert [broken.path.name for broken in load_results([tmp_path]).unusable] == [FILE] * len(wrong)
 
 
 # ---- what the report says
@@ -562,7 +562,7 @@ def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) 
 
 def test_the_report_has_a_section_for_a_tuning_and_no_run_of_its_trials(out: Path, tmp_path: Path) -> None:
     write(tmp_path / "runs" / "amp", result("amp", 0, 0.04))
-    found = collect([tmp_path / "runs", out.parent])
+    found = load_results([tmp_path / "runs", out.parent])
     assert [run.path.name for run in found.runs] == ["amp"]
     assert len(found.tunings) == 1
     page = report_page(found)
@@ -584,7 +584,7 @@ def test_a_tuning_alone_is_a_report_too(out: Path, tmp_path: Path, monkeypatch: 
         assert "<h1>Tuning</h1>" in page
         assert "No training could be read" not in page
         assert "from the files of 1 tuning" in page
-    assert [run.path.name for run in collect([out / "trial-1"]).runs] == ["trial-1"]  # named itself
+    assert [run.path.name for run in load_results([out / "trial-1"]).runs] == ["trial-1"]  # named itself
     (tmp_path / "tuning").symlink_to(out.parent)
     monkeypatch.chdir(tmp_path)
     assert flatmin("report").exit_code == 0
@@ -596,11 +596,11 @@ def test_what_was_pruned_and_what_failed_is_said_in_the_report(out: Path, tmp_pa
     trials[0] |= {"state": "failed", "value": None, "error": None, "nll": None, "epochs": 0, "why": "its loss is <nan>"}
     trials[1] |= {"state": "pruned", "epochs": 2}
     (tmp_path / FILE).write_text(json.dumps({**content, "wanted": 9}))
-    page = report_page(collect([tmp_path]))
+    page = report_page(load_results([tmp_path]))
     assert "4 of 9 trials so far" in page
     assert "Of them 1 was pruned and 1 failed." in page
     assert "failed: its loss is &lt;nan&gt;" in page
     for one in trials:
         one |= {"state": "failed", "value": None, "error": None, "nll": None}
     (tmp_path / FILE).write_text(json.dumps(content))
-    assert "Nothing is chosen: no trial has finished" in report_page(collect([tmp_path]))
+    assert "Nothing is chosen: no trial has finished" in report_page(load_results([tmp_path]))

@@ -9,12 +9,19 @@ import typer
 from rich.console import Console
 
 from flatmin_lab import models
-from flatmin_lab.bench.benchmark import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure
+from flatmin_lab.bench.benchmark import (
+    DEFAULT_AT_ONCE,
+    DEFAULT_BATCH_SIZES,
+    DEFAULT_MODELS,
+    DEFAULT_STEPS,
+    BenchmarkOptions,
+    run_benchmark,
+)
 from flatmin_lab.bench.contenders import FORMS, METHODS
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import bench_view
-from flatmin_lab.cli.options import Debug, Device, option, reported
-from flatmin_lab.cli.signals import ended_by_signals
+from flatmin_lab.cli.options import Debug, Device, option, report_errors
+from flatmin_lab.cli.signals import exit_on_signals
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.recipes.recipe import PRECISIONS
 from flatmin_lab.runs.events import RunError
@@ -24,17 +31,17 @@ from flatmin_lab.system.machine import device_named
 Names = list[str] | None
 
 
-def _usual(values: Any) -> str:
+def _list_of(values: Any) -> str:
     return ", ".join(map(str, values))
 
 
 def bench(
-    model: Annotated[Names, option(f"{', '.join(models.MODELS)}; else {_usual(MODELS)}.")] = None,
-    batch_size: Annotated[Names, option(f"Pictures a step; else {_usual(BATCH_SIZES)}.")] = None,
+    model: Annotated[Names, option(f"{', '.join(models.MODELS)}; else {_list_of(DEFAULT_MODELS)}.")] = None,
+    batch_size: Annotated[Names, option(f"Pictures a step; else {_list_of(DEFAULT_BATCH_SIZES)}.")] = None,
     methods: Annotated[Names, option(f"{', '.join(METHODS)}; else all.")] = None,
     forms: Annotated[Names, option(f"{', '.join(FORMS)}; else all.")] = None,
-    at_once: Annotated[Names, option(f"How many models step at once; else {_usual(AT_ONCE)}.")] = None,
-    steps: Annotated[int, typer.Option(help="How many steps of each are timed, at most.")] = STEPS,
+    at_once: Annotated[Names, option(f"How many models step at once; else {_list_of(DEFAULT_AT_ONCE)}.")] = None,
+    steps: Annotated[int, typer.Option(help="How many steps of each are timed, at most.")] = DEFAULT_STEPS,
     precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else bf16 on a GPU, fp32 on a CPU.")] = None,
     augment: Annotated[str, typer.Option(help=f"What a step does to its pictures: {', '.join(KINDS)}.")] = "vanilla",
     quick: Annotated[bool, option("preactresnet18 with batches of 50 alone; so it is on a CPU.", "--quick")] = False,
@@ -43,15 +50,16 @@ def bench(
     debug: Debug = False,
 ) -> None:
     """What a training step costs, plain and as a CUDA graph, with SGD, AMP and SAM. Lists: again, or with commas."""
-    with reported(debug), ended_by_signals():
+    with report_errors(debug), exit_on_signals():
         where = device_named(device)
         quick = quick or where.type != "cuda"  # all of it would take hours there
-        wanted = Wanted(
-            models=_words("--model", model) or (MODELS[:1] if quick else MODELS),
-            batch_sizes=_counts("--batch-size", batch_size) or (BATCH_SIZES[:1] if quick else BATCH_SIZES),
+        options = BenchmarkOptions(
+            models=_words("--model", model) or (DEFAULT_MODELS[:1] if quick else DEFAULT_MODELS),
+            batch_sizes=_counts("--batch-size", batch_size)
+            or (DEFAULT_BATCH_SIZES[:1] if quick else DEFAULT_BATCH_SIZES),
             methods=_words("--methods", methods) or METHODS,
             forms=_words("--forms", forms) or FORMS,
-            at_once=_counts("--at-once", at_once) or AT_ONCE,
+            at_once=_counts("--at-once", at_once) or DEFAULT_AT_ONCE,
             steps=steps,
             precision=precision or ("bf16" if where.type == "cuda" else "fp32"),
             augment=cast(Kind, augment),
@@ -65,7 +73,7 @@ def bench(
             bench_view.table(result, result["tables"][-1])
 
         with display.busy(console) as say:
-            result = measure(wanted, device=where, say=say, after=after)
+            result = run_benchmark(options, device=where, say=say, after=after)
         _write(json_file, result)
         bench_view.footer(result, json_file)
         if not any("ms" in row for table in result["tables"] for row in table["rows"]):

@@ -21,7 +21,7 @@ from flatmin_lab.execution.process_pool import cores, side_by_side
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.report.html import spread
+from flatmin_lab.report.html import mean_and_std
 from flatmin_lab.report.pages.demo import demo_page, row
 from flatmin_lab.runs.events import Epoch, Finished
 from flatmin_lab.system.files import written_whole
@@ -37,7 +37,7 @@ COLUMNS = {
 }
 
 
-def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None, console: Console) -> Path:
+def run_demo(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None, console: Console) -> Path:
     """Train, show, write; the page's path."""
     workers = cores() if workers is None else workers
     for name, value in (("seeds", seeds), ("epochs", epochs), ("workers", workers)):
@@ -55,7 +55,7 @@ def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None
     recipes = {name: suited("digits", data, method=name, label_noise=noise, epochs=epochs) for name in ORDER}
     jobs = [Job(recipe, seed) for recipe in recipes.values() for seed in range(seeds)]
     start = perf_counter()
-    runs = trained(jobs, workers, console)
+    runs = train_all(jobs, workers, console)
     summary: dict[str, Any] = {
         "noise": noise,
         "seeds": seeds,
@@ -74,7 +74,7 @@ def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None
     return out / "demo.html"
 
 
-def trained(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[str, Any]]:
+def train_all(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[str, Any]]:
     """A result a job, each with its epochs; shown while they come."""
     lines: list[list[dict[str, Any]]] = [[] for _ in jobs]
     results: list[dict[str, Any] | None] = [None] * len(jobs)
@@ -94,7 +94,7 @@ def trained(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[st
 def _say_if_complete(method: str, results: Sequence[dict[str, Any]], jobs: Sequence[Job], console: Console) -> None:
     own = [result for result in results if result["method"] == method]
     if len(own) == sum(job.recipe.method == method for job in jobs):
-        say(console, f"{method}: test error {spread([100 * result['test_error'] for result in own])} %")
+        say(console, f"{method}: test error {mean_and_std([100 * result['test_error'] for result in own])} %")
 
 
 def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:
@@ -106,5 +106,5 @@ def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:
         shown.add_column(label, justify="right", no_wrap=True)
     for method in ORDER:
         values = row(method, [run for run in runs if run["method"] == method])
-        shown.add_row(method, *(spread(values[key], 2 if key == "nll" else 1) for key in columns))
+        shown.add_row(method, *(mean_and_std(values[key], 2 if key == "nll" else 1) for key in columns))
     return shown

@@ -25,7 +25,7 @@ from flatmin_lab import models
 from flatmin_lab.cli import display
 from flatmin_lab.data.registry import EMBEDDED, OFFICIAL, load
 from flatmin_lab.evaluation import user_model
-from flatmin_lab.evaluation.user_code import find, is_own
+from flatmin_lab.evaluation.user_code import find_function, is_user_code
 from flatmin_lab.system.machine import commit, hardware
 from flatmin_lab.system.rng import Surroundings, generator
 
@@ -40,8 +40,8 @@ def run(model: str, shape: Sequence[int], data_dir: Path, device: torch.device) 
     for title, rows in (("versions", versions()), ("devices", devices()), ("data sets", data_sets(data_dir))):
         console.print(_table(title, rows))
     with Surroundings(device, deterministic=device.type == "cuda").inside():
-        findings = examine(training(model, shape, device))
-    return told(f"{model} on {device}", findings)
+        findings = examine(model_training(model, shape, device))
+    return show_findings(f"{model} on {device}", findings)
 
 
 def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
@@ -90,16 +90,16 @@ def data_sets(root: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def training(name: str, shape: Sequence[int], device: torch.device) -> MakeTraining:
+def model_training(name: str, shape: Sequence[int], device: torch.device) -> MakeTraining:
     """A training of that model, with AMP around SGD, on random inputs of that shape."""
     with torch.random.fork_rng([]):
-        model = make(name, shape).to(device).train()
+        model = make_model(name, shape).to(device).train()
     x = torch.randn(BATCH, *shape, generator=generator("doctor")).to(device)
     _check(model, x)
     y = torch.arange(BATCH, device=device)
 
     def make_training() -> tuple[nn.Module, flatmin.AMP, Callable[[], Tensor]]:
-        model = make(name, shape).to(device).train()
+        model = make_model(name, shape).to(device).train()
         base = SGD((param for param in model.parameters() if param.requires_grad), lr=0.01, momentum=0.9)
         optimizer = flatmin.AMP(base, epsilon=0.1, model=model)
 
@@ -127,22 +127,22 @@ def _check(model: nn.Module, x: Tensor) -> None:
         raise TypeError(f"the model must answer with a tensor, got {type(answer).__name__}")
 
 
-def make(name: str, shape: Sequence[int]) -> nn.Module:
+def make_model(name: str, shape: Sequence[int]) -> nn.Module:
     """A built-in model for inputs of that shape, or one of the user's own."""
-    if is_own(name):
-        return user_model.make(name)
+    if is_user_code(name):
+        return user_model.make_model(name)
     return models.build(name, num_classes=CLASSES, in_channels=shape[0], **models.settings_for(name, shape))
 
 
 # ---- a training of the user's own, and what was found
 
 
-def own_training(name: str) -> list[Finding]:
+def examine_user_training(name: str) -> list[Finding]:
     """What the doctor finds of `mymodule:make_training`."""
-    if not is_own(name):
+    if not is_user_code(name):
         raise ValueError(f"doctor takes mymodule:make_training or file.py:make_training, got {name!r}")
     try:
-        function = find(name, "make_training")
+        function = find_function(name, "make_training")
     except Exception as error:
         if isinstance(error, SyntaxError) or own_lines(error):
             return [Crash(f"importing {name}", error).finding()]
@@ -152,7 +152,7 @@ def own_training(name: str) -> list[Finding]:
         return examine(function)
 
 
-def told(title: str, findings: Sequence[Finding]) -> bool:
+def show_findings(title: str, findings: Sequence[Finding]) -> bool:
     """Print the findings; true if none is an error."""
     console = Console(highlight=False, soft_wrap=True)
     table = Table(Column(Text(title)), "", "", box=None, pad_edge=False)
@@ -163,9 +163,9 @@ def told(title: str, findings: Sequence[Finding]) -> bool:
     console.print(table)
     errors, warnings = (sum(finding.verdict == kind for finding in findings) for kind in ("error", "warning"))
     after = "; what comes after it was not examined: repair it, and look again" if errors else ""
-    display.say(console, f"{_number(errors, 'error')}, {_number(warnings, 'warning')}{after}")
+    display.say(console, f"{_count_of(errors, 'error')}, {_count_of(warnings, 'warning')}{after}")
     return not errors
 
 
-def _number(count: int, name: str) -> str:
+def _count_of(count: int, name: str) -> str:
     return f"{count or 'no'} {name}{'' if count == 1 else 's'}"

@@ -18,21 +18,21 @@ from rich.console import Console
 from flatmin_lab.bench import amp_cost, time_estimate
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import reproduce_view
-from flatmin_lab.cli.commands.reproduce_select import Chosen, choose, exhibits_named
+from flatmin_lab.cli.commands.reproduce_select import Selection, exhibits_named, select_runs
 from flatmin_lab.cli.options import (
-    DATA,
+    DEFAULT_DATA_DIR,
     Address,
     DataDir,
     Debug,
     Download,
     Executor,
     Gpus,
+    open_executor,
     option,
-    reported,
-    workplace,
+    report_errors,
 )
-from flatmin_lab.cli.request import read
-from flatmin_lab.cli.signals import CODES, asked_to_stop
+from flatmin_lab.cli.request import read_data
+from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.cluster.run_queue import spread
@@ -78,7 +78,7 @@ def reproduce(
     runs: Annotated[
         Path | None, option("The folder of the runs, with checkpoints; else runs, for smoke out/smoke/runs.", panel=HOW)
     ] = None,
-    data_dir: DataDir = DATA,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; else all GPUs there are.", panel=HOW)] = None,
     together: Annotated[
@@ -96,55 +96,55 @@ def reproduce(
     debug: Debug = False,
 ) -> None:
     """The paper's tables and figures from your own trainings, beside its numbers; killed, the same command goes on."""
-    with reported(debug):
+    with report_errors(debug):
         need("flatmin_lab.report.paper.tables", "flatmin reproduce")
         above = SMOKE if protocol == "smoke" else Path()
         ledger, console = Ledger(results or above / "results", runs or above / "runs"), display.terminal()
         exhibits_ = exhibits_named(exhibits or (EXHIBITS if list_ else ()), protocol or "paper")
         if list_:
-            reproduce_view.catalogue(exhibits_, ledger)
+            reproduce_view.show_experiments(exhibits_, ledger)
             return
         narrowed = {"seeds": seeds, "methods": methods, "data": data, "models": models, "measure": measure}
-        chosen = choose(exhibits_, ledger, planned=planned, plan=plan, protocol=protocol, **narrowed)
+        selection = select_runs(exhibits_, ledger, planned=planned, plan=plan, protocol=protocol, **narrowed)
         if plan:
-            new = ledger.plan(chosen.runs, datetime.now(timezone.utc).date())
-            typer.echo(f"{new} of {len(chosen.runs)} trainings are new in {ledger.results / PLANNED}")
+            new = ledger.plan(selection.runs, datetime.now(timezone.utc).date())
+            typer.echo(f"{new} of {len(selection.runs)} trainings are new in {ledger.results / PLANNED}")
             return
-        todo = chosen.due(retry=retry, limit=limit)
-        reproduce_view.what_is_there(console, chosen, retry=retry)
+        todo = selection.due(retry=retry, limit=limit)
+        reproduce_view.show_states(console, selection, retry=retry)
         for place in (ledger.results, ledger.runs):
             _check_place(place)
         asked: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
-        with workplace(executor, **asked, console=console) as where:
+        with open_executor(executor, **asked, console=console) as where:
             # a missing file now, and not in hours
-            sets, lacking = _read({run.job.recipe.data for run in todo}, data_dir, download=download)
+            sets, lacking = _read_all({run.job.recipe.data for run in todo}, data_dir, download=download)
             if lacking and not dry_run:
                 raise FileNotFoundError("; ".join(lacking))
             for text in lacking:
                 display.say(console, f"note: {text}", style="yellow")
             if dry_run:
-                _dry_run(todo, chosen, sets, where, workers, console)
+                _dry_run(todo, selection, sets, where, workers, console)
                 return
             how = How(ledger, str(data_dir), together, checkpoint_epochs)
-            with asked_to_stop() as stop:
-                failed, reason = _followed(_records(todo, how, where, sets, workers, stop), todo, console, stop)
-        for one in chosen.trained:
-            reproduce_view.filled(one, ledger, chosen)
+            with stop_on_signals() as stop:
+                failed, reason = _follow(_records(todo, how, where, sets, workers, stop), todo, console, stop)
+        for one in selection.trained:
+            reproduce_view.show_table(one, ledger, selection)
         if reason is not None:
             display.say(console, f"stopped by {reason}; the same command goes on")
-            raise typer.Exit(CODES[reason])
-        for one in chosen.measured:
+            raise typer.Exit(EXIT_CODES[reason])
+        for one in selection.measured:
             _cost(one, ledger, _first(where), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
 
 
-def _read(names: set[str], root: Path, *, download: bool) -> tuple[dict[str, Dataset], list[str]]:
+def _read_all(names: set[str], root: Path, *, download: bool) -> tuple[dict[str, Dataset], list[str]]:
     """The data sets, and what is wrong with those that are not there."""
     sets, lacking = {}, []
     for name in sorted(names):
         try:
-            sets[name] = read(name, root, download=download, size=None)
+            sets[name] = read_data(name, root, download=download, size=None)
         except FileNotFoundError as error:
             lacking.append(str(error))
     return sets, lacking
@@ -161,24 +161,24 @@ def _check_place(place: Path) -> None:
 
 def _dry_run(
     todo: Sequence[Run],
-    chosen: Chosen,
+    selection: Selection,
     sets: dict[str, Dataset],
     where: Crew | list[str],
     workers: int | None,
     console: Console,
 ) -> None:
     """What would run, and an estimate of the time from a few steps of each kind."""
-    for one in chosen.measured:
+    for one in selection.measured:
         typer.echo(f"{one.name}: some steps of {' and '.join(r.method for r in one.recipes)}, and no training")
-    if not chosen.runs:
+    if not selection.runs:
         return
-    known = [run.job for run in todo if chosen.state(run.job) != "unmeasured"]
+    known = [run.job for run in todo if selection.state(run.job) != "unmeasured"]
     training = [job for job in known if job.recipe.data in sets]
     device = _first(where)
     on_cpu = device.type == "cpu"
     with display.busy(console) as say, one_thread() if on_cpu else nullcontext():
-        seconds = time_estimate.seconds_of_all(training, sets, device=device, say=say)
-    reproduce_view.would_run(todo, chosen, {job.key: took for job, took in zip(training, seconds, strict=True)})
+        seconds = time_estimate.estimate_all_seconds(training, sets, device=device, say=say)
+    reproduce_view.show_dry_run(todo, selection, {job.key: took for job, took in zip(training, seconds, strict=True)})
     if not training:
         return
     if isinstance(where, Crew):
@@ -189,7 +189,7 @@ def _dry_run(
     total = max([sum(seconds) / beside, *seconds])
     display.say(
         console,
-        f"{len(training)} trainings, some {reproduce_view.time(total)} on {hardware(device)} with {count}; "
+        f"{len(training)} trainings, some {reproduce_view.duration_text(total)} on {hardware(device)} with {count}; "
         f"from a few steps each, one training at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
         "begun ones have less to do, "
         "and measuring comes on top",
@@ -215,7 +215,7 @@ def _records(
     return carry_out(todo, how._replace(at_once=count), devices=where, workers=workers, stop=stop)
 
 
-def _followed(
+def _follow(
     records: Iterable[tuple[int, Record]], todo: Sequence[Run], console: Console, stop: Stop
 ) -> tuple[int, str | None]:
     """Show what is said of all, until they have ended; how many failed, and what stopped it."""
@@ -230,7 +230,7 @@ def _followed(
         for number, record in records:
             job = todo[number].job
             who = f"{job.recipe.name:{width}} seed {job.seed}"
-            for text, style in reproduce_view.said(record, todo[number]):
+            for text, style in reproduce_view.event_lines(record, todo[number]):
                 display.say(console, f"{who}  {text}", style=style)
             match record:
                 case Epoch():
@@ -250,8 +250,8 @@ def _cost(
 ) -> None:
     """Measure ERM's and AMP's steps in turns, and write it down."""
     recipes = {recipe.method: recipe for recipe in exhibit.recipes}
-    pictures = read(recipes["erm"].data, data_dir, download=download, size=None).to(where)
+    dataset = read_data(recipes["erm"].data, data_dir, download=download, size=None).to(where)
     with display.busy(console) as say:
         say("steps of ERM and AMP in turns")
-        found = amp_cost.cost(recipes, pictures, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
-    reproduce_view.costs(found, exhibit.protocol, str(ledger.write_cost(exhibit.protocol, found)))
+        found = amp_cost.measure_cost(recipes, dataset, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
+    reproduce_view.show_costs(found, exhibit.protocol, str(ledger.write_cost(exhibit.protocol, found)))

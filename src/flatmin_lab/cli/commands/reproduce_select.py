@@ -16,7 +16,7 @@ PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class Selection:
     """Exhibits, and their trainings with what is to be measured of each."""
 
     exhibits: Sequence[Exhibit]
@@ -57,7 +57,7 @@ def exhibits_named(names: Iterable[str], protocol: str) -> list[Exhibit]:
     return found
 
 
-def choose(
+def select_runs(
     exhibits: Sequence[Exhibit],
     ledger: Ledger,
     *,
@@ -69,7 +69,7 @@ def choose(
     data: str | None,
     models: str | None,
     measure: str | None,
-) -> Chosen:
+) -> Selection:
     """Each training once, with what is known of it."""
     if planned and (exhibits or protocol or plan):
         raise ValueError(
@@ -95,7 +95,7 @@ def choose(
     runs = _measured(runs, _words(measure, set(post_training.PARTS), "--measure") if measure else set())
     shown = exhibits or [EXHIBITS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
     states = {run.job.key: ledger.state(run.job, run.parts) for run in runs}
-    return Chosen(exhibits=shown, runs=runs, states=states)
+    return Selection(exhibits=shown, runs=runs, states=states)
 
 
 def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:

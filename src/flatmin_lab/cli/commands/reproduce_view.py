@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatmin_lab.cli import display
-from flatmin_lab.cli.commands.reproduce_select import Chosen
+from flatmin_lab.cli.commands.reproduce_select import Selection
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.paper_tables import Exhibit
@@ -19,10 +19,10 @@ from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import Ledger, State
 from flatmin_lab.system.optional_deps import need
 
-TENTHS = 10  # of a training, after each of which a line is shown
+SHOWN_TENTHS = 10  # of a training, after each of which a line is shown
 
 
-def catalogue(exhibits: Sequence[Exhibit], ledger: Ledger) -> None:
+def show_experiments(exhibits: Sequence[Exhibit], ledger: Ledger) -> None:
     """What there is, what is done, and what is missing."""
     table = Table("", "what", "protocol", "trainings", "done", "failed", "missing", box=None, pad_edge=False)
     for exhibit in exhibits:
@@ -42,8 +42,8 @@ def catalogue(exhibits: Sequence[Exhibit], ledger: Ledger) -> None:
     wide().print(table)
 
 
-def what_is_there(console: Console, chosen: Chosen, *, retry: bool) -> None:
-    count = Counter(chosen.states.values())
+def show_states(console: Console, selection: Selection, *, retry: bool) -> None:
+    count = Counter(selection.states.values())
     words: dict[State, str] = {
         "done": "done",
         "unmeasured": "to be measured",
@@ -53,24 +53,26 @@ def what_is_there(console: Console, chosen: Chosen, *, retry: bool) -> None:
         "without weights": "done, but their weights are not in --runs (to measure them, give the place that has them)",
     }
     said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])
-    if chosen.runs:
-        display.say(console, f"{len(chosen.runs)} training{'s' if len(chosen.runs) > 1 else ''}: {said}")
+    if selection.runs:
+        display.say(console, f"{len(selection.runs)} training{'s' if len(selection.runs) > 1 else ''}: {said}")
 
 
-def time(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.1f} s"
 
 
-def said(record: Record, run: Run) -> Iterator[tuple[str, str]]:
+def event_lines(record: Record, run: Run) -> Iterator[tuple[str, str]]:
     """Of a record: what is worth a line, and its colour."""
     epochs = run.job.recipe.epochs
     match record:
         case Started() if record.step:
             yield f"going on after step {record.step} of {record.steps}", ""
-        case Epoch() if epochs >= TENTHS and record.epoch % (epochs // TENTHS) == 0 and record.epoch < epochs:
+        case Epoch() if (
+            epochs >= SHOWN_TENTHS and record.epoch % (epochs // SHOWN_TENTHS) == 0 and record.epoch < epochs
+        ):
             yield display.epoch_line(record.numbers, epochs), ""
         case Finished():
             which = split_of(record.result)
@@ -86,12 +88,12 @@ def said(record: Record, run: Run) -> Iterator[tuple[str, str]]:
             yield f"note: {record.text}", "yellow"
 
 
-def filled(exhibit: Exhibit, ledger: Ledger, chosen: Chosen) -> None:
+def show_table(exhibit: Exhibit, ledger: Ledger, selection: Selection) -> None:
     """The table, ours beside the paper's: the rows of the data sets and networks that were chosen."""
-    asked, wanted = {run.job.recipe.name for run in chosen.runs}, chosen.places()
+    asked, wanted = {run.job.recipe.name for run in selection.runs}, selection.places()
     exhibits: Any = need("flatmin_lab.report.paper.tables", "flatmin reproduce")
     page: Any = need("flatmin_lab.report.html", "flatmin reproduce")
-    found = exhibits.filled(exhibit, exhibits.read_all(ledger))
+    found = exhibits.fill_table(exhibit, exhibits.read_all(ledger))
     agreeing = ["agree"] if exhibit.protocol == "paper" else []
     table = Table(box=None, pad_edge=False)
     for label in ("method", "n"):
@@ -139,16 +141,16 @@ def wide() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=160)
 
 
-def would_run(todo: Sequence[Run], chosen: Chosen, seconds: Mapping[tuple[str, int], float]) -> None:
+def show_dry_run(todo: Sequence[Run], selection: Selection, seconds: Mapping[tuple[str, int], float]) -> None:
     """What would be run, and how long each would take by itself."""
     table = Table("training", "seed", "now", "time", box=None, pad_edge=False)
     for job, _ in todo:
         took = seconds.get(job.key)
-        table.add_row(job.recipe.name, str(job.seed), chosen.state(job), "" if took is None else time(took))
+        table.add_row(job.recipe.name, str(job.seed), selection.state(job), "" if took is None else duration_text(took))
     wide().print(table)
 
 
-def costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
+def show_costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
     """Milliseconds and hours of ERM and AMP, beside the paper's."""
     table = Table("", "ms a step", "quartiles", "hours", "paper, hours (V100)", box=None, pad_edge=False)
     for method, one in found["methods"].items():

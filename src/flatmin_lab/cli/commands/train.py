@@ -11,11 +11,20 @@ from flatmin_lab import methods
 from flatmin_lab.cli import display
 from flatmin_lab.cli import training_options as flags
 from flatmin_lab.cli.commands.train_seeds import train_seeds
-from flatmin_lab.cli.options import DATA, DataDir, Debug, Device, Download, option, reported, settings_given
-from flatmin_lab.cli.request import Chosen, Plan, Request
-from flatmin_lab.cli.signals import CODES, asked_to_stop
+from flatmin_lab.cli.options import (
+    DEFAULT_DATA_DIR,
+    DataDir,
+    Debug,
+    Device,
+    Download,
+    option,
+    parse_settings,
+    report_errors,
+)
+from flatmin_lab.cli.request import Plan, Request, TunedValues
+from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
 from flatmin_lab.cli.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
-from flatmin_lab.cli.training_options import SPEED, TRAINING, asked_for, check_milestones
+from flatmin_lab.cli.training_options import SPEED, TRAINING, check_milestones, recipe_changes
 from flatmin_lab.runs.events import Finished, Stopped
 from flatmin_lab.system.machine import hardware
 from flatmin_lab.training.loop import train as training
@@ -28,7 +37,7 @@ def train(
     data: flags.Data = None,
     method: Annotated[str | None, option(f"{', '.join(methods.METHODS)}; else amp.")] = None,
     model: flags.Model = None,
-    data_dir: DataDir = DATA,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     size: flags.Size = None,
     out: Annotated[Path | None, option("The run's folder; else runs/DATA-MODEL-METHOD-SEED.")] = None,
@@ -109,10 +118,10 @@ def train(
         "checkpoint_epochs": checkpoint_epochs,
         "checkpoint_minutes": checkpoint_minutes,
     }
-    with reported(debug):
+    with report_errors(debug):
         with among_ranks() as team:
             with team.together():
-                changes = asked_for(
+                changes = recipe_changes(
                     model=model,
                     size=size,
                     epochs=epochs,
@@ -133,12 +142,12 @@ def train(
                     compile=compile_,
                     deterministic=deterministic,
                 )
-                given = {key: value for key, value in knobs.items() if value is not None} | settings_given(settings)
+                given = {key: value for key, value in knobs.items() if value is not None} | parse_settings(settings)
                 how["device"] = device_of(device, team)
-                chosen = None if tuned is None else Chosen.of(tuned, data=data, method=method)
-                if chosen is not None:
-                    data, method = data or chosen.tuning.data, chosen.tuning.method
-                    changes, given = chosen.changes(changes), chosen.settings(given)
+                tuned_values = None if tuned is None else TunedValues.of(tuned, data=data, method=method)
+                if tuned_values is not None:
+                    data, method = data or tuned_values.tuning.data, tuned_values.tuning.method
+                    changes, given = tuned_values.changes(changes), tuned_values.settings(given)
                 request = Request(
                     data=data,
                     method=method,
@@ -155,34 +164,39 @@ def train(
                 check_one_model(team, seeds=seeds)
             plans = request.plans(seeds) if team.size == 1 else [plan_of(request, team)]
             plan = plans[0]
-            console = display.terminal() if team.leads else display.nowhere()
+            console = display.terminal() if team.leads else display.silent()
             with team.together():
                 check_milestones(milestones, plan.recipe)
-                if chosen is not None:
-                    chosen.check(plan.data)
-                    for note in chosen.notes(plan):
+                if tuned_values is not None:
+                    tuned_values.check(plan.data)
+                    for note in tuned_values.notes(plan):
                         display.say(console, f"note: {note}", style="yellow")
             if seeds > 1:
                 train_seeds(plans, console, count=together, **how)
                 return
-            ended = _trained(plan, team, console, **how)
+            ended = _train(plan, team, console, **how)
         if isinstance(ended, Stopped):
-            display.say(console, f"stopped by {ended.reason}, {_saved(ended, plan, team, data_dir)}")
-            raise typer.Exit(CODES[ended.reason])
+            display.say(console, f"stopped by {ended.reason}, {_saved_text(ended, plan, team, data_dir)}")
+            raise typer.Exit(EXIT_CODES[ended.reason])
         if team.leads:
             display.outcome(ended.result, plan.folder)
 
 
-def _trained(plan: Plan, team: Team, console: Console, **how: Any) -> Finished | Stopped:
+def _train(plan: Plan, team: Team, console: Console, **how: Any) -> Finished | Stopped:
     headline = display.headline(plan.recipe, plan.seed, f"{in_words(team)}{hardware(how['device'])}")
-    with asked_to_stop() as stop:
+    with stop_on_signals() as stop:
         records = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, team=team, **how)
         return display.follow(records, console, headline)
 
 
-def _saved(ended: Stopped, plan: Plan, team: Team, data_dir: Path) -> str:
+def _saved_text(ended: Stopped, plan: Plan, team: Team, data_dir: Path) -> str:
     """How far it came, and the command that goes on."""
     if not ended.step:
         return "before its first step"
-    again = ["--out", str(plan.folder), "--resume", *([] if data_dir == DATA else ["--data-dir", str(data_dir)])]
+    again = [
+        "--out",
+        str(plan.folder),
+        "--resume",
+        *([] if data_dir == DEFAULT_DATA_DIR else ["--data-dir", str(data_dir)]),
+    ]
     return f"saved after step {ended.step}; go on with: {command_of(team)} train {shlex.join(again)}"

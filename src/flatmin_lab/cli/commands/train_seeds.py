@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flatmin_lab.cli import display
 from flatmin_lab.cli.request import Plan
-from flatmin_lab.cli.signals import CODES, asked_to_stop
+from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
 from flatmin_lab.execution.replicas import together
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Progress, Record, RunError, Started, Stopped
@@ -27,27 +27,27 @@ def train_seeds(plans: Sequence[Plan], console: Console, *, count: int | None, *
     After a signal all have saved, and the exit code is the signal's; else it is 1 where one failed.
     """
     seeds, folders = [plan.seed for plan in plans], [plan.folder for plan in plans]
-    trainings, failure = Trainings(seeds), None
-    with asked_to_stop() as stop:
+    runs, failure = SeedRuns(seeds), None
+    with stop_on_signals() as stop:
         jobs = [Job(plan.recipe, plan.seed) for plan in plans]
         records = together(jobs, plans[0].data, folders=folders, count=count, stop=stop, **settings)
         headline = display.headline(plans[0].recipe, f"{seeds[0]} to {seeds[-1]}", hardware(settings["device"]))
         try:
-            follow(records, console, headline, trainings)
+            follow(records, console, headline, runs)
         except RunError as error:  # of those that failed, when the others have ended
             failure = error
-    reason = trainings.stopped()
+    reason = runs.stopped()
     if reason is not None:
-        display.say(console, f"stopped by {reason}: {trainings.how_far()}; go on with the same command and --resume")
-    if results := trainings.results():
+        display.say(console, f"stopped by {reason}: {runs.progress_text()}; go on with the same command and --resume")
+    if results := runs.results():
         outcome(results, len(seeds), folders)
     if failure is not None:
-        fail(console, trainings, failure, stopped=reason is not None)
+        fail(console, runs, failure, stopped=reason is not None)
     if reason is not None:
-        raise typer.Exit(CODES[reason])
+        raise typer.Exit(EXIT_CODES[reason])
 
 
-class Trainings:
+class SeedRuns:
     """Where each one is: which run, the steps that are done, and how those ended that have."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class Trainings:
         self.steps = self.epochs = 0  # of each
         self.ends: dict[int, End] = {}
 
-    def hear(self, number: int, record: Record) -> None:
+    def update(self, number: int, record: Record) -> None:
         match record:
             case Started():
                 self.running.add(number)
@@ -86,12 +86,12 @@ class Trainings:
     def stopped(self) -> str | None:
         return next((end.reason for end in self.ends.values() if isinstance(end, Stopped)), None)
 
-    def how_far(self) -> str:
+    def progress_text(self) -> str:
         """In words: seed 0 finished, seed 1 saved after step 133, seed 2 not begun."""
-        return ", ".join(f"seed {self.seeds[n]} {_how(end)}" for n, end in sorted(self.ends.items()))
+        return ", ".join(f"seed {self.seeds[n]} {_end_text(end)}" for n, end in sorted(self.ends.items()))
 
 
-def _how(end: End) -> str:
+def _end_text(end: End) -> str:
     match end:
         case Finished():
             return "finished"
@@ -101,33 +101,33 @@ def _how(end: End) -> str:
             return f"saved after step {end.step}" if end.step else "not begun"
 
 
-def fail(console: Console, trainings: Trainings, failure: RunError, *, stopped: bool) -> None:
+def fail(console: Console, runs: SeedRuns, failure: RunError, *, stopped: bool) -> None:
     """Name the seeds that failed; where all of them did because the request makes no sense, tell that alone."""
-    failed, cause = trainings.failed(), failure.__cause__
-    if len(failed) == len(trainings.seeds) and isinstance(cause, ValueError | TypeError):
+    failed, cause = runs.failed(), failure.__cause__
+    if len(failed) == len(runs.seeds) and isinstance(cause, ValueError | TypeError):
         raise cause
     who = f"seed{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
-    text = f"{len(failed)} of {len(trainings.seeds)} trainings failed ({who}): {next(iter(failed.values()))}"
+    text = f"{len(failed)} of {len(runs.seeds)} trainings failed ({who}): {next(iter(failed.values()))}"
     if not stopped:
         raise RunError(text) from cause
     display.say(console, text, style="red")
 
 
-def follow(records: Iterable[tuple[int, Record]], console: Console, headline: str, trainings: Trainings) -> None:
+def follow(records: Iterable[tuple[int, Record]], console: Console, headline: str, runs: SeedRuns) -> None:
     """Show the trainings until all have ended, a line for each epoch of each."""
-    seeds = trainings.seeds
+    seeds = runs.seeds
     width = max(len(str(seed)) for seed in seeds)
     display.say(console, headline)
     with display.bars(console) as progress:
         task = progress.add_task("starting", total=None, numbers="")
         for number, record in records:
-            trainings.hear(number, record)
+            runs.update(number, record)
             who = f"seed {seeds[number]:{width}}"
             match record:
                 case Started() if record.step:
                     display.say(console, f"{who}  going on after step {record.step} of {record.steps}")
                 case Epoch():
-                    display.say(console, f"{who}  {display.epoch_line(record.numbers, trainings.epochs)}")
+                    display.say(console, f"{who}  {display.epoch_line(record.numbers, runs.epochs)}")
                 case Note():
                     display.say(console, f"note: {who}: {record.text}", style="yellow")
                 case Failed():
@@ -135,10 +135,10 @@ def follow(records: Iterable[tuple[int, Record]], console: Console, headline: st
                     display.say(console, f"{who}  failed{when}: {record.what}", style="red")
             progress.update(
                 task,
-                completed=trainings.completed(),
-                total=len(seeds) * trainings.steps or None,
-                description=f"{len(trainings.ends)} of {len(seeds)} trainings",
-                numbers=f"{len(trainings.running)} at once",
+                completed=runs.completed(),
+                total=len(seeds) * runs.steps or None,
+                description=f"{len(runs.ends)} of {len(seeds)} trainings",
+                numbers=f"{len(runs.running)} at once",
             )
 
 

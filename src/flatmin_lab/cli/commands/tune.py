@@ -14,21 +14,21 @@ from flatmin_lab import methods as all_methods
 from flatmin_lab.cli import display
 from flatmin_lab.cli import training_options as flags
 from flatmin_lab.cli.options import (
-    DATA,
+    DEFAULT_DATA_DIR,
     Address,
     DataDir,
     Debug,
     Download,
     Executor,
     Gpus,
+    open_executor,
     option,
-    reported,
-    settings_given,
-    workplace,
+    parse_settings,
+    report_errors,
 )
-from flatmin_lab.cli.request import place, read
-from flatmin_lab.cli.signals import CODES, asked_to_stop
-from flatmin_lab.cli.training_options import TRAINING, asked_for, check_milestones
+from flatmin_lab.cli.request import data_location, read_data
+from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
+from flatmin_lab.cli.training_options import TRAINING, check_milestones, recipe_changes
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.recipes.defaults import suited
@@ -103,7 +103,7 @@ def tune(
     checkpoint_epochs: Annotated[
         int, typer.Option(help="A checkpoint of a trial every so many epochs.", min=1, rich_help_panel=HOW)
     ] = 1,
-    data_dir: DataDir = DATA,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     executor: Executor = "local",
     address: Address = None,
@@ -111,12 +111,12 @@ def tune(
     debug: Debug = False,
 ) -> None:
     """Choose AMP's ε and ζ, or another method's knobs, without the test set; killed, the same command goes on."""
-    with reported(debug):
+    with report_errors(debug):
         optuna: Any = need("optuna", "flatmin tune")
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it did is said here
         if data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
-        asked = asked_for(
+        asked = recipe_changes(
             model=model,
             epochs=epochs,
             batch_size=batch_size,
@@ -135,12 +135,14 @@ def tune(
             compile=compile_,
             deterministic=deterministic,
         )
-        fixed = settings_given(settings)
+        fixed = parse_settings(settings)
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
         tuned_for = knobs_of(method, names, fixed=[*fixed, *asked])
-        pictures = read(data, data_dir, download=download, size=size)
+        dataset = read_data(data, data_dir, download=download, size=size)
         search = Search(
-            recipe=suited(place(data), pictures, method=method, settings=fixed, validation=True, **cast(Any, asked)),
+            recipe=suited(
+                data_location(data), dataset, method=method, settings=fixed, validation=True, **cast(Any, asked)
+            ),
             knobs=tuned_for,
             measure=cast(Measure, measure),
             seed=seed,
@@ -148,16 +150,16 @@ def tune(
             asked=asked,
         )
         check_milestones(milestones, search.recipe)
-        folder = out or TUNING / named(search.recipe, pictures)
+        folder = out or TUNING / named(search.recipe, dataset)
         console = display.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
-        with workplace(executor, **where, console=console) as there, asked_to_stop() as stop:
+        with open_executor(executor, **where, console=console) as there, stop_on_signals() as stop:
             crew, devices = (there, ["cpu"]) if isinstance(there, Crew) else (None, there)
             on = hardware(torch.device(devices[0])) if crew is None else crew.hardware
             display.say(console, headline(search, trials, on))
             records = tuning(
                 search,
-                pictures,
+                dataset,
                 folder=folder,
                 trials=trials,
                 storage=storage,
@@ -174,7 +176,7 @@ def tune(
         outcome(found, folder, data_dir)
         if reason is not None and found.ended < trials:
             display.say(console, f"stopped by {reason}; the same command goes on")
-            raise typer.Exit(CODES[reason])
+            raise typer.Exit(EXIT_CODES[reason])
         if found.chosen is None:
             raise typer.Exit(1)
 
@@ -186,7 +188,7 @@ def headline(search: Search, trials: int, hardware: str) -> str:
     recipe = search.recipe
     ranges = (f"{knob.sign} from {knob.words(knob.low)} to {knob.words(knob.high)}" for knob in search.knobs)
     return (
-        f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {display.epochs_in_words(recipe.epochs)}, "
+        f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {display.epochs_text(recipe.epochs)}, "
         f"{recipe.model} on {recipe.data}, measured on a held-out tenth of the training set, {recipe.precision} on "
         f"{hardware}"
     )
@@ -205,7 +207,7 @@ def follow(records: Iterable[tuple[Draw, Record]], console: Console, search: Sea
                 lines[number], done[number] = record.numbers, record.epoch
             elif isinstance(record, Finished | Failed) or is_pruned(record):
                 done[number] = epochs
-            for text, style in said(record, lines.get(number, {}), epochs):
+            for text, style in event_lines(record, lines.get(number, {}), epochs):
                 who = f"trial {number:{width}}  {in_words(search.recipe.method, draw.settings)}"
                 display.say(console, f"{who}: {text}", style=style)
             before = (max(done, default=-1) + 1 - len(done)) * epochs  # those of an earlier call
@@ -214,7 +216,7 @@ def follow(records: Iterable[tuple[Draw, Record]], console: Console, search: Sea
             )
 
 
-def said(record: Record, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
+def event_lines(record: Record, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
     """Of a record: what is worth a line, and its colour."""
     match record:
         case Started() if record.step:
@@ -240,7 +242,7 @@ def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
     console.print(table(found))
     display.say(console, f"\n{summary.chosen(found)}")
     if found.chosen is not None:
-        place = [] if data_dir == DATA else ["--data-dir", str(data_dir)]
+        place = [] if data_dir == DEFAULT_DATA_DIR else ["--data-dir", str(data_dir)]
         display.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")
         display.say(console, f"or\n  {shlex.join(['flatmin', 'train', '--tuned', str(folder / FILE), *place])}")
     display.say(console, f"all of it in {folder}; flatmin report {shlex.quote(str(folder))} shows it")

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from flatmin_lab.data.sources.spiral import Spiral
-from flatmin_lab.evaluation.post_training import PLANE_REACH, class_shares
-from flatmin_lab.report.figures.style import INK, Drawn, look
+from flatmin_lab.evaluation.post_training import PLANE_REACH, class_probabilities
+from flatmin_lab.report.figures.style import INK, DrawnFigure, styled
 from flatmin_lab.system.json_data import numbers
 
 COLOURS = ["#2a6f97", "#e07a3f"]
@@ -24,17 +24,17 @@ class Panel(NamedTuple):
     data: Spiral
 
 
-def boundaries(models: Mapping[str, tuple[nn.Module, Spiral]]) -> Drawn:
+def boundaries(models: Mapping[str, tuple[nn.Module, Spiral]]) -> DrawnFigure:
     """A panel a model, under its title."""
-    return drawn({title: Panel(*class_shares(model), data) for title, (model, data) in models.items()})
+    return draw_boundaries({title: Panel(*class_probabilities(model), data) for title, (model, data) in models.items()})
 
 
-def drawn(panels: Mapping[str, Panel]) -> Drawn:
+def draw_boundaries(panels: Mapping[str, Panel]) -> DrawnFigure:
     """The share of the second class, its boundary, and the training points.
 
     The two classes differ in shape as well as colour; points with a wrong label are circled.
     """
-    with look():
+    with styled():
         figure = Figure(figsize=(4.4 * len(panels), 4.9), layout="constrained")
         places = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (title, panel) in zip(places, panels.items(), strict=True):
@@ -48,7 +48,7 @@ def drawn(panels: Mapping[str, Panel]) -> Drawn:
     points = {title: {"x": numbers(own.data.x), "y": own.data.y.tolist()} for title, own in panels.items()}
     shown = {title: numbers(panel.shares) for title, panel in panels.items()}
     side = numbers(next(iter(panels.values())).side)
-    return Drawn(
+    return DrawnFigure(
         figure,
         {"side": side, "shares": shown, "points": points},
         "The boundary between two spiral arms, as each network draws it",

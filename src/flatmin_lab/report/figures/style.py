@@ -17,7 +17,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 INK = "#010203"  # stands for the page's text colour
-STYLES: dict[str, tuple[str, Any]] = {
+LINE_STYLES: dict[str, tuple[str, Any]] = {
     "erm": ("#d55e00", "-"),
     "amp": ("#0072b2", "-"),
     "label_smoothing": ("#009e73", (0, (6, 2))),
@@ -27,7 +27,7 @@ STYLES: dict[str, tuple[str, Any]] = {
     "dropout": ("#8c7ae6", (0, (3, 1.5, 1, 1.5, 1, 1.5))),
     "rmp": ("#999999", (0, (2, 1))),
 }
-HATCHES = dict(zip(STYLES, ("", "", "//", "..", "xx", "\\\\", "++", "--"), strict=True))
+HATCHES = dict(zip(LINE_STYLES, ("", "", "//", "..", "xx", "\\\\", "++", "--"), strict=True))
 BOLD = ("erm", "amp")
 NAMES = {
     "erm": "ERM",
@@ -39,7 +39,7 @@ NAMES = {
     "dropout": "Dropout",
     "rmp": "RMP",
 }
-LOOK: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a name may hold a $
     "svg.hashsalt": "flatmin",  # the same data gives the same file
@@ -63,7 +63,7 @@ LOOK: dict[Any, Any] = {
 }
 
 
-class Drawn(NamedTuple):
+class DrawnFigure(NamedTuple):
     """The figure, its numbers, and what it shows in words."""
 
     figure: Figure
@@ -71,29 +71,29 @@ class Drawn(NamedTuple):
     words: str
 
 
-def look() -> AbstractContextManager[None]:
-    return mpl.rc_context(LOOK)
+def styled() -> AbstractContextManager[None]:
+    return mpl.rc_context(STYLE)
 
 
-def line_of(method: str) -> dict[str, Any]:
+def line_style(method: str) -> dict[str, Any]:
     """How a method's line is drawn."""
-    colour, dash = STYLES[method]
+    colour, dash = LINE_STYLES[method]
     return {"color": colour, "ls": dash, "lw": 2.4 if method in BOLD else 1.3}
 
 
-def sample(method: str) -> str:
+def legend_sample(method: str) -> str:
     """A piece of a method's line, for a legend."""
-    colour, dash = STYLES[method]
+    colour, dash = LINE_STYLES[method]
     dashes = "" if dash == "-" else f' stroke-dasharray="{" ".join(str(2 * part) for part in dash[1])}"'
     width = 4 if method in BOLD else 2.5
     line = f'<line x1="1" y1="5" x2="35" y2="5" stroke="{colour}" stroke-width="{width}"{dashes}/>'
     return f'<svg class="sample" viewBox="0 0 36 10" aria-hidden="true">{line}</svg>'
 
 
-def svg(drawn: Drawn) -> str:
+def svg(drawn: DrawnFigure) -> str:
     """The drawing alone, scaled to the page's width, with words for those who cannot see it."""
     buffer = io.StringIO()
-    with look():
+    with styled():
         drawn.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
@@ -105,10 +105,10 @@ def svg(drawn: Drawn) -> str:
         count=1,
     )
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return _named_apart(text)
+    return _with_unique_ids(text)
 
 
-def _named_apart(text: str) -> str:
+def _with_unique_ids(text: str) -> str:
     """Parts that are referred to are named after this drawing, the others not at all: a page has many drawings."""
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     mark = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -116,7 +116,7 @@ def _named_apart(text: str) -> str:
     return re.sub(r'(href="|url\()#', rf"\g<1>#{mark}-", text)
 
 
-def short(name: str, most: int = 30) -> str:
+def shortened(name: str, most: int = 30) -> str:
     """A name that leaves room for the drawing: the end of a path says most.
 
     >>> short("a/very/long/path/to/the/weights-of-a-model.pt")

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from flatmin_lab.report.figures import curves, reliability_diagram
-from flatmin_lab.report.figures.style import NAMES, sample, svg
-from flatmin_lab.report.html import percent, pooled, render
+from flatmin_lab.report.figures.style import NAMES, legend_sample, svg
+from flatmin_lab.report.html import percent, pool_bins, render
 
-WHAT = {
+METHOD_DESCRIPTIONS = {
     "erm": "ordinary training",
     "amp": "the worst weights in a ball of radius {epsilon:g}",
     "label_smoothing": "0.2 of the target spread over all classes",
@@ -27,17 +27,17 @@ def demo_page(demo: Mapping[str, Any]) -> str:
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in demo["runs"]:
         runs.setdefault(run["method"], []).append(run)
-    bins = {method: pooled([run["reliability"] for run in own]) for method, own in runs.items()}
+    bins = {method: pool_bins([run["reliability"] for run in own]) for method, own in runs.items()}
     return render(
         "demo.html.jinja",
         demo=demo,
         noisy=demo["noise"] > 0,
         rows=[row(method, own) for method, own in runs.items()],
-        words=in_words(demo, runs),
+        words=summary_sentence(demo, runs),
         facts={method: facts(own, bins[method]) for method, own in runs.items()},
         entropy=entropy(demo["noise"], classes=10),
-        flooding_is_erm=all(map(_same, _losses(runs["flooding"]), _losses(runs["erm"]))),
-        legend=[(Markup(sample(method)), NAMES[method]) for method in runs],
+        flooding_is_erm=all(map(_nearly_equal, _losses(runs["flooding"]), _losses(runs["erm"]))),
+        legend=[(Markup(legend_sample(method)), NAMES[method]) for method in runs],
         curves=[Markup(svg(curves(title, lines))) for title, lines in _over_epochs(runs).items()],
         reliability=[Markup(svg(reliability_diagram(NAMES[method], bins[method], method=method))) for method in runs],
     )
@@ -71,7 +71,9 @@ def row(method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "method": method,
         "name": NAMES[method],
-        "what": WHAT[method].format(**runs[0]["settings"]) if method == "amp" else WHAT[method],
+        "what": METHOD_DESCRIPTIONS[method].format(**runs[0]["settings"])
+        if method == "amp"
+        else METHOD_DESCRIPTIONS[method],
         "error": values("test_error", 100),
         "nll": values("test_nll"),
         "ece": values("test_ece", 100),
@@ -95,7 +97,7 @@ def _errors(runs: Sequence[Mapping[str, Any]]) -> list[float]:
     return [run["test_error"] for run in runs]
 
 
-def _same(one: float, other: float) -> bool:
+def _nearly_equal(one: float, other: float) -> bool:
     """But for rounding: |J − b| + b is not J to the last bit."""
     return math.isclose(one, other, rel_tol=1e-4)
 
@@ -104,7 +106,7 @@ def _losses(runs: Sequence[Mapping[str, Any]]) -> list[float]:
     return [line["train_loss"] for run in runs for line in run["lines"]]
 
 
-def in_words(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def summary_sentence(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """One sentence that the numbers allow."""
     means = {method: mean(_errors(own)) for method, own in runs.items()}
     if demo["noise"] == 0:
@@ -113,14 +115,14 @@ def in_words(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, A
             f"With true labels the eight mean errors lie between {percent(means[low], 2)} ({NAMES[low]}) and "
             f"{percent(means[high], 2)} ({NAMES[high]}); one test digit is {percent(1 / demo['test'], 2)}."
         )
-    told = (
+    sentence = (
         f"Ordinary training (ERM) gets {percent(means['erm'], 1)} of the test digits wrong, "
         f"AMP {percent(means['amp'], 1)}. "
         f"ERM has learnt {percent(mean(run['memorised'] for run in runs['erm']))} of the wrong labels by heart, "
         f"AMP {percent(mean(run['memorised'] for run in runs['amp']))}."
     )
     near = [NAMES[method] for method in runs if method != "amp" and _within_the_spread(runs[method], runs["amp"])]
-    return f"{told} Not told apart from AMP by these seeds: {', '.join(near)}." if near else told
+    return f"{sentence} Not told apart from AMP by these seeds: {', '.join(near)}." if near else sentence
 
 
 def _within_the_spread(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:

@@ -16,11 +16,11 @@ from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.report import figures
 from flatmin_lab.report.columns import COLUMNS, Column
 from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of
-from flatmin_lab.report.figures import decision_boundary as spiral_figure
-from flatmin_lab.report.figures.style import Drawn, sample, svg
-from flatmin_lab.report.html import link, pooled, render
+from flatmin_lab.report.figures import decision_boundary
+from flatmin_lab.report.figures.style import DrawnFigure, legend_sample, svg
+from flatmin_lab.report.html import data_link, pool_bins, render
 from flatmin_lab.report.labels import TITLES
-from flatmin_lab.report.loader import Collected, Run
+from flatmin_lab.report.loader import LoadedResults, Run
 from flatmin_lab.report.pages import landscape, summary_text, tuning
 from flatmin_lab.report.paper.evidence import evidence
 from flatmin_lab.report.schema import is_number
@@ -28,7 +28,7 @@ from flatmin_lab.report.stats import LEVEL
 from flatmin_lab.tuning.result import Tuning
 
 
-class Shown(NamedTuple):
+class PageFigure(NamedTuple):
     """A figure in the page, and its numbers as a link to save."""
 
     drawing: Markup
@@ -45,57 +45,57 @@ class Section(NamedTuple):
     first: list[Column]  # of the first table: error, calibration, cost
     second: list[Column]  # robustness, flatness
     conditions: list[str]
-    curves: list[Shown]
+    curves: list[PageFigure]
     legend: list[tuple[Markup, str]]
-    reliability: list[Shown]
-    bars: list[Shown]
-    sweep: Shown | None
-    boundaries: Shown | None
-    landscapes: landscape.Part | None
+    reliability: list[PageFigure]
+    bars: list[PageFigure]
+    sweep: PageFigure | None
+    boundaries: PageFigure | None
+    landscapes: landscape.LandscapeSection | None
     commands: list[str]  # that fill what is missing
 
 
-def report_page(found: Collected) -> str:
-    broken = list(found.broken)
-    shown_evidence = evidence(found, broken)
+def report_page(found: LoadedResults) -> str:
+    unusable = list(found.unusable)
+    shown_evidence = evidence(found, unusable)
     groups = groups_of(found.runs)
     sections = [_section(group, title) for group, title in zip(groups, titles_of(groups), strict=True)]
     made = [
         f"{before}{value}"
         for key, before in (("hardware", ""), ("torch", "torch "), ("commit", "commit "))
-        for value in sorted({str(told[key]) for told in _all_facts(found) if told.get(key)})
+        for value in sorted({str(facts[key]) for facts in _all_facts(found) if facts.get(key)})
     ]
     return render(
         "report.html.jinja",
         sections=sections,
         evidence=shown_evidence,
-        broken=broken,
-        tunings=[_tuning(*one) for one in found.tunings],
+        unusable=unusable,
+        tunings=[_tuning_with_figure(*one) for one in found.tunings],
         runs=len(found.runs),
         level=LEVEL,
         made=made,
         flatmin=flatmin.__version__,
-        colours=landscape.colours(),
-        script=landscape.script(),
-        compared=summary_text.compared,
+        colours=landscape.height_colours(),
+        script=landscape.surface_script(),
+        format_p=summary_text.format_p,
         titles=TITLES,
         paper_cost=paper_numbers,
         cost_blocks=BLOCKS,
     )
 
 
-def _all_facts(found: Collected) -> list[Mapping[str, Any]]:
+def _all_facts(found: LoadedResults) -> list[Mapping[str, Any]]:
     """What each number was measured with."""
     return [*(run.result for run in found.runs), *(one.facts for _, one in found.tunings)]
 
 
-def _tuning(path: Path, found: Tuning) -> tuple[tuning.Part, Shown | None]:
-    part = tuning.part(path, found)
-    return part, shown(part.figure, f"{_slug(part.title)}-tuning") if part.figure else None
+def _tuning_with_figure(path: Path, found: Tuning) -> tuple[tuning.TuningSection, PageFigure | None]:
+    section = tuning.tuning_section(path, found)
+    return section, page_figure(section.figure, f"{_slug(section.title)}-tuning") if section.figure else None
 
 
-def shown(drawn: Drawn, file: str) -> Shown:
-    return Shown(Markup(svg(drawn)), link(drawn.data), f"{file}.json")
+def page_figure(drawn: DrawnFigure, file: str) -> PageFigure:
+    return PageFigure(Markup(svg(drawn)), data_link(drawn.data), f"{file}.json")
 
 
 def _section(group: Group, title: str) -> Section:
@@ -109,13 +109,13 @@ def _section(group: Group, title: str) -> Section:
         [column for column in shown_columns if not column.command],
         [column for column in shown_columns if column.command],
         _conditions(group),
-        [shown(drawn, f"{name}-{place}") for place, drawn in enumerate(_curves(rows, group.split))],
-        [(Markup(sample(row.method)), row.name) for row in rows],
-        [shown(drawn, f"{name}-reliability-{row.method}") for row in rows if (drawn := _reliability(row))],
-        [shown(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
+        [page_figure(drawn, f"{name}-{place}") for place, drawn in enumerate(_curves(rows, group.split))],
+        [(Markup(legend_sample(row.method)), row.name) for row in rows],
+        [page_figure(drawn, f"{name}-reliability-{row.method}") for row in rows if (drawn := _reliability(row))],
+        [page_figure(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
         _sweep(group, name),
         _boundaries(rows, group, name),
-        landscape.part([(row.name, row.method, _with_landscapes(row)) for row in rows]),
+        landscape.landscape_section([(row.name, row.method, _with_landscapes(row)) for row in rows]),
         _commands(group, rows),
     )
 
@@ -175,7 +175,7 @@ def _conditions(group: Group) -> list[str]:
     return found
 
 
-def _curves(rows: Sequence[Row], split: str) -> list[Drawn]:
+def _curves(rows: Sequence[Row], split: str) -> list[DrawnFigure]:
     """Means over the runs of a row that have curves, epoch by epoch."""
     measures: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
         "training loss": lambda line: line.get("train_loss"),
@@ -207,15 +207,15 @@ def _over_epochs(runs: Sequence[Run], value: Callable[[Mapping[str, Any]], float
     return found
 
 
-def _reliability(row: Row) -> Drawn | None:
+def _reliability(row: Row) -> DrawnFigure | None:
     """The bins of all runs together."""
     parts = [run.result["reliability"] for run in row.runs if run.result["reliability"]]
     if not parts:
         return None
-    return figures.reliability_diagram(f"{row.name}, n = {len(parts)}", pooled(parts), method=row.method)
+    return figures.reliability_diagram(f"{row.name}, n = {len(parts)}", pool_bins(parts), method=row.method)
 
 
-def _bars(rows: Sequence[Row]) -> dict[str, Drawn]:
+def _bars(rows: Sequence[Row]) -> dict[str, DrawnFigure]:
     titles = {
         "ece": "ECE",
         "fgsm_normalised": "FGSM, small radius",
@@ -232,7 +232,7 @@ def _bars(rows: Sequence[Row]) -> dict[str, Drawn]:
     return drawn
 
 
-def _sweep(group: Group, name: str) -> Shown | None:
+def _sweep(group: Group, name: str) -> PageFigure | None:
     """Where AMP was trained with three radii at least, else nothing."""
     amps = [row for row in group.rows if row.method == "amp"]
     radii = [row.runs[0].result["settings"].get("epsilon") for row in amps]
@@ -253,10 +253,10 @@ def _sweep(group: Group, name: str) -> Shown | None:
         level[split] = [v for run in (erm.runs if erm else []) if (v := value(run)) is not None]
     if not all(losses.values()):
         return None
-    return shown(figures.epsilon_sweep(losses, level), f"{name}-epsilon")
+    return page_figure(figures.epsilon_sweep(losses, level), f"{name}-epsilon")
 
 
-def _boundaries(rows: Sequence[Row], group: Group, name: str) -> Shown | None:
+def _boundaries(rows: Sequence[Row], group: Group, name: str) -> PageFigure | None:
     """Of each method its first training whose boundary is known, on the spiral that they were trained on."""
     if group.setting["data"] != "spiral":
         return None
@@ -266,8 +266,8 @@ def _boundaries(rows: Sequence[Row], group: Group, name: str) -> Shown | None:
         if run is not None and run.boundary is not None:
             title = f"{row.name}: {100 * run.result[f'{run.split}_error']:.1f} % {run.split} error"
             side, shares = (torch.tensor(run.boundary[key]) for key in ("side", "shares"))
-            panels[title] = spiral_figure.Panel(side, shares, spiral.training())
-    return shown(spiral_figure.drawn(panels), f"{name}-boundaries") if panels else None
+            panels[title] = decision_boundary.Panel(side, shares, spiral.training())
+    return page_figure(decision_boundary.draw_boundaries(panels), f"{name}-boundaries") if panels else None
 
 
 def _with_landscapes(row: Row) -> list[Mapping[str, Any]]:

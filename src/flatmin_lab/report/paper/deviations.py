@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run
-from flatmin_lab.report.stats import TRIALS
+from flatmin_lab.report.stats import PAPER_TRIALS
 
 # data sets by their checksum, where they are not the official files
 COPIES = {
@@ -65,9 +65,9 @@ def deviations(runs: Sequence[Run]) -> list[str]:
     """Sentences about these runs, those about single runs first."""
     found = []
     counts = _trials(runs)
-    if counts and min(counts) < TRIALS:
+    if counts and min(counts) < PAPER_TRIALS:
         most = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
-        found.append(f"Trials: {most} of each, where the paper has {TRIALS}.")
+        found.append(f"Trials: {most} of each, where the paper has {PAPER_TRIALS}.")
     if _has(runs, "short"):
         found.append(SHORT)
     if any(run.split == "validation" for run in runs):

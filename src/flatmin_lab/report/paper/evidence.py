@@ -8,10 +8,10 @@ from typing import Any, get_args
 from flatmin_lab.recipes.paper_tables import EXHIBITS, SETS, Protocol
 from flatmin_lab.report.comparison import settings_of
 from flatmin_lab.report.labels import TITLES
-from flatmin_lab.report.loader import Broken, Collected, Failure, Run
-from flatmin_lab.report.paper.claims import NOTHING, Judged, best_radius, judged
+from flatmin_lab.report.loader import Failure, LoadedResults, Run, UnusableFile
+from flatmin_lab.report.paper.claims import NO_DATA, ClaimVerdict, best_radius, check_claims
 from flatmin_lab.report.paper.deviations import deviations
-from flatmin_lab.report.paper.tables import Filled, by_recipe, filled
+from flatmin_lab.report.paper.tables import FilledTable, fill_table, runs_by_recipe
 
 PAIRS = ("ball", "adversary", "first_version", "compute", "precision")  # each row beside another
 TABLES = (
@@ -28,19 +28,19 @@ TABLES = (
 
 
 @dataclass(frozen=True)
-class Under:
+class ProtocolEvidence:
     """What there is under one protocol."""
 
-    protocol: str
-    tables: list[Filled]
-    claims: list[Judged]
-    waiting: list[Judged]  # of which one side has not been trained, or not measured, yet
+    name: str
+    tables: list[FilledTable]
+    claims: list[ClaimVerdict]
+    waiting: list[ClaimVerdict]  # of which one side has not been trained, or not measured, yet
     settings: list[str]  # of the methods, by network and augmentation
 
 
 @dataclass(frozen=True)
 class Evidence:
-    under: list[Under]
+    protocols: list[ProtocolEvidence]
     deviations: list[str]
     planned: int  # trainings, before they ran
     failed: int  # of these
@@ -49,21 +49,21 @@ class Evidence:
     costs: Sequence[Mapping[str, Any]]
 
 
-def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
+def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | None:
     """None where nothing of the paper's tables has been trained."""
-    runs = by_recipe(found.runs, broken)
+    runs = runs_by_recipe(found.runs, unusable)
     if not runs:
         return None
     parts = []
     for protocol in get_args(Protocol):
-        tables = [filled(EXHIBITS[name](protocol), runs) for name in TABLES]
-        shown = [table for table in map(_with_something, tables) if table.rows]
+        tables = [fill_table(EXHIBITS[name](protocol), runs) for name in TABLES]
+        shown = [table for table in map(_without_empty, tables) if table.rows]
         if shown:
             radii = [best_radius(runs, protocol, data) for data in SETS]
-            said = [] if protocol == "smoke" else [*judged(runs, protocol), *radii]
-            told = [claim for claim in said if claim.verdict != NOTHING]
-            waiting = [claim for claim in said if claim.verdict == NOTHING]
-            parts.append(Under(protocol, shown, told, waiting, _settings(shown)))
+            said = [] if protocol == "smoke" else [*check_claims(runs, protocol), *radii]
+            decided = [claim for claim in said if claim.verdict != NO_DATA]
+            waiting = [claim for claim in said if claim.verdict == NO_DATA]
+            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown)))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
     missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done | failed]
@@ -71,7 +71,7 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
     return Evidence(parts, deviations(every), len(found.planned), len(failed), missing, found.failures, found.costs)
 
 
-def _settings(tables: Sequence[Filled]) -> list[str]:
+def _settings(tables: Sequence[FilledTable]) -> list[str]:
     """Of what was trained for the two large tables, by network and augmentation."""
     trained: dict[str, list[Run]] = {}
     for row in (row for table in tables if table.exhibit.name in ("table1", "table2") for row in table.rows):
@@ -83,7 +83,7 @@ def _settings(tables: Sequence[Filled]) -> list[str]:
     return [f"{name}: {'; '.join(own)}." for name, own in knobs.items() if own]
 
 
-def _with_something(table: Filled) -> Filled:
+def _without_empty(table: FilledTable) -> FilledTable:
     """Only the places of a table, data and network, of which something has been trained; no empty rows and columns.
 
     Of pairs, only the data sets of which everything has been.
@@ -96,4 +96,4 @@ def _with_something(table: Filled) -> Filled:
     rows = [row for row in rows if row.place in places and (row.has_values or any(c.paper for c in row.cells))]
     there = [any(row.cells[n].values or row.cells[n].paper for row in rows) for n in range(len(table.columns))]
     rows = [replace(row, cells=list(compress(row.cells, there))) for row in rows]
-    return Filled(table.exhibit, list(compress(table.columns, there)), rows)
+    return FilledTable(table.exhibit, list(compress(table.columns, there)), rows)

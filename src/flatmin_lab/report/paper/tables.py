@@ -14,12 +14,12 @@ from flatmin_lab.data.sources.synthetic import stands_for
 from flatmin_lab.recipes.paper_numbers import Value, reported
 from flatmin_lab.recipes.paper_tables import Exhibit, by_name
 from flatmin_lab.recipes.recipe import Job, Recipe, exceptions
-from flatmin_lab.report.columns import Column, as_in_paper, named
+from flatmin_lab.report.columns import Column, as_in_paper, column_named
 from flatmin_lab.report.figures.style import NAMES
-from flatmin_lab.report.html import spread
+from flatmin_lab.report.html import mean_and_std
 from flatmin_lab.report.labels import SIGNS
-from flatmin_lab.report.loader import Broken, Run, read_result
-from flatmin_lab.report.stats import LEVEL, against, agrees
+from flatmin_lab.report.loader import Run, UnusableFile, read_result
+from flatmin_lab.report.stats import LEVEL, agrees, p_values_against
 from flatmin_lab.runs.result_store import Ledger, differs
 
 COLUMNS = {
@@ -33,7 +33,7 @@ COLUMNS = {
     "adversary": ("error", "nll", "fgsm_normalised", "pgd_normalised"),
     "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace"),
 }
-OTHERS = ("error", "nll", "ece")
+DEFAULT_COLUMNS = ("error", "nll", "ece")
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Cell:
 
     def shown(self, digits: int, mark: str = "") -> str:
         """In words: what methods are compared by, and the other number where there is one."""
-        return f"{spread(self.compared, digits)}{mark} {self.smoothed(digits)}".rstrip()
+        return f"{mean_and_std(self.compared, digits)}{mark} {self.smoothed(digits)}".rstrip()
 
     def smoothed(self, digits: int) -> str:
         """In words, where the paper's stands beside another number than methods are compared by."""
         apart = self.values and self.values != self.compared
-        return f"(smoothed: {spread(self.values, digits)})" if apart else ""
+        return f"(smoothed: {mean_and_std(self.values, digits)})" if apart else ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledTable:
     exhibit: Exhibit
     columns: list[Column]
     rows: list[Row]
@@ -112,9 +112,9 @@ class Filled:
         return f"Table {name[-1]}: {title}" if name.startswith("table") else title[0].upper() + title[1:]
 
 
-def filled(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> Filled:
+def fill_table(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> FilledTable:
     """With all runs of its recipes that are there, by their recipes' names, whatever their seeds."""
-    columns = [named(name) for name in COLUMNS.get(exhibit.name, OTHERS)]
+    columns = [column_named(name) for name in COLUMNS.get(exhibit.name, DEFAULT_COLUMNS)]
     rows = []
     for recipe in (*exhibit.recipes, *(recipe for recipe in exhibit.beside if recipe.name in runs)):
         own = list(runs.get(recipe.name, ()))
@@ -123,7 +123,7 @@ def filled(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> Filled:
         rows.append(Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main, variant))
     places = list(dict.fromkeys(row.place for row in rows))
     rows.sort(key=lambda row: places.index(row.place))  # those beside come under what they belong to
-    return Filled(exhibit, columns, _with_tests(rows, columns))
+    return FilledTable(exhibit, columns, _with_tests(rows, columns))
 
 
 def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
@@ -139,13 +139,13 @@ def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
             if base is None or not column.compared:
                 continue
             others = {n: cells[n][number].compared for n in numbers if n != base}
-            for n, p in against(cells[base][number].compared, others).items():
+            for n, p in p_values_against(cells[base][number].compared, others).items():
                 lower = mean(cells[n][number].compared) < mean(cells[base][number].compared)
                 cells[n][number] = replace(cells[n][number], p=p, better=lower if p < LEVEL else None)
     return [replace(row, cells=own) for row, own in zip(rows, cells, strict=True)]
 
 
-def by_recipe(runs: Iterable[Run], broken: list[Broken]) -> dict[str, list[Run]]:
+def runs_by_recipe(runs: Iterable[Run], unusable: list[UnusableFile]) -> dict[str, list[Run]]:
     """Runs of the paper's recipes by name, in the order of seeds; those that are not what they say are left out.
 
     A seed counts once: the same training again is no further evidence. Of a data set with several contents the most
@@ -153,21 +153,23 @@ def by_recipe(runs: Iterable[Run], broken: list[Broken]) -> dict[str, list[Run]]
     """
     known = by_name()
     found: dict[str, dict[int, Run]] = {}
-    usual = _usual_contents(runs := list(runs))
+    usual = _usual_checksums(runs := list(runs))
     for run in runs:
         recipe = known.get(str(run.result.get("recipe")))
         if recipe is None:
             continue
         if apart := differs(run.result, Job(recipe, run.result["seed"])):
-            broken.append(Broken(run.path, f"it is not {recipe.name}: {'; '.join(apart)}"))
+            unusable.append(UnusableFile(run.path, f"it is not {recipe.name}: {'; '.join(apart)}"))
         elif run.result.get("data_sha256") != usual[recipe.data]:
-            broken.append(Broken(run.path, f"it was trained on another {recipe.data} than most (another SHA-256)"))
+            unusable.append(
+                UnusableFile(run.path, f"it was trained on another {recipe.data} than most (another SHA-256)")
+            )
         else:
             found.setdefault(recipe.name, {}).setdefault(int(run.result["seed"]), run)
     return {name: [own[seed] for seed in sorted(own)] for name, own in found.items()}
 
 
-def _usual_contents(runs: Iterable[Run]) -> dict[str, object]:
+def _usual_checksums(runs: Iterable[Run]) -> dict[str, object]:
     counts: dict[str, Counter[object]] = {}
     for run in runs:
         counts.setdefault(str(run.result["data"]), Counter())[run.result.get("data_sha256")] += 1
@@ -180,7 +182,7 @@ def read_all(ledger: Ledger) -> dict[str, list[Run]]:
     for file in sorted(ledger.results.rglob("*.json")):
         with suppress(ValueError, OSError):  # a plan, a failure, a cost, or damaged
             found.append(read_result(file))
-    return by_recipe(found, [])
+    return runs_by_recipe(found, [])
 
 
 def cell_of(recipe: Recipe, runs: Sequence[Run], column: Column) -> Cell:
