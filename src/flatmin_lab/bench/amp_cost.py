@@ -1,7 +1,6 @@
-"""What AMP costs over ERM: steps of both in turns on one device, and the hours that a whole training takes.
+"""What AMP costs over ERM: milliseconds a step of both on one device, and the hours of a whole training run.
 
-Two trainings are begun and never ended; a block of steps of one, a block of the other, so that whatever else the
-machine does falls on both.
+Two endless runs take turns, a block of steps each, so that whatever else the machine does falls on both.
 """
 
 from collections.abc import Mapping
@@ -17,22 +16,23 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.machine import facts
 
-BLOCKS, WARMUP_STEPS = 10, 5
+BLOCKS = 10  # of each run, for a median and quartiles
+WARMUP_STEPS = 5  # before the first block
 
 
 def measure_cost(
     recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, steps: int = 50
 ) -> dict[str, Any]:
-    """By method: milliseconds a step (median and quartiles over the blocks) and hours; the ratio of AMP's to ERM's."""
+    """By method, milliseconds a step (median and quartiles over the blocks) and hours; and the ratio of AMP to ERM."""
     times: dict[str, list[float]] = {method: [] for method in recipes}
     with ExitStack() as stack:
-        trainings = {
+        runs = {
             method: stack.enter_context(endless_run(recipe, data, device=device)) for method, recipe in recipes.items()
         }
-        for records in trainings.values():
+        for records in runs.values():
             take_steps(records, WARMUP_STEPS, device)
         for _ in range(BLOCKS):
-            for method, records in trainings.items():
+            for method, records in runs.items():
                 start = perf_counter()
                 take_steps(records, steps, device)
                 times[method].append((perf_counter() - start) / steps)

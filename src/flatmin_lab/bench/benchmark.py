@@ -1,10 +1,10 @@
-"""What a training step costs: time, memory, and how far both are from the least that they could be.
+"""`flatmin bench`: what a training step costs in time and memory, and how far that is from the least possible.
 
-    result = measure(Wanted(models=("preactresnet18",), batch_sizes=(50,)), device=torch.device("cuda"))
+    result = run_benchmark(BenchmarkOptions(models=("preactresnet18",), batch_sizes=(50,)), device=torch.device("cuda"))
 
-For every model and batch size a table: the methods of contenders.py in each of its forms, timed in turns
-(table.py), beside the floor (roofline.py). cuDNN may search for its fastest algorithms, and computes float32
-as torch's defaults say; the result names all that.
+There is a table for every model and batch size: each method of contenders.py in each form, timed in turns (table.py),
+beside the floor (roofline.py). cuDNN may search for its fastest algorithms; float32 is computed as torch does by
+default. The result records these settings.
 """
 
 import importlib.metadata
@@ -31,19 +31,15 @@ from flatmin_lab.system.machine import facts
 from flatmin_lab.system.rng import Surroundings
 from flatmin_lab.training.learner import AUTOCAST
 
-MIN_BLOCKS, MAX_BLOCKS = 5, 10  # blocks of steps: at least and at most
-DEFAULT_MODELS, DEFAULT_BATCH_SIZES, DEFAULT_AT_ONCE, DEFAULT_STEPS = (
-    ("preactresnet18", "vgg16", "wideresnet28_10"),
-    (50, 128, 512),
-    (2, 4),
-    100,
-)
+MIN_BLOCKS, MAX_BLOCKS = 5, 10  # blocks of steps a contender; quartiles need five
+DEFAULT_MODELS = ("preactresnet18", "vgg16", "wideresnet28_10")
+DEFAULT_BATCH_SIZES, DEFAULT_AT_ONCE, DEFAULT_STEPS = (50, 128, 512), (2, 4), 100
 PACKAGES = ("triton", "pytorch-optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkOptions:
-    """What to measure; checked when made."""
+    """What to measure; checked on construction."""
 
     models: Sequence[str] = DEFAULT_MODELS
     batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES
@@ -71,7 +67,9 @@ class BenchmarkOptions:
                 raise ValueError(f"the batch size must be from 2 to {IMAGES}, got {size}")
         for count in self.at_once:
             if count < 2:
-                raise ValueError(f"at once are at least 2 models, got {count}; one alone is the form compiled")
+                raise ValueError(
+                    f"--at-once must be at least 2 models, got {count}; for one model use the form compiled"
+                )
         if self.steps < MIN_BLOCKS:
             raise ValueError(f"at least {MIN_BLOCKS} steps must be timed, for quartiles, got {self.steps}")
 
@@ -88,11 +86,11 @@ def run_benchmark(
     after: Callable[[dict[str, Any]], None] = lambda result: None,
     images: int = IMAGES,
 ) -> dict[str, Any]:
-    """All tables; `say` hears what is under way, `after` gets the result so far after every table."""
+    """All tables. `say` is called with what is under way, `after` with the result so far after every table."""
     _check_measurable(options, device)
-    surroundings = Surroundings(device, deterministic=False)  # cuDNN may search, and the caller's settings come back
+    surroundings = Surroundings(device, deterministic=False)  # cuDNN may search; the caller's settings are restored
     with surroundings.inside():
-        say("the speed of the device")
+        say("measuring the speed of the device")
         speed = measure_rates(device, options.precision)
         result = {**facts(device), **_versions(), **_settings(options, device), "pictures": images, **speed}
         result["tables"] = []
@@ -109,7 +107,7 @@ def run_benchmark(
 
 
 def _check_measurable(options: BenchmarkOptions, device: torch.device) -> None:
-    """Before any work: is there anything to measure?"""
+    """Check before any work that there is something to measure."""
     pairs = [
         (method, form) for method in options.methods for form in options.forms if method != "sam" or form == "eager"
     ]
@@ -139,7 +137,7 @@ def _table(
     sizes: dict[str, Any] = {"flops": flops, "batch_size": batch_size, "size": 4 * parameters}
     table = BenchmarkTable(workload, steps=options.steps, rounds=options.rounds, say=say)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="this step cannot be captured")  # its row says so
+        warnings.filterwarnings("ignore", message="this step cannot be captured")  # the row says so
         table.add(options.methods, options.forms, options.at_once)
     found = table.run(parameters)
     return {
@@ -158,7 +156,7 @@ def _table(
 
 
 def _drop_compiled(options: BenchmarkOptions, device: torch.device) -> None:
-    """Compiled code of models that are gone."""
+    """Free the compiled code of models that are no longer needed."""
     if device.type == "cuda" and {"compiled", "at-once"} & set(options.forms):
         torch.compiler.reset()
     release_memory(device)

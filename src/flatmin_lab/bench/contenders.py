@@ -1,13 +1,13 @@
-"""The training steps that a benchmark compares: a method in a form.
+"""The contenders of a benchmark: training steps of a method in a form.
 
-    method   erm (SGD alone) · amp (SGD in AMP) · sam (pytorch_optimizer's SAM around SGD, as its users write it)
+    method   erm (SGD alone) · amp (SGD in AMP) · sam (pytorch_optimizer's SAM around SGD, called as its users do)
     form     eager     plain PyTorch, kernel by kernel
              graph     the whole step as one CUDA graph
-             compiled  the same, its passes compiled by torch.compile
+             compiled  the same, with the passes compiled by torch.compile
              at-once   several such models, each with a graph and a stream of its own
 
-A step begins with data: it gathers its pictures from a data set on the device, crops, flips and normalises them. All
-contenders get the same batches in the same order. What they learn from random pictures does not matter.
+A step includes its data: it gathers images from a data set on the device, crops, flips and normalises them. All
+contenders get the same batches in the same order. The images are random; what is learnt from them does not matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ Step = Callable[..., Any]
 
 
 class CannotStepError(RuntimeError):
-    """Why a contender is not there."""
+    """A contender cannot take part; the message says why."""
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Contender:
-    """A model and its step: `trainee(3)` takes three of them."""
+    """A model and its step: `contender(3)` takes three steps."""
 
     def __init__(self, step: Step, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.step = step
@@ -54,13 +54,13 @@ class Contender:
             self.step(*next(self.inputs))
 
     def check(self, form: str) -> None:
-        """Is the step in that form? A captured step that cannot be captured goes on without a graph."""
+        """Raise if the step is not in that form: a step that cannot be captured runs without a graph."""
         if form != "eager" and not getattr(self.step, "captured", False):
-            raise CannotStepError(f"not captured: {getattr(self.step, 'reason', None) or 'nobody says why'}")
+            raise CannotStepError(f"not captured: {getattr(self.step, 'reason', None) or 'no reason given'}")
 
 
 class ConcurrentContenders:
-    """Several trainees, a stream each; the host asks for their steps in turn."""
+    """Several contenders, a stream each; the host launches their steps in turn."""
 
     def __init__(self, contenders: Sequence[Contender], streams: Sequence[torch.cuda.Stream]) -> None:
         self.pairs = list(zip(contenders, streams, strict=True))
@@ -73,7 +73,7 @@ class ConcurrentContenders:
 
 
 def build_contender(workload: Workload, method: str, form: str, *, data: bool = True) -> Contender:
-    """A new model that has not stepped yet; without `data`, its step gets one batch that lies ready."""
+    """A new model that has not stepped yet. Without `data`, every step gets the same batch, prepared beforehand."""
     inputs = workload.inputs if data else [workload.batch(*workload.inputs[0])]
     if method == "sam":
         return Contender(_sam_step(workload), inputs)
@@ -96,7 +96,7 @@ def build_contender(workload: Workload, method: str, form: str, *, data: bool = 
 
 
 class ScaledStep:
-    """A captured step of fp16, and the update of its scaler, which is the loop's business."""
+    """A captured fp16 step, followed by the update of its scaler, which is the training loop's task."""
 
     def __init__(self, step: Any, scaler: GradScaler) -> None:
         self.whole, self.scaler = step, scaler
@@ -130,11 +130,11 @@ def _sam_step(workload: Workload) -> Step:
 
 
 def why_left_out(method: str, form: str, *, device: torch.device, precision: str) -> str | None:
-    """Why there is no such contender here; None if there is one. SAM has one form."""
+    """Why there is no such contender on this device; None if there is one. SAM is eager only."""
     if form != "eager" and device.type != "cuda":
         return "CUDA graphs need a CUDA device"
     if method == "sam" and find_spec("pytorch_optimizer") is None:
         return "pytorch_optimizer is not installed here"
     if method == "sam" and precision == "fp16":
-        return "SAM's two steps know no GradScaler"
+        return "SAM's two steps do not support a GradScaler"
     return None

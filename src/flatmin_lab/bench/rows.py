@@ -1,4 +1,4 @@
-"""The rows of a benchmark's table: what a contender is called, its times, its memory, and ratios between rows."""
+"""The rows of a benchmark table: a contender's name, its times, its memory, and ratios between rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def timing_columns(runner: Runner) -> Row:
 
 
 def memory_over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
-    """Memory of a model beyond ERM's in the same form, in float32 copies of the parameters (of `copy` MiB)."""
+    """Memory of a model beyond ERM's in the same form, in float32 copies of the parameters (`copy` MiB each)."""
     same = [other for other in rows if (other["form"], other["models"]) == (row["form"], row["models"])]
     plain = next((other.get("peak_mib") for other in same if other["method"] == "erm"), None)
     if row["method"] == "erm" or plain is None or row.get("peak_mib") is None:
@@ -28,7 +28,7 @@ def memory_over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """AMP over ERM in each form, and AMP's fastest single form over what others do."""
+    """AMP over ERM in each form, and compiled AMP over the eager steps of the others."""
     ms = {(row["method"], row["form"], row["models"]): row["ms"] for row in rows if "ms" in row}
     found = {
         row_name("amp / erm,", form, count): own / ms["erm", form, count]

@@ -1,7 +1,7 @@
-"""All contenders for one model and batch size: built one after the other, then timed in turns.
+"""One table of the benchmark: all contenders for a model and batch size, built one by one, then timed in turns.
 
-Memory is measured while they are built, each against what was there before it, so it is a contender's own. What fails
-(no memory left, a step that cannot be captured) becomes a row that says why, and the rest goes on.
+Memory is measured while a contender is built, against what was in use before, so it is the contender's own. A failure
+(out of memory, a step that cannot be captured) becomes a row that says why, and the others continue.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,32 +29,32 @@ from flatmin_lab.bench.timing import (
 from flatmin_lab.bench.workload import Workload
 
 SINGLE = ("eager", "graph", "compiled")
-DATA_FORMS = ("eager", "graph")  # where the data's part is measured: compiled or not, a graph does it the same way
+DATA_FORMS = ("eager", "graph")  # where the data's share is measured; compiling does not change it
 
 
 class ReadyContender(NamedTuple):
-    """A model that has stepped: how long it took to be ready (compilation, capture), and its memory."""
+    """A contender that has stepped: the time until it was ready (compilation, capture), and its memory."""
 
     contender: Contender
     ready_seconds: float
-    peak_mib: float | None  # MiB
+    peak_mib: float | None
 
 
 class BenchmarkTable:
-    """Rows with what was measured, by name: "amp compiled", "erm 4 at-once"."""
+    """The rows, by name ("amp compiled", "erm 4 at-once"), and the contenders behind them."""
 
     def __init__(self, workload: Workload, *, steps: int, rounds: int, say: Callable[[str], None]) -> None:
         self.workload, self.device, self.say = workload, workload.device, say
         self.steps, self.rounds = steps, rounds
         self.rows: dict[str, Row] = {}
-        self.left_out: dict[str, list[str]] = {}  # by reason
+        self.left_out: dict[str, list[str]] = {}  # names by reason
         self.data: dict[str, Row] = {form: {"form": form} for form in DATA_FORMS}
         self.runners: dict[str, Runner] = {}
         self.replicas: dict[str, list[ReadyContender]] = {}
         self.largest = 0.0
 
     def add(self, methods: Sequence[str], forms: Sequence[str], at_once: Sequence[int]) -> None:
-        """The single ones first: if memory runs out, it is for the many."""
+        """Build the contenders. Single models come first: if memory runs out, several at once go without."""
         for form in (form for form in SINGLE if form in forms):
             for method in methods:
                 if method != "sam" or form == "eager":
@@ -110,14 +110,14 @@ class BenchmarkTable:
         release_memory(self.device)
         before = memory_in_use(self.device)
         made = build_contender(self.workload, method, form, data=data)
-        ready = wall_seconds(lambda: made(2), self.device)  # an ordinary step, then the one that is captured
+        ready = wall_seconds(lambda: made(2), self.device)  # an ordinary step, then the captured one
         made.check(form)
         peak = peak_mib_since(before, made, self.device)
         self.largest = max(self.largest, peak or 0.0)
         return ReadyContender(made, ready, peak)
 
     def _check_room(self, replicas: Sequence[ReadyContender]) -> None:
-        """For one more model, and for the eager ones, which take their memory anew in every step."""
+        """Check for memory for one more model, and for the eager ones, which allocate theirs in every step."""
         need = (replicas[0].peak_mib or 0.0 if replicas else 0.0) + self.largest
         if (free := free_mib(self.device)) < need:
             raise CannotStepError(f"one more model needs {need:.0f} MiB, and {free:.0f} are free")
@@ -134,7 +134,7 @@ class BenchmarkTable:
     # ---- timing
 
     def run(self, parameters: int) -> dict[str, Any]:
-        """Rows, the data's part, and what was left out."""
+        """Time all contenders; the rows, the data's share of a step, and what was left out."""
         self.say(
             f"{self.workload.model}, batches of {self.workload.batches.batch_size}: {len(self.runners)} take turns"
         )
@@ -147,7 +147,7 @@ class BenchmarkTable:
         return {"rows": list(self.rows.values()), "data": self._data(), "left_out": self.left_out}
 
     def _data(self) -> list[Row]:
-        """The step with its data less the step without, block by block; or why there is none."""
+        """The time of a step with its data less that of a step without, block by block; or why there is none."""
         found: list[Row] = []
         for form in DATA_FORMS:
             without = self.runners.get(row_name("data", form))

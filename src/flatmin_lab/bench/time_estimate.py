@@ -1,8 +1,8 @@
-"""How long will it take? A few steps of each kind of training, and a look at a few test pictures, are measured.
+"""How long will runs take? Estimated from a few steps of each kind of run, and an evaluation of a few test images.
 
-What takes the time of a step is the network, its pictures and the number of passes; so of trainings that are alike in
-these one is measured. After each epoch all pictures of the test set are looked at, in large batches: in the spiral's
-small network one takes about a tenth of its share in a pass of a step, too little to be derived from it.
+The time of a step depends on the network, the images and the number of passes, so one run of each such kind is timed.
+After each epoch the whole test set is evaluated in large batches. This is timed too: in the spiral's small network an
+image takes about a tenth of its share of a training pass, so it cannot be derived from that.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -23,31 +23,28 @@ from flatmin_lab.training.captured_forward import FULL, Answers
 from flatmin_lab.training.evaluation import logits_of, measured
 from flatmin_lab.training.loop import moments
 
-WARMUP_STEPS, TIMED_SECONDS, MAX_TIMED_STEPS = (
-    3,
-    1.5,
-    400,
-)  # steps before the clock starts; how long, and how many steps, it runs
-FIRST_IMAGES = 50  # pictures of a first look: a large batch of a large network takes a CPU minutes
+WARMUP_STEPS = 3  # before the clock starts
+TIMED_SECONDS, MAX_TIMED_STEPS = 1.5, 400  # whichever comes first
+FIRST_IMAGES = 50  # of a first evaluation: a large batch of a large network takes a CPU minutes
 TrainingSteps = Generator[Record | None, None, None]
 
 
 def passes_per_step(recipe: Recipe) -> int:
-    """Forward and backward through the network, a step."""
+    """Forward and backward passes in a step."""
     if recipe.method == "amp":
         return 1 + int(recipe.settings.get("inner_iter", 1))
     return 2 if recipe.method == "adversarial" else 1
 
 
 def cost_key(recipe: Recipe, data: Dataset) -> tuple[Any, ...]:
-    """Trainings with the same one take the same time a step."""
+    """Runs with the same key take the same time per step."""
     network = (recipe.model, tuple(sorted(recipe.model_settings.items())), recipe.batch_size)
     return (data.train.shape, *network, passes_per_step(recipe), recipe.augment, recipe.precision, recipe.compile)
 
 
 @contextmanager
 def endless_run(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[TrainingSteps]:
-    """A training in memory that does not end by itself, and is thrown away."""
+    """A run in memory that does not end by itself and leaves nothing behind."""
     nothing: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     saving: dict[str, Any] = {"checkpoint_epochs": 1, "checkpoint_minutes": 1e9}
     endless = replace(recipe, epochs=1_000_000)
@@ -59,7 +56,7 @@ def endless_run(recipe: Recipe, data: Dataset, *, device: torch.device) -> Itera
 
 
 def take_steps(records: TrainingSteps, steps: int, device: torch.device) -> None:
-    """So many steps, done on the device too."""
+    """Take so many steps, and wait until the device has finished them."""
     left = steps
     while left:
         left -= next(records) is None
@@ -72,7 +69,7 @@ def _wait(device: torch.device) -> None:
 
 
 class Pace(NamedTuple):
-    """Seconds of a step, and of each picture that is looked at after an epoch."""
+    """Seconds of a training step, and of each image that is evaluated after an epoch."""
 
     step_seconds: float
     image_seconds: float
@@ -83,7 +80,7 @@ def measure_pace(recipe: Recipe, data: Dataset, *, device: torch.device) -> Pace
 
 
 def seconds_per_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
-    """On average; steps that come after the end of an epoch, with its look at the test set, only where all do."""
+    """The mean; steps that include the evaluation after an epoch count only if there are no others."""
     plain: list[float] = []
     others: list[float] = []
     with endless_run(recipe, data, device=device) as records:
@@ -102,7 +99,7 @@ def seconds_per_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> 
 
 @torch.no_grad()
 def seconds_per_evaluation(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
-    """With the network as it begins, and torch's switches as in a training."""
+    """Seconds per evaluated image, with the initial network and torch's settings as in a training run."""
     known, _, _, normalise = prepared(recipe, data.to(device), seed=0)
     found = 0.0
     with Surroundings(device, deterministic=recipe.deterministic).inside():
@@ -111,7 +108,7 @@ def seconds_per_evaluation(recipe: Recipe, data: Dataset, *, device: torch.devic
             split = known.test.at(torch.arange(min(size, len(known.test)), device=device))
             if found * len(split) > TIMED_SECONDS:
                 break
-            for _ in range(2):  # the first one warms up
+            for _ in range(2):  # the first warms up
                 start = perf_counter()
                 logits = logits_of(answers, split, normalise)
                 assert logits is not None
@@ -121,7 +118,7 @@ def seconds_per_evaluation(recipe: Recipe, data: Dataset, *, device: torch.devic
 
 
 def estimate_seconds(recipe: Recipe, data: Dataset, pace: Pace) -> float:
-    """A whole training at that pace, with a measurement after each epoch."""
+    """Seconds of a whole run at that pace, with an evaluation after each epoch."""
     share = 0.9 if recipe.validation else 1.0
     train = share * len(data.train)
     evaluated = (1 - share) * len(data.train) if recipe.validation else len(data.test)
@@ -135,7 +132,7 @@ def estimate_all_seconds(
     device: torch.device,
     say: Callable[[str], object] = lambda _: None,
 ) -> list[float]:
-    """Of each training by itself."""
+    """Seconds of each run by itself."""
     paces: dict[tuple[Any, ...], Pace] = {}
     found = []
     for job in jobs:

@@ -1,7 +1,7 @@
-"""Landscapes of trained models: the loss over a plane through the weights, on training and on test pictures.
+"""Landscapes of trained models: the loss over a plane through the weights, on training and on test images.
 
-Several models are looked at along the same directions: the same noise, scaled to each one's filters. The middle row of
-a plane is the line of the paper's figure 2.
+All models share the same two directions: the same noise, scaled to each model's filters. The middle row of a plane is
+the line of the paper's figure 2.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,9 @@ from flatmin import flatness
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.system.json_data import numbers
 
-POINTS, REACH, IMAGES = 41, 1.0, 1000
+POINTS = 41  # along a side; odd, so that the weights themselves are one
+REACH = 1.0  # half a side; at 1 a filter has moved by its own length
+IMAGES = 1000  # of each split
 
 
 def check_options(points: int, reach: float, images: int) -> None:
@@ -39,7 +41,7 @@ def landscape(
     check_options(points, reach, images)
     axis = torch.linspace(-reach, reach, points, dtype=torch.float64)
     axis[points // 2] = 0.0  # not −1e-17
-    # pictures as NHWC in memory: half the time on a CPU, three quarters on an H200
+    # images as NHWC in memory: half the time on a CPU, three quarters on an H200
     layout = torch.channels_last if subject.test.pictures else torch.contiguous_format
     subject.model.to(memory_format=layout)  # type: ignore[call-overload]
     first, second = flatness.directions(subject.model, number=2, generator=torch.Generator().manual_seed(seed))
@@ -69,5 +71,5 @@ def landscape(
 
 
 def count_points(points: int, *, lines_only: bool) -> int:
-    """Of the points of one model."""
+    """How many losses the landscape of one model takes, over both splits."""
     return 2 * points * (1 if lines_only else points)

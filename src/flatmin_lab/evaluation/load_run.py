@@ -1,4 +1,4 @@
-"""A trained model, from its run folder or from one checkpoint of it."""
+"""A trained model, loaded from its run folder or from one of its checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,15 @@ from flatmin_lab.training.build import Prepared, build_model, method_of, prepare
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The checkpoint, and what its folder says about it."""
+    """A checkpoint, and what its run folder says about it."""
 
     path: Path
     recipe: Recipe
     seed: int
     data_sha256: str
     checkpoint: Checkpoint
-    is_newest: bool  # of its folder
-    damaged_checkpoints: tuple[str, ...] = ()  # newer ones that are damaged
+    is_newest: bool  # of the checkpoints in its folder
+    damaged_checkpoints: tuple[str, ...] = ()  # newer ones that could not be read
 
     @property
     def folder(self) -> Path:
@@ -45,10 +45,10 @@ class TrainedRun:
         }
 
     def load_model(self, ready: Prepared, *, use_ema: bool = False) -> nn.Module:
-        """With the weights of the checkpoint, in eval mode."""
+        """The model in eval mode, with the weights of the checkpoint or their EMA."""
         part = self.checkpoint.part("average") if use_ema else self.checkpoint.part("model")
         if use_ema and not part:
-            raise ValueError(f"{self.path} has no averaged weights: it was trained without --ema")
+            raise ValueError(f"{self.path} has no EMA of the weights: it was trained without --ema")
         weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
         model = build_model(self.recipe, ready.data, method_of(self.recipe, ready.normalise))
         user_model.assign_weights(model, weights, str(self.path))
@@ -56,9 +56,9 @@ class TrainedRun:
 
 
 def find_run(path: Path) -> TrainedRun:
-    """The newest whole checkpoint of a folder, or the one named."""
+    """The newest intact checkpoint of a folder, or the checkpoint that is named."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there; give a run's folder, or one of its checkpoints")
+        raise FileNotFoundError(f"{path} does not exist; give a run's folder, or one of its checkpoints")
     folder = path if path.is_dir() else path.parent
     if not run_config.exists(folder) and (inside := sorted(path.glob("*/config.json"))):
         names = ", ".join(str(config.parent) for config in inside[:3])
@@ -66,7 +66,7 @@ def find_run(path: Path) -> TrainedRun:
     config = run_config.stored(folder)
     places = checkpoint.listed(folder) if path.is_dir() else [path]
     if not places:
-        raise FileNotFoundError(f"{folder} has no checkpoint yet; train on with --resume")
+        raise FileNotFoundError(f"{folder} has no checkpoint yet; resume the run with `flatmin train --resume`")
     place, whole, damaged = run_config.newest_whole(places, config)
     damaged_checkpoints = tuple(str(error) for _, error in damaged)
     if place is None or whole is None:
@@ -79,7 +79,7 @@ def find_run(path: Path) -> TrainedRun:
 
 
 def subject_of(run: TrainedRun, data: Dataset, *, use_ema: bool, device: torch.device) -> Subject:
-    """The model and the data that it was trained on."""
+    """The run's model, with the data that it was trained on."""
     if data.checksum != run.data_sha256:
         raise ValueError(
             f"{run.path} was trained on {run.recipe.data} with SHA-256 {run.data_sha256}, and this {data.name} has "

@@ -1,11 +1,11 @@
-"""What is measured of a network after its training, from its last checkpoint, for its result file.
+"""The measurements that follow a training run: taken from its last checkpoint, written to its result file.
 
-Always: the risk on the training set as it is, without augmentation, in eval mode (`clean_train_…`); for label smoothing
-the smoothed loss, which the paper's NLL of that method seems to be; and, where test pictures stand in the training set
-too, the error without them. On request: attacks, flatness, the landscape; of points in a plane, the boundary.
+Always: the risk on the training set without augmentation, in eval mode (`clean_train_…`); for label smoothing the
+smoothed loss, which the paper's NLL of that method seems to be; and, if test images are in the training set too, the
+error without them. On request: attacks, flatness, the landscape and, for points in a plane, the decision boundary.
 
 The paper attacks with a radius of 4 per pixel, and does not say whether before or after the normalisation. `attack`
-takes it as 4/255 of a pixel's range, `attack_normalised` as 4/255 of the normalised inputs; both are measured.
+takes it as 4/255 of a pixel's range, `attack_normalised` as 4/255 of the normalised inputs. Both are measured.
 """
 
 from collections.abc import Callable
@@ -23,20 +23,20 @@ from flatmin_lab.system.json_data import number, numbers
 from flatmin_lab.training.build import method_of
 from flatmin_lab.training.evaluation import logits_of, measured
 
-PLANE_REACH, GRID_POINTS = 1.2, 241  # of the grid over a plane: half its side, and points along it
+PLANE_REACH, GRID_POINTS = 1.2, 241  # the grid of a decision boundary: half its side, and points along it
 
 Say = Callable[[str], object]
 
 
 class Effort(NamedTuple):
-    """How much is measured: None is all of the test set, and 1000 training pictures."""
+    """How much is measured. `images` None: all of the test set, and 1000 training images."""
 
     images: int | None = None
-    restarts: int = 4  # of the search for the worst loss, beside the one from the centre
-    with_trace: bool = True  # of the Hessian, which takes half of the time
-    radii: tuple[float, ...] = (0.25, 0.5, 1.0)  # beside 0.1, where the worst loss is looked for once
-    landscape_points: int = 25  # a side of the landscape
-    boundary_points: int = 61  # of the plane that a boundary runs through
+    restarts: int = 4  # random starts of the search for the worst loss, beside the centre
+    with_trace: bool = True  # of the Hessian: half of the time
+    radii: tuple[float, ...] = (0.25, 0.5, 1.0)  # further radii, searched for the worst loss from the centre
+    landscape_points: int = 25  # along a side
+    boundary_points: int = 61  # along a side
 
 
 EFFORTS = {
@@ -47,7 +47,7 @@ EFFORTS = {
 
 
 def measure_every_run(subject: Subject, recipe: Recipe) -> dict[str, Any]:
-    """Risk on the training set, the smoothed loss, and the error without repeated pictures, as far as they apply."""
+    """Risk on the training set, the smoothed loss, and the error without repeated images, where they apply."""
     train = logits_of(subject.model, subject.train, subject.normalise)
     test = logits_of(subject.model, subject.test, subject.normalise)
     assert train is not None
@@ -86,13 +86,13 @@ def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
 
 
 def _landscape(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
-    say("the landscape")
+    say("loss landscape")
     images = effort.images or landscapes.IMAGES
     return {"landscape": landscapes.landscape(subject, points=effort.landscape_points, images=images)}
 
 
 def _boundary(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
-    """What it answers on a grid over the plane, for points in it."""
+    """The second class's probability on a grid over the plane, for data that are points in it."""
     if subject.test.pictures or subject.test.shape[0] != 2:
         raise ValueError(f"a boundary is drawn between points of a plane, got {subject.test.kind}")
     side, shares = class_probabilities(subject.with_normalisation(), points=effort.boundary_points)
@@ -108,17 +108,17 @@ PARTS: dict[str, Callable[[Subject, Effort, Say], dict[str, Any]]] = {
 
 
 def measure(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _: None) -> dict[str, Any]:
-    """One of PARTS, and how long it took."""
+    """One of PARTS, and the seconds it took."""
     begun = perf_counter()
     found = PARTS[part](subject, effort, say)
     return {**found, f"{part}_seconds": round(perf_counter() - begun, 3)}
 
 
-# ---- test images that stand in the training set too: whoever memorised them knows the answer
+# ---- test images that are in the training set too: a network that memorised them gets them right
 
 
 def find_repeated(train: Split, test: Split) -> Tensor:
-    """The places in `test` of pictures or points that are in `train` too, whatever their labels.
+    """The indices in `test` of images or points that are in `train` too, whatever their labels.
 
     >>> train = Split(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]))
     >>> repeated(train, Split(torch.tensor([[3.0], [2.0]]), torch.tensor([0, 0])))
@@ -136,7 +136,7 @@ def _row_bytes(split: Split) -> list[bytes]:
 
 @torch.no_grad()
 def class_probabilities(model: nn.Module, points: int = GRID_POINTS) -> tuple[Tensor, Tensor]:
-    """The sides of a grid, and the share of the second class on it."""
+    """The coordinates along a side of a grid, and the probability of the second class on it."""
     side = torch.linspace(-PLANE_REACH, PLANE_REACH, points)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     share: Tensor = model(torch.cartesian_prod(side, side).to(device)).softmax(dim=1)[:, 1].view(points, points).T

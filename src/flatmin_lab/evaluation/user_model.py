@@ -1,6 +1,6 @@
-"""A model of the user's own: a function (or a class) that makes it, and a file with its weights.
+"""A user's own model: a function or class that builds it, and a file with its weights.
 
-Weights are safetensors, or what torch.save wrote of a state dict; nothing that is pickled runs.
+Weights are safetensors, or a state dict written by torch.save; no pickled code is run.
 """
 
 from collections.abc import Mapping
@@ -19,16 +19,14 @@ STATE_DICT_KEYS = (
     "model_state",
     "model",
 )  # where trainers put a state dict in a larger checkpoint
-
-
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 
 def make_model(name: str) -> nn.Module:
-    """What the function makes, called without arguments."""
+    """The model that the function makes; it is called without arguments."""
     if not is_user_code(name):
         raise ValueError(
-            f"--model takes file.py:make_model or mymodule:make_model, got {name!r}; a model that was trained here is "
+            f"--model takes file.py:make_model or mymodule:make_model, got {name!r}; a model trained by flatmin is "
             "named by its run's folder"
         )
     function = find_function(name, "make_model")
@@ -42,7 +40,7 @@ def make_model(name: str) -> nn.Module:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """The weights of a file into the model; which names and shapes differ is said."""
+    """Load a file of weights into the model; an error names the keys and shapes that differ."""
     assign_weights(model, _without_wrapper_prefix(read_weights(path), set(model.state_dict())), str(path))
 
 
@@ -50,7 +48,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; with --model, give the file with its weights")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; give the file with the model's weights")
+        raise FileNotFoundError(f"{path} does not exist; give the file with the model's weights")
     if path.suffix == ".safetensors":
         safetensors = need("safetensors.torch", "reading safetensors")
         try:
@@ -59,7 +57,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} cannot be read as safetensors ({error})") from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle fails in any way it likes
+    except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(
             f"{path} cannot be read as weights alone: it is damaged, or holds other objects, which are never run; "
             "save model.state_dict()"
@@ -74,7 +72,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _without_wrapper_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
-    """Without the prefix that a wrapper of the model put before every name, if the model has no such names."""
+    """Without the prefix that a wrapper put before every key, unless the model has such keys itself."""
     for prefix in WRAPPER_PREFIXES:
         if weights and all(key.startswith(prefix) for key in weights) and not weights.keys() & wanted:
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}
@@ -82,14 +80,14 @@ def _without_wrapper_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dic
 
 
 def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
-    """Weights into a model; where they are another model's, the names that differ are said."""
+    """Assign weights to a model; if they are another model's, the error names the keys that differ."""
     has = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     given = {key: tuple(value.shape) for key, value in weights.items()}
     missing, foreign = has.keys() - given.keys(), given.keys() - has.keys()
     apart = [f"{key} is {given[key]}, not {has[key]}" for key in has if key in given and given[key] != has[key]]
     differences = [
         *([f"without {_few(sorted(missing))}"] if missing else []),
-        *([f"with {_few(sorted(foreign))}, which the model has not"] if foreign else []),
+        *([f"with {_few(sorted(foreign))}, which the model does not have"] if foreign else []),
         *([_few(apart)] if apart else []),
     ]
     if differences:

@@ -1,7 +1,7 @@
-"""Runs compared: those that differ in method and seed alone stand in one table, a row a method, against ERM.
+"""Groups of comparable runs: runs that differ only in method and seed share a table, a row per method.
 
-Every method's mean is compared with ERM's by Welch's test, column by column, with Holm's rule over the methods of the
-column. Only where that is significant is one of the two called better.
+Every method's mean is compared with ERM's by Welch's test, column by column, with Holm's correction over the methods
+of the column. One of the two is called better only if the difference is significant.
 """
 
 import json
@@ -28,7 +28,7 @@ SETTING_KEYS = (
     "data_sha256",
 )  # fmt: skip
 METHOD_SETTINGS = {key for method in METHODS for key in resolved(method, {})}
-NOT_IN_TITLE = ("validation", "data_sha256")  # in a title: the first is the split, the second says nothing to a reader
+NOT_IN_TITLE = ("validation", "data_sha256")  # the split stands for the first; the second tells a reader nothing
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Cell:
     """The values of a row's runs in a column, and how they compare with ERM's."""
 
     values: list[float]
-    missing: list[str]  # commands that would fill it
-    measured_differently: bool = False  # some were measured, but not as the others
+    missing: list[str]  # commands that would measure them
+    measured_differently: bool = False  # some were measured, but under other conditions
     p: float | None = None  # against ERM, after Holm
-    better: bool | None = None  # than ERM; None where that cannot be said
+    better: bool | None = None  # than ERM; None if not significant
     paper: Value | None = None
 
 
@@ -58,8 +58,8 @@ class Group:
     setting: Mapping[str, Any]
     rows: list[Row]
     duplicate_runs: list[Run]
-    unmeasured: list[str]  # commands for what its runs lack
-    untrained: list[str]  # commands for the paper's methods that are not there
+    unmeasured: list[str]  # commands that measure what its runs lack
+    untrained: list[str]  # commands that train the paper's methods it lacks
 
     @property
     def title(self) -> str:
@@ -69,12 +69,12 @@ class Group:
 
     @property
     def method_settings(self) -> list[str]:
-        """The settings of each method, but for those in which its rows differ, which are named there."""
+        """The settings of each method, except those in which its rows differ: the rows name these."""
         return settings_of([(row.method, run.result["settings"]) for row in self.rows for run in row.runs])
 
     @property
     def protocol(self) -> str:
-        """How they were trained, but for what stands in the rows; nothing where each was trained in its own way."""
+        """The protocol, without what the rows name; empty if every run has its own settings."""
         said = {
             _without_method_settings(str(run.result.get("protocol") or "own")) for row in self.rows for run in row.runs
         }
@@ -86,7 +86,7 @@ class Group:
 
     @property
     def beside_paper(self) -> bool:
-        """Whether the paper has numbers of any of it."""
+        """Whether the paper has a number for any cell."""
         return any(cell.paper for row in self.rows for cell in row.cells.values())
 
     def row(self, method: str) -> Row | None:
@@ -94,7 +94,7 @@ class Group:
 
 
 def _without_method_settings(protocol: str) -> str:
-    """Without the method's settings, which stand in the rows.
+    """Without the method's settings, which the rows name.
 
     >>> _without_knobs("short, but epsilon 0.03, validation"), _without_knobs("paper, but ball tensor")
     ('short, but validation', 'paper')
@@ -107,7 +107,7 @@ def _without_method_settings(protocol: str) -> str:
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
-    """In the order of their first runs; methods in the paper's order, ERM first and AMP second."""
+    """Groups in the order of their first runs; methods in the paper's order, ERM first and AMP second."""
     settings: dict[str, list[Run]] = {}
     for run in runs:
         setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING_KEYS}}
@@ -116,7 +116,7 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
 
 
 def titles_of(groups: Sequence[Group]) -> list[str]:
-    """Each with that in which it differs from others of the same data and network."""
+    """Titles; groups of the same data and network are told apart by the settings in which they differ."""
     found = []
     for group in groups:
         others = [other.setting for other in groups if other.title == group.title]
@@ -143,7 +143,7 @@ def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
     for run in runs:
         kind = kinds.setdefault((run.method, json.dumps(run.result["settings"], sort_keys=True)), {})
         if run.result["seed"] in kind:
-            duplicates.append(run)  # the same training again: it is no further evidence
+            duplicates.append(run)  # the same run again is no further evidence
         kind.setdefault(run.result["seed"], run)
     order = ["erm", "amp", *METHODS]
     rows = []
@@ -151,7 +151,7 @@ def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
         others = [json.loads(other) for name, other in kinds if name == method]
         rows.append(Row(method, _name(method, json.loads(settings), others), [own[seed] for seed in sorted(own)]))
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
-    in_folders = runs[0].path.is_dir()  # a result file is of `flatmin reproduce`, which knows what is missing
+    in_folders = runs[0].path.is_dir()  # result files are of `flatmin reproduce`, which knows what is missing
     trained = {row.method for row in rows}
     untrained = suggested_commands.train_commands(setting, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
@@ -165,13 +165,13 @@ def _lacking(run: Run, usual: Mapping[str, suggested_commands.Condition]) -> lis
 
 
 def _name(method: str, settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    """The method's, and the knobs in which it differs from others of the same one."""
+    """The method's name, with the settings in which it differs from other rows of the method."""
     apart = [key for key in settings if any(other.get(key) != settings[key] for other in others)]
     return _name_with_settings(method, settings, apart) if apart else NAMES[method]
 
 
 def settings_of(trained: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Of each method in turn the settings that all its trainings have, as in "AMP (ε 0.5, ζ 1, N 1)"."""
+    """For each method the settings that all its runs share, as in "AMP (ε 0.5, ζ 1, N 1)"."""
     found = []
     for method in dict.fromkeys(name for name, _ in trained):
         own = [settings for name, settings in trained if name == method]
@@ -217,7 +217,7 @@ def _with_cells(
 
 
 def _paper_values(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
-    """None beside a held-out part, wrong labels, or what says itself that it is not quite the paper's."""
+    """The paper's values; none for a validation split, noisy labels, or a protocol that is not quite the paper's."""
     apart = any(exceptions(str(run.result.get("protocol"))) for run in row.runs)
     if setting["split"] != "test" or setting["label_noise"] or apart:
         return {}

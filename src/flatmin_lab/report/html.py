@@ -1,4 +1,4 @@
-"""A page is a template and numbers: one file of HTML that needs no network, in light and dark, on paper and phones."""
+"""Pages from templates and numbers: one HTML file that needs no network, for light and dark, paper and phones."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ from flatmin_lab.report.stats import MIN_RUNS
 
 
 def render(template: str, **values: Any) -> str:
-    """Everything that is put in is escaped, but for `Markup`: names in run folders are anybody's."""
+    """Fill a template. Every value is escaped except `Markup`: names in run folders are untrusted."""
     return _environment().get_template(template).render(**values)
 
 
@@ -32,9 +32,9 @@ def _environment() -> Environment:
 
 
 def mean_and_std(values: Sequence[float], digits: int = 1) -> str:
-    """Mean ± deviation; fewer than three values singly, for two have no spread worth a number.
+    """Mean ± standard deviation; fewer than three values are listed, as two give no useful spread.
 
-    >>> spread([1.0, 2.0, 3.0]), spread([1.0, 2.5])
+    >>> mean_and_std([1.0, 2.0, 3.0]), mean_and_std([1.0, 2.5])
     ('2.0 ± 1.0', '1.0, 2.5')
     """
     if not values:
@@ -45,7 +45,7 @@ def mean_and_std(values: Sequence[float], digits: int = 1) -> str:
 
 
 def as_printed(value: Value, digits: int) -> str:
-    """A number of the paper's.
+    """A value of the paper, as the paper prints it.
 
     >>> as_printed(Value(3.97, 0.091), 2), as_printed(Value(1.25), 2)
     ('3.97 ± 0.09', '1.25')
@@ -58,7 +58,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def data(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
-    """JSON for a script of the page: no text in it can end the script.
+    """JSON for a script in the page, escaped so that no text can end the script.
 
     >>> data({"name": "</script>"})
     Markup('{"name": "\\\\u003c/script>"}')
@@ -68,13 +68,13 @@ def data(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
 
 
 def data_link(value: Mapping[str, Any]) -> str:
-    """JSON in an address: what a reader saves without asking a server."""
+    """JSON as a data: URL, which a reader can save without a server."""
     content = base64.b64encode(json.dumps(value, allow_nan=False).encode()).decode()
     return f"data:application/json;base64,{content}"
 
 
 def pool_bins(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Reliability bins of several runs as one."""
+    """The reliability bins of several runs, pooled into one set."""
     numbers = [sum(counts) for counts in zip(*(part["number"] for part in parts), strict=True)]
 
     def of(name: str) -> list[float]:

@@ -352,7 +352,7 @@ def test_evaluate_gives_the_numbers_of_the_last_epoch(trained: Path) -> None:
 def test_evaluate_says_what_is_wrong(tmp_path: Path, trained: Path) -> None:
     missing = flatmin("evaluate", tmp_path / "none")
     assert missing.exit_code == 2
-    assert "is not there" in words(missing.stderr)
+    assert "does not exist" in words(missing.stderr)
     empty = flatmin("evaluate", tmp_path)
     assert empty.exit_code == 2
     assert "no config.json" in words(empty.stderr)
@@ -411,7 +411,7 @@ def test_doctor_examines_a_model_of_the_user_s_own(tmp_path: Path) -> None:
     for model, message in (
         (f"{file}:words", "must make a torch.nn.Module, got str"),
         (f"{file}:none", "no function or class 'none'"),
-        (f"{tmp_path}/none.py:build", "is not there"),
+        (f"{tmp_path}/none.py:build", "does not exist"),
         ("resnet", "unknown model 'resnet'"),
         (f"{file}:build", "give its own with --shape"),
     ):

@@ -163,11 +163,11 @@ def test_a_model_with_more_outputs_than_classes_will_do() -> None:
 
 @pytest.mark.parametrize(
     ("knobs", "text"),
-    [({"points": 4}, "odd"), ({"points": 1}, "odd"), ({"reach": 0.0}, "above 0"), ({"pictures": 0}, "1")],
+    [({"points": 4}, "odd"), ({"points": 1}, "odd"), ({"reach": 0.0}, "above 0"), ({"images": 0}, "1")],
 )
 def test_a_landscape_without_a_middle_is_refused(knobs: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        landscapes.check_options(**{"points": 5, "reach": 1.0, "pictures": 10, **knobs})
+        landscapes.check_options(**{"points": 5, "reach": 1.0, "images": 10, **knobs})
 
 
 def test_frozen_layers_are_part_of_the_landscape() -> None:

@@ -54,7 +54,7 @@ def test_a_model_comes_from_a_module_or_a_file(here: Path) -> None:
         ("my_model_module:not_a_function", ValueError, "no function or class"),
         ("my_model_module:nothing", TypeError, "got NoneType"),
         ("no_such_module:make_model", FileNotFoundError, "no module 'no_such_module'"),
-        ("absent.py:make_model", FileNotFoundError, "is not there"),
+        ("absent.py:make_model", FileNotFoundError, "does not exist"),
     ],
 )
 def test_what_cannot_be_made_is_named(here: Path, name: str, error: type[Exception], text: str) -> None:
@@ -110,7 +110,7 @@ def test_weights_of_another_model_are_refused_and_the_names_that_differ_said(tmp
         user_model.load_weights(model, tmp_path / "w.pt")
     said = str(caught.value)
     assert "without 0.bias, 1.bias, 1.num_batches_tracked, 1.running_mean and 1 more" in said
-    assert "with 9.bias, which the model has not" in said
+    assert "with 9.bias, which the model does not have" in said
     assert "0.weight is (3, 2), not (4, 2)" in said
     assert torch.equal(before, model[0].weight)
 
@@ -135,7 +135,7 @@ def test_nothing_that_is_pickled_runs_and_damaged_files_are_named(tmp_path: Path
         "list.pt": "must hold a state dict, got list",
         "odd.pt": "got dict with epoch, weights_of_it",
         ".": "is a folder",
-        "absent.pt": "is not there",
+        "absent.pt": "does not exist",
     }.items():
         with pytest.raises((ValueError, FileNotFoundError), match=text):
             user_model.load_weights(nn.Linear(1, 1), tmp_path / name)

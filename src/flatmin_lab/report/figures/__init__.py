@@ -1,4 +1,4 @@
-"""The paper's figures, and those of the report: each a function that gives a matplotlib figure and its numbers.
+"""The figures of the paper and of the report: functions that return a matplotlib figure with its numbers.
 
 drawn = figures.operational_region()
 drawn.figure.savefig("region.pdf")

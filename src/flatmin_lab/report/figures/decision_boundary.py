@@ -1,4 +1,4 @@
-"""Figure 6: the boundary that a network draws between the two arms of the spiral."""
+"""Figure 6: a network's decision boundary between the two arms of the spiral."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,20 +17,20 @@ COLOURS = ["#2a6f97", "#e07a3f"]
 
 
 class Panel(NamedTuple):
-    """What a network answers on a grid, and the points that it was trained on."""
+    """A network's probabilities on a grid, and its training points."""
 
-    side: Tensor  # of the grid
-    shares: Tensor  # of the second class, a row for each y
+    side: Tensor  # coordinates along a side of the grid
+    shares: Tensor  # probabilities of the second class, a row per y
     data: Spiral
 
 
 def boundaries(models: Mapping[str, tuple[nn.Module, Spiral]]) -> DrawnFigure:
-    """A panel a model, under its title."""
+    """A panel per model, under its title."""
     return draw_boundaries({title: Panel(*class_probabilities(model), data) for title, (model, data) in models.items()})
 
 
 def draw_boundaries(panels: Mapping[str, Panel]) -> DrawnFigure:
-    """The share of the second class, its boundary, and the training points.
+    """The probability of the second class, the boundary, and the training points.
 
     The two classes differ in shape as well as colour; points with a wrong label are circled.
     """

@@ -1,4 +1,4 @@
-"""The loss around trained weights: along a line (figure 2), over a plane as contours and as a surface."""
+"""The loss around trained weights: along a line (figure 2), and over a plane as contours and as a surface."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from flatmin_lab.report.figures.style import INK, LINE_STYLES, NAMES, DrawnFigure, line_style, shortened, styled
 
-Lines = Mapping[str, Mapping[str, Sequence[float | None]]]  # a split -> a model -> its losses
+Lines = Mapping[str, Mapping[str, Sequence[float | None]]]  # split -> model -> losses
 
 
 def lines(
@@ -19,10 +19,10 @@ def lines(
     count: str = "",
     top: float | None = None,
 ) -> DrawnFigure:
-    """Figure 2: the loss along one direction, a line a model, a panel a split (training, test).
+    """Figure 2: the loss along one direction, a line per model, a panel per split (training, test).
 
-    A model is known by its method, or `methods` says which one it is of, to draw it by. `count` says how many it is
-    of, as in "1,000 pictures".
+    A line has the style of its method: the model's name, or what `methods` gives for it. `count` is a caption such as
+    "1,000 images".
     """
     with styled():
         figure = Figure(figsize=(3.6 * len(losses), 2.9), layout="constrained")
@@ -52,7 +52,7 @@ def contours(
     *,
     levels: Sequence[float] | None = None,
 ) -> DrawnFigure:
-    """Figure 10: lines of equal loss over a plane through the weights, a panel a plane, all at the same levels."""
+    """Figure 10: lines of equal loss over a plane through the weights, a panel per plane, all at the same levels."""
     heights = {title: _floats(plane) for title, plane in planes.items()}
     levels = levels_of(planes.values()) if levels is None else levels
     with styled():
@@ -72,7 +72,7 @@ def contours(
 
 
 def surfaces(xs: Sequence[float], ys: Sequence[float], planes: Mapping[str, Any]) -> DrawnFigure:
-    """Figure 11: the loss over a plane through the weights as a surface, a panel a plane, cut off at one height."""
+    """Figure 11: the loss over a plane through the weights as a surface, a panel per plane, cut off at one height."""
     heights = {title: _floats(plane) for title, plane in planes.items()}
     top = max(top_of(list(plane)) for plane in heights.values())
     grid = np.meshgrid(np.asarray(xs), np.asarray(ys))
@@ -89,7 +89,7 @@ def surfaces(xs: Sequence[float], ys: Sequence[float], planes: Mapping[str, Any]
 
 
 def _model_line_style(name: str, place: int, methods: Mapping[str, str | None] | None) -> dict[str, Any]:
-    """The method's line; a second model of a method, or one of no method, has the next style that is free."""
+    """The method's style; a second model of a method, or a model without one, gets the next free style."""
     known = [(methods or {}).get(other, other) for other in (methods or {name: name})]
     method = (methods or {}).get(name, name)
     taken = method is not None and known[:place].count(method) > 0
@@ -100,18 +100,18 @@ def _model_line_style(name: str, place: int, methods: Mapping[str, str | None] |
 
 
 def _floats(values: Any) -> Any:
-    """None, which stands for what is not finite, as nan."""
+    """As an array; None stands for a value that is not finite and becomes nan."""
     return np.array(values, dtype=float)
 
 
 def top_of(curves: Sequence[Sequence[float | None]]) -> float:
-    """A height that shows the valley: half of all points lie below it, or a little more."""
+    """A height that shows the valley: 2.5 times the median, so that at least half of the points lie below it."""
     finite = np.array([value for curve in curves for value in curve if value is not None and np.isfinite(value)])
     return float(max(2.5 * np.median(finite), 1.2 * finite.min(), 1e-9)) if len(finite) else 1.0
 
 
 def levels_of(planes: Iterable[Any]) -> list[float]:
-    """Levels in equal ratios, from a little above the lowest point to twice what half of all points lie below."""
+    """Levels in equal ratios, from a little above the minimum to twice the median."""
     finite = np.concatenate([plane[np.isfinite(plane)] for plane in map(_floats, planes)])
     if not len(finite):
         return [0.5, 1.0]

@@ -1,4 +1,4 @@
-"""Trainings compared: their curves, calibration bars and reliability, robustness, and what the radius does."""
+"""Figures that compare runs: training curves, bars of calibration and robustness, reliability, the sweep over ε."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
@@ -19,11 +19,11 @@ from flatmin_lab.report.figures.style import (
     with_count,
 )
 
-Values = Mapping[str, Sequence[float]]  # a method -> a number a training
+Values = Mapping[str, Sequence[float]]  # method -> a number per run, or per epoch
 
 
 def curves(title: str, lines: Values, *, count: Mapping[str, int] | None = None) -> DrawnFigure:
-    """A line a method, a point an epoch; those in BOLD over the others."""
+    """A line per method, a point per epoch; the methods in BOLD are drawn over the others."""
     with styled():
         figure = Figure(figsize=(3.5, 2.7), layout="constrained")
         axes = figure.subplots()
@@ -42,7 +42,7 @@ def curves(title: str, lines: Values, *, count: Mapping[str, int] | None = None)
 
 
 def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None) -> DrawnFigure:
-    """The mean of each method with its deviation; a diamond where the paper has a value (figure 7: ECE)."""
+    """Each method's mean and standard deviation; a diamond is the paper's value (figure 7: ECE)."""
     shown = {method: own for method, own in values.items() if own}
     with styled():
         figure = Figure(figsize=(3.8, 2.9), layout="constrained")
@@ -97,7 +97,7 @@ def epsilon_sweep(
 
 
 def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, method: str) -> DrawnFigure:
-    """Accuracy over confidence, a bar a bin; on the diagonal, confidence is honest."""
+    """Accuracy over confidence, a bar per bin; a calibrated model lies on the diagonal."""
     with styled():
         figure = Figure(figsize=(2.3, 2.3), layout="constrained")
         axes = figure.subplots()
@@ -113,7 +113,7 @@ def _diagram(axes: Axes, parts: Mapping[str, Sequence[float]], colour: str) -> N
     count = len(parts["number"])
     total = max(sum(parts["number"]), 1)
     middles = [(i + 0.5) / count for i in range(count)]
-    # a bin with few answers is drawn pale: its height says little
+    # a bin with few predictions is drawn pale: its height says little
     for middle, number, accuracy in zip(middles, parts["number"], parts["accuracy"], strict=True):
         if number:
             strength = min(1.0, 0.4 + 5 * number / total)

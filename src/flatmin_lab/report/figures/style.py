@@ -1,8 +1,8 @@
-"""A figure and the numbers that it shows. How all of them look: readable in black and white and by the colour-blind.
+"""A figure with its numbers, and the style of all figures: readable in black and white and by the colour-blind.
 
-Drawn by matplotlib without its global state. The colours are Okabe and Ito's, made for the colour-blind. Lines differ
-in dash as well as colour, two stand out by width, bars differ in hatching. In a page, what is drawn in INK takes the
-page's own text colour, in light and dark.
+matplotlib is used without its global state. The colours are Okabe and Ito's, made for the colour-blind. Lines differ in
+dash as well as colour, two stand out by width, bars differ in hatching. In a page, INK becomes the page's own text
+colour, in light and dark.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-INK = "#010203"  # stands for the page's text colour
+INK = "#010203"  # replaced by the page's text colour
 LINE_STYLES: dict[str, tuple[str, Any]] = {
     "erm": ("#d55e00", "-"),
     "amp": ("#0072b2", "-"),
@@ -42,7 +42,7 @@ NAMES = {
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a name may hold a $
-    "svg.hashsalt": "flatmin",  # the same data gives the same file
+    "svg.hashsalt": "flatmin",  # the same data give the same file
     "font.family": "sans-serif",
     "font.size": 10.5,
     "text.color": INK,
@@ -64,7 +64,7 @@ STYLE: dict[Any, Any] = {
 
 
 class DrawnFigure(NamedTuple):
-    """The figure, its numbers, and what it shows in words."""
+    """The figure, its numbers, and a description in words."""
 
     figure: Figure
     data: dict[str, Any]
@@ -76,13 +76,13 @@ def styled() -> AbstractContextManager[None]:
 
 
 def line_style(method: str) -> dict[str, Any]:
-    """How a method's line is drawn."""
+    """The arguments that draw a method's line."""
     colour, dash = LINE_STYLES[method]
     return {"color": colour, "ls": dash, "lw": 2.4 if method in BOLD else 1.3}
 
 
 def legend_sample(method: str) -> str:
-    """A piece of a method's line, for a legend."""
+    """A piece of a method's line as SVG, for a legend."""
     colour, dash = LINE_STYLES[method]
     dashes = "" if dash == "-" else f' stroke-dasharray="{" ".join(str(2 * part) for part in dash[1])}"'
     width = 4 if method in BOLD else 2.5
@@ -91,7 +91,7 @@ def legend_sample(method: str) -> str:
 
 
 def svg(drawn: DrawnFigure) -> str:
-    """The drawing alone, scaled to the page's width, with words for those who cannot see it."""
+    """The figure as SVG, scaled to the page's width, with its description for screen readers."""
     buffer = io.StringIO()
     with styled():
         drawn.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -109,7 +109,7 @@ def svg(drawn: DrawnFigure) -> str:
 
 
 def _with_unique_ids(text: str) -> str:
-    """Parts that are referred to are named after this drawing, the others not at all: a page has many drawings."""
+    """Make the ids in use unique to this figure and drop the others: a page has many figures."""
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     mark = hashlib.sha256(text.encode()).hexdigest()[:8]
     text = re.sub(r' id="([^"]*)"', lambda m: f' id="{mark}-{m[1]}"' if m[1] in used else "", text)
@@ -117,16 +117,16 @@ def _with_unique_ids(text: str) -> str:
 
 
 def shortened(name: str, most: int = 30) -> str:
-    """A name that leaves room for the drawing: the end of a path says most.
+    """A name short enough for a figure; it keeps the end, which says most in a path.
 
-    >>> short("a/very/long/path/to/the/weights-of-a-model.pt")
+    >>> shortened("a/very/long/path/to/the/weights-of-a-model.pt")
     '…/to/the/weights-of-a-model.pt'
     """
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def with_count(title: str, counts: Mapping[str, int] | None) -> str:
-    """A title that says how many trainings each method has.
+    """A title with the number of runs of each method.
 
     >>> with_count("ECE", {"erm": 3, "amp": 5})
     'ECE (n = 3 to 5)'

@@ -1,4 +1,4 @@
-"""The paper's figures about its theory: 1 (risk and AMP risk), 3 (the Gaussian surface), 4 (the operational region),
+"""The figures of the paper's theory: 1 (risk and AMP risk), 3 (the Gaussian surface), 4 (the operational region),
 9 (appendix C), and the penalty of Theorem 2.
 """
 
@@ -86,7 +86,7 @@ def gaussian_surface(*, epsilon: float = 0.6, widths: tuple[float, float] = (0.6
 
 
 def operational_region(*, ratio: float = 1.0) -> DrawnFigure:
-    """Figure 4: for which depth β and width r of a second minimum AMP takes it, and ERM does not."""
+    """Figure 4: the depths β and widths r of a second minimum for which AMP takes it and ERM does not."""
     beta = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
     least = {value: theory.operational_boundary(beta, ratio=value) for value in (ratio, *RATIOS)}
     top = 8.0
@@ -149,7 +149,7 @@ def kinked_losses(*, epsilon: float = 0.5) -> DrawnFigure:
 
 
 def gradient_penalty(*, epsilon: float = 0.5, inner_lr: float = 1.0) -> DrawnFigure:
-    """Theorem 2's penalty on the gradient's norm: the true one, a Huber function, and the one that is printed."""
+    """Theorem 2's penalty on the gradient's norm: the true one, a Huber function, and the printed one."""
     norm = torch.linspace(0, 2 * epsilon / inner_lr, 401, dtype=torch.float64)
     true, printed = (
         theory.gradient_norm_penalty(norm, epsilon=epsilon, inner_lr=inner_lr, as_printed=as_printed)

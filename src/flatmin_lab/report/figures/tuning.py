@@ -1,4 +1,4 @@
-"""What a tuning found: the measure of every trial over each of the knobs."""
+"""What a tuning found: the measure of every trial over each hyper-parameter."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,13 +10,13 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from flatmin_lab.report.figures.style import INK, LINE_STYLES, DrawnFigure, styled
 
-LOG_SCALE_RATIO = 20.0  # a range of values, highest over lowest, that is drawn by its logarithm
-STATE_MARKS: dict[str, dict[str, Any]] = {"finished": {}, "pruned": {"mfc": "none"}}  # filled and hollow
+LOG_SCALE_RATIO = 20.0  # of the highest value to the lowest; above it the axis is logarithmic
+STATE_MARKS: dict[str, dict[str, Any]] = {"finished": {}, "pruned": {"mfc": "none"}}  # filled and hollow circles
 PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")  # 0.01, not a power of ten
 
 
 class SearchRange(NamedTuple):
-    """Where a knob is looked for."""
+    """The range that is searched for a hyper-parameter."""
 
     low: float
     high: float
@@ -26,9 +26,9 @@ class SearchRange(NamedTuple):
 def tuning(
     method: str, measure: str, parameters: Mapping[str, SearchRange], trials: Sequence[Mapping[str, Any]]
 ) -> DrawnFigure:
-    """A panel a knob, a mark a trial, which has settings (by knob), value, state and chosen.
+    """A panel per hyper-parameter, a mark per trial; a trial has settings, value, state and chosen.
 
-    A pruned one stands at its last value, one that failed at the upper edge.
+    A pruned trial is drawn at its last value, a failed one at the upper edge.
     """
     with styled():
         figure = Figure(figsize=(3.5 * len(parameters), 3.0), layout="constrained")
@@ -60,7 +60,7 @@ def _draw_marks(axes: Axes, parameter: str, trials: Sequence[Mapping[str, Any]],
             axes.plot(places, [trial["value"] for trial in own], label=state, **shape, **mark)
     failed = [trial["settings"][parameter] for trial in trials if trial["state"] == "failed"]
     if failed:
-        edge = axes.get_xaxis_transform()  # heights in parts of the panel
+        edge = axes.get_xaxis_transform()  # heights as fractions of the panel
         axes.plot(failed, [0.98] * len(failed), "x", color=INK, ms=6, label="failed", transform=edge, clip_on=False)
     for trial in trials:
         if trial["chosen"]:
@@ -69,12 +69,12 @@ def _draw_marks(axes: Axes, parameter: str, trials: Sequence[Mapping[str, Any]],
 
 
 def _set_value_scale(axes: Axes, values: Sequence[float]) -> None:
-    """From 0, or by the logarithm where bad trials would press the others together."""
+    """Start at 0, or use a logarithmic axis if bad trials would squeeze the others together."""
     if values and 0 < LOG_SCALE_RATIO * min(values) < max(values):
         axes.set_yscale("log")
         _label_plainly(axes.yaxis)
     else:
-        axes.set_ylim(0, 1.12 * max(values, default=0) or None)  # room for those that failed
+        axes.set_ylim(0, 1.12 * max(values, default=0) or None)  # room for failed trials
 
 
 def _label_plainly(axis: Axis) -> None:

@@ -1,4 +1,4 @@
-"""The page of `flatmin demo`, made from its numbers (demo.json) alone."""
+"""The page of `flatmin demo`, made only from its numbers (demo.json)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ def demo_page(demo: Mapping[str, Any]) -> str:
 
 
 class Facts(NamedTuple):
-    """Means over the seeds, which sentences are made of."""
+    """Means over the seeds, for the page's sentences."""
 
     error: float
     ece: float
@@ -83,7 +83,7 @@ def row(method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def entropy(noise: float, *, classes: int) -> float:
-    """The training loss of who knows the true classes, and how often labels are wrong, but not which ones.
+    """The training loss of a model that knows the true classes and how often labels are wrong, but not which ones.
 
     >>> round(entropy(0.2, classes=10), 2)
     0.94
@@ -98,7 +98,7 @@ def _errors(runs: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _nearly_equal(one: float, other: float) -> bool:
-    """But for rounding: |J − b| + b is not J to the last bit."""
+    """Equal up to rounding: |J − b| + b is not J to the last bit."""
     return math.isclose(one, other, rel_tol=1e-4)
 
 
@@ -107,7 +107,7 @@ def _losses(runs: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def summary_sentence(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """One sentence that the numbers allow."""
+    """What the numbers say, in a few sentences."""
     means = {method: mean(_errors(own)) for method, own in runs.items()}
     if demo["noise"] == 0:
         low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
@@ -126,7 +126,7 @@ def summary_sentence(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mappin
 
 
 def _within_the_spread(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
-    """Do the means differ by less than the deviations together? Of a single training each, nothing can be said."""
+    """Do the means differ by less than the sum of the standard deviations? False with a single run each."""
     if len(one) < 2:
         return False
     return abs(mean(_errors(one)) - mean(_errors(other))) < stdev(_errors(one)) + stdev(_errors(other))

@@ -1,6 +1,6 @@
-"""Landscapes, on a page of their own and as a section of the report: lines, contours, surfaces to turn with the mouse.
+"""Loss landscapes, as a page and as a section of the report: lines, contours, surfaces to turn with the mouse.
 
-Landscapes are shown side by side only where they were computed alike: the same directions, reach and pictures.
+Landscapes share a figure only if they were computed alike: with the same directions, reach and images.
 """
 
 import json
@@ -16,15 +16,15 @@ from flatmin_lab.report import figures
 from flatmin_lab.report.figures.style import svg
 from flatmin_lab.report.html import data_link, render
 
-NamedLandscapes = tuple[str, str | None, Sequence[Mapping[str, Any]]]  # a name, its method, its landscapes
-COMPARED_KEYS = ("seed", "reach", "points", "axis")
+NamedLandscapes = tuple[str, str | None, Sequence[Mapping[str, Any]]]  # a model's name, its method, its landscapes
+COMPARED_KEYS = ("seed", "reach", "points", "axis")  # equal in landscapes that can be compared
 
 
 class LandscapeSection(NamedTuple):
     """What the template shows."""
 
     lines: list[Markup]
-    contours: list[list[Markup]]  # those of a split together
+    contours: list[list[Markup]]  # a list per split
     surfaces: list[list[dict[str, Any]]]
     link: str
     file: str
@@ -32,7 +32,7 @@ class LandscapeSection(NamedTuple):
 
 
 def _comparable(landscapes: Sequence[NamedLandscapes]) -> list[tuple[str, str | None, Mapping[str, Any]]]:
-    """Of each model its first landscape that was computed as most of them were."""
+    """Each model's first landscape with the settings of the majority."""
     kinds = [_settings_key(found) for _, _, own in landscapes for found in own]
     usual = max(kinds, key=kinds.count) if kinds else ""
     chosen = [
@@ -42,7 +42,7 @@ def _comparable(landscapes: Sequence[NamedLandscapes]) -> list[tuple[str, str | 
 
 
 def landscape_section(landscapes: Sequence[NamedLandscapes]) -> LandscapeSection | None:
-    """What there is to show; None where there is no landscape."""
+    """The section; None if there is no landscape."""
     comparable = _comparable(landscapes)
     if not comparable:
         return None
@@ -115,12 +115,12 @@ def surface_script() -> Markup:
 
 
 def height_colours() -> list[str]:
-    """The colour of a height, from low to high."""
+    """The colours of heights, from low to high."""
     return [to_hex(mpl.colormaps["cividis"](step / 32)) for step in range(33)]
 
 
 def landscape_page(landscapes: Sequence[tuple[str, str | None, Mapping[str, Any]]]) -> str:
-    """Of models by name and method, each with its landscape."""
+    """The page of several models, each with its name, method and landscape."""
     names: dict[str, int] = {}
     rows: list[NamedLandscapes] = []
     for name, method, found in landscapes:

@@ -1,4 +1,4 @@
-"""The report: one page about finished runs and tunings, made from their files alone, in a second and without a GPU."""
+"""The report: one page about finished runs and tunings, made only from their files, in a second and without a GPU."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from flatmin_lab.tuning.result import Tuning
 
 
 class PageFigure(NamedTuple):
-    """A figure in the page, and its numbers as a link to save."""
+    """A figure in the page, and a link that saves its numbers."""
 
     drawing: Markup
     link: str
@@ -37,7 +37,7 @@ class PageFigure(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Everything that the page says about a group."""
+    """Everything that the page shows of a group."""
 
     group: Group
     title: str
@@ -52,7 +52,7 @@ class Section(NamedTuple):
     sweep: PageFigure | None
     boundaries: PageFigure | None
     landscapes: landscape.LandscapeSection | None
-    commands: list[str]  # that fill what is missing
+    commands: list[str]  # that measure what is missing
 
 
 def report_page(found: LoadedResults) -> str:
@@ -85,7 +85,7 @@ def report_page(found: LoadedResults) -> str:
 
 
 def _all_facts(found: LoadedResults) -> list[Mapping[str, Any]]:
-    """What each number was measured with."""
+    """The hardware, versions and commits behind the numbers."""
     return [*(run.result for run in found.runs), *(one.facts for _, one in found.tunings)]
 
 
@@ -121,7 +121,7 @@ def _section(group: Group, title: str) -> Section:
 
 
 def _is_shown(column: Column, group: Group) -> bool:
-    """Where it has something, or where a command would fill it; what every training measures always."""
+    """Show a column if it has values, if a command would measure it, or if every run has it."""
     cells = [row.cells[column.name] for row in group.rows]
     if any(cell.values for cell in cells):
         return True
@@ -129,7 +129,7 @@ def _is_shown(column: Column, group: Group) -> bool:
 
 
 def _commands(group: Group, rows: Sequence[Row]) -> list[str]:
-    """What measures all that the runs lack; then the landscapes, where there are none."""
+    """The commands that measure what the runs lack, and landscapes if there are none."""
     folders = [str(row.runs[0].path) for row in rows if row.runs[0].path.is_dir()]
     if not folders or any(run.landscape for row in rows for run in row.runs):
         return group.unmeasured
@@ -141,7 +141,7 @@ def _slug(text: str) -> str:
 
 
 def _one_a_method(group: Group) -> list[Row]:
-    """In a figure a method has one line: of several settings the one with the most runs, of as many the best."""
+    """One row per method, as figures have one line each: the setting with the most runs, then the lowest error."""
     methods = dict.fromkeys(row.method for row in group.rows)
     return [
         min(
@@ -153,7 +153,7 @@ def _one_a_method(group: Group) -> list[Row]:
 
 
 def _conditions(group: Group) -> list[str]:
-    """Under what conditions the extra columns were measured, in words."""
+    """Under what conditions the columns of the second table were measured, in words."""
     found = []
     evaluations = [run.evaluation for row in group.rows for run in row.runs]
     attack = next((e["attack"] for e in evaluations if "radius" in e.get("attack", {})), None)
@@ -176,7 +176,7 @@ def _conditions(group: Group) -> list[str]:
 
 
 def _curves(rows: Sequence[Row], split: str) -> list[DrawnFigure]:
-    """Means over the runs of a row that have curves, epoch by epoch."""
+    """Means, epoch by epoch, over a row's runs that have curves."""
     measures: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
         "training loss": lambda line: line.get("train_loss"),
         f"{split} NLL": lambda line: line.get(f"{split}_nll"),
@@ -202,13 +202,13 @@ def _over_epochs(runs: Sequence[Run], value: Callable[[Mapping[str, Any]], float
         here = [value(line) for line in lines]
         known = [number for number in here if number is not None]
         if len(known) < len(here):
-            break  # one of them has no number here
+            break  # a run has no number for this epoch
         found.append(mean(known))
     return found
 
 
 def _reliability(row: Row) -> DrawnFigure | None:
-    """The bins of all runs together."""
+    """The reliability diagram of all runs of a row together."""
     parts = [run.result["reliability"] for run in row.runs if run.result["reliability"]]
     if not parts:
         return None
@@ -233,7 +233,7 @@ def _bars(rows: Sequence[Row]) -> dict[str, DrawnFigure]:
 
 
 def _sweep(group: Group, name: str) -> PageFigure | None:
-    """Where AMP was trained with three radii at least, else nothing."""
+    """The figure over ε, if AMP was trained with at least three radii."""
     amps = [row for row in group.rows if row.method == "amp"]
     radii = [row.runs[0].result["settings"].get("epsilon") for row in amps]
     if not all(is_number(radius) for radius in radii) or len(set(radii)) < 3:
@@ -257,7 +257,7 @@ def _sweep(group: Group, name: str) -> PageFigure | None:
 
 
 def _boundaries(rows: Sequence[Row], group: Group, name: str) -> PageFigure | None:
-    """Of each method its first training whose boundary is known, on the spiral that they were trained on."""
+    """The decision boundary of each method's first run that has one, over the spiral's training points."""
     if group.setting["data"] != "spiral":
         return None
     panels = {}

@@ -1,4 +1,4 @@
-"""Sentences that the numbers allow: what AMP did to error, calibration, robustness and flatness, and what it cost."""
+"""Sentences that the numbers support: AMP's effect on error, calibration, robustness and flatness, and its cost."""
 
 import math
 from statistics import mean
@@ -20,7 +20,7 @@ SENTENCE_MEASURES = {
 
 
 def summary(group: Group) -> list[str]:
-    """A few sentences about a group: AMP against ERM where both are there, else the best rows."""
+    """A few sentences about a group: AMP against ERM if it has both, else the best rows."""
     erm = group.row("erm")
     amps = [row for row in group.rows if row.method == "amp"]
     if erm is None or not amps:
@@ -46,7 +46,7 @@ def summary(group: Group) -> list[str]:
 
 
 def error_of(row: Row) -> float:
-    """The mean of its trainings, in percent."""
+    """The mean over its runs, in percent."""
     return mean(row.cells["error"].values)
 
 
@@ -64,7 +64,7 @@ def _lowest(group: Group, best: list[Row]) -> str:
 
 
 def _same_numbers(row: Row, erm: Row) -> bool:
-    """With the same seeds, and the same numbers. Errors tie by chance, so the others must be there."""
+    """Do both rows have the same seeds and numbers? Errors can tie by chance, so NLL and ECE must be there too."""
     seeds, own = ([run.result["seed"] for run in each.runs] for each in (erm, row))
     pairs = [(row.cells[name].values, erm.cells[name].values) for name in ("error", "nll", "ece")]
     return seeds == own and all(one and one == other for one, other in pairs)
@@ -94,7 +94,7 @@ def _verdict(erm: Cell, amp: Cell) -> str:
 
 
 def format_p(p: float) -> str:
-    """A p-value as it is written after "p": with two digits or three, or below what they show."""
+    """A p-value as written after "p": with two or three digits, or as a bound."""
     if p < 0.001:
         return "<\u00a00.001"
     return f"=\u00a0{p:.2f}" if p >= 0.1 else f"=\u00a0{p:.3f}"

@@ -1,4 +1,4 @@
-"""What the report says of a tuning: what was chosen, every trial, and the measure over the knobs."""
+"""The report's section about a tuning: what was chosen, all trials, and the measure over each hyper-parameter."""
 
 import shlex
 from pathlib import Path
@@ -17,11 +17,11 @@ class TuningSection(NamedTuple):
     path: Path
     title: str
     words: str
-    knobs: int  # how many: a panel of the figure each
+    knobs: int  # how many hyper-parameters: each has a panel of the figure
     columns: list[str]
-    rows: list[tuple[list[str], bool]]  # the cells of a trial, and whether it is the chosen one
-    figure: DrawnFigure | None  # none where no trial has a value
-    command: str  # that trains with what was chosen
+    rows: list[tuple[list[str], bool]]  # a trial's cells, and whether it was chosen
+    figure: DrawnFigure | None  # None if no trial has a value
+    command: str  # that trains with the chosen values
     note: str
 
 

@@ -1,8 +1,8 @@
-"""What the paper says in words, held against our numbers, one protocol at a time.
+"""The paper's claims, tested on our results, one protocol at a time.
 
-A claim that one method has less of something than another is judged by Welch's test where there are three trainings of
-each, with Holm's rule over all claims that are tested. With fewer there is no test, and it is only said whether every
-value of one lies below every value of the other.
+A claim that one method has a lower value than another is tested by Welch's test if there are three runs of each, with
+Holm's correction over all tested claims. With fewer runs there is no test, only whether every value of one method lies
+below every value of the other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,18 +44,20 @@ FLATNESS_MEASURES = {
 
 @dataclass(frozen=True)
 class Claim:
-    """`lower` has less of a measure than `higher`; or, where `no_better`, it has not."""
+    """`lower` has a lower value of the measure than `higher`; with `no_better`, it does not."""
 
     says: str
     measure: str
-    lower: str  # names of recipes
+    lower: str  # both are names of recipes
     higher: str
     no_better: bool = False
-    ours: bool = False  # the paper does not say it, but a reader will ask
+    ours: bool = False  # not in the paper, but a reader will ask
 
 
 @dataclass(frozen=True)
 class ClaimVerdict:
+    """A claim, and what our numbers say about it."""
+
     says: str
     verdict: str
     numbers: str  # both sides, in words
@@ -64,7 +66,7 @@ class ClaimVerdict:
 
 
 def claims(protocol: Protocol) -> list[Claim]:
-    """The paper's own, by name."""
+    """All claims under a protocol, with the names of their recipes."""
 
     def cell(data: str, method: str, model: str = RESNET, augment: Kind = "vanilla") -> str:
         return paper_tables.cell(protocol, data, model, method, augment=augment).name
@@ -109,7 +111,7 @@ def claims(protocol: Protocol) -> list[Claim]:
 
 
 def check_claims(runs: Runs, protocol: Protocol) -> list[ClaimVerdict]:
-    """All claims, also those that wait for trainings."""
+    """The verdicts on all claims, including those without runs yet."""
     known = claims(protocol)
     tested = {}
     sides = [(_values(runs, claim.lower, claim), _values(runs, claim.higher, claim)) for claim in known]
@@ -148,11 +150,11 @@ def _check_claim(claim: Claim, lower: list[float], higher: list[float], p: float
     return ClaimVerdict(says, verdict, numbers, p, ours)
 
 
-# ---- the radius, which is no comparison of two
+# ---- the best radius, a claim that compares more than two
 
 
 def best_radius(runs: Runs, protocol: Protocol, data: str) -> ClaimVerdict:
-    """Where the risk is lowest on the mean, of the sweep's radii, once all were tried; the paper: near 0.06."""
+    """The radius of the sweep with the lowest mean risk, once all have run; the paper: near 0.06."""
     says = f"the risk on held-out pictures of {TITLES[data]} (the paper: on test pictures) is lowest near ε = 0.06"
     swept = [r for r in paper_tables.sweep(protocol).recipes if r.method == "amp" and stands_for(r.data) == data]
     names = {float(recipe.settings["epsilon"]): recipe.name for recipe in swept}

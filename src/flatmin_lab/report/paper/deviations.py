@@ -1,4 +1,4 @@
-"""In what our trainings differ from the paper's, as far as their result files tell. The report states it by itself."""
+"""Where our runs differ from the paper's, as far as their result files tell. The report lists it automatically."""
 
 from collections.abc import Iterable, Sequence
 
@@ -62,7 +62,7 @@ SMOKE = "Under the protocol “smoke” pictures are made on the spot and networ
 
 
 def deviations(runs: Sequence[Run]) -> list[str]:
-    """Sentences about these runs, those about single runs first."""
+    """Sentences about these runs, then those that hold for all runs."""
     found = []
     counts = _trials(runs)
     if counts and min(counts) < PAPER_TRIALS:
@@ -87,7 +87,7 @@ def deviations(runs: Sequence[Run]) -> list[str]:
 
 
 def of_the_data(runs: Sequence[Run]) -> list[str]:
-    """Where what these runs were trained on is not the official data, or overlaps with what they are judged by."""
+    """Where the data are not the official files, or training and test data overlap."""
     checksums = {run.result.get("data_sha256") for run in runs}
     return [*(text for checksum, text in COPIES.items() if checksum in checksums), *_repeated(runs)]
 
@@ -104,7 +104,7 @@ def _trials(runs: Iterable[Run]) -> list[int]:
 
 
 def _repeated(runs: Sequence[Run]) -> list[str]:
-    """Test pictures that are in the training set too, and what they change."""
+    """Test images that are in the training set too, and what they change."""
     found = []
     for data in dict.fromkeys(str(run.result["data"]) for run in runs):
         own = [run.result for run in runs if run.result["data"] == data and run.result.get("test_repeated")]

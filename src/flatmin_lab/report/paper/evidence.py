@@ -1,4 +1,4 @@
-"""A part of the report: the paper's tables as far as they were trained, what it claims, what we did otherwise."""
+"""The report's section about the paper: its tables as far as they have runs, its claims, and where we differ."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from flatmin_lab.report.paper.claims import NO_DATA, ClaimVerdict, best_radius, 
 from flatmin_lab.report.paper.deviations import deviations
 from flatmin_lab.report.paper.tables import FilledTable, fill_table, runs_by_recipe
 
-PAIRS = ("ball", "adversary", "first_version", "compute", "precision")  # each row beside another
+PAIRS = ("ball", "adversary", "first_version", "compute", "precision")  # tables that compare rows pairwise
 TABLES = (
     "table1",
     "table2",
@@ -29,20 +29,22 @@ TABLES = (
 
 @dataclass(frozen=True)
 class ProtocolEvidence:
-    """What there is under one protocol."""
+    """Tables and claims under one protocol."""
 
     name: str
     tables: list[FilledTable]
     claims: list[ClaimVerdict]
-    waiting: list[ClaimVerdict]  # of which one side has not been trained, or not measured, yet
-    settings: list[str]  # of the methods, by network and augmentation
+    waiting: list[ClaimVerdict]  # claims with a side that is not trained or measured yet
+    settings: list[str]  # of the methods, per network and augmentation
 
 
 @dataclass(frozen=True)
 class Evidence:
+    """The whole section."""
+
     protocols: list[ProtocolEvidence]
     deviations: list[str]
-    planned: int  # trainings, before they ran
+    planned: int  # runs, recorded before they ran
     failed: int  # of these
     missing: list[str]  # of these
     failures: Sequence[Failure]
@@ -50,7 +52,7 @@ class Evidence:
 
 
 def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | None:
-    """None where nothing of the paper's tables has been trained."""
+    """The section; None if there is no run of the paper's tables."""
     runs = runs_by_recipe(found.runs, unusable)
     if not runs:
         return None
@@ -72,7 +74,7 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
 
 
 def _settings(tables: Sequence[FilledTable]) -> list[str]:
-    """Of what was trained for the two large tables, by network and augmentation."""
+    """Of the runs in the two large tables, per network and augmentation."""
     trained: dict[str, list[Run]] = {}
     for row in (row for table in tables if table.exhibit.name in ("table1", "table2") for row in table.rows):
         _, model, augment = row.place
@@ -84,9 +86,9 @@ def _settings(tables: Sequence[FilledTable]) -> list[str]:
 
 
 def _without_empty(table: FilledTable) -> FilledTable:
-    """Only the places of a table, data and network, of which something has been trained; no empty rows and columns.
+    """The table without empty rows and columns, and without data sets and networks that have no run.
 
-    Of pairs, only the data sets of which everything has been.
+    In pairwise tables, a data set is kept only if all its rows have runs.
     """
     rows = table.rows
     if table.exhibit.name in PAIRS:

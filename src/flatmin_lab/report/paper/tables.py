@@ -1,4 +1,4 @@
-"""A table or figure of the paper, filled: what our results say, beside what the paper says.
+"""A table or figure of the paper, filled with our results beside the paper's.
 
 Rows are the exhibit's recipes, cells the values of all seeds that are there. Where the protocol is the paper's own, a
 cell also tells whether the two agree (stats.py).
@@ -38,19 +38,19 @@ DEFAULT_COLUMNS = ("error", "nll", "ece")
 
 @dataclass(frozen=True)
 class Cell:
-    values: list[float]  # those that the paper's stands beside
+    values: list[float]  # comparable with the paper's
     paper: Value | None
-    agrees: bool | None  # None where it cannot be said
+    agrees: bool | None  # with the paper; None if unknown
     p: float | None = None  # against ERM, after Holm
-    better: bool | None = None  # than ERM; None where that cannot be said
-    compared: list[float] = field(default_factory=list)  # with other methods
+    better: bool | None = None  # than ERM; None if not significant
+    compared: list[float] = field(default_factory=list)  # compared between methods
 
     def shown(self, digits: int, mark: str = "") -> str:
-        """In words: what methods are compared by, and the other number where there is one."""
+        """The value that methods are compared by, and the smoothed one if it differs."""
         return f"{mean_and_std(self.compared, digits)}{mark} {self.smoothed(digits)}".rstrip()
 
     def smoothed(self, digits: int) -> str:
-        """In words, where the paper's stands beside another number than methods are compared by."""
+        """The value that compares with the paper's, if methods are compared by another."""
         apart = self.values and self.values != self.compared
         return f"(smoothed: {mean_and_std(self.values, digits)})" if apart else ""
 
@@ -61,7 +61,7 @@ class Row:
     runs: list[Run]
     cells: list[Cell]
     main: bool = True  # of the exhibit itself
-    precision: str = ""  # where it is not that of the others
+    precision: str = ""  # if it differs from the other rows'
 
     @property
     def data(self) -> str:
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def count(self) -> int:
-        """Of trainings that have something of these columns."""
+        """Runs that have a value in these columns."""
         return max((len(cell.values) for cell in self.cells), default=0)
 
     @property
@@ -78,12 +78,12 @@ class Row:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What its neighbours share: data, model, augmentation."""
+        """What the rows of a block share: data, model, augmentation."""
         return self.data, self.recipe.model, self.recipe.augment
 
     @property
     def name(self) -> str:
-        """The method, and in what it differs from the paper's."""
+        """The method, and where it differs from the paper's."""
         apart = ", ".join(filter(None, [*exceptions(self.recipe.protocol), self.precision]))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
@@ -98,12 +98,12 @@ class FilledTable:
 
     @property
     def in_paper(self) -> list[bool]:
-        """Of each column, whether the paper has any of it."""
+        """For each column, whether the paper has a value in it."""
         return [any(row.cells[place].paper for row in self.rows) for place in range(len(self.columns))]
 
     @property
     def with_agreement(self) -> list[bool]:
-        """Of each column, whether it can be said of any cell if it agrees with the paper's."""
+        """For each column, whether agreement with the paper is known for any cell."""
         return [any(row.cells[place].agrees is not None for row in self.rows) for place in range(len(self.columns))]
 
     @property
@@ -113,7 +113,7 @@ class FilledTable:
 
 
 def fill_table(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> FilledTable:
-    """With all runs of its recipes that are there, by their recipes' names, whatever their seeds."""
+    """The table with all runs of its recipes (`runs`: by recipe name), whatever their seeds."""
     columns = [column_named(name) for name in COLUMNS.get(exhibit.name, DEFAULT_COLUMNS)]
     rows = []
     for recipe in (*exhibit.recipes, *(recipe for recipe in exhibit.beside if recipe.name in runs)):
@@ -122,12 +122,12 @@ def fill_table(exhibit: Exhibit, runs: Mapping[str, Sequence[Run]]) -> FilledTab
         variant = recipe.precision if recipe.precision != exhibit.recipes[0].precision else ""
         rows.append(Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main, variant))
     places = list(dict.fromkeys(row.place for row in rows))
-    rows.sort(key=lambda row: places.index(row.place))  # those beside come under what they belong to
+    rows.sort(key=lambda row: places.index(row.place))  # additional rows go below the block they belong to
     return FilledTable(exhibit, columns, _with_tests(rows, columns))
 
 
 def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
-    """Each cell against ERM's in the same place, with Holm's rule over the rows of that place and column.
+    """Test each cell against ERM's in the same block, with Holm's correction over the block's rows in that column.
 
     Rows that are beside the exhibit are not tested: they would be more comparisons than the paper makes.
     """
@@ -146,10 +146,10 @@ def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
 
 
 def runs_by_recipe(runs: Iterable[Run], unusable: list[UnusableFile]) -> dict[str, list[Run]]:
-    """Runs of the paper's recipes by name, in the order of seeds; those that are not what they say are left out.
+    """Runs of the paper's recipes by name, sorted by seed; those that do not match their recipe are left out.
 
-    A seed counts once: the same training again is no further evidence. Of a data set with several contents the most
-    usual one counts.
+    A seed counts once: the same run again is no further evidence. If a data set comes with several checksums, only the
+    most common one counts.
     """
     known = by_name()
     found: dict[str, dict[int, Run]] = {}
@@ -180,7 +180,7 @@ def read_all(ledger: Ledger) -> dict[str, list[Run]]:
     """Those of a ledger's folder that can be read, by name; the report says what is wrong with others."""
     found = []
     for file in sorted(ledger.results.rglob("*.json")):
-        with suppress(ValueError, OSError):  # a plan, a failure, a cost, or damaged
+        with suppress(ValueError, OSError):  # a plan, a failure, a cost, or a damaged file
             found.append(read_result(file))
     return runs_by_recipe(found, [])
 
