@@ -1,7 +1,7 @@
-"""The command `flatmin`: what is asked for, turned into calls. Nothing is computed here.
+"""The command `flatmin`: flags turned into calls. Nothing is computed here.
 
-Exit codes: 0, 1 for a run that failed, 2 for a request that makes no sense; after Ctrl-C, SIGTERM and a closed terminal
-130, 143 and 129.
+Exit codes: 0; 1 for a run that failed; 2 for an invalid request; 130, 143 and 129 after Ctrl-C, SIGTERM and a closed
+terminal.
 """
 
 from pathlib import Path
@@ -46,19 +46,18 @@ def main(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="The folder for demo.html and demo.json.")] = Path("out/demo"),
-    seeds: Annotated[int, typer.Option(help="Trainings of each method, with seeds 0, 1, 2, …")] = 5,
-    noise: Annotated[float, typer.Option(help="Share of the training labels replaced by a wrong one.")] = 0.2,
-    epochs: Annotated[int, typer.Option(help="Epochs of each training.")] = 24,
-    workers: Annotated[int | None, option("Trainings side by side; else one a core.")] = None,
+    seeds: Annotated[int, typer.Option(help="Training runs of each method, with seeds 0, 1, 2, …")] = 5,
+    noise: Annotated[float, typer.Option(help="Fraction of the training labels replaced by a wrong one.")] = 0.2,
+    epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 24,
+    workers: Annotated[int | None, option("Runs at once; default: one per core.")] = None,
     debug: Debug = False,
 ) -> None:
     """Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it."""
     with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2", "sklearn"):
             need(package, "flatmin demo")
-        run_demo = need(
-            "flatmin_lab.cli.commands.demo", "flatmin demo"
-        ).run_demo  # here, so that other commands need not wait for matplotlib
+        # imported here, so that other commands need not wait for matplotlib
+        run_demo = need("flatmin_lab.cli.commands.demo", "flatmin demo").run_demo
         page = run_demo(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=display.terminal())
         typer.echo(f"the page: {page}")
 
@@ -69,22 +68,20 @@ app.command()(train.train)
 @app.command()
 def doctor(
     training: Annotated[
-        str | None, typer.Argument(help="A training of your own: mymodule:make_training, or file.py:make_training.")
+        str | None, typer.Argument(help="Your own training: mymodule:make_training, or file.py:make_training.")
     ] = None,
-    model: Annotated[
-        str | None, option("A built-in model, or one of your own: file.py:make_model. Else convnet.")
-    ] = None,
-    shape: Annotated[str | None, option("Of one input of that model. Else 3,32,32.")] = None,
+    model: Annotated[str | None, option("A built-in model, or your own: file.py:make_model. Default: convnet.")] = None,
+    shape: Annotated[str | None, option("The shape of one input of that model. Default: 3,32,32.")] = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     device: Device = None,
     debug: Debug = False,
 ) -> None:
-    """What is here: versions, devices, data sets, how AMP does on a model; or what to change in a training of yours."""
+    """Check this machine: versions, devices, data sets, AMP on a model. Or check your own training."""
     with report_errors(debug):
         if training is not None:
             if (model, shape, device) != (None, None, None):
                 raise ValueError(
-                    "a training brings its own model, inputs and device: leave out the flags, or the training"
+                    "a training has its own model, inputs and device: leave out the flags, or the training"
                 )
             sound = doctor_command.show_findings(training, doctor_command.examine_user_training(training))
         else:

@@ -1,4 +1,4 @@
-"""Which model is looked at, on which data: a run's, or one of the user's own."""
+"""Which models are evaluated, and on which data: a run's, or the user's own."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from flatmin_lab.system.machine import device_named
 
 
 class EvaluatedModel(NamedTuple):
-    """A model to look at, what it is called and how it was trained; its run, if what is found may be kept there."""
+    """A model to evaluate, its name and method; its run, if the results may be kept in the run folder."""
 
     name: str
     method: str | None
@@ -26,7 +26,7 @@ class EvaluatedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The options that say which model and data are meant."""
+    """The flags that say which model and data to evaluate."""
 
     model: str | None
     data: str | None
@@ -37,7 +37,7 @@ class ModelSource:
     device: str | None
 
     def models(self, places: Sequence[Path | None]) -> Iterator[EvaluatedModel]:
-        """One after the other, so that only one is in memory; that all of them are there is seen first."""
+        """The models one by one, so that only one is in memory; that all of them exist is checked first."""
         self._check(places)
         if self.model is not None:
             yield from (self._user_model(self.model, place) for place in places)
@@ -45,18 +45,18 @@ class ModelSource:
         runs = [load_run.find_run(place) for place in places if place is not None]
         for run, name in zip(runs, _names(runs), strict=True):
             for damaged in run.damaged_checkpoints:
-                display.say(display.terminal(), f"note: {damaged}; the one before it is measured", style="yellow")
+                display.say(display.terminal(), f"note: {damaged}; evaluating the checkpoint before it", style="yellow")
             data = read_run_data(run.recipe, self.data, self.data_dir, download=self.download)
             subject = load_run.subject_of(run, data, use_ema=self.use_ema, device=device_named(self.device))
             yield EvaluatedModel(name, run.recipe.method, subject, run.describe(), None if self.use_ema else run)
 
     def _check(self, places: Sequence[Path | None]) -> None:
         if self.model is None and None in places:
-            raise ValueError("name a run's folder or a checkpoint, or a model of your own with --model and --data")
+            raise ValueError("name a run folder or a checkpoint, or your own model with --model and --data")
         if self.model is None and self.normalised:
-            raise ValueError("--normalised belongs to --model; a run knows how its pictures were normalised")
+            raise ValueError("--normalised belongs to --model; a run knows how its images were normalised")
         if self.model is not None and self.data is None:
-            raise ValueError("--model needs --data: a data set, an .npz file or a folder of pictures")
+            raise ValueError("--model needs --data: a data set, an .npz file or a folder of images")
         if self.model is not None and self.use_ema:
             raise ValueError("--averaged belongs to a run that was trained with --ema, not to --model")
 
@@ -74,7 +74,7 @@ class ModelSource:
 
 
 def _names(runs: Sequence[TrainedRun]) -> list[str]:
-    """By method and seed, by folder, by folder and epoch, or by file: the first of these that tells them apart."""
+    """Distinct names: by method and seed, by folder, by folder and epoch, or by file, whichever works first."""
     ways: list[Callable[[TrainedRun], str]] = [
         lambda run: f"{run.recipe.method}, seed {run.seed}",
         lambda run: run.folder.name,

@@ -56,8 +56,8 @@ def test_a_signal_saves_all_seeds(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 143
     steps = [json.loads((tmp_path / "runs" / f"seed-{seed}" / "state.json").read_text())["step"] for seed in (0, 1)]
-    far = f"seed 0 saved after step {steps[0]}, seed 1 saved after step {steps[1]}, seed 2 not begun"
-    assert f"{far}; go on with the same command and --resume" in rest
+    far = f"seed 0 saved after step {steps[0]}, seed 1 saved after step {steps[1]}, seed 2 not started"
+    assert f"{far}; resume with the same command and --resume" in rest
     assert not (tmp_path / "runs" / "seed-2").exists()
     assert "Traceback" not in rest
 

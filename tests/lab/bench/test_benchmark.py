@@ -17,18 +17,15 @@ from tests.support.processes import flatmin, words
 
 import cost_table
 import readme
-from flatmin_lab.bench import contenders as bench_steps
-from flatmin_lab.bench import roofline as bench_floor
+from flatmin_lab.bench import contenders, roofline, timing
 from flatmin_lab.bench import table as bench_table
-from flatmin_lab.bench import timing as bench_clock
 from flatmin_lab.bench.benchmark import BenchmarkOptions, run_benchmark
 from flatmin_lab.bench.contenders import Contender, build_contender
 from flatmin_lab.bench.roofline import floor, flops_of
 from flatmin_lab.bench.rows import ratios
 from flatmin_lab.bench.timing import Runner, run_rounds
 from flatmin_lab.bench.workload import Workload, random_images
-from flatmin_lab.cli.commands import bench
-from flatmin_lab.cli.commands import bench_view as bench_show
+from flatmin_lab.cli.commands import bench, bench_view
 from flatmin_lab.data import Normalisation, augmentation
 
 BEGIN, END = readme.markers(cost_table.PART)
@@ -55,7 +52,7 @@ def work(model: str = "mlp", precision: str = "fp32") -> Workload:
 
 @pytest.fixture(autouse=True)
 def a_rough_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_floor, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(roofline, "MAX_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -127,14 +124,14 @@ def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert "amp / erm, graph" not in table["ratios"]
     assert [part.get("failed") for part in table["data"]] == [None, "out of memory"]
     assert all(row["n"] <= 5 for row in table["rows"] if "n" in row)
-    assert "CUDA graph failed: out of memory" in "".join(bench_show._lines(table))
+    assert "CUDA graph failed: out of memory" in "".join(bench_view._lines(table))
 
 
 def test_a_step_that_was_not_captured_is_no_row_of_a_captured_form() -> None:
     made = build_contender(work(), "erm", "graph")
     made(2)
     made.check("eager")
-    with pytest.raises(bench_steps.CannotStepError, match="not on a CUDA device"):
+    with pytest.raises(contenders.CannotStepError, match="not on a CUDA device"):
         made.check("graph")
 
 
@@ -183,15 +180,15 @@ def test_contenders_take_turns_and_one_that_breaks_is_out() -> None:
 
 
 def test_a_block_of_slow_steps_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_clock, "wall_seconds", lambda work, device: 2.0)
-    assert bench_clock.block_length(lambda count: None, CPU, most=20) == 1
-    monkeypatch.setattr(bench_clock, "wall_seconds", lambda work, device: 2e-3)
-    assert bench_clock.block_length(lambda count: None, CPU, most=20) == 20
+    monkeypatch.setattr(timing, "wall_seconds", lambda work, device: 2.0)
+    assert timing.block_length(lambda count: None, CPU, most=20) == 1
+    monkeypatch.setattr(timing, "wall_seconds", lambda work, device: 2e-3)
+    assert timing.block_length(lambda count: None, CPU, most=20) == 20
 
 
 def test_the_memory_of_a_step_is_its_peak_and_what_its_graph_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: 100 MiB. A graph then holds 50 of which 10 are in use; other devices' and other memory does not count."""
-    mib, gpu = bench_clock.MIB, torch.device("cuda", 0)
+    mib, gpu = timing.MIB, torch.device("cuda", 0)
 
     def segment(device: int, total: int, used: int, pool: tuple[int, int]) -> dict[str, Any]:
         return {"device": device, "total_size": total * mib, "allocated_size": used * mib, "segment_pool_id": pool}
@@ -205,8 +202,8 @@ def test_the_memory_of_a_step_is_its_peak_and_what_its_graph_set_aside(monkeypat
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert bench_clock.memory_in_use(gpu) == (120 * mib, 40 * mib)
-    assert bench_clock.peak_mib_since(bench_clock.Memory(100 * mib, 0), lambda count: None, gpu) == 30 + 40
+    assert timing.memory_in_use(gpu) == (120 * mib, 40 * mib)
+    assert timing.peak_mib_since(timing.Memory(100 * mib, 0), lambda count: None, gpu) == 30 + 40
 
 
 def test_the_floor_counts_two_passes_and_the_bytes_of_the_weights() -> None:
@@ -268,11 +265,11 @@ def test_a_reader_that_goes_away_costs_nothing_and_a_full_disk_ends_nothing(
 
     file = tmp_path / "bench.json"
     monkeypatch.setattr(bench, "run_benchmark", measured)
-    monkeypatch.setattr(bench_show, "table", closed)
+    monkeypatch.setattr(bench_view, "table", closed)
     assert flatmin("bench", "--device", "cpu", "--json", file).exit_code == 1
     assert json.loads(file.read_text()) == made_up()
     tables: list[object] = []
-    monkeypatch.setattr(bench_show, "table", lambda *table: tables.append(table))
+    monkeypatch.setattr(bench_view, "table", lambda *table: tables.append(table))
     with monkeypatch.context() as full:
 
         def fails(path: Path) -> None:
@@ -382,7 +379,7 @@ def test_the_tables_have_a_row_for_each_form_and_one_for_each_model() -> None:
 
 def test_every_row_of_a_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     result = made_up()
-    bench_show.table(result, result["tables"][1])
+    bench_view.table(result, result["tables"][1])
     text = words(capsys.readouterr().out)
     for part in ("AMP, 4 models at once failed: out of memory", "AMP, compiled 3.50", "+0.25 copies", "(no reason)"):
         assert part in text

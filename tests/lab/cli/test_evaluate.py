@@ -152,7 +152,7 @@ def test_a_model_that_looks_odd_is_measured_and_what_is_odd_is_said(user: Path) 
     said = words(result.stderr)
     assert "note: the model has 12 outputs, and the data 10 classes" in said
     assert "look like probabilities" in said
-    assert "mymodule:wide on own, as its function makes it, no weights given" in words(result.stdout)
+    assert "mymodule:wide on own, as built by its function, without a file of weights" in words(result.stdout)
 
 
 def test_runs_that_would_have_one_name_are_told_apart_by_their_folders_or_epochs(own: Path, tmp_path: Path) -> None:

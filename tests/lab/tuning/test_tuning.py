@@ -347,13 +347,13 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(
         patched.setattr(tune_command, "follow", follow)
         stopped = flatmin(*flags)
     assert stopped.exit_code == 143
-    assert "stopped by SIGTERM; the same command goes on" in words(stopped.stderr)
+    assert "stopped by SIGTERM; the same command resumes" in words(stopped.stderr)
     assert "1 of 3 trials so far" in words(stopped.stdout)
     assert [trial.state for trial in tuning_of(tmp_path / "out").trials] == ["finished", "running"]
     done = flatmin(*flags)
     assert done.exit_code == 0, done.output
     assert "trial 1  " in done.stderr
-    assert "going on after step" in done.stderr
+    assert "resumed after step" in done.stderr
     assert tuning_of(tmp_path / "out").count("finished") == 3
     monkeypatch.setattr(tune_command, "follow", follow)
     assert flatmin(*flags).exit_code == 0  # all of them have ended
@@ -448,7 +448,10 @@ def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
         (["--knobs", "colour"], "--knobs of amp are epsilon, inner_lr, lr, weight_decay, got colour"),
         (["--set", "colour=1"], "got colour"),
         (["--batch-size", "100000"], "the batch size must be"),
-        (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belong to the schedule multi_step, got cosine"),
+        (
+            ["--schedule", "cosine", "--milestones", "0.5"],
+            "--milestones belongs to the schedule multi_step, got cosine",
+        ),
         (["--storage", "nonsense"], "--storage takes a database's address"),
         (["--set", "epsilon=0.1", "--set", "inner_lr=1"], "amp has all its knobs fixed"),
     ],
@@ -509,8 +512,8 @@ def test_other_flags_win_over_the_tuning_and_another_length_is_said(out: Path, t
     done = flatmin("train", *flags, "--out", tmp_path / "run")
     assert done.exit_code == 0, done.output
     said = words(done.stderr)
-    assert "note: the values were tuned at 3 epochs, and this training has 1" in said
-    assert "tuned for mlp, and this training is of convnet" in said
+    assert "note: the values were tuned at 3 epochs, but this run has 1" in said
+    assert "tuned for mlp, but this run trains convnet" in said
     recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
     assert (recipe["epochs"], recipe["settings"]["epsilon"], recipe["model"]) == (1, 0.07, "convnet")
 
@@ -518,7 +521,7 @@ def test_other_flags_win_over_the_tuning_and_another_length_is_said(out: Path, t
 def test_a_training_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path) -> None:
     other = saved(tmp_path / "other.npz", pictures(9, 7))
     for flags, message in (
-        (["--method", "erm"], "is of --method amp, got erm"),
+        (["--method", "erm"], "has --method amp, got erm"),
         (["--data", "digits"], "got digits; leave one of the two flags out"),
         (["--data", other], "was tuned on"),
     ):

@@ -1,4 +1,4 @@
-"""The commands that look at trained models: evaluate, landscape, report, theory. Parsing; nothing is computed here."""
+"""`flatmin evaluate`, `landscape`, `report` and `theory`: their flags, and the files that they write."""
 
 import json
 from pathlib import Path
@@ -16,31 +16,33 @@ from flatmin_lab.system.files import written_whole
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.optional_deps import need
 
-OWN, ATTACK, FLATNESS = "A model of your own", "With --attack", "With --flatness"
+OWN, ATTACK, FLATNESS = "Your own model", "With --attack", "With --flatness"
 Model = Annotated[
     str | None,
     option("file.py:make_model or mymodule:make_model; CHECKPOINT is then a file with its weights.", panel=OWN),
 ]
 Data = Annotated[
     str | None,
-    option("With --model: a data set, an .npz file or a folder. Else where files of your own are, if they moved."),
+    option(
+        "With --model: a data set, an .npz file or a folder. For a run: where your own data are, if they have moved."
+    ),
 ]
 Normalised = Annotated[
     bool,
     option(
-        "It takes pictures normalised by the training set's mean and deviation; else from 0 to 1.",
+        "It takes images normalised by the training set's mean and standard deviation; default: from 0 to 1.",
         "--normalised",
         panel=OWN,
     ),
 ]
-Averaged = Annotated[bool, option("The running average of the weights (train --ema).", "--averaged")]
+Averaged = Annotated[bool, option("The EMA of the weights (train --ema).", "--averaged")]
 
 
 def evaluate(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="A run's folder, one of its checkpoints, or with --model a file of weights.", show_default=False
+            help="A run folder, one of its checkpoints, or with --model a file of weights.", show_default=False
         ),
     ] = None,
     attack: Annotated[bool, option("Also the error under FGSM and PGD.", "--attack")] = False,
@@ -54,36 +56,38 @@ def evaluate(
     images: Annotated[
         int | None,
         option(
-            "How many test pictures to attack (else all), and training pictures for flatness (else 1000).", "--pictures"
+            "How many test images to attack (default: all), and training images for flatness (default: 1000).",
+            "--pictures",
         ),
     ] = None,
     radius: Annotated[
-        str | None, option("The ball around a picture, in units of a pixel's range; else 4/255.", panel=ATTACK)
+        str | None,
+        option("Radius of the ball around an image, in units of a pixel's range; default: 4/255.", panel=ATTACK),
     ] = None,
-    step_size: Annotated[str | None, option("The length of a step of PGD; else 1/255.", panel=ATTACK)] = None,
-    steps: Annotated[int | None, option("The steps of PGD; else 10.", panel=ATTACK)] = None,
-    norm: Annotated[str | None, option("The ball's norm: linf or l2; else linf.", panel=ATTACK)] = None,
-    epsilon: Annotated[float | None, option("The ball around the weights; else 0.1.", panel=FLATNESS)] = None,
+    step_size: Annotated[str | None, option("The step size of PGD; default: 1/255.", panel=ATTACK)] = None,
+    steps: Annotated[int | None, option("The steps of PGD; default: 10.", panel=ATTACK)] = None,
+    norm: Annotated[str | None, option("The ball's norm: linf or l2; default: linf.", panel=ATTACK)] = None,
+    epsilon: Annotated[
+        float | None, option("Radius of the ball around the weights; default: 0.1.", panel=FLATNESS)
+    ] = None,
     model: Model = None,
     normalised: Normalised = False,
     device: Device = None,
     as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a trained model: error, calibration, robustness, flatness. For the report, the run's folder keeps it."""
+    """Measure a trained model: error, calibration, robustness, flatness. The run folder keeps it for the report."""
     with report_errors(debug), exit_on_signals():
         lengths = {"radius": model_source.parse_length(radius), "step_size": model_source.parse_length(step_size)}
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
         flat = _given(flatness, "--flatness", {"epsilon": epsilon})
         if images is not None and not (attack or flatness):
-            raise ValueError(
-                "--pictures belongs to --attack and --flatness; the rest is measured on the whole test set"
-            )
+            raise ValueError("--pictures belongs to --attack and --flatness; everything else uses the whole test set")
         model_source.check_count("--pictures", images)
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         (evaluated,) = source.models([checkpoint])
         with display.busy(display.terminal()) as say:
-            say("the test set")
+            say("evaluating the test set")
             found = {**evaluated.description, **measurements.calibration(evaluated.subject)}
             if attack:
                 found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
@@ -100,18 +104,18 @@ def evaluate(
 def landscape(
     checkpoints: Annotated[
         list[Path] | None,
-        typer.Argument(help="Runs' folders, checkpoints, or with --model files of weights.", show_default=False),
+        typer.Argument(help="Run folders, checkpoints, or with --model files of weights.", show_default=False),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/landscape.html"),
     points: Annotated[int, typer.Option(help="How many points a side of the plane has; odd.")] = landscapes.POINTS,
     reach: Annotated[
-        float, typer.Option(help="How far the plane goes; at 1 a filter has moved by its own length.")
+        float, typer.Option(help="Half a side of the plane; at 1 a filter has moved by its own length.")
     ] = landscapes.REACH,
     images: Annotated[
-        int, typer.Option("--pictures", help="How many pictures of each split the loss is computed on.")
+        int, typer.Option("--pictures", help="How many images of each split the loss is computed on.")
     ] = landscapes.IMAGES,
-    seed: Annotated[int, typer.Option(help="The two directions, the same for every model.")] = 0,
-    lines_only: Annotated[bool, option("The line through the weights alone.", "--lines-only")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the two directions, which all models share.")] = 0,
+    lines_only: Annotated[bool, option("Only the line through the weights, no plane.", "--lines-only")] = False,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
@@ -121,7 +125,7 @@ def landscape(
     device: Device = None,
     debug: Debug = False,
 ) -> None:
-    """The loss around the weights of trained models, all along the same directions: numbers, and a page to turn it."""
+    """The loss around the weights of trained models, all along the same directions: numbers, and a page in 3D."""
     with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin landscape")
@@ -152,13 +156,13 @@ def report(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Runs' folders, tunings, folders of them, or result files; else runs and tuning.", show_default=False
+            help="Run folders, tunings, folders of them, or result files; default: runs and tuning.", show_default=False
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/report.html"),
     debug: Debug = False,
 ) -> None:
-    """One page about finished trainings: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
+    """One page about finished runs: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
     with report_errors(debug):
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin report")
@@ -178,22 +182,22 @@ def theory(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/theory.html"),
     debug: Debug = False,
 ) -> None:
-    """A page about why flat minima win: move the radius and the minima with sliders, and see which one AMP takes."""
+    """A page on why flat minima win: move the radius and the minima with sliders, and see which minimum AMP takes."""
     with report_errors(debug):
         need("jinja2", "flatmin theory")
         _write(out, need("flatmin_lab.report.pages.theory", "flatmin theory").theory_page())
 
 
-def _given(wanted: bool, flag: str, knobs: dict[str, Any]) -> dict[str, Any]:
-    """Those that were given; an error where they belong to something that was not asked for."""
-    given = {name: value for name, value in knobs.items() if value is not None}
+def _given(wanted: bool, flag: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; an error if they belong to a flag that was not."""
+    given = {name: value for name, value in options.items() if value is not None}
     if given and not wanted:
         raise ValueError(f"--{next(iter(given)).replace('_', '-')} belongs to {flag}; add it, or leave this out")
     return given
 
 
 def _keep(evaluated: EvaluatedModel, file: str, found: dict[str, Any]) -> None:
-    """In the run's folder, where these are its newest weights."""
+    """Keep the results in the run folder, if these are its newest weights."""
     console = display.terminal()
     if evaluated.run is None:
         return

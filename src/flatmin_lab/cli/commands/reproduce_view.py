@@ -1,4 +1,4 @@
-"""What `flatmin reproduce` shows: which trainings there are, what becomes of them, and the paper's tables, filled."""
+"""The output of `flatmin reproduce`: which runs there are, their progress, and the paper's tables, filled."""
 
 import shlex
 from collections import Counter
@@ -19,12 +19,12 @@ from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import Ledger, State
 from flatmin_lab.system.optional_deps import need
 
-SHOWN_TENTHS = 10  # of a training, after each of which a line is shown
+SHOWN_TENTHS = 10  # a line is shown after each tenth of a run
 
 
 def show_experiments(exhibits: Sequence[Exhibit], ledger: Ledger) -> None:
-    """What there is, what is done, and what is missing."""
-    table = Table("", "what", "protocol", "trainings", "done", "failed", "missing", box=None, pad_edge=False)
+    """All tables and figures, what is done, and what is missing."""
+    table = Table("", "what", "protocol", "runs", "done", "failed", "missing", box=None, pad_edge=False)
     for exhibit in exhibits:
         states = Counter(ledger.state(job, exhibit.parts) for job in exhibit.jobs())
         if not exhibit.trials:
@@ -47,14 +47,14 @@ def show_states(console: Console, selection: Selection, *, retry: bool) -> None:
     words: dict[State, str] = {
         "done": "done",
         "unmeasured": "to be measured",
-        "begun": "to be gone on with",
+        "begun": "to be resumed",
         "missing": "to be trained",
-        "failed": f"failed before ({'tried again' if retry else 'try them again with --retry'})",
-        "without weights": "done, but their weights are not in --runs (to measure them, give the place that has them)",
+        "failed": f"failed before ({'retried' if retry else 'retry them with --retry'})",
+        "without weights": "done, but their weights are not in --runs (to measure them, name the folder that has them)",
     }
     said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])
     if selection.runs:
-        display.say(console, f"{len(selection.runs)} training{'s' if len(selection.runs) > 1 else ''}: {said}")
+        display.say(console, f"{len(selection.runs)} run{'s' if len(selection.runs) > 1 else ''}: {said}")
 
 
 def duration_text(seconds: float) -> str:
@@ -65,11 +65,11 @@ def duration_text(seconds: float) -> str:
 
 
 def event_lines(record: Record, run: Run) -> Iterator[tuple[str, str]]:
-    """Of a record: what is worth a line, and its colour."""
+    """The lines that an event is worth, and their colours."""
     epochs = run.job.recipe.epochs
     match record:
         case Started() if record.step:
-            yield f"going on after step {record.step} of {record.steps}", ""
+            yield f"resumed after step {record.step} of {record.steps}", ""
         case Epoch() if (
             epochs >= SHOWN_TENTHS and record.epoch % (epochs // SHOWN_TENTHS) == 0 and record.epoch < epochs
         ):
@@ -89,7 +89,7 @@ def event_lines(record: Record, run: Run) -> Iterator[tuple[str, str]]:
 
 
 def show_table(exhibit: Exhibit, ledger: Ledger, selection: Selection) -> None:
-    """The table, ours beside the paper's: the rows of the data sets and networks that were chosen."""
+    """The table, ours beside the paper's: the rows of the selected data sets and networks."""
     asked, wanted = {run.job.recipe.name for run in selection.runs}, selection.places()
     exhibits: Any = need("flatmin_lab.report.paper.tables", "flatmin reproduce")
     page: Any = need("flatmin_lab.report.html", "flatmin reproduce")
@@ -119,9 +119,7 @@ def show_table(exhibit: Exhibit, ledger: Ledger, selection: Selection) -> None:
         what = "baselines at the paper's values for 200 epochs, AMP's radius chosen for 60"
         display.say(console, f"short: {what}, unless a row says otherwise")
     if exhibit.protocol == "smoke":
-        display.say(
-            console, "smoke: pictures made on the spot, narrow networks, 3 epochs. These numbers are no evidence"
-        )
+        display.say(console, "smoke: synthetic images, narrow networks, 3 epochs. These numbers are no evidence")
     display.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(ledger.results))}")
 
 
@@ -136,14 +134,14 @@ def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
 
 
 def wide() -> Console:
-    """As wide as the terminal; where there is none, wide enough for a table."""
+    """As wide as the terminal; without one, wide enough for a table."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 def show_dry_run(todo: Sequence[Run], selection: Selection, seconds: Mapping[tuple[str, int], float]) -> None:
-    """What would be run, and how long each would take by itself."""
-    table = Table("training", "seed", "now", "time", box=None, pad_edge=False)
+    """What would run, and how long each run would take by itself."""
+    table = Table("run", "seed", "now", "time", box=None, pad_edge=False)
     for job, _ in todo:
         took = seconds.get(job.key)
         table.add_row(job.recipe.name, str(job.seed), selection.state(job), "" if took is None else duration_text(took))
@@ -151,7 +149,7 @@ def show_dry_run(todo: Sequence[Run], selection: Selection, seconds: Mapping[tup
 
 
 def show_costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
-    """Milliseconds and hours of ERM and AMP, beside the paper's."""
+    """Milliseconds per step and hours of ERM and AMP, beside the paper's."""
     table = Table("", "ms a step", "quartiles", "hours", "paper, hours (V100)", box=None, pad_edge=False)
     for method, one in found["methods"].items():
         low, high = one["ms_quartiles"]

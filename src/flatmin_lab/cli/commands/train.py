@@ -1,4 +1,4 @@
-"""`flatmin train`: what is asked for, turned into a plan; and what is said when it has ended."""
+"""`flatmin train`: flags turned into a plan, and what is shown when it has ended."""
 
 import shlex
 from pathlib import Path
@@ -30,24 +30,22 @@ from flatmin_lab.system.machine import hardware
 from flatmin_lab.training.loop import train as training
 from flatmin_lab.training.ranks import Team
 
-METHOD, SAVING = "The method", "Checkpoints"
+METHOD, SAVING = "Method", "Checkpoints"
 
 
 def train(
     data: flags.Data = None,
-    method: Annotated[str | None, option(f"{', '.join(methods.METHODS)}; else amp.")] = None,
+    method: Annotated[str | None, option(f"{', '.join(methods.METHODS)}; default: amp.")] = None,
     model: flags.Model = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     size: flags.Size = None,
-    out: Annotated[Path | None, option("The run's folder; else runs/DATA-MODEL-METHOD-SEED.")] = None,
+    out: Annotated[Path | None, option("The run folder; default: runs/DATA-MODEL-METHOD-SEED.")] = None,
     resume: Annotated[
         bool,
-        option("Go on with the run in --out, with its own settings; begin it (--data) if there is none.", "--resume"),
+        option("Resume the run in --out, with its own settings; if there is none, start it (with --data).", "--resume"),
     ] = False,
-    epochs: Annotated[
-        int | None, option("How often the training set is seen (the paper: 200).", panel=TRAINING)
-    ] = None,
+    epochs: Annotated[int | None, option("Passes over the training set (the paper: 200).", panel=TRAINING)] = None,
     batch_size: flags.BatchSize = None,
     lr: flags.Lr = None,
     momentum: flags.Momentum = None,
@@ -58,60 +56,62 @@ def train(
     augment: flags.Augment = None,
     epsilon: Annotated[
         float | None,
-        option("ε: the radius of AMP (else it follows the length), RMP and adversarial training.", panel=METHOD),
+        option("ε: the radius of AMP (default: by the length of the run), RMP and adversarial training.", panel=METHOD),
     ] = None,
-    inner_lr: Annotated[float | None, option("ζ: AMP's rate of ascent.", panel=METHOD)] = None,
-    inner_iter: Annotated[int | None, option("N: AMP's steps of ascent.", panel=METHOD)] = None,
+    inner_lr: Annotated[float | None, option("ζ: AMP's learning rate of the ascent.", panel=METHOD)] = None,
+    inner_iter: Annotated[int | None, option("N: AMP's ascent steps.", panel=METHOD)] = None,
     ball: Annotated[str | None, option("What ε bounds: global, group or tensor.", panel=METHOD)] = None,
     norm: Annotated[str | None, option("l2 or linf.", panel=METHOD)] = None,
     settings: Annotated[
-        list[str] | None, option("Another setting of the method: smoothing=0.1.", "--set", panel=METHOD)
+        list[str] | None, option("Any setting of the method, as in smoothing=0.1.", "--set", panel=METHOD)
     ] = None,
     tuned: Annotated[
         Path | None,
         option(
-            "A tuning.json of flatmin tune: its data, method, model, length and chosen values; other flags win.",
+            "A tuning.json of flatmin tune: its data, method, model, length and chosen values; flags override it.",
             panel=METHOD,
         ),
     ] = None,
     clip_norm: flags.ClipNorm = None,
     ema: Annotated[
-        float | None, option("Decay of a running average of the weights, measured beside them.", panel=TRAINING)
+        float | None, option("Decay of an EMA of the weights, which is evaluated beside them.", panel=TRAINING)
     ] = None,
     label_noise: flags.LabelNoise = None,
     validation: Annotated[
         bool | None,
         option(
-            "For tuning: hold out a tenth, and measure on it instead of the test set.", "--validation", panel=TRAINING
+            "For tuning: hold out a tenth of the training set, and evaluate on it instead of the test set.",
+            "--validation",
+            panel=TRAINING,
         ),
     ] = None,
-    seed: Annotated[int | None, option("First weights, order and noise; else 0.", panel=TRAINING)] = None,
+    seed: Annotated[int | None, option("Seed of initial weights, order and noise; default: 0.", panel=TRAINING)] = None,
     seeds: Annotated[
-        int, option("Train so many seeds, from --seed on, each in a folder of its own.", min=1, panel=TRAINING)
+        int, option("Train so many seeds, starting at --seed, each in its own folder.", min=1, panel=TRAINING)
     ] = 1,
     together: Annotated[
         int | None,
-        option("With --seeds: so many at once; else, on a GPU, as many as make it faster.", min=1, panel=SPEED),
+        option("With --seeds: runs at once; default, on a GPU: as many as make it faster.", min=1, panel=SPEED),
     ] = None,
     device: Device = None,
     precision: flags.Precision = None,
     channels_last: flags.ChannelsLast = None,
     compile_: flags.Compile = None,
-    no_capture: Annotated[bool, option("Without CUDA graphs.", "--no-capture", panel=SPEED)] = False,
+    no_capture: Annotated[bool, option("Do not use CUDA graphs.", "--no-capture", panel=SPEED)] = False,
     deterministic: flags.Deterministic = None,
     checkpoint_epochs: Annotated[
-        int, typer.Option(help="A checkpoint every so many epochs …", min=1, rich_help_panel=SAVING)
+        int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=SAVING)
     ] = 1,
     checkpoint_minutes: Annotated[
-        float, typer.Option(help="… and every so many minutes.", min=0, rich_help_panel=SAVING)
+        float, typer.Option(help="Minutes between checkpoints.", min=0, rich_help_panel=SAVING)
     ] = 10.0,
     debug: Debug = False,
 ) -> None:
-    """Train a model after the paper's protocol; kill it when you like, and go on with --resume.
+    """Train a model by the paper's protocol; kill it at any time, and resume it with --resume.
 
     Under torchrun (torchrun --nproc-per-node 2 -m flatmin_lab train …) several processes train one model.
     """
-    knobs = {"epsilon": epsilon, "inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
+    method_settings = {"epsilon": epsilon, "inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
     how: dict[str, Any] = {
         "resume": resume,
         "capture": not no_capture,
@@ -142,7 +142,9 @@ def train(
                     compile=compile_,
                     deterministic=deterministic,
                 )
-                given = {key: value for key, value in knobs.items() if value is not None} | parse_settings(settings)
+                given = {key: value for key, value in method_settings.items() if value is not None} | parse_settings(
+                    settings
+                )
                 how["device"] = device_of(device, team)
                 tuned_values = None if tuned is None else TunedValues.of(tuned, data=data, method=method)
                 if tuned_values is not None:
@@ -160,7 +162,7 @@ def train(
                     settings=given,
                 )
                 if together is not None and seeds == 1:
-                    raise ValueError("--together needs --seeds of 2 or more; add them, or leave it out")
+                    raise ValueError("--together needs --seeds 2 or more; add it, or leave out --together")
                 check_one_model(team, seeds=seeds)
             plans = request.plans(seeds) if team.size == 1 else [plan_of(request, team)]
             plan = plans[0]
@@ -190,7 +192,7 @@ def _train(plan: Plan, team: Team, console: Console, **how: Any) -> Finished | S
 
 
 def _saved_text(ended: Stopped, plan: Plan, team: Team, data_dir: Path) -> str:
-    """How far it came, and the command that goes on."""
+    """How far the run came, and the command that resumes it."""
     if not ended.step:
         return "before its first step"
     again = [
@@ -199,4 +201,4 @@ def _saved_text(ended: Stopped, plan: Plan, team: Team, data_dir: Path) -> str:
         "--resume",
         *([] if data_dir == DEFAULT_DATA_DIR else ["--data-dir", str(data_dir)]),
     ]
-    return f"saved after step {ended.step}; go on with: {command_of(team)} train {shlex.join(again)}"
+    return f"saved after step {ended.step}; resume with: {command_of(team)} train {shlex.join(again)}"

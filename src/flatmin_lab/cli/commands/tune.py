@@ -1,4 +1,4 @@
-"""`flatmin tune`: a method's knobs on the validation split. Parsing, and what is shown; see tuning/ for the work."""
+"""`flatmin tune`: a method's hyper-parameters, tuned on the validation split. Its flags and output; see tuning/."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,25 +43,28 @@ from flatmin_lab.tuning.study import Draw, named
 from flatmin_lab.tuning.trial import is_pruned
 from flatmin_lab.tuning.tuner import tune as tuning
 
-HOW = "How"
+HOW = "How they run"
 TUNING = Path("tuning")
 
 
 def tune(
     data: flags.Data = None,
     method: Annotated[str, typer.Option(help=f"{', '.join(all_methods.METHODS)}.")] = "amp",
-    trials: Annotated[int, typer.Option(help="Trainings, those of an earlier call included.", min=1)] = 20,
+    trials: Annotated[int, typer.Option(help="Training runs, including those of an earlier call.", min=1)] = 20,
     measure: Annotated[
-        str, typer.Option(help="error or nll: of the validation split after the last epoch, the lower the better.")
+        str, typer.Option(help="What to minimise: error or nll of the validation split after the last epoch.")
     ] = "error",
     knobs: Annotated[
-        str | None, option("What is tuned, as in epsilon or lr,weight_decay; else all that is the method's own.")
+        str | None,
+        option("What to tune, as in epsilon or lr,weight_decay; default: all hyper-parameters of the method."),
     ] = None,
-    out: Annotated[Path | None, option("The tuning's folder; else tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
+    out: Annotated[Path | None, option("The tuning's folder; default: tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
     model: flags.Model = None,
     epochs: Annotated[
         int | None,
-        option("As many as you will train: the best radius grows with them. Else the data set's own.", panel=TRAINING),
+        option(
+            "As many as you will train: the best radius grows with them. Default: the data set's own.", panel=TRAINING
+        ),
     ] = None,
     batch_size: flags.BatchSize = None,
     lr: flags.Lr = None,
@@ -76,32 +79,35 @@ def tune(
     size: flags.Size = None,
     settings: Annotated[
         list[str] | None,
-        option("A setting of the method that is fixed, not tuned: inner_iter=2.", "--set", panel=TRAINING),
+        option("A setting of the method that is fixed, not tuned, as in inner_iter=2.", "--set", panel=TRAINING),
     ] = None,
     precision: flags.Precision = None,
     channels_last: flags.ChannelsLast = None,
     compile_: flags.Compile = None,
     deterministic: flags.Deterministic = None,
     seed: Annotated[
-        int, typer.Option(help="What is drawn, and the split and first weights of all trials.", rich_help_panel=HOW)
+        int,
+        typer.Option(
+            help="Seed of the sampled values, and of the split and initial weights of all trials.", rich_help_panel=HOW
+        ),
     ] = 0,
     no_pruning: Annotated[
-        bool, option("Train every trial to its end, also the bad ones.", "--no-pruning", panel=HOW)
+        bool, option("Train every trial to its end, even bad ones.", "--no-pruning", panel=HOW)
     ] = False,
-    device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; else all GPUs there are.", panel=HOW)] = None,
+    device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
     workers: Annotated[
         int | None,
         option(
-            "Trials at once, a process each; else one a GPU, one on a CPU, and what a cluster has room for.",
+            "Trials at once, a process each; default: one per GPU, one on a CPU, and what a cluster has room for.",
             min=1,
             panel=HOW,
         ),
     ] = None,
     storage: Annotated[
-        str | None, option("Where Optuna keeps the study; else sqlite:///OUT/study.db.", panel=HOW)
+        str | None, option("Where Optuna keeps the study; default: sqlite:///OUT/study.db.", panel=HOW)
     ] = None,
     checkpoint_epochs: Annotated[
-        int, typer.Option(help="A checkpoint of a trial every so many epochs.", min=1, rich_help_panel=HOW)
+        int, typer.Option(help="Epochs between checkpoints of a trial.", min=1, rich_help_panel=HOW)
     ] = 1,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
@@ -110,10 +116,10 @@ def tune(
     gpus: Gpus = None,
     debug: Debug = False,
 ) -> None:
-    """Choose AMP's ε and ζ, or another method's knobs, without the test set; killed, the same command goes on."""
+    """Tune AMP's ε and ζ, or another method's settings, without the test set. If killed, the same command resumes."""
     with report_errors(debug):
         optuna: Any = need("optuna", "flatmin tune")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it did is said here
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # this command reports instead
         if data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
         asked = recipe_changes(
@@ -175,13 +181,13 @@ def tune(
         found = result_file.read(folder / FILE)
         outcome(found, folder, data_dir)
         if reason is not None and found.ended < trials:
-            display.say(console, f"stopped by {reason}; the same command goes on")
+            display.say(console, f"stopped by {reason}; the same command resumes")
             raise typer.Exit(EXIT_CODES[reason])
         if found.chosen is None:
             raise typer.Exit(1)
 
 
-# ---- what is shown
+# ---- output
 
 
 def headline(search: Search, trials: int, hardware: str) -> str:
@@ -197,7 +203,7 @@ def headline(search: Search, trials: int, hardware: str) -> str:
 def follow(records: Iterable[tuple[Draw, Record]], console: Console, search: Search, trials: int) -> None:
     """Show the trials until all have ended, a line for each."""
     epochs, width = search.recipe.epochs, len(str(trials - 1))
-    lines: dict[int, Mapping[str, Any]] = {}  # the last epochs
+    lines: dict[int, Mapping[str, Any]] = {}  # of the last epochs
     done: dict[int, int] = {}
     with display.bars(console) as progress:
         task = progress.add_task("tuning", total=None, numbers="")
@@ -210,17 +216,17 @@ def follow(records: Iterable[tuple[Draw, Record]], console: Console, search: Sea
             for text, style in event_lines(record, lines.get(number, {}), epochs):
                 who = f"trial {number:{width}}  {in_words(search.recipe.method, draw.settings)}"
                 display.say(console, f"{who}: {text}", style=style)
-            before = (max(done, default=-1) + 1 - len(done)) * epochs  # those of an earlier call
+            before = (max(done, default=-1) + 1 - len(done)) * epochs  # of trials of an earlier call
             progress.update(
                 task, completed=before + sum(done.values()), total=trials * epochs, numbers=f"trial {number}"
             )
 
 
 def event_lines(record: Record, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
-    """Of a record: what is worth a line, and its colour."""
+    """The lines that an event is worth, and their colours."""
     match record:
         case Started() if record.step:
-            yield f"going on after step {record.step} of {record.steps}", ""
+            yield f"resumed after step {record.step} of {record.steps}", ""
         case Finished():
             yield f"{_measured(record.result)}; {record.result['seconds']:.0f} s", ""
         case Stopped() if is_pruned(record):
@@ -237,7 +243,7 @@ def _measured(found: Mapping[str, Any]) -> str:
 
 
 def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
-    """The trials, best first; what was chosen; and what trains with it."""
+    """The trials, best first; what was chosen; and the commands that train with it."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(table(found))
     display.say(console, f"\n{summary.chosen(found)}")
@@ -245,14 +251,14 @@ def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
         place = [] if data_dir == DEFAULT_DATA_DIR else ["--data-dir", str(data_dir)]
         display.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")
         display.say(console, f"or\n  {shlex.join(['flatmin', 'train', '--tuned', str(folder / FILE), *place])}")
-    display.say(console, f"all of it in {folder}; flatmin report {shlex.quote(str(folder))} shows it")
+    display.say(console, f"everything is in {folder}; flatmin report {shlex.quote(str(folder))} shows it")
 
 
 def table(found: Tuning) -> Table:
     signs = (knob.sign for knob in found.knobs)
     shown = Table("trial", *signs, "validation error", "NLL", "epochs", "seconds", "", box=None, pad_edge=False)
     for trial in found.ranked():
-        drawn = trial.settings  # killed while it was drawn, a trial may lack some
+        drawn = trial.settings  # a trial that was killed while values were drawn may lack some
         settings = (knob.words(drawn[knob.name]) if knob.name in drawn else "" for knob in found.knobs)
         shown.add_row(
             str(trial.number),
