@@ -2,8 +2,8 @@
 
     python benchmarks/results_table.py [--results results] [--readme README.md] [--check]
 
-What stands between the two markers in the README is written anew; with --check nothing is written, and the exit code
-is 1 where it is out of date.
+It replaces what is between the two markers in the README; with --check nothing is written, and the exit code is 1 if
+the README is out of date.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ COLUMNS = ("error", "nll", "ece")
 
 
 def rendered(results: Path) -> str:
-    """A table for every data set and network of table 1 of which something has been trained."""
+    """A table for every data set and network of table 1 that has runs."""
     runs = read_all(Ledger(results, results))
     parts, shown = [], []
     for protocol in PROTOCOLS:
@@ -57,7 +57,7 @@ def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
 
 
 def _precision(runs: Sequence[Run]) -> str:
-    """That of most trainings; the row of another says so itself."""
+    """That of most runs; other rows name their own."""
     (usual, _), *others = Counter(run.result["precision"] for run in runs).most_common()
     return f"{usual} unless a row says otherwise" if others else str(usual)
 
@@ -74,12 +74,12 @@ def _measured(runs: Sequence[Run]) -> str:
         )
     if any(run.result["protocol"] == "short" for run in runs):
         notes += (
-            " For 60 epochs AMP's ε was chosen by the test error of earlier, shorter and longer trainings on CIFAR-10, "
+            " For 60 epochs AMP's ε was chosen by the test error of earlier, shorter and longer runs on CIFAR-10, "
             "and the other methods have the paper's settings for 200, unless a row says otherwise."
         )
     return (
-        f"Test numbers of the last epoch: mean ± deviation over n seeds, fewer than three singly; the paper's are of "
-        f"10 trainings with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {_precision(runs)}, commit "
+        f"Test numbers of the last epoch: mean ± standard deviation over n seeds, fewer than three singly; the "
+        f"paper's are of 10 runs with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {_precision(runs)}, commit "
         f"{all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the paper, "
         f"attacks, flatness, curves, and what we did otherwise. {' '.join(of_the_data(runs))}"
     )

@@ -118,7 +118,7 @@ def test_a_training_that_nobody_watches_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hung_up", [True, False])
 def test_a_terminal_that_is_gone_costs_nothing(tmp_path: Path, hung_up: bool) -> None:
-    """Closed, it says so by SIGHUP: saved, stopped. A training that does not listen to that goes on to its end."""
+    """A closed terminal sends SIGHUP: the run saves and stops. A run that ignores it continues to its end."""
     folder = tmp_path / "run"
     epochs = "1000" if hung_up else "4"
     arguments = command("train", "--data", "digits", "--method", "erm", "--epochs", epochs, "--out", str(folder))

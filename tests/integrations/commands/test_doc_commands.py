@@ -1,7 +1,7 @@
 """Every command line of the README and the guides is run as it stands, page by page, and ends well.
 
-The reader's folder has small stand-ins for the official data sets, pictures, a module and weights of their own. What
-would take hours is cut from outside (fewer pictures, epochs, trials and channels; workers in this process), never in
+The reader's folder has small stand-ins for the official data sets, images, a module and weights of their own. What
+would take hours is cut from outside (fewer images, epochs, trials and channels; workers in this process), never in
 the line.
 """
 
@@ -58,7 +58,7 @@ BEFORE = {  # what a page takes for granted
 }
 LINES = {page: commands(page) for page in PAGES if commands(page)}
 MOST_EPOCHS, EPOCHS, TRIALS, DIGITS = 24, 2, 2, 100
-ENDLESS = 1_000_000  # the epochs of a training whose steps are timed, and which is then left
+ENDLESS = 1_000_000  # the epochs of a run whose steps are timed, and which is then dropped
 
 MINE = """
 import torch
@@ -142,7 +142,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("cheap", "folder")
-@pytest.mark.filterwarnings("ignore:.*")  # of what is too small to be sensible; they are looked for elsewhere
+@pytest.mark.filterwarnings("ignore:.*")  # about data too small to be sensible; other tests check warnings
 @pytest.mark.parametrize("page", LINES, ids=lambda page: page.name)
 def test_every_command_line_of_a_page_runs(page: Path) -> None:
     for line in [*BEFORE.get(page.name, []), *LINES[page]]:

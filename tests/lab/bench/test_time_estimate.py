@@ -40,7 +40,7 @@ def test_the_passes_of_a_step_are_counted_right(method: str, settings: dict[str,
     assert len(counted) == time_estimate.passes_per_step(recipe)
 
 
-def test_a_training_is_its_steps_and_a_look_at_the_test_set_after_each_epoch() -> None:
+def test_a_run_is_its_steps_and_an_evaluation_of_the_test_set_after_each_epoch() -> None:
     data, known = tiny_data(train=40, test=30), time_estimate.Pace(step_seconds=1.0, image_seconds=0.1)
     recipe = tiny_recipe(epochs=3, batch_size=10)
     assert time_estimate.estimate_seconds(recipe, data, known) == pytest.approx(3 * (4 + 30 * 0.1))
@@ -48,7 +48,7 @@ def test_a_training_is_its_steps_and_a_look_at_the_test_set_after_each_epoch() -
     assert time_estimate.estimate_seconds(held_out, data, known) == pytest.approx(3 * (3.6 + 4 * 0.1))
 
 
-def test_an_estimate_is_near_the_training_where_most_of_it_is_looking_at_the_test_set() -> None:
+def test_an_estimate_is_near_the_run_where_most_of_it_is_evaluation() -> None:
     data = load("spiral")
     recipe = suited("spiral", data, method="amp", epochs=20)
     (guess,) = time_estimate.estimate_all_seconds([Job(recipe, 0)], {"spiral": data}, device=torch.device("cpu"))
@@ -63,7 +63,7 @@ def test_a_step_that_comes_after_the_end_of_an_epoch_counts_only_where_all_do(mo
     monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock[0])
 
     def records(steps: int) -> Iterator[Record | None]:
-        """A step takes 1 ms, a look at the test set 100."""
+        """A step takes 1 ms, an evaluation of the test set 100."""
         for epoch in count(1):
             for _ in range(steps):
                 clock[0] += 0.001
@@ -79,10 +79,10 @@ def test_a_step_that_comes_after_the_end_of_an_epoch_counts_only_where_all_do(mo
 
 
 def test_a_look_is_measured_in_small_where_a_large_batch_would_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = []
+    evaluated = []
 
     def logits_of(answers: Any, split: Any, normalise: Any) -> torch.Tensor:
-        looked.append(len(split))
+        evaluated.append(len(split))
         clock[0] += len(split) * each
         return torch.zeros(len(split), 3)
 
@@ -90,12 +90,12 @@ def test_a_look_is_measured_in_small_where_a_large_batch_would_take_minutes(monk
     monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(time_estimate, "logits_of", logits_of)
     for each, sizes in ((1e-4, [50, 50, 500, 500]), (0.1, [50, 50])):
-        looked.clear()
+        evaluated.clear()
         data = tiny_data(test=600)
         assert time_estimate.seconds_per_evaluation(tiny_recipe(), data, device=torch.device("cpu")) == pytest.approx(
             each
         )
-        assert looked == sizes
+        assert evaluated == sizes
 
 
 def test_of_those_that_are_alike_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_of_those_that_are_alike_one_is_measured(monkeypatch: pytest.MonkeyPatch
     assert all(seconds > 0 for seconds in found)
 
 
-def test_a_step_is_measured_on_a_training_that_leaves_nothing() -> None:
+def test_a_step_is_measured_on_a_run_that_leaves_nothing() -> None:
     recipe = cell("smoke", "cifar10", "vgg16", "amp")
     data = tiny_data(train=20)
     small = tiny_recipe(method="amp", settings={"epsilon": 0.1})

@@ -119,7 +119,7 @@ def test_flooding_that_never_flooded_is_called_erm(page: Path) -> None:
 
 
 def test_what_the_run_does_not_show_is_not_said(page: Path) -> None:
-    """Two epochs: ERM has hardly learnt anything by heart."""
+    """Two epochs: ERM has memorised hardly anything."""
     changed = numbers(page)
     for run in changed["runs"]:
         run["memorised"] = 0.1

@@ -1,4 +1,4 @@
-"""The commands that look at trained models: evaluate, landscape, report and theory, from the request to the files."""
+"""The commands about trained models: evaluate, landscape, report and theory, from the flags to the files."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""`flatmin reproduce`: the table is filled, killed in the middle it goes on, and bad requests are told why."""
+"""`flatmin reproduce`: the table is filled, a killed command resumes, and bad requests are refused with a reason."""
 
 import json
 import os
@@ -192,7 +192,7 @@ def test_what_another_process_trains_is_left_to_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_a_signal_to_all_processes_loses_nothing(tmp_path: Path) -> None:
-    """As a scheduler sends it: the workers get it too, and no training is called failed."""
+    """As a scheduler sends it: the workers get it too, and no run counts as failed."""
     command = program("table1", *SOME, "--seeds", "0", *places(tmp_path))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     results = tmp_path / "results" / "smoke"

@@ -151,7 +151,7 @@ def test_many_seeds_go_on_with_nothing_but_their_folder(tmp_path: Path) -> None:
 
 
 def made_up(*ends: Record) -> Callable[..., Iterator[tuple[int, Record]]]:
-    """In place of `together`: trainings that end so."""
+    """In place of `together`: runs that end so."""
 
     def records(*_: object, **__: object) -> Iterator[tuple[int, Record]]:
         yield from enumerate(ends)

@@ -16,7 +16,7 @@ from flatmin_lab.evaluation.subject import Subject, user_subject
 
 
 class Net(nn.Module):
-    """For 6 × 6 pictures of three classes; its bias makes it sure."""
+    """For 6 × 6 images of three classes; its bias makes it over-confident."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ def logits(own: Subject) -> Tensor:
 
 
 def test_calibration_is_the_measures_of_the_logits(tiny: Subject) -> None:
-    found, answers, labels = measurements.calibration(tiny), logits(tiny), tiny.test.y
+    found, logits_, labels = measurements.calibration(tiny), logits(tiny), tiny.test.y
     assert (found["split"], found["pictures"]) == ("test", 30)
     for name, measure in measurements.MEASURES.items():
-        assert found[name] == pytest.approx(measure(answers, labels).item(), abs=1e-6)
+        assert found[name] == pytest.approx(measure(logits_, labels).item(), abs=1e-6)
         if name in measurements.MEAN_MEASURES:
             low, high = found["intervals"][name]
             assert 0 <= low <= found[name] <= high
@@ -55,17 +55,17 @@ def test_calibration_is_the_measures_of_the_logits(tiny: Subject) -> None:
 def test_no_label_helps_to_choose_its_own_temperature() -> None:
     """Each half has the temperature of the other half: turning one half's labels around leaves its own as it was."""
     torch.manual_seed(0)
-    answers, labels = 3 * torch.randn(200, 4), torch.randint(0, 4, (200,))
-    found = measurements.temperature_scaled(answers, labels)
+    logits_, labels = 3 * torch.randn(200, 4), torch.randint(0, 4, (200,))
+    found = measurements.temperature_scaled(logits_, labels)
     assert found is not None
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     first, second = order[:100], order[100:]
-    temperatures = [metrics.temperature(answers[half], labels[half]) for half in (first, second)]
+    temperatures = [metrics.temperature(logits_[half], labels[half]) for half in (first, second)]
     assert found["temperatures"] == pytest.approx([float(t) for t in temperatures])
-    cooled = torch.empty_like(answers)
-    cooled[first], cooled[second] = answers[first] / temperatures[1], answers[second] / temperatures[0]
+    cooled = torch.empty_like(logits_)
+    cooled[first], cooled[second] = logits_[first] / temperatures[1], logits_[second] / temperatures[0]
     assert found["nll"] == pytest.approx(metrics.nll(cooled, labels).item(), rel=1e-5)
-    assert found["nll"] < metrics.nll(answers, labels).item()  # it was far too sure
+    assert found["nll"] < metrics.nll(logits_, labels).item()  # it was far over-confident
 
 
 def test_attacks_move_pixels_whatever_the_model_takes(tiny: Subject) -> None:
@@ -122,7 +122,7 @@ def test_a_landscape_has_the_loss_of_each_split_in_its_middle(tiny: Subject) -> 
 
 
 class Says(nn.Module):
-    """Answers whatever it is told to."""
+    """Returns whatever it is given."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -162,12 +162,12 @@ def test_a_model_with_more_outputs_than_classes_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "text"),
+    ("options", "text"),
     [({"points": 4}, "odd"), ({"points": 1}, "odd"), ({"reach": 0.0}, "above 0"), ({"images": 0}, "1")],
 )
-def test_a_landscape_without_a_middle_is_refused(knobs: dict[str, Any], text: str) -> None:
+def test_a_landscape_without_a_middle_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        landscapes.check_options(**{"points": 5, "reach": 1.0, "images": 10, **knobs})
+        landscapes.check_options(**{"points": 5, "reach": 1.0, "images": 10, **options})
 
 
 def test_frozen_layers_are_part_of_the_landscape() -> None:

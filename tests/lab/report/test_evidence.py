@@ -35,7 +35,7 @@ COST: dict[str, Any] = {
 
 
 def fill(results: Path) -> Path:
-    """Three trainings of ERM and AMP, two of Dropout, one of AMP with the other ball, one that failed."""
+    """Three runs of ERM and AMP, two of Dropout, one of AMP with the other ball, one that failed."""
     errors = {"erm": [0.050, 0.0505, 0.0498], "amp": [0.0396, 0.0401, 0.0399], "dropout": [0.048, 0.0491]}
     curves = {"train_loss": [0.5] * 200, "nll": [0.4] * 200, "error": [0.1] * 200}
     for method, values in errors.items():
@@ -114,7 +114,7 @@ def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:
     assert "25.00 24.31 ± 0.30 no" not in text
     assert "VGG16" not in text.replace("with VGG16 on", "")  # nothing of it was trained, but the paper says something
     assert "method n error, % paper agree? NLL paper agree?" in text
-    assert "method n ECE, % paper CIFAR-10" in text  # without a deviation there is no agreeing
+    assert "method n ECE, % paper CIFAR-10" in text  # without a standard deviation agreement is unknown
     assert "Settings of PreActResNet18: Dropout (rate 0.1); AMP (ε 0.5, ζ 1, N 1, ball global, norm l2)." in text
 
 

@@ -24,7 +24,7 @@ def plane(steepness: float) -> list[list[float | None]]:
 
 def lines() -> DrawnFigure:
     losses = {split: {"erm": [3 * a * a for a in AXIS], "amp": [a * a for a in AXIS]} for split in ("training", "test")}
-    return figures.lines(AXIS, losses, count="1 training each, 1,000 pictures")
+    return figures.lines(AXIS, losses, count="1 run each, 1,000 images")
 
 
 def boundaries() -> DrawnFigure:
@@ -87,7 +87,7 @@ def test_no_two_methods_look_alike_without_colour() -> None:
     """They differ in dash, or in width; bars in hatching, or in being one of the two that stand out."""
     assert LINE_STYLES.keys() == set(METHODS)
     for one, other in combinations(METHODS, 2):
-        if {one, other} != set(BOLD):  # these two are told apart by lightness, and by their names
+        if {one, other} != set(BOLD):  # these two differ in lightness, and in their names
             assert LINE_STYLES[one][1] != LINE_STYLES[other][1] or (one in BOLD) != (other in BOLD)
             assert HATCHES[one] != HATCHES[other] or (one in BOLD) != (other in BOLD)
         assert LINE_STYLES[one][0] != LINE_STYLES[other][0]

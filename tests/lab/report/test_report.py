@@ -67,8 +67,8 @@ def test_the_words_and_the_table_are_made_from_the_numbers(whole: str) -> None:
 
 def test_the_settings_are_said_where_all_rows_have_them(tmp_path: Path) -> None:
     for number, radius in enumerate((0.5, 0.1)):
-        knobs = {"epsilon": radius, "inner_lr": 1.0}
-        write(tmp_path / f"amp-{number}", result("amp", 0, 0.04, settings=knobs))
+        options = {"epsilon": radius, "inner_lr": 1.0}
+        write(tmp_path / f"amp-{number}", result("amp", 0, 0.04, settings=options))
     write(tmp_path / "adversarial", result("adversarial", 0, 0.05, settings={"epsilon": 1 / 255}))
     shown = text_of(page_of(tmp_path))
     assert "Settings: AMP (ζ 1); adversarial (ε 0.00392157)." in shown
@@ -109,8 +109,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("swept")
     for radius, error in {0.0: 0.061, 0.03: 0.059, 0.06: 0.055, 0.12: 0.051, 0.25: 0.056}.items():
         found = {"validation_error": error, "validation_nll": 4 * error, "validation_ece": 0.03, "validation": True}
-        knobs = {"settings": {"epsilon": radius}} if radius else {}
-        kept = {"clean_train_nll": radius, "at_once": 4, **found, **knobs}
+        options = {"settings": {"epsilon": radius}} if radius else {}
+        kept = {"clean_train_nll": radius, "at_once": 4, **found, **options}
         (folder / f"{radius}.json").write_text(json.dumps(result("amp" if radius else "erm", 0, 0.5, **kept)))
     return page_of(folder)
 
@@ -272,7 +272,9 @@ def test_the_command_measures_a_run_as_the_others_were_measured(runs: Path) -> N
     assert row.cells["pgd_error"].missing == [asked]
     assert row.cells["rise"].missing == [f"flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50"]
     shown = text_of(page_of(runs))
-    assert f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50" in shown  # two: on other pictures
+    assert (
+        f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50" in shown
+    )  # two commands: on different numbers of images
 
 
 def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
@@ -458,7 +460,7 @@ def test_no_single_field_of_a_file_can_stop_the_report(
             assert "</html>" in page, path
 
 
-def _only_numbers(name: str, *given: Any, **knobs: Any) -> DrawnFigure:
+def _only_numbers(name: str, *given: Any, **options: Any) -> DrawnFigure:
     """In the place of a figure: everything that it would draw is a number, or is refused."""
 
     def check(value: Any) -> None:
