@@ -2,8 +2,8 @@
 
     python benchmarks/cost_table.py [--json benchmarks/results/engine-h200.json] [--readme README.md] [--check]
 
-What stands between the two markers in the README is written anew; with --check nothing is written, and the exit code
-is 1 where it is out of date.
+It replaces what is between the two markers in the README; with --check nothing is written, and the exit code is 1 if
+the README is out of date.
 """
 
 import json
@@ -23,7 +23,7 @@ Found = Mapping[str, Any]
 
 
 def rendered(result: Found) -> str:
-    """Both tables, and what they were measured with."""
+    """Both tables, and the conditions of the measurement."""
     tables: Sequence[Found] = [table for table in result["tables"] if any("ms" in row for row in table["rows"])]
     if not tables:
         raise ValueError("nothing was timed")
@@ -33,7 +33,7 @@ def rendered(result: Found) -> str:
 
 
 def _forms(table: Found) -> str:
-    """A row for every form: ERM, AMP, their ratio, and the peak of memory."""
+    """A row for every form: ERM, AMP, their ratio, and peak memory."""
     head = [
         f"{_name(table)}, batches of {table['batch_size']}",
         *["ERM, ms", "AMP, ms", "ratio", "ERM, MiB", "AMP, MiB"],

@@ -1,8 +1,8 @@
-"""What augmentation costs: whole batches at once on their device, against a loop over PIL pictures.
+"""What augmentation costs: whole batches at once on their device, against a loop over PIL images.
 
-Both get the same pictures and the same random numbers and give the same result (but for a grey level here and there in
-AutoAugment's shears), and take turns in one process. The floor is a copy of the batch: every picture must be read and
-written once. AutoAugment sends every picture through all operations of its policy, because a branch on what was drawn
+Both get the same images and the same random numbers and give the same result (but for a grey level here and there in
+AutoAugment's shears), and take turns in one process. The floor is a copy of the batch: every image must be read and
+written once. AutoAugment sends every image through all operations of its policy, because a branch on what was drawn
 would make the host wait for the device; a loop does only the one or two that were drawn. So on a CPU a small batch
 costs about as much either way, and a large one less.
 
@@ -34,7 +34,7 @@ ROWS: dict[str, Augmentation] = {
 SIZES = (50, 500)
 
 
-def pictures(count: int) -> Tensor:
+def images(count: int) -> Tensor:
     """Smooth colours with some noise: what matters here is that the histograms are full, as in photographs."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(count, 3, 5, 5, generator=generator)
@@ -55,7 +55,7 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
 def measure(turns: int, device: torch.device) -> dict[str, Any]:
     rows = []
     for size in SIZES:
-        x = pictures(size)
+        x = images(size)
         here = x.to(device)
         for name, augment in ROWS.items():
             u = augment.draw(size, generator=torch.Generator().manual_seed(1))
@@ -66,7 +66,7 @@ def measure(turns: int, device: torch.device) -> dict[str, Any]:
             }
             if device.type == "cuda":
                 runs["graph"] = captured(runs["ours"])
-            times = in_turns(runs, device, turns=turns, warm=2)
+            times = in_turns(runs, device, turns=turns, warmup_turns=2)
             rows.append({"batch": size, "name": name, **{which: list(parts) for which, parts in times.items()}})
     return {"turns": turns, "rows": rows, **facts(device)}
 

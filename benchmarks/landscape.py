@@ -1,10 +1,10 @@
-"""How long a landscape takes: the loss of a model on a few pictures at every point of a plane through its weights.
+"""How long a landscape takes: the loss of a model on a few images at every point of a plane through its weights.
 
-Each row is one way to go through the points: one after the other in float32 (convolutions on a GPU then use TF32, as
-is torch's way) or in bfloat16, or several points in one pass (`at_once`). A few points are timed, and the time of the
+Each row is one way to go through the points: one after the other in float32 (convolutions on a GPU then use TF32,
+torch's default) or in bfloat16, or several points in one pass (`at_once`). A few points are timed, and the time of the
 whole plane follows. The floor is the arithmetic alone, at the peak of the device where that is known.
 
-On the CPU it is the small network for digits on 1,000 of them, on a GPU also PreActResNet18 on 1,000 pictures.
+On the CPU it is the small network for digits on 1,000 of them, on a GPU also PreActResNet18 on 1,000 images.
 
     python benchmarks/landscape.py [--points 41] [--device cpu] [--json out/landscape.json]
 """
@@ -20,11 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatmin import flatness
 from flatmin_lab import models
-from flatmin_lab.bench.timing import by_wall
+from flatmin_lab.bench.timing import wall_seconds
 from flatmin_lab.system.machine import facts
 from machine import command, line
 
-PICTURES = 1000
+IMAGES = 1000
 PEAKS = {"float32": 494e12, "bfloat16": 989e12}  # of an H200: TF32 and bfloat16, dense, by NVIDIA's data sheet
 MODELS: dict[str, tuple[dict[str, int], int, list[str]]] = {  # settings, side, devices
     "convnet": ({"in_channels": 1, "width": 16}, 8, ["cpu", "cuda"]),  # as it is trained on digits
@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[dict[str, int], int, list[str]]] = {  # settings, side, 
 
 def ways(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, tuple[flatness.Loss, int]]:
     """Name to (the loss, how many points at once)."""
-    exact = flatness.empirical_risk(x, y)  # 500 pictures at a time
+    exact = flatness.empirical_risk(x, y)  # 500 images at a time
 
     def rough(model: Callable[..., Any]) -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16):
@@ -57,22 +57,22 @@ def measure(points: int, device: torch.device) -> dict[str, Any]:
         torch.manual_seed(0)
         model = models.build(name, **settings).to(device).eval()
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        x = torch.randn(PICTURES, settings["in_channels"], side, side, device=device)
+        x = torch.randn(IMAGES, settings["in_channels"], side, side, device=device)
         x = x.contiguous(memory_format=torch.channels_last)
-        y = torch.arange(PICTURES, device=device) % 10
+        y = torch.arange(IMAGES, device=device) % 10
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():
             model(x)
         for way, (loss, at_once) in ways(model, x, y).items():
             few = torch.linspace(-0.5, 0.5, 64, dtype=torch.float64)
 
-            look = partial(flatness.line, model, loss, alphas=few, at_once=at_once)
-            look()
-            seconds = min(by_wall(look, device) for _ in range(3)) / len(few)
+            compute_line = partial(flatness.line, model, loss, alphas=few, at_once=at_once)
+            compute_line()
+            seconds = min(wall_seconds(compute_line, device) for _ in range(3)) / len(few)
             peak = PEAKS.get(way.split(",")[0]) if device.type == "cuda" else None
             floor = None if peak is None else counter.get_total_flops() / peak
             found.append({"model": name, "way": way, "point": seconds, "plane": seconds * points**2, "floor": floor})
-    return {**facts(device), "threads": torch.get_num_threads(), "points": points, "pictures": PICTURES, "rows": found}
+    return {**facts(device), "threads": torch.get_num_threads(), "points": points, "pictures": IMAGES, "rows": found}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def show(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         over = "" if row["floor"] is None else f"{row['point'] / row['floor']:.1f}"
         print(f"{row['model']:16}{row['way']:22}{1e3 * row['point']:12.2f}{row['plane']:16.1f}{over:>18}")
-    print(f"\n{result['pictures']} pictures; the best of three turns; {line(result)}")
+    print(f"\n{result['pictures']} images; the best of three turns; {line(result)}")
 
 
 if __name__ == "__main__":

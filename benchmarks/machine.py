@@ -1,4 +1,4 @@
-"""What every benchmark needs: turns between contenders, a command line."""
+"""What every benchmark needs: contenders that take turns, and a command line."""
 
 import argparse
 import json
@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from flatmin_lab.bench.timing import by_wall
+from flatmin_lab.bench.timing import wall_seconds
 
 
 def in_turns(
-    runs: Mapping[str, Callable[[], object]], device: torch.device, *, turns: int, warm: int = 5
+    runs: Mapping[str, Callable[[], object]], device: torch.device, *, turns: int, warmup_turns: int = 5
 ) -> dict[str, tuple[float, float, float]]:
-    """Lower quartile, median and upper quartile in ms of each; one after the other, because machines are noisy."""
+    """Lower quartile, median and upper quartile in ms of each; they take turns, because machines are noisy."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(turns + warm):
+    for turn in range(turns + warmup_turns):
         for name, work in runs.items():
-            seconds = by_wall(work, device)
-            if turn >= warm:
+            seconds = wall_seconds(work, device)
+            if turn >= warmup_turns:
                 times[name].append(1e3 * seconds)
     return {name: (parts[0], parts[1], parts[2]) for name, parts in ((n, quantiles(t, n=4)) for n, t in times.items())}
 
@@ -38,7 +38,7 @@ def command(
     default: int,
     json_file: str,
 ) -> None:
-    """The command line of a benchmark: how many of what is `counted`, on which device, and where the figures go."""
+    """The command line of a benchmark: how many of what is `counted`, on which device, and where the numbers go."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(f"--{counted}", type=int, default=default, dest="count")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -47,7 +47,7 @@ def command(
     if arguments.count < 2:
         parser.error(f"--{counted} must be at least 2, got {arguments.count}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a CUDA device, and there is none here")
+        parser.error("--device cuda needs a CUDA device, but there is none")
     result = measure(arguments.count, torch.device(arguments.device))
     show(result)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

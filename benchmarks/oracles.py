@@ -1,12 +1,12 @@
 """How far flatmin is from what others wrote: the largest difference to each oracle, over how many cases.
 
-Measures are compared with torchmetrics in float32. It adds up the answers of a bin one by one: its ece of 2000 answers
+Measures are compared with torchmetrics in float32. It adds up the examples of a bin one by one: its ece of 2000 of them
 is 8e-7 from the one in float64, where ours is 7e-8. So there are no more than 500 here. Attacks are compared with
 foolbox in float64: in float32 a gradient of nearly 0 may have either sign, and a number then moves by a whole step.
 
 A row is what is compared, with what, the package that it needs, and a function of (cases, device) to the largest
-difference and the number of comparisons. Another oracle is another row of ROWS. A package that is not installed is said
-so, and its rows are left out.
+difference and the number of comparisons. Another oracle is another row of ROWS. A package that is not installed
+is reported, and its rows are left out.
 
     python benchmarks/oracles.py [--cases 20] [--device cpu] [--json out/oracles.json]
 """
@@ -44,8 +44,8 @@ def largest(differences: Iterator[float]) -> Largest:
 # ---- torchmetrics
 
 
-def answers(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logits and labels, about half of them right: 1 to 500 answers of 2 to 1000 classes."""
+def logits_and_labels(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Logits and labels, about half of them right: 1 to 500 examples of 2 to 1000 classes."""
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, 501, (), generator=generator))
     classes = (2, 3, 10, 100, 1000)[seed % 5]
@@ -87,7 +87,7 @@ def measure_differences(
 ) -> Largest:
     return largest(
         abs(float(ours(*given, **settings)) - float(theirs(*given, **settings)))
-        for given in (answers(seed, device) for seed in range(cases))
+        for given in (logits_and_labels(seed, device) for seed in range(cases))
     )
 
 
@@ -107,7 +107,7 @@ class Normalise(nn.Module):
 
 
 def network(seed: int) -> nn.Sequential:
-    """A small convolutional network of normalised pictures, whose BatchNorm has seen some."""
+    """A small convolutional network of normalised images, whose BatchNorm has seen some."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         convolutions = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2)]
@@ -176,8 +176,8 @@ def _dense(seed: int, device: torch.device) -> tuple[nn.Module, Tensor, Tensor, 
     named = dict(model.named_parameters())
 
     def loss_at(*weights: Tensor) -> Tensor:
-        answer = torch.func.functional_call(model, dict(zip(named, weights, strict=True)), (x,))
-        return nn.functional.cross_entropy(answer, y)
+        logits = torch.func.functional_call(model, dict(zip(named, weights, strict=True)), (x,))
+        return nn.functional.cross_entropy(logits, y)
 
     blocks: Any = torch.autograd.functional.hessian(loss_at, tuple(p.detach() for p in named.values()))
     sizes = [p.numel() for p in named.values()]

@@ -4,14 +4,14 @@ A perturbation of length 0.1 over eleven million weights moves each of them by s
 next to a weight of 0.02 its numbers lie 1e-4 apart. So most weights round to where they were, or a step too far. What
 matters is the loss at the rounded point, and the gradient there, over batches: this measures both.
 
-After a short training, for batches of 50: Δ = ε∇L/‖∇L‖ in float32, and the pass at θ + Δ in each precision: under
+After a short training run, for batches of 50: Δ = ε∇L/‖∇L‖ in float32, and the pass at θ + Δ in each precision: under
 autocast, or (bf16, fp16 weights) with the weights themselves rounded. The table
 has the mean sharpness over the batches and its error against float64 (the mean of absolute differences, in % of the
 mean sharpness), and the cosine between the gradient of that pass and float64's.
 
     python benchmarks/perturbed_precision.py [--batches 20] [--device cpu] [--json out/perturbed_precision.json]
 
-On the CPU it is the small network on digits; on a GPU also PreActResNet18 on pictures made of noise and ten patterns.
+On the CPU it is the small network on digits; on a GPU also PreActResNet18 on images made of noise and ten patterns.
 """
 
 import copy
@@ -35,7 +35,7 @@ AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = {"float64": torch.float64, "bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}
 
 
-def pictures(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def images(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
     if kind == "convnet":
         data = load("digits").train
         return Normalisation.of(data)(data.x).to(device), data.y.to(device)
@@ -110,7 +110,7 @@ def measure(batches: int, device: torch.device) -> dict[str, Any]:
     precisions = ["float32", *AUTOCAST, *list(WEIGHTS)[1:], *(["tf32"] if device.type == "cuda" else [])]
     rows = []
     for kind in kinds:
-        x, y = pictures(kind, device)
+        x, y = images(kind, device)
         model = trained(kind, x, y)
         for epsilon in EPSILONS:
             rows += [

@@ -1,4 +1,4 @@
-"""Parts of the README that are made from files: what stands between two markers is written anew by a program.
+"""Parts of the README that programs make from files: each replaces what is between its two markers.
 
 <!-- cost table --> … <!-- end of cost table -->
 """
@@ -31,7 +31,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def command(name: str, words: str | None, source: str, default: Path, make: Callable[[Path], str]) -> None:
-    """The program of a part: make it from a file or folder, and put it into the README, or see that it is there."""
+    """The command line of a part: make it from a file or folder and write it to the README, or check it there."""
     parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(f"--{source}", dest="source", type=Path, default=default)
     parser.add_argument("--readme", type=Path, default=README)

@@ -2,8 +2,8 @@
 
     python benchmarks/results_table.py [--results results] [--readme README.md] [--check]
 
-What stands between the two markers in the README is written anew; with --check nothing is written, and the exit code
-is 1 where it is out of date.
+It replaces what is between the two markers in the README; with --check nothing is written, and the exit code is 1 if
+the README is out of date.
 """
 
 from collections import Counter
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import readme
 from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Protocol
-from flatmin_lab.report.columns import Column, named
+from flatmin_lab.report.columns import Column, column_named
 from flatmin_lab.report.html import as_printed
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
-from flatmin_lab.report.paper.tables import Row, cell_of, filled, read_all
+from flatmin_lab.report.paper.tables import Row, cell_of, fill_table, read_all
 from flatmin_lab.runs.result_store import ResultStore
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -27,11 +27,11 @@ COLUMNS = ("error", "nll", "ece")
 
 
 def rendered(results: Path) -> str:
-    """A table for every data set and network of table 1 of which something has been trained."""
+    """A table for every data set and network of table 1 that has runs."""
     runs = read_all(ResultStore(results, results))
     parts, shown = [], []
     for protocol in PROTOCOLS:
-        rows = [row for row in filled(EXPERIMENTS["table1"](protocol), runs).rows if row.runs]
+        rows = [row for row in fill_table(EXPERIMENTS["table1"](protocol), runs).rows if row.runs]
         shown += [run for row in rows for run in row.runs]
         places = dict.fromkeys(row.place for row in rows)
         parts += [_table(protocol, [row for row in rows if row.place == place]) for place in places]
@@ -43,7 +43,7 @@ def rendered(results: Path) -> str:
 def _table(protocol: Protocol, rows: Sequence[Row]) -> str:
     first = rows[0].recipe
     title = f"{TITLES[first.data]}, {TITLES[first.model]}, {first.epochs} epochs (protocol `{protocol}`)"
-    columns = [named(name) for name in COLUMNS]
+    columns = [column_named(name) for name in COLUMNS]
     head = [title, "n", *(label for column in columns for label in (column.label, "paper"))]
     return readme.markdown(head, [[row.name, str(len(row.runs)), *_cells(row, columns)] for row in rows])
 
@@ -57,7 +57,7 @@ def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
 
 
 def _precision(runs: Sequence[Run]) -> str:
-    """That of most trainings; the row of another says so itself."""
+    """That of most runs; other rows name their own."""
     (usual, _), *others = Counter(run.result["precision"] for run in runs).most_common()
     return f"{usual} unless a row says otherwise" if others else str(usual)
 
@@ -74,13 +74,13 @@ def _measured(runs: Sequence[Run]) -> str:
         )
     if any(run.result["protocol"] == "short" for run in runs):
         notes += (
-            " For 60 epochs AMP's ε was chosen by the test error of earlier, shorter and longer trainings on CIFAR-10, "
+            " For 60 epochs AMP's ε was chosen by the test error of earlier, shorter and longer runs on CIFAR-10, "
             "and the other methods have the paper's settings for 200, unless a row says otherwise."
         )
     return (
-        f"Test numbers of the last epoch: mean ± deviation over n seeds, fewer than three singly; the paper's are of "
-        f"10 trainings with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {_precision(runs)}, commit "
-        f"{all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the paper, "
+        f"Test numbers of the last epoch: mean ± standard deviation over n seeds, fewer than three singly; the "
+        f"paper's are of 10 runs with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {_precision(runs)}, "
+        f"commit {all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the paper, "
         f"attacks, flatness, curves, and what we did otherwise. {' '.join(of_the_data(runs))}"
     )
 

@@ -1,6 +1,6 @@
 """What the wrapper itself costs: everything of a step but the two forward-backward passes and the base's own update.
 
-The closure only hands over gradients that lie ready, and the base does nothing, so what is timed is the arithmetic of
+The closure only assigns gradients computed beforehand, and the base does nothing, so what is timed is the arithmetic of
 the perturbation: norm, projection, θ kept, moved and put back, and the check that every gradient is finite. AMP and
 pytorch_optimizer's SAM take turns in one process, because machines are noisy; a ratio is of the medians.
 
@@ -34,7 +34,7 @@ COPY = "a copy of the parameters"
 
 
 class Nothing(Optimizer):
-    """A base whose step costs nothing: what remains is the wrapper's."""
+    """A base whose step costs nothing: what remains is the wrapper's own."""
 
     def __init__(self, params: Any, *, lr: float = 0.1, fused: bool = False, **_: Any) -> None:
         super().__init__(params, {"lr": lr, "fused": fused})

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import flatmin
 from flatmin import theory
-from flatmin_lab.report.figures.style import INK, STYLES, line_of, look
+from flatmin_lab.report.figures.style import INK, LINE_STYLES, line_style, styled
 
 HERE = Path(__file__).parent
-ERM, AMP, SAM = STYLES["erm"][0], STYLES["amp"][0], "#9a9a9a"
+ERM, AMP, SAM = LINE_STYLES["erm"][0], LINE_STYLES["amp"][0], "#9a9a9a"
 SIZE = (4.6, 3.2)  # inches; 10 points are then readable at the width of a phone
 
 
@@ -31,11 +31,11 @@ def minima(*, epsilon: float = 0.5) -> Figure:
     theta = torch.linspace(-4, 4, 1601, dtype=torch.float64)
     risk = theory.two_minima(theta)
     worst = theory.max_pooled(risk, spacing=float(theta[1] - theta[0]), epsilon=epsilon)
-    with look():
+    with styled():
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
-        axes.plot(theta, risk, **{**line_of("erm"), "label": "loss L(θ)", "zorder": 3})
-        axes.plot(theta, worst, **{**line_of("amp"), "label": f"worst loss within ε = {epsilon:g}"})
+        axes.plot(theta, risk, **{**line_style("erm"), "label": "loss L(θ)", "zorder": 3})
+        axes.plot(theta, worst, **{**line_style("amp"), "label": f"worst loss within ε = {epsilon:g}"})
         for curve, colour, text, place in (
             (risk, ERM, "lowest loss:\nsharp", (0, -24)),
             (worst, AMP, "lowest worst case:\nflat", (94, -12)),
@@ -71,7 +71,7 @@ def ball(*, epsilon: float = 0.7, inner_lr: float = 0.6) -> Figure:
     side = torch.linspace(-3.3, 2.1, 200)
     up = torch.linspace(-1.0, 1.9, 160)
     heights = bowl(torch.stack(torch.meshgrid(side, up, indexing="xy"), dim=-1))
-    with look():
+    with styled():
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
         axes.contour(side, up, heights, levels=8, colors=INK, linewidths=0.5, alpha=0.4)
@@ -104,7 +104,7 @@ def layers(package: str) -> list[list[str]]:
 
 def packages() -> Figure:
     """A row a layer: what is imported lies below."""
-    with look():
+    with styled():
         figure = Figure(figsize=(SIZE[0], 4.6), layout="constrained")
         library, laboratory = figure.subplots(2, 1, height_ratios=[4, 11])
         for axes, package, colour in ((library, "flatmin", AMP), (laboratory, "flatmin_lab", ERM)):

@@ -1,4 +1,4 @@
-"""AMP in a loop of the usual kind: autocast, a gradient scaler, accumulation, clipping, an average of the weights.
+"""AMP in an ordinary loop: autocast, a gradient scaler, accumulation, clipping, an EMA of the weights.
 
 The lines that an ordinary loop does not have are marked `new`. Micro-batches are kept in a list until their step.
 
@@ -17,7 +17,7 @@ import flatmin
 
 
 def stripes(rows: int, *, seed: int) -> TensorDataset:
-    """Pictures of 8×8 with stripes: lying, standing, or slanting; and noise."""
+    """Images of 8×8 with horizontal, vertical or diagonal stripes, and noise."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(0, 3, (rows,), generator=generator)
     down, across = torch.arange(8).view(8, 1).expand(8, 8), torch.arange(8).expand(8, 8)
@@ -36,7 +36,7 @@ def main() -> None:
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 3)]
     model = nn.Sequential(*layers).to(device)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95), use_buffers=True)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95), use_buffers=True)
     base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     optimizer = flatmin.AMP(base, epsilon=options.epsilon, model=model)  # new
     scaler, loader = torch.amp.GradScaler(device), DataLoader(stripes(512, seed=0), batch_size=16, shuffle=True)
@@ -58,11 +58,11 @@ def main() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            average.update_parameters(model)
+            ema.update_parameters(model)
 
     x, y = stripes(1000, seed=1).tensors
-    error = (average.eval()(x.to(device)).argmax(dim=1).cpu() != y).float().mean()
-    print(f"error of the averaged weights on new pictures {error:.1%}")
+    error = (ema.eval()(x.to(device)).argmax(dim=1).cpu() != y).float().mean()
+    print(f"error of the EMA on new images {error:.1%}")
 
 
 if __name__ == "__main__":

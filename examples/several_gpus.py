@@ -1,8 +1,8 @@
-"""Data-parallel training with torchrun: one perturbation for all ranks, or one a rank.
+"""Data-parallel training with torchrun: one perturbation for all ranks, or one per rank.
 
-    torchrun --nproc-per-node 2 examples/several_gpus.py            # add --apart for a perturbation a rank
+    torchrun --nproc-per-node 2 examples/several_gpus.py            # add --apart for one perturbation per rank
 
-It runs on GPUs where there are some, else on the CPU. What flatmin changes in the ordinary program is two lines.
+It runs on GPUs if there are any, else on the CPU. flatmin changes two lines of the ordinary program.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import flatmin
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--apart", action="store_true", help="a perturbation a rank")
+    parser.add_argument("--apart", action="store_true", help="one perturbation per rank")
     apart = parser.parse_args().apart
 
     on_gpus = torch.cuda.is_available()
@@ -29,7 +29,7 @@ def main() -> None:
     if on_gpus:
         torch.cuda.set_device(device)
 
-    torch.manual_seed(0)  # the same data and first weights everywhere
+    torch.manual_seed(0)  # the same data and initial weights on every rank
     x, y = torch.randn(512, 20), torch.randint(0, 4, (512,))
     x[torch.arange(512), y] += 2.0
     net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
@@ -55,8 +55,8 @@ def main() -> None:
     with torch.no_grad():
         error = (model(x.to(device)).argmax(1).cpu() != y).float().mean()
     total = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
-    told = f"rank {rank} of {ranks}: error {error:.1%}, weights add up to {total.item():.17g}\n"
-    print(told, end="", flush=True)  # in one piece: others write at the same time
+    text = f"rank {rank} of {ranks}: error {error:.1%}, weights add up to {total.item():.17g}\n"
+    print(text, end="", flush=True)  # in one piece: other ranks write at the same time
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
-"""The paper's spiral: why a flat minimum draws a better boundary.
+"""The paper's spiral: why a flat minimum has a better decision boundary.
 
-Two spiral arms, 400 training points, one label in five is wrong. A network with 33 666 weights learns some of the wrong
-labels by heart, in a sharp minimum, where its boundary bends around single points. AMP minimises the worst loss near
-the weights, so it does not stay there. Both methods start from the same weights and see the same batches. The problem
+Two spiral arms, 400 training points, one label in five is wrong. A network with 33 666 weights memorises some of the
+wrong labels, in a sharp minimum, where its boundary bends around single points. AMP minimises the worst loss near the
+weights, so it does not stay there. Both methods start from the same weights and see the same batches. The problem
 was chosen to show this; with right labels only, there is no such gap.
 
     python examples/spiral.py [--seeds 5] [--steps 2500] [--epsilon 0.2] [--out out/spiral.png]
@@ -32,11 +32,11 @@ WRONG = 0.2
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedNetwork:
     model: nn.Module
     data: Spiral
     test_error: float
-    learnt_by_heart: float  # of the wrong labels, the share that the network repeats
+    memorised: float  # the fraction of the wrong labels that the network predicts
     rise: float  # of the training loss, at the edge of the ball of radius ε
     seconds: float
 
@@ -57,7 +57,7 @@ def closure_for(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor, y
     return closure
 
 
-def train(seed: int, *, epsilon: float, steps: int) -> Trained:
+def train(seed: int, *, epsilon: float, steps: int) -> TrainedNetwork:
     """ERM is AMP with a radius of 0: the same loop."""
     generator = torch.Generator().manual_seed(seed)
     data = Spiral.draw(400, wrong=WRONG, generator=generator)
@@ -76,11 +76,11 @@ def train(seed: int, *, epsilon: float, steps: int) -> Trained:
         test_error = float((model(test.x).argmax(dim=1) != test.y).float().mean())
         repeated = model(data.x).argmax(dim=1) == data.y
     rise = flatness.sharpness(model, flatness.empirical_risk(data.x, data.y), epsilon=0.2)
-    return Trained(model, data, test_error, float(repeated[data.wrong].float().mean()), float(rise), seconds)
+    return TrainedNetwork(model, data, test_error, float(repeated[data.wrong].float().mean()), float(rise), seconds)
 
 
-def picture(path: Path, erm: Trained, amp: Trained, epsilon: float) -> None:
-    """With letters that can be read at the width of a phone, and in 128 colours: a third of the bytes."""
+def save_figure(path: Path, erm: TrainedNetwork, amp: TrainedNetwork, epsilon: float) -> None:
+    """With text that is legible at the width of a phone, and in 128 colours: a third of the bytes."""
     titles = {
         f"ERM: test error {erm.test_error:.1%}": (erm.model, erm.data),
         f"AMP, ε = {epsilon:g}: test error {amp.test_error:.1%}": (amp.model, amp.data),
@@ -90,8 +90,8 @@ def picture(path: Path, erm: Trained, amp: Trained, epsilon: float) -> None:
     for axes in figure.axes:
         axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=19)
     figure.supxlabel(figure.get_supxlabel(), fontsize=16)
-    figure.savefig(drawn := BytesIO(), dpi=110, bbox_inches="tight")
-    Image.open(drawn).convert("RGB").quantize(128).save(path, format="png", optimize=True)
+    figure.savefig(png := BytesIO(), dpi=110, bbox_inches="tight")
+    Image.open(png).convert("RGB").quantize(128).save(path, format="png", optimize=True)
 
 
 def cell(values: list[float], *, percent: bool = True) -> str:
@@ -102,7 +102,7 @@ def cell(values: list[float], *, percent: bool = True) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5, help="trainings of each method")
+    parser.add_argument("--seeds", type=int, default=5, help="training runs of each method")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--epsilon", type=float, default=0.2)
     parser.add_argument("--out", type=Path, default=Path("out/spiral.png"))
@@ -112,18 +112,19 @@ def main() -> None:
             parser.error(f"--{name} must be at least {least}, got {getattr(arguments, name)}")
     torch.set_num_threads(1)  # the network is small: threads would only wait for one another
     methods = {"ERM": 0.0, "AMP": arguments.epsilon}
-    runs: dict[str, list[Trained]] = {name: [] for name in methods}
-    print(f"{'':5}{'test error':>18}{'learnt by heart':>20}{'loss rise in the ball':>24}{'seconds':>10}")
+    runs: dict[str, list[TrainedNetwork]] = {name: [] for name in methods}
+    print(f"{'':5}{'test error':>18}{'memorised':>20}{'loss rise in the ball':>24}{'seconds':>10}")
     for name, epsilon in methods.items():
         runs[name] = [train(seed, epsilon=epsilon, steps=arguments.steps) for seed in range(arguments.seeds)]
         error = cell([run.test_error for run in runs[name]])
-        heart = cell([run.learnt_by_heart for run in runs[name]])
+        memorised = cell([run.memorised for run in runs[name]])
         sharpness = cell([run.rise for run in runs[name]], percent=False)
         print(
-            f"{name:5}{error:>18}{heart:>20}{sharpness:>24}{mean(run.seconds for run in runs[name]):10.1f}", flush=True
+            f"{name:5}{error:>18}{memorised:>20}{sharpness:>24}{mean(run.seconds for run in runs[name]):10.1f}",
+            flush=True,
         )
-    picture(arguments.out, runs["ERM"][0], runs["AMP"][0], arguments.epsilon)
-    print(f"\nmean ± deviation of {arguments.seeds} trainings each; the boundaries of the first: {arguments.out}")
+    save_figure(arguments.out, runs["ERM"][0], runs["AMP"][0], arguments.epsilon)
+    print(f"\nmean ± standard deviation of {arguments.seeds} runs each; the boundaries of the first: {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The example of a loop with autocast, scaler, accumulation, clipping and averaged weights learns its pictures."""
+"""The example of a loop with autocast, scaler, accumulation, clipping and an EMA of the weights learns its images."""
 
 import re
 import runpy
@@ -17,6 +17,6 @@ def test_the_plain_loop_learns(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--epsilon", epsilon])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    found = re.search(r"on new pictures (\d+\.\d)%", capsys.readouterr().out)
+    found = re.search(r"on new images (\d+\.\d)%", capsys.readouterr().out)
     assert found
     assert float(found[1]) < 5

@@ -1,4 +1,4 @@
-"""The way in: `flatmin`, or `python -m flatmin_lab`; where a package is missing, a line that says how to get it."""
+"""The entry point: `flatmin`, or `python -m flatmin_lab`. If a package is missing, one line says how to install it."""
 
 import sys
 
@@ -14,7 +14,7 @@ def main() -> None:
         app = need("flatmin_lab.cli.app", "the command flatmin").app
     except ImportError as error:
         sys.exit(f"flatmin: {error}")
-    except KeyboardInterrupt:  # while all is imported
+    except KeyboardInterrupt:  # during the imports
         sys.exit(130)
     app()
 

@@ -12,7 +12,7 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SECONDS = 120  # a start can take long where every core is busy
-# Errors that nobody catches are told; and frames come every 16 ms, where without a window they come when they like.
+# Reports uncaught errors; and frames come every 16 ms, where without a window their timing is arbitrary.
 WATCH = """<script>
 window.onerror = (message) => console.error("uncaught: " + message);
 window.requestAnimationFrame = (draw) => setTimeout(draw, 16);
@@ -22,7 +22,7 @@ CONSOLE = re.compile(r'CONSOLE.*?\] "(.*)", source: ')
 
 class Visit(NamedTuple):
     dom: str  # after the scripts have run
-    console: list[str]  # what they said, errors that nobody caught among it
+    console: list[str]  # what they logged, uncaught errors included
 
 
 def found() -> str:

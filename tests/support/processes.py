@@ -21,7 +21,7 @@ def words(text: str) -> str:
 
 
 def forked(act: Callable[[], object], log: Path) -> int:
-    """The number of a process that does it with one thread, and writes what it says into the log.
+    """The id of a forked process that runs `act` with one thread, and writes its output into the log.
 
     Its exit code is that of the command inside, 0 where nothing was raised, and 99 after any other exception.
     """

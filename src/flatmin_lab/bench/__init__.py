@@ -1,11 +1,11 @@
-"""What a training step costs: time, memory, and how far both are from the least that they could be.
+"""What a training step costs in time and memory, and how far that is from the least possible.
 
 benchmark.py       `flatmin bench`: tables over models and batch sizes
-contenders.py      the steps that are compared: a method in a form (eager, captured, …)
-workload.py        the model and batches that they step on
-table.py, rows.py  one table: contenders built, timed in turns, and their ratios
-timing.py          blocks of steps by turns, and memory
-roofline.py        the least time that arithmetic and bytes allow
-amp_cost.py        AMP against ERM, as the paper's table of costs
-time_estimate.py   how long a run will take, from a few steps
+contenders.py      the steps that are compared: a method in a form (eager, CUDA graph, …)
+workload.py        the model and batches of these steps
+table.py, rows.py  one table: contenders built and timed in turns, and their ratios
+timing.py          seconds and memory of blocks of steps
+roofline.py        the least time that arithmetic and memory traffic allow
+amp_cost.py        AMP's cost over ERM's, as in the paper
+time_estimate.py   how long runs will take, from a few steps of each kind
 """

@@ -1,7 +1,6 @@
-"""What AMP costs over ERM: steps of both in turns on one device, and the hours that a whole training takes.
+"""What AMP costs over ERM: milliseconds a step of both on one device, and the hours of a whole training run.
 
-Two trainings are begun and never ended; a block of steps of one, a block of the other, so that whatever else the
-machine does falls on both.
+Two endless runs take turns, a block of steps each, so that whatever else the machine does falls on both.
 """
 
 from collections.abc import Mapping
@@ -12,27 +11,30 @@ from typing import Any
 
 import torch
 
-from flatmin_lab.bench.time_estimate import Pace, begun, seconds_a_look, seconds_of, taken
+from flatmin_lab.bench.time_estimate import Pace, endless_run, estimate_seconds, seconds_per_evaluation, take_steps
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.machine import facts
 
-BLOCKS, WARM = 10, 5
+BLOCKS = 10  # of each run, for a median and quartiles
+WARMUP_STEPS = 5  # before the first block
 
 
-def cost(recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, steps: int = 50) -> dict[str, Any]:
-    """By method: milliseconds a step (median and quartiles over the blocks) and hours; the ratio of AMP's to ERM's."""
+def measure_cost(
+    recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, steps: int = 50
+) -> dict[str, Any]:
+    """By method, milliseconds a step (median and quartiles over the blocks) and hours; and the ratio of AMP to ERM."""
     times: dict[str, list[float]] = {method: [] for method in recipes}
     with ExitStack() as stack:
-        trainings = {
-            method: stack.enter_context(begun(recipe, data, device=device)) for method, recipe in recipes.items()
+        runs = {
+            method: stack.enter_context(endless_run(recipe, data, device=device)) for method, recipe in recipes.items()
         }
-        for records in trainings.values():
-            taken(records, WARM, device)
+        for records in runs.values():
+            take_steps(records, WARMUP_STEPS, device)
         for _ in range(BLOCKS):
-            for method, records in trainings.items():
+            for method, records in runs.items():
                 start = perf_counter()
-                taken(records, steps, device)
+                take_steps(records, steps, device)
                 times[method].append((perf_counter() - start) / steps)
     found: dict[str, Any] = {}
     for method, recipe in recipes.items():
@@ -41,7 +43,8 @@ def cost(recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, 
         found[method] = {
             "ms": 1000 * middle,
             "ms_quartiles": [1000 * low, 1000 * high],
-            "hours": seconds_of(recipe, data, Pace(middle, seconds_a_look(recipe, data, device=device))) / 3600,
+            "hours": estimate_seconds(recipe, data, Pace(middle, seconds_per_evaluation(recipe, data, device=device)))
+            / 3600,
         }
     first = next(iter(recipes.values()))
     known = {"data": first.data, "model": first.model, "epochs": first.epochs, "precision": first.precision}

@@ -1,10 +1,10 @@
-"""What a training step costs: time, memory, and how far both are from the least that they could be.
+"""`flatmin bench`: what a training step costs in time and memory, and how far that is from the least possible.
 
-    result = measure(Wanted(models=("preactresnet18",), batch_sizes=(50,)), device=torch.device("cuda"))
+    result = run_benchmark(BenchmarkOptions(models=("preactresnet18",), batch_sizes=(50,)), device=torch.device("cuda"))
 
-For every model and batch size a table: the methods of contenders.py in each of its forms, timed in turns
-(table.py), beside the floor (roofline.py). cuDNN may search for its fastest algorithms, and computes float32
-as torch's defaults say; the result names all that.
+There is a table for every model and batch size: each method of contenders.py in each form, timed in turns (table.py),
+beside the floor (roofline.py). cuDNN may search for its fastest algorithms; float32 is computed as torch does by
+default. The result records these settings.
 """
 
 import importlib.metadata
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from flatmin_lab import models
-from flatmin_lab.bench.contenders import EPSILON, FORMS, METHODS, RHO, SETTINGS, left_out
-from flatmin_lab.bench.roofline import PASSES, floor, flops_of, rates
+from flatmin_lab.bench.contenders import EPSILON, FORMS, METHODS, RHO, SGD_SETTINGS, why_left_out
+from flatmin_lab.bench.roofline import PASSES, floor, flops_of, measure_rates
 from flatmin_lab.bench.rows import ratios
-from flatmin_lab.bench.table import Contenders
-from flatmin_lab.bench.timing import tidy, use_all_streams
-from flatmin_lab.bench.workload import CLASSES, PICTURES, Work, random_pictures
+from flatmin_lab.bench.table import BenchmarkTable
+from flatmin_lab.bench.timing import release_memory, use_cublas_on_all_streams
+from flatmin_lab.bench.workload import CLASSES, IMAGES, Workload, random_images
 from flatmin_lab.data.augment.transforms import KINDS, Kind, augmentation
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
@@ -31,21 +31,22 @@ from flatmin_lab.system.machine import facts
 from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.training.learner import AUTOCAST
 
-LEAST, ROUNDS = 5, 10  # blocks of steps: at least and at most
-MODELS, BATCH_SIZES, AT_ONCE, STEPS = ("preactresnet18", "vgg16", "wideresnet28_10"), (50, 128, 512), (2, 4), 100
+MIN_BLOCKS, MAX_BLOCKS = 5, 10  # blocks of steps a contender; quartiles need five
+DEFAULT_MODELS = ("preactresnet18", "vgg16", "wideresnet28_10")
+DEFAULT_BATCH_SIZES, DEFAULT_AT_ONCE, DEFAULT_STEPS = (50, 128, 512), (2, 4), 100
 PACKAGES = ("triton", "pytorch-optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What to measure; checked when made."""
+class BenchmarkOptions:
+    """What to measure; checked on construction."""
 
-    models: Sequence[str] = MODELS
-    batch_sizes: Sequence[int] = BATCH_SIZES
+    models: Sequence[str] = DEFAULT_MODELS
+    batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES
     methods: Sequence[str] = METHODS
     forms: Sequence[str] = FORMS
-    at_once: Sequence[int] = AT_ONCE
-    steps: int = STEPS
+    at_once: Sequence[int] = DEFAULT_AT_ONCE
+    steps: int = DEFAULT_STEPS
     precision: str = "bf16"
     augment: Kind = "vanilla"
 
@@ -62,58 +63,64 @@ class Wanted:
         if self.augment not in KINDS:
             raise ValueError(f"unknown augmentation {self.augment!r}; choose from {', '.join(KINDS)}")
         for size in self.batch_sizes:
-            if not 2 <= size <= PICTURES:
-                raise ValueError(f"the batch size must be from 2 to {PICTURES}, got {size}")
+            if not 2 <= size <= IMAGES:
+                raise ValueError(f"the batch size must be from 2 to {IMAGES}, got {size}")
         for count in self.at_once:
             if count < 2:
-                raise ValueError(f"at once are at least 2 models, got {count}; one alone is the form compiled")
-        if self.steps < LEAST:
-            raise ValueError(f"at least {LEAST} steps must be timed, for quartiles, got {self.steps}")
+                raise ValueError(
+                    f"--at-once must be at least 2 models, got {count}; for one model use the form compiled"
+                )
+        if self.steps < MIN_BLOCKS:
+            raise ValueError(f"at least {MIN_BLOCKS} steps must be timed, for quartiles, got {self.steps}")
 
     @property
     def rounds(self) -> int:
-        return min(ROUNDS, max(LEAST, self.steps // LEAST))
+        return min(MAX_BLOCKS, max(MIN_BLOCKS, self.steps // MIN_BLOCKS))
 
 
-def measure(
-    wanted: Wanted,
+def run_benchmark(
+    options: BenchmarkOptions,
     *,
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
     after: Callable[[dict[str, Any]], None] = lambda result: None,
-    pictures: int = PICTURES,
+    images: int = IMAGES,
 ) -> dict[str, Any]:
-    """All tables; `say` hears what is under way, `after` gets the result so far after every table."""
-    _check_some(wanted, device)
-    scope = RandomScope(device, deterministic=False)  # cuDNN may search, and the caller's settings come back
+    """All tables. `say` is called with what is under way, `after` with the result so far after every table."""
+    _check_measurable(options, device)
+    scope = RandomScope(device, deterministic=False)  # cuDNN may search; the caller's settings are restored
     with scope.active():
-        say("the speed of the device")
-        speed = rates(device, wanted.precision)
-        result = {**facts(device), **_versions(), **_settings(wanted, device), "pictures": pictures, **speed}
+        say("measuring the speed of the device")
+        speed = measure_rates(device, options.precision)
+        result = {**facts(device), **_versions(), **_settings(options, device), "pictures": images, **speed}
         result["tables"] = []
-        use_all_streams(device, AUTOCAST.get(wanted.precision, torch.float32))
-        split = random_pictures(device, pictures)
+        use_cublas_on_all_streams(device, AUTOCAST.get(options.precision, torch.float32))
+        split = random_images(device, images)
         normalise = Normalisation.of(split)
-        for model in wanted.models:
-            for size in wanted.batch_sizes:
-                table = _table(wanted, model, split, normalise, size, speed, say)
+        for model in options.models:
+            for size in options.batch_sizes:
+                table = _table(options, model, split, normalise, size, speed, say)
                 result["tables"].append(table)
-                _forget(wanted, device)
+                _drop_compiled(options, device)
                 after(result)
     return result
 
 
-def _check_some(wanted: Wanted, device: torch.device) -> None:
-    """Before any work: is there anything to measure?"""
-    pairs = [(method, form) for method in wanted.methods for form in wanted.forms if method != "sam" or form == "eager"]
-    reasons = {left_out(*pair, device=device, precision=wanted.precision) for pair in pairs} or {"sam is eager alone"}
+def _check_measurable(options: BenchmarkOptions, device: torch.device) -> None:
+    """Check before any work that there is something to measure."""
+    pairs = [
+        (method, form) for method in options.methods for form in options.forms if method != "sam" or form == "eager"
+    ]
+    reasons = {why_left_out(*pair, device=device, precision=options.precision) for pair in pairs} or {
+        "sam is eager alone"
+    }
     if None not in reasons:
-        asked = f"{', '.join(wanted.methods)} as {', '.join(wanted.forms)}"
+        asked = f"{', '.join(options.methods)} as {', '.join(options.forms)}"
         raise ValueError(f"nothing can be measured of {asked} on {device}: {'; '.join(sorted(map(str, reasons)))}")
 
 
 def _table(
-    wanted: Wanted,
+    options: BenchmarkOptions,
     model: str,
     split: Split,
     normalise: Normalisation,
@@ -121,24 +128,26 @@ def _table(
     speed: dict[str, Any],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    augment = augmentation(wanted.augment, "cifar10")
-    work = Work.of(model, split, normalise, batch_size=batch_size, augment=augment, precision=wanted.precision)
+    augment = augmentation(options.augment, "cifar10")
+    workload = Workload.build(
+        model, split, normalise, batch_size=batch_size, augment=augment, precision=options.precision
+    )
     flops = flops_of(model)
-    parameters = sum(p.numel() for p in work.new_model().parameters())
+    parameters = sum(p.numel() for p in workload.new_model().parameters())
     sizes: dict[str, Any] = {"flops": flops, "batch_size": batch_size, "size": 4 * parameters}
-    contenders = Contenders(work, steps=wanted.steps, rounds=wanted.rounds, say=say)
+    table = BenchmarkTable(workload, steps=options.steps, rounds=options.rounds, say=say)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="this step cannot be captured")  # its row says so
-        contenders.add(wanted.methods, wanted.forms, wanted.at_once)
-    found = contenders.run(parameters)
+        warnings.filterwarnings("ignore", message="this step cannot be captured")  # the row says so
+        table.add(options.methods, options.forms, options.at_once)
+    found = table.run(parameters)
     return {
         "model": model,
         "batch_size": batch_size,
         "parameters": parameters,
         "flops_a_picture": flops,
         "floor": {
-            method: floor(method, **sizes, precision=wanted.precision, speed=speed)
-            for method in wanted.methods
+            method: floor(method, **sizes, precision=options.precision, speed=speed)
+            for method in options.methods
             if method in PASSES
         },
         **found,
@@ -146,21 +155,21 @@ def _table(
     }
 
 
-def _forget(wanted: Wanted, device: torch.device) -> None:
-    """Compiled code of models that are gone."""
-    if device.type == "cuda" and {"compiled", "at-once"} & set(wanted.forms):
+def _drop_compiled(options: BenchmarkOptions, device: torch.device) -> None:
+    """Free the compiled code of models that are no longer needed."""
+    if device.type == "cuda" and {"compiled", "at-once"} & set(options.forms):
         torch.compiler.reset()
-    tidy(device)
+    release_memory(device)
 
 
-def _settings(wanted: Wanted, device: torch.device) -> dict[str, Any]:
-    asked = asdict(wanted)
+def _settings(options: BenchmarkOptions, device: torch.device) -> dict[str, Any]:
+    asked = asdict(options)
     return {
         **{name: asked[name] for name in ("precision", "augment", "steps")},
-        "rounds": wanted.rounds,
+        "rounds": options.rounds,
         "device": device.type,
         "channels_last": True,
-        "optimizer": {"name": "SGD", **SETTINGS},
+        "optimizer": {"name": "SGD", **SGD_SETTINGS},
         "epsilon": EPSILON,
         "rho": RHO,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,

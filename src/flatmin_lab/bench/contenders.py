@@ -1,13 +1,13 @@
-"""The training steps that a benchmark compares: a method in a form.
+"""The contenders of a benchmark: training steps of a method in a form.
 
-    method   erm (SGD alone) · amp (SGD in AMP) · sam (pytorch_optimizer's SAM around SGD, as its users write it)
+    method   erm (SGD alone) · amp (SGD in AMP) · sam (pytorch_optimizer's SAM around SGD, called as its users do)
     form     eager     plain PyTorch, kernel by kernel
              graph     the whole step as one CUDA graph
-             compiled  the same, its passes compiled by torch.compile
+             compiled  the same, with the passes compiled by torch.compile
              at-once   several such models, each with a graph and a stream of its own
 
-A step begins with data: it gathers its pictures from a data set on the device, crops, flips and normalises them. All
-contenders get the same batches in the same order. What they learn from random pictures does not matter.
+A step includes its data: it gathers images from a data set on the device, crops, flips and normalises them. All
+contenders get the same batches in the same order. The images are random; what is learnt from them does not matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,27 +23,27 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import flatmin
-from flatmin_lab.bench.workload import Work
+from flatmin_lab.bench.workload import Workload
 from flatmin_lab.training.learner import AUTOCAST
 
 METHODS = ("erm", "amp", "sam")
 FORMS = ("eager", "graph", "compiled", "at-once")
 EPSILON, RHO = 0.1, 0.05
-SETTINGS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+SGD_SETTINGS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
 
 Step = Callable[..., Any]
 
 
 class CannotStepError(RuntimeError):
-    """Why a contender is not there."""
+    """A contender cannot take part; the message says why."""
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x).float(), y)
 
 
-class Trainee:
-    """A model and its step: `trainee(3)` takes three of them."""
+class Contender:
+    """A model and its step: `contender(3)` takes three steps."""
 
     def __init__(self, step: Step, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.step = step
@@ -54,49 +54,49 @@ class Trainee:
             self.step(*next(self.inputs))
 
     def check(self, form: str) -> None:
-        """Is the step in that form? A captured step that cannot be captured goes on without a graph."""
+        """Raise if the step is not in that form: a step that cannot be captured runs without a graph."""
         if form != "eager" and not getattr(self.step, "captured", False):
-            raise CannotStepError(f"not captured: {getattr(self.step, 'reason', None) or 'nobody says why'}")
+            raise CannotStepError(f"not captured: {getattr(self.step, 'reason', None) or 'no reason given'}")
 
 
-class AtOnce:
-    """Several trainees, a stream each; the host asks for their steps in turn."""
+class ConcurrentContenders:
+    """Several contenders, a stream each; the host launches their steps in turn."""
 
-    def __init__(self, trainees: Sequence[Trainee], streams: Sequence[torch.cuda.Stream]) -> None:
-        self.pairs = list(zip(trainees, streams, strict=True))
+    def __init__(self, contenders: Sequence[Contender], streams: Sequence[torch.cuda.Stream]) -> None:
+        self.pairs = list(zip(contenders, streams, strict=True))
 
     def __call__(self, count: int) -> None:
         for _ in range(count):
-            for trainee, stream in self.pairs:
+            for contender, stream in self.pairs:
                 with torch.cuda.stream(stream):
-                    trainee(1)
+                    contender(1)
 
 
-def trainee(work: Work, method: str, form: str, *, data: bool = True) -> Trainee:
-    """A new model that has not stepped yet; without `data`, its step gets one batch that lies ready."""
-    inputs = work.inputs if data else [work.batch(*work.inputs[0])]
+def build_contender(workload: Workload, method: str, form: str, *, data: bool = True) -> Contender:
+    """A new model that has not stepped yet. Without `data`, every step gets the same batch, prepared beforehand."""
+    inputs = workload.inputs if data else [workload.batch(*workload.inputs[0])]
     if method == "sam":
-        return Trainee(_sam_step(work), inputs)
-    model = work.new_model()
-    optimizer: torch.optim.Optimizer = SGD(model.parameters(), **SETTINGS)
+        return Contender(_sam_step(workload), inputs)
+    model = workload.new_model()
+    optimizer: torch.optim.Optimizer = SGD(model.parameters(), **SGD_SETTINGS)
     if method == "amp":
         optimizer = flatmin.AMP(optimizer, epsilon=EPSILON, model=model)
-    scaler = GradScaler(work.device.type) if work.precision == "fp16" else None
+    scaler = GradScaler(workload.device.type) if workload.precision == "fp16" else None
     step = flatmin.captured_step(
         model,
         loss_of,
         optimizer,
-        autocast=AUTOCAST.get(work.precision),
+        autocast=AUTOCAST.get(workload.precision),
         compile=form == "compiled",
-        batch=work.batch if data else None,
+        batch=workload.batch if data else None,
         scaler=scaler,
         capture=form != "eager",
     )
-    return Trainee(step if scaler is None else Scaled(step, scaler), inputs)
+    return Contender(step if scaler is None else ScaledStep(step, scaler), inputs)
 
 
-class Scaled:
-    """A captured step of fp16, and the update of its scaler, which is the loop's business."""
+class ScaledStep:
+    """A captured fp16 step, followed by the update of its scaler, which is the training loop's task."""
 
     def __init__(self, step: Any, scaler: GradScaler) -> None:
         self.whole, self.scaler = step, scaler
@@ -109,18 +109,18 @@ class Scaled:
         self.scaler.update()
 
 
-def _sam_step(work: Work) -> Step:
+def _sam_step(workload: Workload) -> Step:
     """Forward, backward, first_step, forward, backward, second_step."""
-    model = work.new_model()
-    optimizer = import_module("pytorch_optimizer").SAM(model.parameters(), SGD, rho=RHO, **SETTINGS)
+    model = workload.new_model()
+    optimizer = import_module("pytorch_optimizer").SAM(model.parameters(), SGD, rho=RHO, **SGD_SETTINGS)
 
     def step(index: Tensor, u: Tensor) -> Tensor:
-        with work.autocast():
-            x, y = work.batch(index, u)
+        with workload.autocast():
+            x, y = workload.batch(index, u)
             loss = loss_of(model, x, y)
         loss.backward()
         optimizer.first_step(zero_grad=True)
-        with work.autocast():
+        with workload.autocast():
             again = loss_of(model, x, y)
         again.backward()
         optimizer.second_step(zero_grad=True)
@@ -129,12 +129,12 @@ def _sam_step(work: Work) -> Step:
     return step
 
 
-def left_out(method: str, form: str, *, device: torch.device, precision: str) -> str | None:
-    """Why there is no such contender here; None if there is one. SAM has one form."""
+def why_left_out(method: str, form: str, *, device: torch.device, precision: str) -> str | None:
+    """Why there is no such contender on this device; None if there is one. SAM is eager only."""
     if form != "eager" and device.type != "cuda":
         return "CUDA graphs need a CUDA device"
     if method == "sam" and find_spec("pytorch_optimizer") is None:
         return "pytorch_optimizer is not installed here"
     if method == "sam" and precision == "fp16":
-        return "SAM's two steps know no GradScaler"
+        return "SAM's two steps do not support a GradScaler"
     return None

@@ -1,4 +1,4 @@
-"""The rows of a benchmark's table: what a contender is called, its times, its memory, and ratios between rows."""
+"""The rows of a benchmark table: a contender's name, its times, its memory, and ratios between rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,18 +8,18 @@ from flatmin_lab.bench.timing import Runner, summary
 Row = dict[str, Any]
 
 
-def called(method: str, form: str, count: int = 1) -> str:
+def row_name(method: str, form: str, count: int = 1) -> str:
     return f"{method} {form}" if count == 1 else f"{method} {count} {form}"
 
 
-def timed(runner: Runner) -> Row:
+def timing_columns(runner: Runner) -> Row:
     if runner.failed is not None:
         return {"failed": runner.failed}
     return {**summary(runner.times), "n": len(runner.times) * runner.steps, "blocks": len(runner.times)}
 
 
-def over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
-    """Memory of a model beyond ERM's in the same form, in float32 copies of the parameters (of `copy` MiB)."""
+def memory_over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
+    """Memory of a model beyond ERM's in the same form, in float32 copies of the parameters (`copy` MiB each)."""
     same = [other for other in rows if (other["form"], other["models"]) == (row["form"], row["models"])]
     plain = next((other.get("peak_mib") for other in same if other["method"] == "erm"), None)
     if row["method"] == "erm" or plain is None or row.get("peak_mib") is None:
@@ -28,10 +28,10 @@ def over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """AMP over ERM in each form, and AMP's fastest single form over what others do."""
+    """AMP over ERM in each form, and compiled AMP over the eager steps of the others."""
     ms = {(row["method"], row["form"], row["models"]): row["ms"] for row in rows if "ms" in row}
     found = {
-        called("amp / erm,", form, count): own / ms["erm", form, count]
+        row_name("amp / erm,", form, count): own / ms["erm", form, count]
         for (method, form, count), own in ms.items()
         if method == "amp" and ("erm", form, count) in ms
     }

@@ -1,8 +1,8 @@
-"""How long will it take? A few steps of each kind of training, and a look at a few test pictures, are measured.
+"""How long will runs take? Estimated from a few steps of each kind of run, and an evaluation of a few test images.
 
-What takes the time of a step is the network, its pictures and the number of passes; so of trainings that are alike in
-these one is measured. After each epoch all pictures of the test set are looked at, in large batches: in the spiral's
-small network one takes about a tenth of its share in a pass of a step, too little to be derived from it.
+The time of a step depends on the network, the images and the number of passes, so one run of each such kind is timed.
+After each epoch the whole test set is evaluated in large batches. This is timed too: in the spiral's small network an
+image takes about a tenth of its share of a training pass, so it cannot be derived from that.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -23,27 +23,28 @@ from flatmin_lab.training.captured_forward import EVAL_BATCH_SIZE, CapturedForwa
 from flatmin_lab.training.evaluation import logits_of, score_logits
 from flatmin_lab.training.loop import training_steps
 
-WARM, SECONDS, MOST = 3, 1.5, 400  # steps before the clock starts; how long, and how many steps, it runs
-FEW = 50  # pictures of a first look: a large batch of a large network takes a CPU minutes
-Moments = Generator[Event | None, None, None]
+WARMUP_STEPS = 3  # before the clock starts
+TIMED_SECONDS, MAX_TIMED_STEPS = 1.5, 400  # whichever comes first
+FIRST_IMAGES = 50  # of a first evaluation: a large batch of a large network takes a CPU minutes
+TrainingSteps = Generator[Event | None, None, None]
 
 
-def passes(recipe: Recipe) -> int:
-    """Forward and backward through the network, a step."""
+def passes_per_step(recipe: Recipe) -> int:
+    """Forward and backward passes in a step."""
     if recipe.method == "amp":
         return 1 + int(recipe.settings.get("inner_iter", 1))
     return 2 if recipe.method == "adversarial" else 1
 
 
-def kind(recipe: Recipe, data: Dataset) -> tuple[Any, ...]:
-    """Trainings with the same one take the same time a step."""
+def cost_key(recipe: Recipe, data: Dataset) -> tuple[Any, ...]:
+    """Runs with the same key take the same time per step."""
     network = (recipe.model, tuple(sorted(recipe.model_settings.items())), recipe.batch_size)
-    return (data.train.shape, *network, passes(recipe), recipe.augment, recipe.precision, recipe.compile)
+    return (data.train.shape, *network, passes_per_step(recipe), recipe.augment, recipe.precision, recipe.compile)
 
 
 @contextmanager
-def begun(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[Moments]:
-    """A training in memory that does not end by itself, and is thrown away."""
+def endless_run(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[TrainingSteps]:
+    """A run in memory that does not end by itself and leaves nothing behind."""
     nothing: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     saving: dict[str, Any] = {"checkpoint_epochs": 1, "checkpoint_minutes": 1e9}
     endless = replace(recipe, epochs=1_000_000)
@@ -54,8 +55,8 @@ def begun(recipe: Recipe, data: Dataset, *, device: torch.device) -> Iterator[Mo
         records.close()
 
 
-def taken(records: Moments, steps: int, device: torch.device) -> None:
-    """So many steps, done on the device too."""
+def take_steps(records: TrainingSteps, steps: int, device: torch.device) -> None:
+    """Take so many steps, and wait until the device has finished them."""
     left = steps
     while left:
         left -= next(records) is None
@@ -68,24 +69,26 @@ def _wait(device: torch.device) -> None:
 
 
 class Pace(NamedTuple):
-    """Seconds of a step, and of each picture that is looked at after an epoch."""
+    """Seconds of a training step, and of each image that is evaluated after an epoch."""
 
-    step: float
-    look: float
-
-
-def pace(recipe: Recipe, data: Dataset, *, device: torch.device) -> Pace:
-    return Pace(seconds_a_step(recipe, data, device=device), seconds_a_look(recipe, data, device=device))
+    step_seconds: float
+    image_seconds: float
 
 
-def seconds_a_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
-    """On average; steps that come after the end of an epoch, with its look at the test set, only where all do."""
+def measure_pace(recipe: Recipe, data: Dataset, *, device: torch.device) -> Pace:
+    return Pace(seconds_per_step(recipe, data, device=device), seconds_per_evaluation(recipe, data, device=device))
+
+
+def seconds_per_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
+    """The mean; steps that include the evaluation after an epoch count only if there are no others."""
     plain: list[float] = []
     others: list[float] = []
-    with begun(recipe, data, device=device) as records:
-        taken(records, WARM, device)
+    with endless_run(recipe, data, device=device) as records:
+        take_steps(records, WARMUP_STEPS, device)
         start = perf_counter()
-        while len(plain) + len(others) < MOST and (perf_counter() - start < SECONDS or not (plain or others)):
+        while len(plain) + len(others) < MAX_TIMED_STEPS and (
+            perf_counter() - start < TIMED_SECONDS or not (plain or others)
+        ):
             begin, times = perf_counter(), plain
             while (record := next(records)) is not None:
                 times = others if isinstance(record, Epoch) else times
@@ -95,17 +98,17 @@ def seconds_a_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> fl
 
 
 @torch.no_grad()
-def seconds_a_look(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
-    """With the network as it begins, and torch's switches as in a training."""
+def seconds_per_evaluation(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
+    """Seconds per evaluated image, with the initial network and torch's settings as in a training run."""
     known, _, _, normalise = prepare_data(recipe, data.to(device), seed=0)
     found = 0.0
     with RandomScope(device, deterministic=recipe.deterministic).active():
         answers = CapturedForward(build_model(recipe, known, build_method(recipe, normalise)).to(device))
-        for size in (FEW, EVAL_BATCH_SIZE):
+        for size in (FIRST_IMAGES, EVAL_BATCH_SIZE):
             split = known.test.at(torch.arange(min(size, len(known.test)), device=device))
-            if found * len(split) > SECONDS:
+            if found * len(split) > TIMED_SECONDS:
                 break
-            for _ in range(2):  # the first one warms up
+            for _ in range(2):  # the first warms up
                 start = perf_counter()
                 logits = logits_of(answers, split, normalise)
                 assert logits is not None
@@ -114,28 +117,28 @@ def seconds_a_look(recipe: Recipe, data: Dataset, *, device: torch.device) -> fl
     return found
 
 
-def seconds_of(recipe: Recipe, data: Dataset, pace: Pace) -> float:
-    """A whole training at that pace, with a measurement after each epoch."""
+def estimate_seconds(recipe: Recipe, data: Dataset, pace: Pace) -> float:
+    """Seconds of a whole run at that pace, with an evaluation after each epoch."""
     share = 0.9 if recipe.validation else 1.0
     train = share * len(data.train)
-    looked_at = (1 - share) * len(data.train) if recipe.validation else len(data.test)
-    return recipe.epochs * (pace.step * train / recipe.batch_size + pace.look * looked_at)
+    evaluated = (1 - share) * len(data.train) if recipe.validation else len(data.test)
+    return recipe.epochs * (pace.step_seconds * train / recipe.batch_size + pace.image_seconds * evaluated)
 
 
-def seconds_of_all(
+def estimate_all_seconds(
     jobs: Sequence[Job],
     data: Mapping[str, Dataset],
     *,
     device: torch.device,
     say: Callable[[str], object] = lambda _: None,
 ) -> list[float]:
-    """Of each training by itself."""
+    """Seconds of each run by itself."""
     paces: dict[tuple[Any, ...], Pace] = {}
     found = []
     for job in jobs:
-        key = kind(job.recipe, data[job.recipe.data])
+        key = cost_key(job.recipe, data[job.recipe.data])
         if key not in paces:
             say(f"measuring {job.recipe.name}")
-            paces[key] = pace(job.recipe, data[job.recipe.data], device=device)
-        found.append(seconds_of(job.recipe, data[job.recipe.data], paces[key]))
+            paces[key] = measure_pace(job.recipe, data[job.recipe.data], device=device)
+        found.append(estimate_seconds(job.recipe, data[job.recipe.data], paces[key]))
     return found

@@ -1,11 +1,11 @@
-"""How long steps take, and how much memory: contenders take turns, a block of steps each.
+"""Time and memory of steps: contenders take turns, a block of steps each.
 
-A machine is noisy over seconds: it warms up, others use it. So every contender has a block in every round, and what is
-reported is the median and the quartiles over the rounds. One model's block is timed by events on the device, several
-models' by the wall clock from idle to idle, because their streams run side by side.
+A machine is noisy over seconds: it warms up, others use it. So every contender has a block in every round, and the
+median and quartiles over the rounds are reported. One model's block is timed by events on the device, several models'
+by the wall clock from idle to idle, because their streams run concurrently.
 
-The memory of a step is what the allocator's peak rises by when it is taken. The memory of a graph is not seen there: it
-is set aside once and for all when the graph is captured, so it is added whole. Not counted: what cuBLAS keeps.
+The memory of a step is the rise of the allocator's peak while it is taken. The memory of a graph does not show there:
+it is reserved once, when the graph is captured, so all of it is added. cuBLAS's workspaces are not counted.
 """
 
 import gc
@@ -19,12 +19,12 @@ import torch
 
 from flatmin.core.messages import one_line
 
-LONGEST = 0.25  # seconds of a block, if that is more than a step
+MAX_BLOCK_SECONDS = 0.25  # unless a single step takes longer
 MIB = 2**20
-NO_POOL = (0, 0)
-STREAMS = 32  # that torch has on a device; it gives them out in turn
+NO_GRAPH_POOL = (0, 0)  # the id of memory that no graph has reserved
+TORCH_STREAMS = 32  # that torch has on a device and hands out in turn
 
-Taking = Callable[[int], None]  # that many steps
+TakeSteps = Callable[[int], None]  # takes that many steps
 
 
 def synchronize(device: torch.device) -> None:
@@ -32,7 +32,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def by_wall(work: Callable[[], object], device: torch.device) -> float:
+def wall_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds from idle to idle."""
     synchronize(device)
     start = perf_counter()
@@ -41,10 +41,10 @@ def by_wall(work: Callable[[], object], device: torch.device) -> float:
     return perf_counter() - start
 
 
-def by_events(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds on the current stream of the device; on the CPU those of the wall."""
+def device_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds on the device's current stream; on the CPU, of the wall clock."""
     if device.type != "cuda":
-        return by_wall(work, device)
+        return wall_seconds(work, device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     begin.record()
@@ -56,29 +56,29 @@ def by_events(work: Callable[[], object], device: torch.device) -> float:
 
 @dataclass
 class Runner:
-    """A contender in the race: `models` of them step together, in blocks of `steps`."""
+    """A contender being timed: `models` models step together, in blocks of `steps`."""
 
-    take: Taking
+    take: TakeSteps
     steps: int
     models: int = 1
-    times: list[float] = field(default_factory=list)  # ms a model's step, one for each block
+    times: list[float] = field(default_factory=list)  # ms a model's step, one per block
     failed: str | None = None
 
     def run(self, device: torch.device) -> None:
-        clock = by_events if self.models == 1 else by_wall
+        clock = device_seconds if self.models == 1 else wall_seconds
         seconds = clock(lambda: self.take(self.steps), device)
         self.times.append(1e3 * seconds / (self.steps * self.models))
 
 
-def block_length(take: Taking, device: torch.device, *, most: int) -> int:
-    """So many steps that a block is no longer than `LONGEST`, but at least one; a step shows how long it takes."""
+def block_length(take: TakeSteps, device: torch.device, *, most: int) -> int:
+    """How many steps fit into `MAX_BLOCK_SECONDS`, at least one; judged by a single step."""
     take(1)
-    one = by_wall(lambda: take(1), device)
-    return max(1, min(most, int(LONGEST / one)))
+    one = wall_seconds(lambda: take(1), device)
+    return max(1, min(most, int(MAX_BLOCK_SECONDS / one)))
 
 
-def race(runners: Mapping[str, Runner], device: torch.device, *, rounds: int) -> None:
-    """A block each, round after round; who fails is out, and the others go on."""
+def run_rounds(runners: Mapping[str, Runner], device: torch.device, *, rounds: int) -> None:
+    """A block of each, round after round; a contender that fails is out, and the others continue."""
     for _ in range(rounds):
         for runner in runners.values():
             if runner.failed is not None:
@@ -86,7 +86,7 @@ def race(runners: Mapping[str, Runner], device: torch.device, *, rounds: int) ->
             try:
                 runner.run(device)
             except Exception as error:
-                runner.failed = reason(error)
+                runner.failed = failure_reason(error)
 
 
 def summary(times: list[float]) -> dict[str, float | list[float]]:
@@ -99,8 +99,8 @@ def summary(times: list[float]) -> dict[str, float | list[float]]:
     return {"ms": middle, "ms_quartiles": [low, high]}
 
 
-def reason(error: Exception) -> str:
-    """In one line."""
+def failure_reason(error: Exception) -> str:
+    """The error in one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return one_line(error)
@@ -110,13 +110,13 @@ def reason(error: Exception) -> str:
 
 
 class Memory(NamedTuple):
-    """In bytes: what is allocated, and what graphs have set aside beyond that."""
+    """In bytes: what is allocated, and what graphs have reserved beyond that."""
 
     allocated: int
-    aside: int
+    graph_reserved: int
 
 
-def memory(device: torch.device) -> Memory:
+def memory_in_use(device: torch.device) -> Memory:
     if device.type != "cuda":
         return Memory(0, 0)
     torch.cuda.synchronize(device)
@@ -124,44 +124,45 @@ def memory(device: torch.device) -> Memory:
     pools = [
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
-        if segment["device"] == here and tuple(segment.get("segment_pool_id", NO_POOL)) != NO_POOL
+        if segment["device"] == here and tuple(segment.get("segment_pool_id", NO_GRAPH_POOL)) != NO_GRAPH_POOL
     ]
     return Memory(torch.cuda.memory_allocated(device), sum(pools))
 
 
-def peak_since(before: Memory, take: Taking, device: torch.device, *, steps: int = 3) -> float | None:
-    """MiB that these steps need at their peak, with all that was made since `before`; None on the CPU."""
+def peak_mib_since(before: Memory, take: TakeSteps, device: torch.device, *, steps: int = 3) -> float | None:
+    """Peak MiB of these steps, including everything allocated since `before`; None on the CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     take(steps)
-    after = memory(device)
+    after = memory_in_use(device)
     rise = torch.cuda.max_memory_allocated(device) - before.allocated
-    return (rise + after.aside - before.aside) / MIB
+    return (rise + after.graph_reserved - before.graph_reserved) / MIB
 
 
-def use_all_streams(device: torch.device, dtype: torch.dtype) -> None:
-    """CuBLAS keeps some MiB for every stream that it ever worked on, in forward and in backward passes: all of them at
-    once, or the first contender on a stream would seem to need them.
+def use_cublas_on_all_streams(device: torch.device, dtype: torch.dtype) -> None:
+    """Make cuBLAS allocate its workspaces on every stream, in forward and backward passes, before anything is measured.
+
+    It keeps some MiB for each stream that it has worked on; they would be charged to the first contender there.
     """
     if device.type != "cuda":
         return
-    for stream in [torch.cuda.current_stream(device), *(torch.cuda.Stream(device) for _ in range(STREAMS))]:
+    for stream in [torch.cuda.current_stream(device), *(torch.cuda.Stream(device) for _ in range(TORCH_STREAMS))]:
         with torch.cuda.stream(stream):
             layer = torch.nn.Linear(64, 64, device=device, dtype=dtype)
             layer(torch.ones(64, 64, device=device, dtype=dtype)).sum().backward()
         torch.cuda.synchronize(device)
 
 
-def free_memory(device: torch.device) -> float:
-    """MiB that a new graph could have."""
-    tidy(device)
+def free_mib(device: torch.device) -> float:
+    """MiB that are free for a new graph."""
+    release_memory(device)
     return torch.cuda.mem_get_info(device)[0] / MIB
 
 
-def tidy(device: torch.device) -> None:
-    """Give back what nobody holds."""
+def release_memory(device: torch.device) -> None:
+    """Return unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

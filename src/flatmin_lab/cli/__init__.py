@@ -2,11 +2,11 @@
 
 app.py                the commands and their help
 commands/             a file for each command
-options.py            options that commands share, and how an error is told
+options.py            options that commands share, and how errors are reported
 training_options.py   the options of a training run
-request.py            what the user asks for, turned into a recipe, a seed, data and a folder
-model_source.py       which model is evaluated, on which data
-torchrun.py           `flatmin train` as one of several ranks
-display.py            what the terminal shows
+request.py            the flags of `flatmin train`, turned into a recipe, a seed, data and a folder
+model_source.py       which models are evaluated, and on which data
+torchrun.py           `flatmin train` on several ranks
+display.py            progress and results in the terminal
 signals.py            Ctrl-C and SIGTERM
 """

@@ -1,7 +1,7 @@
-"""The command `flatmin`: what is asked for, turned into calls. Nothing is computed here.
+"""The command `flatmin`: flags turned into calls. Nothing is computed here.
 
-Exit codes: 0, 1 for a run that failed, 2 for a request that makes no sense; after Ctrl-C, SIGTERM and a closed terminal
-130, 143 and 129.
+Exit codes: 0; 1 for a run that failed; 2 for an invalid request; 130, 143 and 129 after Ctrl-C, SIGTERM and a closed
+terminal.
 """
 
 from pathlib import Path
@@ -13,10 +13,10 @@ import typer
 import flatmin
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import bench, evaluate, reproduce, train, tune
-from flatmin_lab.cli.commands import doctor as examination
-from flatmin_lab.cli.options import DATA, DataDir, Debug, Device, option, reported
-from flatmin_lab.cli.signals import ended_by_signals
-from flatmin_lab.cli.training_options import numbers_in
+from flatmin_lab.cli.commands import doctor as doctor_command
+from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, option, report_errors
+from flatmin_lab.cli.signals import exit_on_signals
+from flatmin_lab.cli.training_options import parse_numbers
 from flatmin_lab.system.machine import device_named
 from flatmin_lab.system.optional_deps import need
 
@@ -46,20 +46,19 @@ def main(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="The folder for demo.html and demo.json.")] = Path("out/demo"),
-    seeds: Annotated[int, typer.Option(help="Trainings of each method, with seeds 0, 1, 2, …")] = 5,
-    noise: Annotated[float, typer.Option(help="Share of the training labels replaced by a wrong one.")] = 0.2,
-    epochs: Annotated[int, typer.Option(help="Epochs of each training.")] = 24,
-    workers: Annotated[int | None, option("Trainings side by side; else one a core.")] = None,
+    seeds: Annotated[int, typer.Option(help="Training runs of each method, with seeds 0, 1, 2, …")] = 5,
+    noise: Annotated[float, typer.Option(help="Fraction of the training labels replaced by a wrong one.")] = 0.2,
+    epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 24,
+    workers: Annotated[int | None, option("Runs at once; default: one per core.")] = None,
     debug: Debug = False,
 ) -> None:
     """Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it."""
-    with reported(debug), ended_by_signals():
+    with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2", "sklearn"):
             need(package, "flatmin demo")
-        run = need(
-            "flatmin_lab.cli.commands.demo", "flatmin demo"
-        ).run  # here, so that other commands need not wait for matplotlib
-        page = run(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=display.terminal())
+        # imported here, so that other commands need not wait for matplotlib
+        run_demo = need("flatmin_lab.cli.commands.demo", "flatmin demo").run_demo
+        page = run_demo(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=display.terminal())
         typer.echo(f"the page: {page}")
 
 
@@ -69,30 +68,28 @@ app.command()(train.train)
 @app.command()
 def doctor(
     training: Annotated[
-        str | None, typer.Argument(help="A training of your own: mymodule:make_training, or file.py:make_training.")
+        str | None, typer.Argument(help="Your own training: mymodule:make_training, or file.py:make_training.")
     ] = None,
-    model: Annotated[
-        str | None, option("A built-in model, or one of your own: file.py:make_model. Else convnet.")
-    ] = None,
-    shape: Annotated[str | None, option("Of one input of that model. Else 3,32,32.")] = None,
-    data_dir: DataDir = DATA,
+    model: Annotated[str | None, option("A built-in model, or your own: file.py:make_model. Default: convnet.")] = None,
+    shape: Annotated[str | None, option("The shape of one input of that model. Default: 3,32,32.")] = None,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     device: Device = None,
     debug: Debug = False,
 ) -> None:
-    """What is here: versions, devices, data sets, how AMP does on a model; or what to change in a training of yours."""
-    with reported(debug):
+    """Check this machine: versions, devices, data sets, AMP on a model. Or check your own training."""
+    with report_errors(debug):
         if training is not None:
             if (model, shape, device) != (None, None, None):
                 raise ValueError(
-                    "a training brings its own model, inputs and device: leave out the flags, or the training"
+                    "a training has its own model, inputs and device: leave out the flags, or the training"
                 )
-            sound = examination.told(training, examination.own_training(training))
+            sound = doctor_command.show_findings(training, doctor_command.examine_user_training(training))
         else:
-            given = numbers_in("3,32,32" if shape is None else shape)
+            given = parse_numbers("3,32,32" if shape is None else shape)
             sizes = [int(side) for side in given]
             if min(sizes) < 1 or sizes != [*given]:
                 raise ValueError(f"--shape takes whole numbers above 0, as in 3,32,32, got {shape}")
-            sound = examination.run(model or "convnet", sizes, data_dir, device_named(device))
+            sound = doctor_command.run(model or "convnet", sizes, data_dir, device_named(device))
         if not sound:
             raise typer.Exit(1)
 

@@ -1,7 +1,7 @@
-"""What the command shows: while it trains a bar and a line an epoch, then what came of it, and what was measured.
+"""Progress and results in the terminal: a bar and a line per epoch during training, then tables of what was measured.
 
-Progress goes to the error stream, results to standard output, so that a result can be piped. Where the error stream is
-not a terminal there is no bar, and the lines remain.
+Progress goes to standard error, results to standard output, so that results can be piped. If standard error is not a
+terminal there are only the lines, no bar.
 """
 
 import sys
@@ -23,19 +23,20 @@ from flatmin_lab.runs.result import split_of
 LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
 PROTOCOLS = {"paper": "; the paper's protocol", "short": "; the paper's protocol, shortened"}
-FURTHER = {"adaptive_ece": "ECE, bins of equal number", "brier": "Brier score"}
-FLAT = {
+MORE_MEASURES = {"adaptive_ece": "ECE, bins of equal size", "brier": "Brier score"}
+FLATNESS_LABELS = {
     "loss": "training loss",
     "gradient_norm": "its gradient's norm",
     "sharpness": "its rise along the gradient, to radius {epsilon:g}",
     "mean_loss": "mean loss in the ball of radius {epsilon:g}",
     "worst_case_loss": "worst loss found in it",
 }
-SHARES = ("error", "ece", "memorised")
+IN_PERCENT = ("error", "ece", "memorised")
+KINDS = {"pictures": "images", "points": "points"}  # what evaluation.json calls the data
 
 
-class Lasting:
-    """A stream that may lose its reader (a closed pipe, a terminal that is gone): then it is silent, work goes on."""
+class ClosableStream:
+    """A stream that falls silent when its reader is gone (a closed pipe, a closed terminal), so that work continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.lost = stream, False
@@ -60,27 +61,27 @@ class Lasting:
 
 
 def terminal() -> Console:
-    return Console(file=cast(TextIO, Lasting(sys.stderr)), highlight=False, soft_wrap=True)
+    return Console(file=cast(TextIO, ClosableStream(sys.stderr)), highlight=False, soft_wrap=True)
 
 
-def nowhere() -> Console:
-    """For a process that has nothing to say: another one speaks."""
+def silent() -> Console:
+    """A console that prints nothing, for all ranks but the first."""
     return Console(quiet=True)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """As it is: brackets in file names and package names are not markup."""
+    """Print text as it is: brackets in file and package names are not markup."""
     console.print(Text(text, style=style))
 
 
 def number(name: str, value: float | None) -> str:
-    """Errors and the like in per cent, everything else with three decimals."""
+    """Errors and other fractions in per cent, everything else with three decimals."""
     if value is None:
         return "not finite"
-    return f"{value:.2%}".replace("%", " %") if name.endswith(SHARES) else f"{value:.3f}"
+    return f"{value:.2%}".replace("%", " %") if name.endswith(IN_PERCENT) else f"{value:.3f}"
 
 
-def epochs_in_words(count: int) -> str:
+def epochs_text(count: int) -> str:
     return f"{count} epoch{'s' if count != 1 else ''}"
 
 
@@ -89,14 +90,14 @@ def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
     seeds = f"seed {seed}" if isinstance(seed, int) else f"seeds {seed}"
     return (
         f"{recipe.method}{f' ({settings})' if settings else ''}: {recipe.model} on {recipe.data}, "
-        f"{epochs_in_words(recipe.epochs)}, batches of {recipe.batch_size}, {seeds}, "
+        f"{epochs_text(recipe.epochs)}, batches of {recipe.batch_size}, {seeds}, "
         f"{recipe.precision} on {hardware}{PROTOCOLS.get(recipe.protocol, '')}"
     )
 
 
 @contextmanager
 def bars(console: Console) -> Iterator[Progress]:
-    """Bars that say what is done, how long it takes, and a few numbers."""
+    """Progress bars with a description, the time left, and a few numbers."""
     wide = (BarColumn(bar_width=24), TimeElapsedColumn()) if console.width >= 110 else ()  # the numbers need the room
     columns = (
         TextColumn("{task.description}"),
@@ -109,7 +110,7 @@ def bars(console: Console) -> Iterator[Progress]:
 
 
 def follow(records: Iterable[Event], console: Console, headline: str) -> Finished | Stopped:
-    """Show a training until it ends, and how it ended; the headline once it has really begun."""
+    """Show a run until it ends, and return how it ended; the headline appears once it has started."""
     with bars(console) as progress:
         task = progress.add_task("starting", total=None, numbers="")
         epochs = 0
@@ -118,9 +119,11 @@ def follow(records: Iterable[Event], console: Console, headline: str) -> Finishe
                 case Started():
                     epochs = record.epochs
                     say(console, headline)
-                    progress.reset(task, total=record.steps, completed=record.step)  # what was done before has no speed
+                    progress.reset(
+                        task, total=record.steps, completed=record.step
+                    )  # earlier steps do not count for the speed
                     if record.step:
-                        say(console, f"going on after step {record.step} of {record.steps}")
+                        say(console, f"resumed after step {record.step} of {record.steps}")
                 case Done():
                     shown = "  ".join(
                         f"{label} {number(name, record.numbers[name])}"
@@ -140,7 +143,7 @@ def follow(records: Iterable[Event], console: Console, headline: str) -> Finishe
                     say(console, f"note: {record.text}", style="yellow")
                 case Finished() | Stopped():
                     return record
-    raise AssertionError("a training ends with Finished or Stopped")
+    raise AssertionError("a run ends with Finished or Stopped")
 
 
 def epoch_line(numbers: Mapping[str, Any], epochs: int) -> str:
@@ -158,7 +161,7 @@ def epoch_line(numbers: Mapping[str, Any], epochs: int) -> str:
 
 @contextmanager
 def busy(console: Console) -> Iterator[Callable[[str], None]]:
-    """What is being done now, while it lasts."""
+    """Show what is under way: call what this yields with a text."""
     with Progress(
         TextColumn("{task.description}"), TimeElapsedColumn(), console=console, disable=not console.is_terminal
     ) as progress:
@@ -167,10 +170,11 @@ def busy(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def measurements(found: Mapping[str, Any]) -> None:
-    """What `flatmin evaluate` found, in tables."""
+    """Tables of what `flatmin evaluate` measured."""
     console = Console(highlight=False, soft_wrap=True)
-    table = _table("", f"{found['split']}, {found['pictures']} {found['kind']}", "95 % interval")
-    for name, label in {**MEASURES, **FURTHER}.items():
+    kind = KINDS[found["kind"]]
+    table = _table("", f"{found['split']}, {found['pictures']} {kind}", "95 % interval")
+    for name, label in {**MEASURES, **MORE_MEASURES}.items():
         ends = found["intervals"].get(name)
         interval = f"{number(name, ends[0])} to {number(name, ends[1])}" if ends else ""
         table.add_row(label, number(name, found[name]), interval)
@@ -179,13 +183,13 @@ def measurements(found: Mapping[str, Any]) -> None:
         shown = " and ".join(f"{t:.3g}" for t in found["scaled"]["temperatures"])
         say(
             console,
-            f"scaled by a temperature ({shown}, each half by the other's): "
+            f"temperature scaling ({shown}, each half by the other's): "
             f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
         )
     if "attack" in found:
-        _attacked(console, found["attack"], found["kind"])
+        _show_attack(console, found["attack"], kind)
     if "flatness" in found:
-        _flat(console, found["flatness"], found["kind"])
+        _show_flatness(console, found["flatness"], kind)
     if "epoch" in found:
         further = f" and {found['batches']} steps" if found["batches"] else ""
         say(console, f"after epoch {found['epoch']} of {found['epochs']}{further}: {found['checkpoint']}")
@@ -193,12 +197,12 @@ def measurements(found: Mapping[str, Any]) -> None:
         weights = (
             f"with the weights of {found['weights']}"
             if found["weights"]
-            else "as its function makes it, no weights given"
+            else "as built by its function, without a file of weights"
         )
         say(console, f"{found['model']} on {found['data']}, {weights}")
 
 
-def _attacked(console: Console, found: Mapping[str, Any], kind: str) -> None:
+def _show_attack(console: Console, found: Mapping[str, Any], kind: str) -> None:
     table = _table("", f"attacked, {found['pictures']} {kind}")
     for name, label in {
         "clean": "error, not attacked",
@@ -207,20 +211,20 @@ def _attacked(console: Console, found: Mapping[str, Any], kind: str) -> None:
     }.items():
         table.add_row(label, number("error", found[f"{name}_error"]))
     console.print(table)
-    units = " of a pixel's range" if kind == "pictures" else ""
+    units = " of a pixel's range" if kind == "images" else ""
     lengths = (f"{255 * found[name]:.4g}/255" if units else f"{found[name]:.4g}" for name in ("radius", "step_size"))
     say(console, "{}, radius {}, step {}{}".format(found["norm"], *lengths, units))
 
 
-def _flat(console: Console, found: Mapping[str, Any], kind: str) -> None:
+def _show_flatness(console: Console, found: Mapping[str, Any], kind: str) -> None:
     table = _table("", f"flatness, {found['pictures']} training {kind}")
-    for name, label in FLAT.items():
+    for name, label in FLATNESS_LABELS.items():
         table.add_row(label.format(**found), _figure(found[name]))
     table.add_row("largest eigenvalues of the Hessian", ", ".join(map(_figure, found["eigenvalues"])))
     table.add_row("trace of the Hessian", f"{_figure(found['trace'])} ± {_figure(found['trace_error'])}")
     console.print(table)
     starts = ", ".join(map(_figure, found["worst_case_starts"]))
-    say(console, f"worst case from the gradient, then from random points of the ball: {starts}")
+    say(console, f"worst case, started at the centre and then at random points of the ball: {starts}")
 
 
 def _table(*columns: str) -> Table:
@@ -232,7 +236,7 @@ def _figure(value: float | None) -> str:
 
 
 def outcome(result: Mapping[str, Any], folder: Path) -> None:
-    """The last epoch's numbers, then the rule of the published code, named for what it is."""
+    """The last epoch's numbers; then, for comparison, the best test epoch, which the published code reports."""
     console = Console(highlight=False, soft_wrap=True)
     which = split_of(result)
     table = _table("", f"{which}, last epoch")
@@ -241,13 +245,13 @@ def outcome(result: Mapping[str, Any], folder: Path) -> None:
         if f"average_{which}_{name}" in result:
             table.add_row(f"{label}, averaged weights", number(name, result[f"average_{which}_{name}"]))
     if "memorised" in result:
-        table.add_row("wrong labels learnt by heart", number("memorised", result["memorised"]))
+        table.add_row("wrong labels memorised", number("memorised", result["memorised"]))
     console.print(table)
     if "best_test_epoch" in result and result["epochs"] > 1:
         say(
             console,
             f"for comparison only: the best test epoch, {result['best_test_epoch']}, had "
-            f"{number('error', result['best_test_epoch_error'])}; it is chosen with the test labels",
+            f"{number('error', result['best_test_epoch_error'])}; chosen with the test labels",
         )
-    took = f"{epochs_in_words(result['epochs'])} in {result['seconds']:.0f} s on {result['hardware']}"
-    say(console, f"{took}; all of it in {folder}")
+    took = f"{epochs_text(result['epochs'])} in {result['seconds']:.0f} s on {result['hardware']}"
+    say(console, f"{took}; everything is in {folder}")

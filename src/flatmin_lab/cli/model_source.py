@@ -1,4 +1,4 @@
-"""Which model is looked at, on which data: a run's, or one of the user's own."""
+"""Which models are evaluated, and on which data: a run's, or the user's own."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,85 +7,85 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flatmin_lab.cli import display
-from flatmin_lab.cli.request import read, read_for
+from flatmin_lab.cli.request import read_data, read_run_data
 from flatmin_lab.evaluation import load_run, user_model
-from flatmin_lab.evaluation.load_run import Trained
-from flatmin_lab.evaluation.subject import Subject, of_own
+from flatmin_lab.evaluation.load_run import TrainedRun
+from flatmin_lab.evaluation.subject import Subject, user_subject
 from flatmin_lab.system.machine import device_named
 
 
-class Looked(NamedTuple):
-    """A model to look at, what it is called and how it was trained; its run, if what is found may be kept there."""
+class EvaluatedModel(NamedTuple):
+    """A model to evaluate, its name and method; its run, if the results may be kept in the run folder."""
 
     name: str
     method: str | None
     subject: Subject
-    place: dict[str, Any]
-    run: Trained | None
+    description: dict[str, Any]
+    run: TrainedRun | None
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options that say which model and data are meant."""
+class ModelSource:
+    """The flags that say which model and data to evaluate."""
 
     model: str | None
     data: str | None
     data_dir: Path
     download: bool
     normalised: bool
-    averaged: bool
+    use_ema: bool
     device: str | None
 
-    def models(self, places: Sequence[Path | None]) -> Iterator[Looked]:
-        """One after the other, so that only one is in memory; that all of them are there is seen first."""
+    def models(self, places: Sequence[Path | None]) -> Iterator[EvaluatedModel]:
+        """The models one by one, so that only one is in memory; that all of them exist is checked first."""
         self._check(places)
         if self.model is not None:
-            yield from (self._own(self.model, place) for place in places)
+            yield from (self._user_model(self.model, place) for place in places)
             return
-        runs = [load_run.find(place) for place in places if place is not None]
+        runs = [load_run.find_run(place) for place in places if place is not None]
         for run, name in zip(runs, _names(runs), strict=True):
-            for damaged in run.passed_over:
-                display.say(display.terminal(), f"note: {damaged}; the one before it is measured", style="yellow")
-            pictures = read_for(run.recipe, self.data, self.data_dir, download=self.download)
-            subject = load_run.subject_of(run, pictures, averaged=self.averaged, device=device_named(self.device))
-            yield Looked(name, run.recipe.method, subject, run.place(), None if self.averaged else run)
+            for damaged in run.damaged_checkpoints:
+                display.say(display.terminal(), f"note: {damaged}; evaluating the checkpoint before it", style="yellow")
+            data = read_run_data(run.recipe, self.data, self.data_dir, download=self.download)
+            subject = load_run.subject_of(run, data, use_ema=self.use_ema, device=device_named(self.device))
+            yield EvaluatedModel(name, run.recipe.method, subject, run.describe(), None if self.use_ema else run)
 
     def _check(self, places: Sequence[Path | None]) -> None:
         if self.model is None and None in places:
-            raise ValueError("name a run's folder or a checkpoint, or a model of your own with --model and --data")
+            raise ValueError("name a run folder or a checkpoint, or your own model with --model and --data")
         if self.model is None and self.normalised:
-            raise ValueError("--normalised belongs to --model; a run knows how its pictures were normalised")
+            raise ValueError("--normalised belongs to --model; a run knows how its images were normalised")
         if self.model is not None and self.data is None:
-            raise ValueError("--model needs --data: a data set, an .npz file or a folder of pictures")
-        if self.model is not None and self.averaged:
+            raise ValueError("--model needs --data: a data set, an .npz file or a folder of images")
+        if self.model is not None and self.use_ema:
             raise ValueError("--averaged belongs to a run that was trained with --ema, not to --model")
 
-    def _own(self, name: str, weights: Path | None) -> Looked:
+    def _user_model(self, name: str, weights: Path | None) -> EvaluatedModel:
         assert self.data is not None
-        made = user_model.make(name)
+        made = user_model.make_model(name)
         if weights is not None:
-            user_model.load(made, weights)
-        pictures = read(self.data, self.data_dir, download=self.download, size=None)
-        place = {"model": name, "weights": None if weights is None else str(weights), "data": pictures.name}
-        subject = of_own(made, pictures, normalised=self.normalised, device=device_named(self.device))
+            user_model.load_weights(made, weights)
+        data = read_data(self.data, self.data_dir, download=self.download, size=None)
+        description = {"model": name, "weights": None if weights is None else str(weights), "data": data.name}
+        subject = user_subject(made, data, normalised=self.normalised, device=device_named(self.device))
         for note in subject.notes:
             display.say(display.terminal(), f"note: {note}", style="yellow")
-        return Looked(name if weights is None else str(weights), None, subject, place, None)
+        return EvaluatedModel(name if weights is None else str(weights), None, subject, description, None)
 
 
-def _names(runs: Sequence[Trained]) -> list[str]:
-    """By method and seed, by folder, by folder and epoch, or by file: the first of these that tells them apart."""
-    ways: list[Callable[[Trained], str]] = [
+def _names(runs: Sequence[TrainedRun]) -> list[str]:
+    """Distinct names: by method and seed, by folder, by folder and epoch, or by file, whichever works first."""
+    ways: list[Callable[[TrainedRun], str]] = [
         lambda run: f"{run.recipe.method}, seed {run.seed}",
         lambda run: run.folder.name,
-        lambda run: f"{run.folder.name}, epoch {run.place()['epoch']}",
+        lambda run: f"{run.folder.name}, epoch {run.describe()['epoch']}",
         lambda run: str(run.path),
     ]
     named = [[way(run) for run in runs] for way in ways]
     return next((names for names in named if len(set(names)) == len(names)), named[-1])
 
 
-def length(text: str | None) -> float | None:
+def parse_length(text: str | None) -> float | None:
     """A number, or a fraction: 4/255."""
     if text is None:
         return None

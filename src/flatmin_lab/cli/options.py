@@ -1,4 +1,4 @@
-"""What the commands share: options, settings, where data and devices are, and how an error is told."""
+"""What the commands share: options, the choice of devices or a cluster, settings, and how errors are reported."""
 
 import json
 from collections.abc import Iterator
@@ -21,57 +21,55 @@ def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any
 
 
 Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
-DataDir = Annotated[Path, typer.Option(help="Where the official files of the data sets are.")]
-Download = Annotated[bool, option("Fetch the official files if they are not there.", "--download")]
-Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; else a GPU where there is one.")]
+DataDir = Annotated[Path, typer.Option(help="The folder with the official files of the data sets.")]
+Download = Annotated[bool, option("Download the official files if they are missing.", "--download")]
+Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; default: a GPU if there is one.")]
 Executor = Annotated[
     str, typer.Option(help="local: on this machine; ray: on a Ray cluster.", rich_help_panel="On a cluster")
 ]
 Address = Annotated[
     str | None,
-    option("HOST:PORT of the cluster, or auto; else RAY_ADDRESS, or one started here.", panel="On a cluster"),
+    option("HOST:PORT of the cluster, or auto; default: RAY_ADDRESS, or a cluster started here.", panel="On a cluster"),
 ]
-Gpus = Annotated[
-    float | None, option("Of a GPU for each worker there, as 0.5; else a whole one.", panel="On a cluster")
-]
-DATA = Path("data")
+Gpus = Annotated[float | None, option("GPUs for each worker there, as in 0.5; default: 1.", panel="On a cluster")]
+DEFAULT_DATA_DIR = Path("data")
 EXECUTORS = ("local", "ray")
 
 
 @contextmanager
-def reported(debug: bool) -> Iterator[None]:
-    """An error as one message and an exit code; with --debug as Python shows it."""
+def report_errors(debug: bool) -> Iterator[None]:
+    """Report an error as one message and an exit code; with --debug, as Python shows it."""
     try:
         yield
     except (typer.Exit, typer.Abort):
         raise
     except KeyboardInterrupt:
-        display.say(display.terminal(), "flatmin: broken off", style="red")
+        display.say(display.terminal(), "flatmin: interrupted", style="red")
         raise typer.Exit(130) from None
     except BrokenPipeError:
         raise typer.Exit(1) from None
     except Exception as error:
         if debug:
             raise
-        text, code = explained(error)
+        text, code = explain_error(error)
         display.say(display.terminal(), f"flatmin: {text}", style="red")
         raise typer.Exit(code) from None
 
 
-def explained(error: Exception) -> tuple[str, int]:
-    """In words, and as an exit code: 2 for a request that makes no sense."""
+def explain_error(error: Exception) -> tuple[str, int]:
+    """The message and the exit code of an error; 2 is for an invalid request."""
     text, code = str(error) or type(error).__name__, 1
     if isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError | FileExistsError):
         code = 2
     elif isinstance(error, torch.OutOfMemoryError):
-        text = f"the device has no memory left; try smaller batches, fewer pictures, or --device cpu ({text})"
+        text = f"the device is out of memory; try smaller batches, fewer images, or --device cpu ({text})"
     elif not isinstance(error, RunError | OSError):
         text = f"{type(error).__name__}: {text} (run it again with --debug to see where)"
     return text, code
 
 
 @contextmanager
-def workplace(
+def open_executor(
     executor: str,
     *,
     address: str | None,
@@ -80,7 +78,7 @@ def workplace(
     workers: int | None,
     console: Console,
 ) -> Iterator[Crew | list[str]]:
-    """Where trainings are carried out: on these devices of this machine, or by the crew of a cluster."""
+    """Where runs are executed: on these devices of this machine, or by the scheduler of a cluster."""
     if executor not in EXECUTORS:
         raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")
     if executor == "local":
@@ -96,8 +94,8 @@ def workplace(
         yield crew
 
 
-def settings_given(pairs: list[str] | None) -> dict[str, Any]:
-    """--set KEY=VALUE: numbers as numbers, words as words."""
+def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
+    """The settings of --set KEY=VALUE; numbers become numbers."""
     found: dict[str, Any] = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")

@@ -1,7 +1,7 @@
-"""What a user asks `flatmin train` for, turned into what is trained: a recipe, a seed, the data, a folder.
+"""The flags of `flatmin train`, turned into what is trained: a recipe, a seed, the data, a folder.
 
-A new run has the recipe that suits its data, with what was asked for in its place. A run that is gone on with has its
-folder's own recipe; what was asked for must agree with it.
+A new run has the default recipe for its data, changed by the flags. A resumed run has its folder's recipe, and the
+flags must agree with it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """None, or not in `changes` and `settings`: not asked for."""
+    """The flags that were given. One that was not is None, or missing in `changes` and `settings`."""
 
     data: str | None
     method: str | None
@@ -41,66 +41,64 @@ class Request:
 
     def plan(self) -> Plan:
         if self.out is not None and self.resume and run_config.exists(self.out):
-            return self._gone_on_with(self.out)
+            return self._resume(self.out)
         if self.resume and self.out is not None and (seeds := _seeds_in(self.out)):
             first = f"--seed {seeds[0]} " if seeds[0] else ""
             raise ValueError(
-                f"--resume goes on with the run in --out, and {self.out} is a folder of runs: it holds "
+                f"--resume resumes the run in --out, but {self.out} is a folder of runs: it holds "
                 f"{', '.join(f'seed-{seed}' for seed in seeds)}; add {first}--seeds {seeds[-1] - seeds[0] + 1}"
             )
         new = self._new()
-        return self._gone_on_with(new.folder) if self.resume and run_config.exists(new.folder) else new
+        return self._resume(new.folder) if self.resume and run_config.exists(new.folder) else new
 
     def plans(self, count: int) -> list[Plan]:
-        """The runs with so many seeds, from the one asked for on, all with one recipe and data.
+        """The plans of `count` seeds, starting at --seed, all with the same recipe and data.
 
-        Each has a folder of its own: the one that it has alone, or with --out one in there. To go on, the recipe is
-        that of any run that is there.
+        Each run has a folder of its own: the one it would have alone, or with --out a folder inside it. To resume, the
+        recipe is that of any run that is there.
         """
         if count == 1:
             return [self.plan()]
         if self.out is not None and run_config.exists(self.out):
             raise ValueError(
-                f"with --seeds every run is a folder in --out, and {self.out} is a run itself; "
+                f"with --seeds every run is a folder in --out, but {self.out} is a run itself; "
                 "choose another folder, or leave --seeds out"
             )
         seeds = range(self.seed or 0, (self.seed or 0) + count)
         there = [] if self.out is None or not self.resume else _seeds_in(self.out)
         known = next((seed for seed in (*seeds, *there) if seed in there), seeds[0])
-        one = replace(self, seed=known, out=self._within(known)).plan()
+        one = replace(self, seed=known, out=self._seed_folder(known)).plan()
         return [Plan(one.recipe, seed, one.data, self._folder(one, seed)) for seed in seeds]
 
-    def _within(self, seed: int) -> Path | None:
+    def _seed_folder(self, seed: int) -> Path | None:
         return None if self.out is None else self.out / f"seed-{seed}"
 
     def _folder(self, one: Plan, seed: int) -> Path:
-        return self._within(seed) or _named(one.data, one.recipe, seed)
+        return self._seed_folder(seed) or _default_folder(one.data, one.recipe, seed)
 
     def _new(self) -> Plan:
         if self.data is None and self.resume:
-            missing = (
-                "name the run's folder with --out" if self.out is None else f"{self.out} holds no run to go on with"
-            )
-            raise ValueError(f"--resume goes on with a run, and {missing}; or begin one with --data")
+            missing = "name the run's folder with --out" if self.out is None else f"{self.out} has no run to resume"
+            raise ValueError(f"--resume resumes a run, but {missing}; or start one with --data")
         if self.data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
-        data = read(self.data, self.data_dir, download=self.download, size=self.changes.get("size"))
+        data = read_data(self.data, self.data_dir, download=self.download, size=self.changes.get("size"))
         recipe = default_recipe(
-            place(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes
+            data_location(self.data), data, method=self.method or "amp", settings=self.settings, **self.changes
         )
         seed = self.seed or 0
-        return Plan(recipe, seed, data, self.out or _named(data, recipe, seed))
+        return Plan(recipe, seed, data, self.out or _default_folder(data, recipe, seed))
 
-    def _gone_on_with(self, folder: Path) -> Plan:
+    def _resume(self, folder: Path) -> Plan:
         known = run_config.read_config(folder)
-        recipe = self._varied(Recipe.from_json(known["recipe"]))
+        recipe = self._with_changes(Recipe.from_json(known["recipe"]))
         seed = int(known["seed"]) if self.seed is None else self.seed
         run_config.check_recipe(folder, known, recipe, seed)
-        data = read_for(recipe, self.data, self.data_dir, download=self.download)
+        data = read_run_data(recipe, self.data, self.data_dir, download=self.download)
         return Plan(recipe, seed, data, folder)
 
-    def _varied(self, recipe: Recipe) -> Recipe:
-        """The folder's recipe with what was asked for. Files of one's own may have moved: their content is compared."""
+    def _with_changes(self, recipe: Recipe) -> Recipe:
+        """The folder's recipe, changed by the flags. A user's own files may have moved: their content is compared."""
         moved = self.data is not None and not {self.data, recipe.data} & set(DATA_SETS)
         named: dict[str, Any] = {} if self.data is None or moved else {"data": self.data}
         if self.method is not None:
@@ -110,57 +108,57 @@ class Request:
 
 
 def _seeds_in(folder: Path) -> list[int]:
-    """Those that have a run in there."""
+    """The seeds that have a run in the folder."""
     names = (path.name.removeprefix("seed-") for path in folder.glob("seed-*") if run_config.exists(path))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _named(data: Dataset, recipe: Recipe, seed: int) -> Path:
+def _default_folder(data: Dataset, recipe: Recipe, seed: int) -> Path:
     return Path("runs") / f"{data.name}-{recipe.model}-{recipe.method}-{seed}"
 
 
-def place(data: str) -> str:
-    """The name of a data set, or a path that holds wherever one is."""
+def data_location(data: str) -> str:
+    """The name of a data set, or an absolute path."""
     return data if data in DATA_SETS else str(Path(data).expanduser().absolute())
 
 
-def read(name: str, root: Path, *, download: bool, size: tuple[int, int] | None) -> Dataset:
-    """A data set, with a bar where something is fetched."""
+def read_data(name: str, root: Path, *, download: bool, size: tuple[int, int] | None) -> Dataset:
+    """A data set; a bar shows the progress of a download."""
     with download_bar() as progress:
         return load(name, root, download=download, progress=progress, size=size)
 
 
-def read_for(recipe: Recipe, data: str | None, root: Path, *, download: bool) -> Dataset:
-    """A run's data, from where it was, or from where it is now."""
+def read_run_data(recipe: Recipe, data: str | None, root: Path, *, download: bool) -> Dataset:
+    """A run's data, from where they were or, with --data, from where they are now."""
     try:
-        return read(data or recipe.data, root, download=download, size=recipe.size)
+        return read_data(data or recipe.data, root, download=download, size=recipe.size)
     except FileNotFoundError as error:
         if data is not None or recipe.data in DATA_SETS:
             raise
-        raise FileNotFoundError(f"{error}; if it has moved, say where it is with --data") from error
+        raise FileNotFoundError(f"{error}; if it has moved, name its new place with --data") from error
 
 
-class Chosen(NamedTuple):
-    """A tuning, and the file that it was read from."""
+class TunedValues(NamedTuple):
+    """The values that a tuning has chosen, and its file."""
 
     path: Path
     tuning: Tuning
 
     @staticmethod
-    def of(path: Path, *, data: str | None, method: str | None) -> "Chosen":
-        """An error where it is of another method or data set than the ones asked for, or has chosen nothing yet."""
+    def of(path: Path, *, data: str | None, method: str | None) -> "TunedValues":
+        """Read a tuning; an error if it has another method or data set than the flags, or has chosen nothing yet."""
         found = result_file.read(path)
         asked = {"method": method, "data": data}
         for name, there in (("method", found.method), ("data", found.data)):
             moved = name == "data" and not {asked[name], there} & set(DATA_SETS)  # its content is compared later
             if asked[name] not in (None, there) and not moved:
-                raise ValueError(f"{path} is of --{name} {there}, got {asked[name]}; leave one of the two flags out")
+                raise ValueError(f"{path} has --{name} {there}, got {asked[name]}; leave out one of the two flags")
         if found.chosen is None:
-            raise ValueError(f"no trial of {path} has finished, so nothing is chosen; go on with `flatmin tune`")
-        return Chosen(path, found)
+            raise ValueError(f"no trial of {path} has finished, so nothing is chosen; resume it with `flatmin tune`")
+        return TunedValues(path, found)
 
     def changes(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The recipe's fields; those that are asked for win. Another model has other settings."""
+        """The recipe's fields; flags take precedence. Another model has other settings."""
         there = self.tuning.changes()
         if "model" in asked:
             del there["model_settings"]
@@ -170,22 +168,22 @@ class Chosen(NamedTuple):
         return {**self.tuning.settings(), **asked}
 
     def check(self, data: Dataset) -> None:
-        """Whether these are the data; they may lie elsewhere now."""
+        """Check that these are the data that were tuned on; their path may have changed."""
         if data.checksum != self.tuning.data_sha256:
             raise ValueError(
-                f"{self.path} was tuned on {self.tuning.data} with SHA-256 {self.tuning.data_sha256}, and this "
+                f"{self.path} was tuned on {self.tuning.data} with SHA-256 {self.tuning.data_sha256}, but this "
                 f"{data.name} has {data.checksum}; give the same data, or tune on these"
             )
 
     def notes(self, plan: Plan) -> Iterator[str]:
-        """In what the training is not the one that was tuned for."""
+        """Notes on how the run differs from the tuned one."""
         here, there = plan.recipe, self.tuning
         if here.epochs != there.epochs:
             yield (
-                f"the values were tuned at {there.epochs} epochs, and this training has {here.epochs}: what is best "
-                "follows the length, as a radius grows with it; tune with the same --epochs"
+                f"the values were tuned at {there.epochs} epochs, but this run has {here.epochs}: the best values "
+                "depend on the length, and the radius grows with it; tune with the same --epochs"
             )
         if here.model != there.model:
-            yield f"the values were tuned for {there.model}, and this training is of {here.model}"
+            yield f"the values were tuned for {there.model}, but this run trains {here.model}"
         if there.ended < there.wanted:
-            yield f"{there.ended} of {there.wanted} trials have ended: the values may change; go on with `flatmin tune`"
+            yield f"{there.ended} of {there.wanted} trials have ended: values may change; resume with `flatmin tune`"

@@ -1,9 +1,9 @@
-"""Ctrl-C, SIGTERM and a closed terminal, turned into a question that a training asks between two steps.
+"""Ctrl-C, SIGTERM and a closed terminal, turned into a flag that a run checks between two steps.
 
-    with asked_to_stop() as stop:
+    with stop_on_signals() as stop:
         for record in train(..., stop=stop): ...
 
-The first signal is remembered, and the training saves and ends; a second one breaks in at once.
+After the first signal the run saves and ends; a second one interrupts it at once.
 """
 
 import signal
@@ -11,40 +11,44 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-NAMES = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "SIGHUP": "a closed terminal"}
-CODES = {"Ctrl-C": 130, "SIGTERM": 143, "a closed terminal": 129}  # what a shell expects: 128 and the signal's number
+SIGNAL_NAMES = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "SIGHUP": "a closed terminal"}
+EXIT_CODES = {
+    "Ctrl-C": 130,
+    "SIGTERM": 143,
+    "a closed terminal": 129,
+}  # what a shell expects: 128 + the signal's number
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the block as an exception, as Ctrl-C does, so that it can tidy up."""
+def exit_on_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal raise an exception in the block, as Ctrl-C does, so that it can clean up."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(CODES[NAMES[signal.Signals(number).name]])
+        raise SystemExit(EXIT_CODES[SIGNAL_NAMES[signal.Signals(number).name]])
 
-    with _handled(end, [name for name in NAMES if name != "SIGINT"]):
+    with _handlers_installed(end, [name for name in SIGNAL_NAMES if name != "SIGINT"]):
         yield
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[Callable[[], str | None]]:
-    """In the main thread: the signals are ours inside the block, and what they were before after it."""
+def stop_on_signals() -> Iterator[Callable[[], str | None]]:
+    """Yield a function that returns the name of the signal that came, or None. Only in the main thread."""
     came: list[str] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
-        name = NAMES[signal.Signals(number).name]
+        name = SIGNAL_NAMES[signal.Signals(number).name]
         if came:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(CODES[name])
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_CODES[name])
         came.append(name)
 
-    with _handled(remember, list(NAMES)):
+    with _handlers_installed(remember, list(SIGNAL_NAMES)):
         yield lambda: came[0] if came else None
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None], names: list[str]) -> Iterator[None]:
+def _handlers_installed(handler: Callable[[int, FrameType | None], None], names: list[str]) -> Iterator[None]:
     known = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    # one that is ignored (nohup does that), or was not set from Python, stays so
+    # a signal that is ignored (by nohup), or whose handler was not set from Python, is left alone
     before = {
         number: signal.getsignal(number) for number in known if signal.getsignal(number) not in (signal.SIG_IGN, None)
     }

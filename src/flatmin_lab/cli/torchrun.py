@@ -1,10 +1,10 @@
-"""`flatmin train` as one of the processes that torchrun starts: they train one model, and speak as one.
+"""`flatmin train` under torchrun: several processes train one model and report as one.
 
     torchrun --nproc-per-node 2 -m flatmin_lab train --data digits --method amp
 
-torchrun tells each process its place by environment variables. The process group is open while the command runs. What
-goes wrong on one rank is told by the first one, once, and every rank leaves; an error that a rank has in the middle of
-a step, when the others wait for it, it tells itself.
+torchrun gives each process its rank in environment variables. The process group is open while the command runs. An
+error on one rank is reported once, by the first rank, and every rank exits; an error in the middle of a step, when the
+other ranks wait, is reported by the rank that has it.
 """
 
 import os
@@ -15,8 +15,8 @@ from typing import NoReturn
 import torch
 import typer
 
-from flatmin_lab.cli.options import explained
-from flatmin_lab.cli.request import Plan, Request, read_for
+from flatmin_lab.cli.options import explain_error
+from flatmin_lab.cli.request import Plan, Request, read_run_data
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.events import DivergedError, RunError
 from flatmin_lab.system.machine import device_named
@@ -44,38 +44,40 @@ def among_ranks() -> Iterator[RankGroup]:
         has_met = error is ranks.shared_error or isinstance(error, DivergedError)
         _tell(error, ranks, is_shared=has_met)
     finally:
-        # NCCL would wait here for ranks that wait for this one; the end of the process ends their wait
+        # NCCL would wait here for ranks that wait for this one; the end of this process releases them
         if has_met or not on_gpus:
             torch.distributed.destroy_process_group()
 
 
 def _open() -> bool:
-    """The process group; whether GPUs can be in it. What goes through the host goes through gloo."""
+    """Open the process group; whether it has NCCL for GPUs. Tensors on the host go through gloo."""
     if not torch.distributed.is_available():
-        raise ImportError("this build of torch has no torch.distributed; leave torchrun out, or install another torch")
+        raise ImportError(
+            "this build of torch has no torch.distributed; run without torchrun, or install another torch"
+        )
     on_gpus = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     try:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     except (RuntimeError, ValueError) as error:
-        raise RunError(f"the processes that torchrun started did not find one another ({error})") from error
+        raise RunError(f"the processes that torchrun started could not connect ({error})") from error
     return on_gpus
 
 
 def _tell(error: Exception, ranks: RankGroup, *, is_shared: bool) -> NoReturn:
-    """As an error that the command reports; in silence, where another rank reports it."""
+    """Raise the error for the command to report, or exit silently if another rank reports it."""
     lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
     if (is_shared or lost) and not ranks.is_main:
-        raise typer.Exit(explained(error)[1]) from error
+        raise typer.Exit(explain_error(error)[1]) from error
     if lost:
         raise RunError(
-            "another process of this training has ended, or answers no more, and none can go on without it; what it "
-            "said stands above, or on its machine (--debug shows what was heard of it here). Go on with --resume"
+            "another process of this run has ended or does not respond, and none can continue without it; its error "
+            "is above, or on its machine (--debug shows what this process saw). Resume with --resume"
         ) from error
     raise error
 
 
 def device_of(name: str | None, ranks: RankGroup) -> torch.device:
-    """The device of that name; of several GPUs, the one that torchrun has given this process."""
+    """The device of that name; of several GPUs, the one that torchrun assigned to this process."""
     device = device_named(name)
     if ranks.size == 1 or device.type != "cuda":
         return device
@@ -86,7 +88,7 @@ def device_of(name: str | None, ranks: RankGroup) -> torch.device:
     number, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if number >= count:
         raise ValueError(
-            f"each process needs a GPU of its own, and here are {count}; start no more with --nproc-per-node, or use "
+            f"each process needs a GPU of its own, but there are {count}; start no more with --nproc-per-node, or use "
             "--device cpu"
         )
     torch.cuda.set_device(number)
@@ -94,9 +96,9 @@ def device_of(name: str | None, ranks: RankGroup) -> torch.device:
 
 
 def plan_of(request: Request, ranks: RankGroup) -> Plan:
-    """What the first rank plans, for it alone need have the folder; every rank reads the data, one a machine first.
+    """The first rank's plan, as only it needs the folder. Every rank reads the data, one rank per machine first.
 
-    So what must be downloaded is there when the others look.
+    So a download is complete when the others read.
     """
     asked = {"method": request.method, "seed": request.seed, "resume": request.resume}
     flags = {**asked, "recipe's flags": dict(request.changes), "method's settings": dict(request.settings)}
@@ -110,7 +112,7 @@ def plan_of(request: Request, ranks: RankGroup) -> Plan:
         with ranks.raise_together():
             if plan is None and turn == (os.environ["LOCAL_RANK"] == "0"):
                 recipe = Recipe.from_json(known[0])
-                data = read_for(recipe, request.data, request.data_dir, download=request.download)
+                data = read_run_data(recipe, request.data, request.data_dir, download=request.download)
                 plan = Plan(recipe, known[1], data, known[2])
     assert plan is not None
     return plan
@@ -119,7 +121,7 @@ def plan_of(request: Request, ranks: RankGroup) -> Plan:
 def check_one_model(ranks: RankGroup, *, seeds: int) -> None:
     if ranks.size > 1 and seeds > 1:
         raise ValueError(
-            f"--seeds trains {seeds} models, and these {ranks.size} processes train one together; leave out --seeds, "
+            f"--seeds trains {seeds} models, but these {ranks.size} processes train one together; leave out --seeds, "
             "or torchrun"
         )
 
@@ -129,5 +131,5 @@ def in_words(ranks: RankGroup) -> str:
 
 
 def command_of(ranks: RankGroup) -> str:
-    """What begins the line that goes on with a training; what torchrun was told is not known here."""
+    """The start of the command line that resumes a run; torchrun's own arguments are not known here."""
     return "flatmin" if ranks.size == 1 else "torchrun … -m flatmin_lab"

@@ -1,4 +1,4 @@
-"""A trained model, from its run folder or from one checkpoint of it."""
+"""A trained model, loaded from its run folder or from one of its checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +19,22 @@ from flatmin_lab.training.build import PreparedData, build_method, build_model, 
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The checkpoint, and what its folder says about it."""
+class TrainedRun:
+    """A checkpoint, and what its run folder says about it."""
 
     path: Path
     recipe: Recipe
     seed: int
     data_sha256: str
     checkpoint: Checkpoint
-    newest: bool  # of its folder
-    passed_over: tuple[str, ...] = ()  # newer ones that are damaged
+    is_newest: bool  # of the checkpoints in its folder
+    damaged_checkpoints: tuple[str, ...] = ()  # newer ones that could not be read
 
     @property
     def folder(self) -> Path:
         return self.path.parent
 
-    def place(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Which weights these are, and how far they were trained."""
         state = self.checkpoint.state
         return {
@@ -44,21 +44,21 @@ class Trained:
             "epochs": self.recipe.epochs,
         }
 
-    def model(self, ready: PreparedData, *, averaged: bool = False) -> nn.Module:
-        """With the weights of the checkpoint, in eval mode."""
-        part = self.checkpoint.part("average") if averaged else self.checkpoint.part("model")
-        if averaged and not part:
-            raise ValueError(f"{self.path} has no averaged weights: it was trained without --ema")
+    def load_model(self, ready: PreparedData, *, use_ema: bool = False) -> nn.Module:
+        """The model in eval mode, with the weights of the checkpoint or their EMA."""
+        part = self.checkpoint.part("average") if use_ema else self.checkpoint.part("model")
+        if use_ema and not part:
+            raise ValueError(f"{self.path} has no EMA of the weights: it was trained without --ema")
         weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
         model = build_model(self.recipe, ready.data, build_method(self.recipe, ready.normalise))
-        user_model.put(model, weights, str(self.path))
+        user_model.assign_weights(model, weights, str(self.path))
         return model.eval()
 
 
-def find(path: Path) -> Trained:
-    """The newest whole checkpoint of a folder, or the one named."""
+def find_run(path: Path) -> TrainedRun:
+    """The newest intact checkpoint of a folder, or the checkpoint that is named."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there; give a run's folder, or one of its checkpoints")
+        raise FileNotFoundError(f"{path} does not exist; give a run's folder, or one of its checkpoints")
     folder = path if path.is_dir() else path.parent
     if not run_config.exists(folder) and (inside := sorted(path.glob("*/config.json"))):
         names = ", ".join(str(config.parent) for config in inside[:3])
@@ -66,23 +66,25 @@ def find(path: Path) -> Trained:
     config = run_config.read_config(folder)
     places = checkpoint.listed(folder) if path.is_dir() else [path]
     if not places:
-        raise FileNotFoundError(f"{folder} has no checkpoint yet; train on with --resume")
+        raise FileNotFoundError(f"{folder} has no checkpoint yet; resume the run with `flatmin train --resume`")
     place, whole, damaged = run_config.newest_whole(places, config)
-    passed_over = tuple(str(error) for _, error in damaged)
+    damaged_checkpoints = tuple(str(error) for _, error in damaged)
     if place is None or whole is None:
-        raise RunError("; ".join(passed_over))
+        raise RunError("; ".join(damaged_checkpoints))
     recipe = Recipe.from_json(config["recipe"])
-    newest = [place] == checkpoint.listed(folder)[:1]
-    return Trained(place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, newest, passed_over)
+    is_newest = [place] == checkpoint.listed(folder)[:1]
+    return TrainedRun(
+        place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, is_newest, damaged_checkpoints
+    )
 
 
-def subject_of(run: Trained, data: Dataset, *, averaged: bool, device: torch.device) -> Subject:
-    """The model and the data that it was trained on."""
+def subject_of(run: TrainedRun, data: Dataset, *, use_ema: bool, device: torch.device) -> Subject:
+    """The run's model, with the data that it was trained on."""
     if data.checksum != run.data_sha256:
         raise ValueError(
             f"{run.path} was trained on {run.recipe.data} with SHA-256 {run.data_sha256}, and this {data.name} has "
             f"{data.checksum}; give the same data with --data"
         )
     ready = prepare_data(run.recipe, data.to(device), run.seed)
-    model = run.model(ready, averaged=averaged).to(device)
+    model = run.load_model(ready, use_ema=use_ema).to(device)
     return Subject(model, ready.normalise, ready.data.train, ready.data.test, ready.which)

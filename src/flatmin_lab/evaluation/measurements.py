@@ -1,7 +1,7 @@
-"""Everything that is measured of a trained classifier: error and calibration, robustness, flatness. Plain numbers.
+"""Every measurement of a trained classifier, as plain numbers: error and calibration, robustness, flatness.
 
-Error, NLL and the rest are of the test set (of a tuning run: its held-out tenth), with a bootstrap interval. An attack
-moves the pixels of the same pictures. Flatness is that of the training loss, without augmentation, at a radius ε.
+Error, NLL and the other scores are of the test set (in a tuning run: of the held-out tenth), with bootstrap intervals.
+Attacks move the pixels of the same images. Flatness is of the training loss, without augmentation, within radius ε.
 """
 
 import math
@@ -19,36 +19,40 @@ from flatmin_lab.training import evaluation
 from flatmin_lab.training.evaluation import logits_of, reliability_bins
 
 MEASURES = {**evaluation.MEASURES, "adaptive_ece": metrics.adaptive_ece, "brier": metrics.brier}
-LEVEL, SAMPLES = 0.95, 1000
-MEANS = ("error", "nll", "brier")  # means over examples; resampling an ECE, which is never below 0, lies too high
-RADIUS, STEP, STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks
-EPSILON, PICTURES = 0.1, 1000
+CONFIDENCE_LEVEL, BOOTSTRAP_SAMPLES = 0.95, 1000  # of the intervals
+MEAN_MEASURES = (
+    "error",
+    "nll",
+    "brier",
+)  # means over examples; a resampled ECE, never below 0, is biased upwards
+ATTACK_RADIUS, ATTACK_STEP_SIZE, ATTACK_STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks
+FLATNESS_EPSILON, FLATNESS_IMAGES = 0.1, 1000  # the ball's radius, and training images for the loss
 Say = Callable[[str], object]
 
 
 def calibration(subject: Subject) -> dict[str, Any]:
-    """Error, NLL, ECE, adaptive ECE and Brier score, the bins, and temperature scaling; intervals of the means."""
+    """Error, NLL, ECE, adaptive ECE and Brier score; intervals of the means; reliability bins; temperature scaling."""
     logits, labels = logits_of(subject.model, subject.test, subject.normalise), subject.test.y
     assert logits is not None
-    found: dict[str, Any] = {"split": subject.which, "pictures": len(labels), "kind": subject.kind}
+    found: dict[str, Any] = {"split": subject.split_name, "pictures": len(labels), "kind": subject.kind}
     intervals = {}
     for name, measure in MEASURES.items():
         found[name] = number(measure(logits, labels))
-        if name in MEANS:
-            interval = metrics.bootstrap(measure, logits, labels, samples=SAMPLES, level=LEVEL)
+        if name in MEAN_MEASURES:
+            interval = metrics.bootstrap(measure, logits, labels, samples=BOOTSTRAP_SAMPLES, level=CONFIDENCE_LEVEL)
             intervals[name] = [number(interval.low), number(interval.high)]
     return {
         **found,
         "intervals": intervals,
         "reliability": reliability_bins(logits, labels),
-        "scaled": scaled(logits, labels),
+        "scaled": temperature_scaled(logits, labels),
     }
 
 
-def scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
-    """What temperature scaling would give. There is no validation set, so the pictures are halved at random.
+def temperature_scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
+    """NLL and ECE after temperature scaling. There is no validation set, so the test set is split in half at random.
 
-    Each half is scaled by the temperature that was fitted on the other: no label helps to choose its own.
+    Each half is scaled by the temperature fitted on the other, so no label takes part in its own scaling.
     """
     if len(labels) < 4:
         return None
@@ -56,7 +60,7 @@ def scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
     halves = order[: len(order) // 2], order[len(order) // 2 :]
     try:
         fitted = [metrics.temperature(logits[half], labels[half]) for half in halves]
-    except ValueError:  # a class has no likelihood at any temperature
+    except ValueError:  # a label has probability 0 at every temperature
         return None
     cooled = torch.cat([logits[half] / t for half, t in zip(halves, reversed(fitted), strict=True)])
     chosen = labels[torch.cat(halves)]
@@ -70,24 +74,24 @@ def scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
 def robustness(
     subject: Subject,
     *,
-    radius: float = RADIUS,
-    step_size: float = STEP,
-    steps: int = STEPS,
+    radius: float = ATTACK_RADIUS,
+    step_size: float = ATTACK_STEP_SIZE,
+    steps: int = ATTACK_STEPS,
     norm: Norm = "linf",
     normalised: bool = False,
-    pictures: int | None = None,
+    images: int | None = None,
     batch_size: int = 500,
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
-    """The share of wrong answers to FGSM's and PGD's pictures; the attacker knows the model (white box).
+    """The error on images perturbed by FGSM and PGD, which know the model (white box).
 
-    Radius and step are shares of a pixel's range; `normalised`, of the deviation that the model's inputs are divided
-    by, which is a quarter of that for CIFAR, and then nothing keeps a pixel in its range.
+    Radius and step are fractions of a pixel's range. With `normalised` they are in units of the normalised inputs,
+    about a quarter of that for CIFAR, and pixels may leave their range.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    model, split = subject.model if normalised else subject.of_pictures(), subject.test
-    count = min(pictures or len(split), len(split))
+    model, split = subject.model if normalised else subject.with_normalisation(), subject.test
+    count = min(images or len(split), len(split))
     bounds = (0.0, 1.0) if split.is_images and not normalised else (-math.inf, math.inf)
     wrong = dict.fromkeys(("clean", "fgsm", "pgd"), 0)
     for begin in range(0, count, batch_size):
@@ -117,19 +121,19 @@ def robustness(
 def flatness_of(
     subject: Subject,
     *,
-    epsilon: float = EPSILON,
-    pictures: int | None = None,
+    epsilon: float = FLATNESS_EPSILON,
+    images: int | None = None,
     restarts: int = 4,
     with_trace: bool = True,
     radii: Sequence[float] = (),
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
-    """Gradient, sharpness, the worst and the mean loss in the ball, and the Hessian, of the training loss.
+    """Gradient norm, sharpness, worst and mean loss in the ball, and the Hessian, all of the training loss.
 
-    `restarts` is how often the worst loss is looked for from a random point; at further `radii` it is looked for from
-    the centre alone. The trace takes half of all the time.
+    The search for the worst loss starts at the centre and at `restarts` random points; at the other `radii` it starts
+    at the centre alone. The trace takes half of the time.
     """
-    count = min(pictures or PICTURES, len(subject.train))
+    count = min(images or FLATNESS_IMAGES, len(subject.train))
     x, y = subject.inputs(subject.train, count)
     loss = flatness.empirical_risk(x, y, batch_size=250)
     model = subject.model

@@ -1,11 +1,11 @@
-"""What is measured of a network after its training, from its last checkpoint, for its result file.
+"""The measurements that follow a training run: taken from its last checkpoint, written to its result file.
 
-Always: the risk on the training set as it is, without augmentation, in eval mode (`clean_train_…`); for label smoothing
-the smoothed loss, which the paper's NLL of that method seems to be; and, where test pictures stand in the training set
-too, the error without them. On request: attacks, flatness, the landscape; of points in a plane, the boundary.
+Always: the risk on the training set without augmentation, in eval mode (`clean_train_…`); for label smoothing the
+smoothed loss, which the paper's NLL of that method seems to be; and, if test images are in the training set too, the
+error without them. On request: attacks, flatness, the landscape and, for points in a plane, the decision boundary.
 
 The paper attacks with a radius of 4 per pixel, and does not say whether before or after the normalisation. `attack`
-takes it as 4/255 of a pixel's range, `attack_normalised` as 4/255 of the normalised inputs; both are measured.
+takes it as 4/255 of a pixel's range, `attack_normalised` as 4/255 of the normalised inputs. Both are measured.
 """
 
 from collections.abc import Callable
@@ -23,31 +23,31 @@ from flatmin_lab.system.json_data import number, numbers
 from flatmin_lab.training.build import build_method
 from flatmin_lab.training.evaluation import logits_of, score_logits
 
-PLANE_REACH, GRID_POINTS = 1.2, 241  # of the grid over a plane: half its side, and points along it
+PLANE_REACH, GRID_POINTS = 1.2, 241  # the grid of a decision boundary: half its side, and points along it
 
 Say = Callable[[str], object]
 
 
 class Effort(NamedTuple):
-    """How much is measured: None is all of the test set, and 1000 training pictures."""
+    """How much is measured. `images` None: all of the test set, and 1000 training images."""
 
-    pictures: int | None = None
-    starts: int = 4  # of the search for the worst loss, beside the one from the centre
-    trace: bool = True  # of the Hessian, which takes half of the time
-    radii: tuple[float, ...] = (0.25, 0.5, 1.0)  # beside 0.1, where the worst loss is looked for once
-    points: int = 25  # a side of the landscape
-    side: int = 61  # of the plane that a boundary runs through
+    images: int | None = None
+    restarts: int = 4  # random starts of the search for the worst loss, beside the centre
+    with_trace: bool = True  # of the Hessian: half of the time
+    radii: tuple[float, ...] = (0.25, 0.5, 1.0)  # further radii, searched for the worst loss from the centre
+    landscape_points: int = 25  # along a side
+    boundary_points: int = 61  # along a side
 
 
 EFFORTS = {
     "paper": Effort(),
-    "short": Effort(starts=1, trace=False, radii=(0.5,)),
-    "smoke": Effort(pictures=50, starts=1, trace=False, points=5, side=21),
+    "short": Effort(restarts=1, with_trace=False, radii=(0.5,)),
+    "smoke": Effort(images=50, restarts=1, with_trace=False, landscape_points=5, boundary_points=21),
 }
 
 
-def always(subject: Subject, recipe: Recipe) -> dict[str, Any]:
-    """Risk on the training set, the smoothed loss, and the error without repeated pictures, as far as they apply."""
+def measure_every_run(subject: Subject, recipe: Recipe) -> dict[str, Any]:
+    """Risk on the training set, the smoothed loss, and the error without repeated images, where they apply."""
     train = logits_of(subject.model, subject.train, subject.normalise)
     test = logits_of(subject.model, subject.test, subject.normalise)
     assert train is not None
@@ -56,29 +56,29 @@ def always(subject: Subject, recipe: Recipe) -> dict[str, Any]:
     found: dict[str, Any] = {"clean_train_error": risk["error"], "clean_train_nll": risk["nll"]}
     if recipe.method == "label_smoothing":
         smoothed = build_method(recipe, subject.normalise).regulariser.loss(test, subject.test.y)
-        found[f"{subject.which}_smoothed_loss"] = number(smoothed)
-    again = repeated(subject.train, subject.test).to(test.device)
-    found[f"{subject.which}_repeated"] = len(again)
-    if len(again):
+        found[f"{subject.split_name}_smoothed_loss"] = number(smoothed)
+    repeated = find_repeated(subject.train, subject.test).to(test.device)
+    found[f"{subject.split_name}_repeated"] = len(repeated)
+    if len(repeated):
         wrong = (test.argmax(dim=1) != subject.test.y).float()
-        wrong[again] = 0.0
-        found[f"{subject.which}_error_without_repeated"] = number(wrong.sum() / (len(wrong) - len(again)))
+        wrong[repeated] = 0.0
+        found[f"{subject.split_name}_error_without_repeated"] = number(wrong.sum() / (len(wrong) - len(repeated)))
     return found
 
 
 def _attack(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     return {
-        "attack": measurements.robustness(subject, pictures=effort.pictures, say=say),
-        "attack_normalised": measurements.robustness(subject, pictures=effort.pictures, normalised=True, say=say),
+        "attack": measurements.robustness(subject, images=effort.images, say=say),
+        "attack_normalised": measurements.robustness(subject, images=effort.images, normalised=True, say=say),
     }
 
 
 def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     found = measurements.flatness_of(
         subject,
-        pictures=effort.pictures,
-        restarts=effort.starts,
-        with_trace=effort.trace,
+        images=effort.images,
+        restarts=effort.restarts,
+        with_trace=effort.with_trace,
         radii=effort.radii,
         say=say,
     )
@@ -86,16 +86,16 @@ def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
 
 
 def _landscape(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
-    say("the landscape")
-    pictures = effort.pictures or landscapes.PICTURES
-    return {"landscape": landscapes.landscape(subject, points=effort.points, pictures=pictures)}
+    say("loss landscape")
+    images = effort.images or landscapes.IMAGES
+    return {"landscape": landscapes.landscape(subject, points=effort.landscape_points, images=images)}
 
 
 def _boundary(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
-    """What it answers on a grid over the plane, for points in it."""
+    """The second class's probability on a grid over the plane, for data that are points in it."""
     if subject.test.is_images or subject.test.shape[0] != 2:
         raise ValueError(f"a boundary is drawn between points of a plane, got {subject.test.kind}")
-    side, shares = class_shares(subject.of_pictures(), points=effort.side)
+    side, shares = class_probabilities(subject.with_normalisation(), points=effort.boundary_points)
     return {"boundary": {"side": numbers(side), "shares": numbers(shares)}}
 
 
@@ -107,34 +107,36 @@ PARTS: dict[str, Callable[[Subject, Effort, Say], dict[str, Any]]] = {
 }
 
 
-def further(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _: None) -> dict[str, Any]:
-    """One of PARTS, and how long it took."""
+def measure(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _: None) -> dict[str, Any]:
+    """One of PARTS, and the seconds it took."""
     begun = perf_counter()
     found = PARTS[part](subject, effort, say)
     return {**found, f"{part}_seconds": round(perf_counter() - begun, 3)}
 
 
-# ---- test images that stand in the training set too: whoever memorised them knows the answer
+# ---- test images that are in the training set too: a network that memorised them gets them right
 
 
-def repeated(train: Split, test: Split) -> Tensor:
-    """The places in `test` of pictures or points that are in `train` too, whatever their labels.
+def find_repeated(train: Split, test: Split) -> Tensor:
+    """The indices in `test` of images or points that are in `train` too, whatever their labels.
 
     >>> train = Split(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]))
     >>> repeated(train, Split(torch.tensor([[3.0], [2.0]]), torch.tensor([0, 0])))
     tensor([1])
     """
-    known = set(_contents(train))
-    return torch.tensor([place for place, content in enumerate(_contents(test)) if content in known], dtype=torch.int64)
+    known = set(_row_bytes(train))
+    return torch.tensor(
+        [place for place, content in enumerate(_row_bytes(test)) if content in known], dtype=torch.int64
+    )
 
 
-def _contents(split: Split) -> list[bytes]:
+def _row_bytes(split: Split) -> list[bytes]:
     return [row.tobytes() for row in split.x.cpu().numpy()]
 
 
 @torch.no_grad()
-def class_shares(model: nn.Module, points: int = GRID_POINTS) -> tuple[Tensor, Tensor]:
-    """The sides of a grid, and the share of the second class on it."""
+def class_probabilities(model: nn.Module, points: int = GRID_POINTS) -> tuple[Tensor, Tensor]:
+    """The coordinates along a side of a grid, and the probability of the second class on it."""
     side = torch.linspace(-PLANE_REACH, PLANE_REACH, points)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     share: Tensor = model(torch.cartesian_prod(side, side).to(device)).softmax(dim=1)[:, 1].view(points, points).T

@@ -1,4 +1,4 @@
-"""What is examined: a classifier, how pictures are made into its inputs, and the data to examine it with."""
+"""The subject of an evaluation: a classifier, how images become its inputs, and the data it is measured on."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +12,14 @@ from flatmin_lab.data.normalise import Normalisation
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in eval mode, on the device of its data. `which`: what the test split is, "test" or "validation"."""
+    """A model in eval mode, on the device of its data. `split_name` says what `test` is: "test" or "validation"."""
 
     model: nn.Module
     normalise: Normalisation
     train: Split
     test: Split
-    which: str = "test"
-    notes: tuple[str, ...] = ()  # what looks odd
+    split_name: str = "test"
+    notes: tuple[str, ...] = ()  # on what looks odd
 
     @property
     def device(self) -> torch.device:
@@ -30,18 +30,18 @@ class Subject:
         return "pictures" if self.test.is_images else "points"
 
     def splits(self) -> dict[str, Split]:
-        return {"training": self.train, self.which: self.test}
+        return {"training": self.train, self.split_name: self.test}
 
     def inputs(self, split: Split, most: int | None = None) -> tuple[Tensor, Tensor]:
-        """The first pictures of a split as the model takes them, and their labels."""
+        """The first `most` images of a split as the model takes them, and their labels."""
         return self.normalise(split.x[:most]), split.y[:most]
 
-    def of_pictures(self) -> nn.Module:
-        """The model as a function of pictures from 0 to 1, the normalisation inside: an attack moves pixels."""
-        return _OfPictures(self.model, self.normalise).eval()
+    def with_normalisation(self) -> nn.Module:
+        """The model as a function of images from 0 to 1, normalisation included: attacks move pixels."""
+        return _NormalisingModel(self.model, self.normalise).eval()
 
 
-class _OfPictures(nn.Module):
+class _NormalisingModel(nn.Module):
     def __init__(self, model: nn.Module, normalise: Normalisation) -> None:
         super().__init__()
         self.model, self.normalise = model, normalise
@@ -50,8 +50,8 @@ class _OfPictures(nn.Module):
         return self.model(self.normalise(x))
 
 
-def of_own(model: nn.Module, data: Dataset, *, normalised: bool, device: torch.device) -> Subject:
-    """A model of one's own: it takes pictures from 0 to 1, or normalised by the training set's mean and deviation."""
+def user_subject(model: nn.Module, data: Dataset, *, normalised: bool, device: torch.device) -> Subject:
+    """A user's model: it takes images from 0 to 1, or normalised by the training set's mean and standard deviation."""
     here = data.to(device)
     normalise = Normalisation.of(here.train)
     if not normalised:
@@ -59,25 +59,25 @@ def of_own(model: nn.Module, data: Dataset, *, normalised: bool, device: torch.d
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # frozen layers are part of the landscape too
     subject = Subject(model.to(device).eval(), normalise, here.train, here.test)
-    return replace(subject, notes=_checked(subject, data.num_classes))
+    return replace(subject, notes=_check_outputs(subject, data.num_classes))
 
 
-def _checked(subject: Subject, classes: int) -> tuple[str, ...]:
-    """Whether the model takes the data, and answers with logits; what looks odd about them."""
+def _check_outputs(subject: Subject, classes: int) -> tuple[str, ...]:
+    """Check that the model takes the data and returns logits; notes on what looks odd about them."""
     x, _ = subject.inputs(subject.test, 2)
     try:
         with torch.no_grad():
-            answer = subject.model(x)
+            logits = subject.model(x)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"the model does not take {subject.test.kind}: {error}") from error
-    shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
-    if not isinstance(answer, Tensor) or answer.ndim != 2 or answer.shape[1] < classes:
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
         raise ValueError(
-            f"the model must answer {len(x)} inputs with logits ({len(x)}, K) for K = {classes} classes, got {shape}"
+            f"the model must return logits ({len(x)}, K) of {len(x)} inputs for K = {classes} classes, got {shape}"
         )
     notes = []
-    if answer.shape[1] > classes:
-        notes.append(f"the model has {answer.shape[1]} outputs, and the data {classes} classes")
-    if bool((answer >= 0).all()) and torch.allclose(answer.sum(dim=1), torch.ones_like(answer[:, 0]), atol=1e-3):
-        notes.append("its answers look like probabilities; give logits, before softmax")
+    if logits.shape[1] > classes:
+        notes.append(f"the model has {logits.shape[1]} outputs, and the data {classes} classes")
+    if bool((logits >= 0).all()) and torch.allclose(logits.sum(dim=1), torch.ones_like(logits[:, 0]), atol=1e-3):
+        notes.append("its outputs look like probabilities; return logits, before softmax")
     return tuple(notes)

@@ -1,9 +1,9 @@
-"""A function (or a class) of the user's own, by name.
+"""A user's own function or class, found by name.
 
-    file.py:make_model          a Python file, wherever it is
-    mymodule:make_model         a module that can be imported, also from the folder one is in
+    file.py:make_model          in a Python file
+    mymodule:make_model         in a module that can be imported, also from the current folder
 
-Without a name after the colon it is the one that is usual for what is asked.
+Without a colon the function has the default name of what it makes, such as make_model.
 """
 
 import importlib
@@ -15,18 +15,18 @@ from types import ModuleType
 from typing import Any
 
 
-def is_own(name: str) -> bool:
-    """Does it name something of one's own, and not something built in?"""
+def is_user_code(name: str) -> bool:
+    """Is it the name of user code, not of something built in?"""
     return ":" in name or name.endswith(".py")
 
 
-def find(name: str, usual: str) -> Callable[..., Any]:
-    """The function that is named so; `usual` is its name where none is given, and in what is said of a wrong one."""
+def find_function(name: str, default: str) -> Callable[..., Any]:
+    """The function of that name; `default` is its name if none is given, and the example in error messages."""
     place, colon, function = name.rpartition(":")
-    place, function = (place, function) if colon else (name, usual)
+    place, function = (place, function) if colon else (name, default)
     if not place:
-        raise ValueError(f"a function of your own is given as file.py:{usual} or mymodule:{usual}, got {name!r}")
-    module = _file(Path(place), usual) if place.endswith(".py") else _module(place, usual)
+        raise ValueError(f"name your own function as file.py:{default} or mymodule:{default}, got {name!r}")
+    module = _load_file(Path(place), default) if place.endswith(".py") else _import_module(place, default)
     found = getattr(module, function, None)
     if not callable(found):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
@@ -35,34 +35,34 @@ def find(name: str, usual: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _file(path: Path, usual: str) -> ModuleType:
+def _load_file(path: Path, default: str) -> ModuleType:
     if not path.is_file():
-        raise FileNotFoundError(f"{path.absolute()} is not there; one of your own is given as file.py:{usual}")
+        raise FileNotFoundError(f"{path.absolute()} does not exist; name your own function as file.py:{default}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} must be a Python file, which ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses look themselves up there
-    _look_in(path.parent)
+    _add_to_path(path.parent)
     spec.loader.exec_module(module)
     return module
 
 
-def _module(name: str, usual: str) -> ModuleType:
+def _import_module(name: str, default: str) -> ModuleType:
     here = Path.cwd()
-    _look_in(here)
+    _add_to_path(here)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the module itself needs
+            raise  # a module that this one imports
         raise FileNotFoundError(
-            f"there is no module {name!r} here ({here}); one of your own is given as mymodule:{usual}, "
-            f"or as file.py:{usual}"
+            f"there is no module {name!r} here ({here}); name your own function as mymodule:{default}, "
+            f"or as file.py:{default}"
         ) from error
 
 
-def _look_in(folder: Path) -> None:
-    """As Python looks in the folder of a script, and with `-m` in the present one; a command does neither."""
+def _add_to_path(folder: Path) -> None:
+    """Python does so for the folder of a script, and with `-m` for the current one; for a command it does neither."""
     if (place := str(folder.absolute())) not in sys.path:
         sys.path.insert(0, place)

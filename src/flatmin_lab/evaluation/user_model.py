@@ -1,6 +1,6 @@
-"""A model of the user's own: a function (or a class) that makes it, and a file with its weights.
+"""A user's own model: a function or class that builds it, and a file with its weights.
 
-Weights are safetensors, or what torch.save wrote of a state dict; nothing that is pickled runs.
+Weights are safetensors, or a state dict written by torch.save; no pickled code is run.
 """
 
 from collections.abc import Mapping
@@ -10,28 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatmin_lab.evaluation.user_code import find, is_own
+from flatmin_lab.evaluation.user_code import find_function, is_user_code
 from flatmin_lab.system.optional_deps import need
 
-INSIDE = (
+STATE_DICT_KEYS = (
     "state_dict",
     "model_state_dict",
     "model_state",
     "model",
 )  # where trainers put a state dict in a larger checkpoint
+WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
-
-
-def make(name: str) -> nn.Module:
-    """What the function makes, called without arguments."""
-    if not is_own(name):
+def make_model(name: str) -> nn.Module:
+    """The model that the function makes; it is called without arguments."""
+    if not is_user_code(name):
         raise ValueError(
-            f"--model takes file.py:make_model or mymodule:make_model, got {name!r}; a model that was trained here is "
+            f"--model takes file.py:make_model or mymodule:make_model, got {name!r}; a model trained by flatmin is "
             "named by its run's folder"
         )
-    function = find(name, "make_model")
+    function = find_function(name, "make_model")
     try:
         model = function()
     except TypeError as error:
@@ -41,16 +39,16 @@ def make(name: str) -> nn.Module:
     return model
 
 
-def load(model: nn.Module, path: Path) -> None:
-    """The weights of a file into the model; which names and shapes differ is said."""
-    put(model, _trimmed(read(path), set(model.state_dict())), str(path))
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a file of weights into the model; an error names the keys and shapes that differ."""
+    assign_weights(model, _without_wrapper_prefix(read_weights(path), set(model.state_dict())), str(path))
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; with --model, give the file with its weights")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; give the file with the model's weights")
+        raise FileNotFoundError(f"{path} does not exist; give the file with the model's weights")
     if path.suffix == ".safetensors":
         safetensors = need("safetensors.torch", "reading safetensors")
         try:
@@ -59,12 +57,12 @@ def read(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} cannot be read as safetensors ({error})") from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle fails in any way it likes
+    except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(
             f"{path} cannot be read as weights alone: it is damaged, or holds other objects, which are never run; "
             "save model.state_dict()"
         ) from error
-    for name in INSIDE:
+    for name in STATE_DICT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
@@ -73,23 +71,23 @@ def read(path: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-def _trimmed(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
-    """Without the prefix that a wrapper of the model put before every name, if the model has no such names."""
-    for prefix in PREFIXES:
+def _without_wrapper_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+    """Without the prefix that a wrapper put before every key, unless the model has such keys itself."""
+    for prefix in WRAPPER_PREFIXES:
         if weights and all(key.startswith(prefix) for key in weights) and not weights.keys() & wanted:
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}
     return weights
 
 
-def put(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
-    """Weights into a model; where they are another model's, the names that differ are said."""
+def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+    """Assign weights to a model; if they are another model's, the error names the keys that differ."""
     has = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     given = {key: tuple(value.shape) for key, value in weights.items()}
     missing, foreign = has.keys() - given.keys(), given.keys() - has.keys()
     apart = [f"{key} is {given[key]}, not {has[key]}" for key in has if key in given and given[key] != has[key]]
     differences = [
         *([f"without {_few(sorted(missing))}"] if missing else []),
-        *([f"with {_few(sorted(foreign))}, which the model has not"] if foreign else []),
+        *([f"with {_few(sorted(foreign))}, which the model does not have"] if foreign else []),
         *([_few(apart)] if apart else []),
     ]
     if differences:

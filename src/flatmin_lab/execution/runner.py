@@ -185,15 +185,15 @@ def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop
     job, store = run.job, how.store
     folder = store.folder(job)
     try:
-        weights = load_run.find(folder)
-        if weights.place()["epoch"] != job.recipe.epochs:
+        weights = load_run.find_run(folder)
+        if weights.describe()["epoch"] != job.recipe.epochs:
             (folder / "result.json").replace(folder / "result.json.damaged")
             yield Failed("its last weights are damaged; the same command trains it on from those before", later=True)
             return
         known = store.result(job) or _whole(folder, at_once=how.at_once)
-        subject = load_run.subject_of(weights, data, averaged=False, device=device)
+        subject = load_run.subject_of(weights, data, use_ema=False, device=device)
         if "clean_train_nll" not in known:
-            known = _added(store, job, known, post_training.always(subject, job.recipe))
+            known = _added(store, job, known, post_training.measure_every_run(subject, job.recipe))
             yield Measured("always")
         effort = post_training.EFFORTS.get(job.recipe.name.partition("/")[0], post_training.Effort())
         for part in run.parts:
@@ -201,7 +201,7 @@ def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop
                 yield Stopped(stop() or "", 0)
                 return
             if part not in known:
-                known = _added(store, job, known, post_training.further(subject, part, effort))
+                known = _added(store, job, known, post_training.measure(subject, part, effort))
                 yield Measured(part)
         remove_old_checkpoints(folder, weights.path)
         yield Finished(known)

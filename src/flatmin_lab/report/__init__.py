@@ -1,14 +1,14 @@
-"""Results as pages: result files come in, one HTML file without any other comes out.
+"""Reports: result files in, one self-contained HTML file out.
 
-loader.py               finished runs, read from their folders
-schema.py               what is needed of a file, checked
-comparison.py           runs that differ in method and seed alone, in one table
-columns.py, labels.py   what tables show, and what things are called
-stats.py                Welch's test, Holm's rule, agreement with the paper
-suggested_commands.py   the commands that fill what a report lacks
-html.py                 templates, and how numbers are printed
-pages/                  the pages
+loader.py               finished runs and tunings, read from their folders
+schema.py               checks of every file that is read
+comparison.py           runs that differ only in method and seed, grouped into tables
+columns.py, labels.py   the columns of the tables, and titles of data sets and networks
+stats.py                Welch's test, Holm's correction, agreement with the paper
+suggested_commands.py   the commands that fill a report's gaps
+html.py                 rendering of templates, formatting of numbers
+pages/                  one file for each page or section
 paper/                  our results beside the paper's
-figures/                figures, each with its numbers
+figures/                matplotlib figures, each with its numbers
 templates/              HTML, CSS and JavaScript
 """

@@ -1,4 +1,4 @@
-"""What the tables of the report show of a run: each column a measure, and how it is read."""
+"""The columns of the report's tables: each a measure, and how it is read from a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from flatmin_lab.report.schema import is_number
 
 @dataclass(frozen=True)
 class Column:
-    """A measure: its label, how many digits, and how it is read from a run. Lower is better in all of them."""
+    """A measure: its label, its digits, and how it is read from a run. In every column lower is better."""
 
     name: str
     label: str
     digits: int
     value: Callable[[Run], float | None]
-    command: str = ""  # what fills it
+    command: str = ""  # the flag of `flatmin evaluate` that measures it
     compared: bool = True
-    paper: str = ""  # its name among the paper's numbers, if it is there
-    optional: bool = False  # shown only where there is some of it
+    paper: str = ""  # its name among the paper's numbers, if the paper has it
+    optional: bool = False  # shown only if some run has it
 
     @property
     def part(self) -> str:
-        """Of evaluation.json."""
+        """The part of evaluation.json that has it."""
         return self.command.removeprefix("--")
 
 
@@ -43,8 +43,8 @@ def _evaluated(part: str, name: str, scale: float = 1.0) -> Callable[[Run], floa
     return read
 
 
-def _own(name: str) -> Callable[[Run], float | None]:
-    """What a result has under that very name, of whatever split."""
+def _result_as_named(name: str) -> Callable[[Run], float | None]:
+    """What a result has under exactly that name, whatever the split."""
 
     def read(run: Run) -> float | None:
         value = run.result.get(name)
@@ -71,7 +71,7 @@ def _eigenvalue(run: Run) -> float | None:
 
 
 def _landscape_rise(run: Run) -> float | None:
-    """From the weights to where every filter has moved by its own length, along one direction, both ways."""
+    """From the weights to where every filter has moved by its own length; the mean of both ways along the line."""
     line = (run.landscape or {}).get("splits", {}).get("training", {}).get("line")
     if not line or None in (line[0], line[-1], line[len(line) // 2]):
         return None
@@ -79,7 +79,7 @@ def _landscape_rise(run: Run) -> float | None:
 
 
 def _seconds(run: Run) -> float | None:
-    """Of a training that had its device to itself: those of several at once say nothing about the method."""
+    """Of a run that had its device to itself: with several at once, time says nothing about the method."""
     return float(run.result["seconds"]) if run.result.get("at_once", 1) == 1 else None
 
 
@@ -94,7 +94,7 @@ COLUMNS = (
     ),
     Column("nll", "NLL", 3, _result("nll"), paper="nll"),
     Column("ece", "ECE, %", 2, _result("ece", 100), paper="ece"),
-    # the paper's radius, 4, as 4/255 of the normalised inputs: so read, its numbers come out
+    # the paper's radius, 4, read as 4/255 of the normalised inputs: that reproduces its numbers
     Column(
         "fgsm_normalised",
         "FGSM, small radius,\u00a0%",
@@ -121,37 +121,37 @@ COLUMNS = (
     Column("trace", "trace of the Hessian", 0, _evaluated("flatness", "trace"), "--flatness"),
     Column("seconds", "seconds", 1, _seconds, compared=False, optional=True),
 )
-# what the tables of the paper need besides
-FURTHER = (
-    Column("clean_train_nll", "risk on the training set", 3, _own("clean_train_nll")),
-    Column("train_loss", "training loss", 3, _own("train_loss")),
+# further columns of the paper's tables
+PAPER_COLUMNS = (
+    Column("clean_train_nll", "risk on the training set", 3, _result_as_named("clean_train_nll")),
+    Column("train_loss", "training loss", 3, _result_as_named("train_loss")),
     Column("worst_at_half", "worst loss, radius 0.5", 1, _worst_at_half),
     Column("landscape_rise", "rise of the training loss", 3, _landscape_rise),
 )
 
 
-def named(name: str) -> Column:
-    return next(column for column in (*COLUMNS, *FURTHER) if column.name == name)
+def column_named(name: str) -> Column:
+    return next(column for column in (*COLUMNS, *PAPER_COLUMNS) if column.name == name)
 
 
 def as_in_paper(run: Run, column: Column) -> float | None:
-    """The number that the paper's stands beside: for the NLL of label smoothing that is the smoothed loss.
+    """The value to compare with the paper's: for the NLL of label smoothing, the smoothed loss.
 
-    The paper has 0.998, 1.038 and 2.099 there: far above an NLL at such errors, and what the smoothed loss is.
+    The paper has 0.998, 1.038 and 2.099 there: far above an NLL at such errors, but what the smoothed loss is.
     """
     return _smoothed_over_others(run) if is_smoothed(column, run.method) else column.value(run)
 
 
 def is_smoothed(column: Column, method: str) -> bool:
-    """Whether the paper's number is a smoothed loss, and not what the column has."""
+    """Whether the paper's number is a smoothed loss, not this column's measure."""
     return column.name == "nll" and method == "label_smoothing"
 
 
 def _smoothed_over_others(run: Run) -> float | None:
-    """The smoothed loss with s on the other classes, as the published code has it, of a result that has s on all K.
+    """The smoothed loss with s spread over the other classes, as in the published code, from one with s over all K.
 
-    With N = −log p of the label, R the sum of the others' and S = (1 − s) N + (s/K) (N + R), wanted is
-    (1 − s) N + s/(K − 1) R. All are linear, so their means over the pictures will do.
+    With N = −log p of the label, R the sum over the others and S = (1 − s) N + (s/K) (N + R), it is
+    (1 − s) N + s/(K − 1) R. All terms are linear, so means over the images suffice.
     """
     smoothed, nll = _result("smoothed_loss")(run), _result("nll")(run)
     share, classes = run.result["settings"].get("smoothing"), CLASSES.get(original_name(str(run.result["data"])))

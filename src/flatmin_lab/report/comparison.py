@@ -1,7 +1,7 @@
-"""Runs compared: those that differ in method and seed alone stand in one table, a row a method, against ERM.
+"""Groups of comparable runs: runs that differ only in method and seed share a table, a row per method.
 
-Every method's mean is compared with ERM's by Welch's test, column by column, with Holm's rule over the methods of the
-column. Only where that is significant is one of the two called better.
+Every method's mean is compared with ERM's by Welch's test, column by column, with Holm's correction over the methods
+of the column. One of the two is called better only if the difference is significant.
 """
 
 import json
@@ -20,15 +20,15 @@ from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.labels import SIGNS, TITLES
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.schema import is_number
-from flatmin_lab.report.stats import LEVEL, against
+from flatmin_lab.report.stats import LEVEL, p_values_against
 
-SETTING = (
+SETTING_KEYS = (
     "data", "model", "model_settings", "size", "augment", "label_noise", "validation", "epochs", "batch_size", "lr",
     "momentum", "nesterov", "weight_decay", "schedule", "milestones", "gamma", "warmup", "clip_norm", "precision",
     "data_sha256",
 )  # fmt: skip
-KNOBS = {key for method in METHODS for key in resolve_settings(method, {})}
-UNSAID = ("validation", "data_sha256")  # in a title: the first is the split, the second says nothing to a reader
+METHOD_SETTINGS = {key for method in METHODS for key in resolve_settings(method, {})}
+NOT_IN_TITLE = ("validation", "data_sha256")  # the split stands for the first; the second tells a reader nothing
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Cell:
     """The values of a row's runs in a column, and how they compare with ERM's."""
 
     values: list[float]
-    missing: list[str]  # commands that would fill it
-    otherwise: bool = False  # some were measured, but not as the others
+    missing: list[str]  # commands that would measure them
+    measured_differently: bool = False  # some were measured, but under other conditions
     p: float | None = None  # against ERM, after Holm
-    better: bool | None = None  # than ERM; None where that cannot be said
+    better: bool | None = None  # than ERM; None if not significant
     paper: Value | None = None
 
 
@@ -57,9 +57,9 @@ class Group:
 
     setting: Mapping[str, Any]
     rows: list[Row]
-    seeds_twice: list[Run]
-    unmeasured: list[str]  # commands for what its runs lack
-    untrained: list[str]  # commands for the paper's methods that are not there
+    duplicate_runs: list[Run]
+    unmeasured: list[str]  # commands that measure what its runs lack
+    untrained: list[str]  # commands that train the paper's methods it lacks
 
     @property
     def title(self) -> str:
@@ -68,14 +68,16 @@ class Group:
         return shown[0].upper() + shown[1:]
 
     @property
-    def knobs(self) -> list[str]:
-        """The settings of each method, but for those in which its rows differ, which are named there."""
+    def method_settings(self) -> list[str]:
+        """The settings of each method, except those in which its rows differ: the rows name these."""
         return settings_of([(row.method, run.result["settings"]) for row in self.rows for run in row.runs])
 
     @property
     def protocol(self) -> str:
-        """How they were trained, but for what stands in the rows; nothing where each was trained in its own way."""
-        said = {_without_knobs(str(run.result.get("protocol") or "own")) for row in self.rows for run in row.runs}
+        """The protocol, without what the rows name; empty if every run has its own settings."""
+        said = {
+            _without_method_settings(str(run.result.get("protocol") or "own")) for row in self.rows for run in row.runs
+        }
         return "" if said == {"own"} else "; ".join(sorted(said))
 
     @property
@@ -84,42 +86,42 @@ class Group:
 
     @property
     def beside_paper(self) -> bool:
-        """Whether the paper has numbers of any of it."""
+        """Whether the paper has a number for any cell."""
         return any(cell.paper for row in self.rows for cell in row.cells.values())
 
     def row(self, method: str) -> Row | None:
         return next((row for row in self.rows if row.method == method), None)
 
 
-def _without_knobs(protocol: str) -> str:
-    """Without the method's settings, which stand in the rows.
+def _without_method_settings(protocol: str) -> str:
+    """Without the method's settings, which the rows name.
 
     >>> _without_knobs("short, but epsilon 0.03, validation"), _without_knobs("paper, but ball tensor")
     ('short, but validation', 'paper')
     >>> _without_knobs("paper, but ball tensor, no Nesterov, clipped to 50")
     'paper, but no Nesterov, clipped to 50'
     """
-    left = [one for one in exceptions(protocol) if one.partition(" ")[0] not in KNOBS]
+    left = [one for one in exceptions(protocol) if one.partition(" ")[0] not in METHOD_SETTINGS]
     name = protocol.partition(",")[0]
     return f"{name}, but {', '.join(left)}" if left else name
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
-    """In the order of their first runs; methods in the paper's order, ERM first and AMP second."""
+    """Groups in the order of their first runs; methods in the paper's order, ERM first and AMP second."""
     settings: dict[str, list[Run]] = {}
     for run in runs:
-        setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING}}
+        setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING_KEYS}}
         settings.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
     return [_group(json.loads(key), own) for key, own in settings.items()]
 
 
 def titles_of(groups: Sequence[Group]) -> list[str]:
-    """Each with that in which it differs from others of the same data and network."""
+    """Titles; groups of the same data and network are told apart by the settings in which they differ."""
     found = []
     for group in groups:
         others = [other.setting for other in groups if other.title == group.title]
-        apart = [key for key in ("epochs", "split", *SETTING) if any(o[key] != group.setting[key] for o in others)]
-        shown = [_apart(key, group.setting[key]) for key in dict.fromkeys(apart) if key not in UNSAID]
+        apart = [key for key in ("epochs", "split", *SETTING_KEYS) if any(o[key] != group.setting[key] for o in others)]
+        shown = [_apart(key, group.setting[key]) for key in dict.fromkeys(apart) if key not in NOT_IN_TITLE]
         found.append(", ".join([group.title, *filter(None, shown)]))
     return found
 
@@ -135,13 +137,13 @@ def _apart(key: str, value: Any) -> str:
 
 
 def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
-    runs, usual = suggested_commands.alike(runs)
+    runs, usual = suggested_commands.mark_differing(runs)
     kinds: dict[tuple[str, str], dict[int, Run]] = {}
-    twice = []
+    duplicates = []
     for run in runs:
         kind = kinds.setdefault((run.method, json.dumps(run.result["settings"], sort_keys=True)), {})
         if run.result["seed"] in kind:
-            twice.append(run)  # the same training again: it is no further evidence
+            duplicates.append(run)  # the same run again is no further evidence
         kind.setdefault(run.result["seed"], run)
     order = ["erm", "amp", *METHODS]
     rows = []
@@ -149,37 +151,37 @@ def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
         others = [json.loads(other) for name, other in kinds if name == method]
         rows.append(Row(method, _name(method, json.loads(settings), others), [own[seed] for seed in sorted(own)]))
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
-    in_folders = runs[0].path.is_dir()  # a result file is of `flatmin reproduce`, which knows what is missing
+    in_folders = runs[0].path.is_dir()  # result files are of `flatmin reproduce`, which knows what is missing
     trained = {row.method for row in rows}
-    untrained = suggested_commands.training(setting, trained, seeds, runs[0].path.parent) if in_folders else []
+    untrained = suggested_commands.train_commands(setting, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
-    return Group(setting, _with_cells(rows, setting, usual), twice, unmeasured, untrained)
+    return Group(setting, _with_cells(rows, setting, usual), duplicates, unmeasured, untrained)
 
 
 def _lacking(run: Run, usual: Mapping[str, suggested_commands.Condition]) -> list[str]:
     wanted = (column for column in COLUMNS if column.command and not column.optional)
     parts = dict.fromkeys(column.part for column in wanted if column.value(run) is None)
-    return suggested_commands.measuring_all(run, list(parts), usual) if parts else []
+    return suggested_commands.evaluate_commands(run, list(parts), usual) if parts else []
 
 
 def _name(method: str, settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    """The method's, and the knobs in which it differs from others of the same one."""
+    """The method's name, with the settings in which it differs from other rows of the method."""
     apart = [key for key in settings if any(other.get(key) != settings[key] for other in others)]
-    return _with_knobs(method, settings, apart) if apart else NAMES[method]
+    return _name_with_settings(method, settings, apart) if apart else NAMES[method]
 
 
 def settings_of(trained: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Of each method in turn the settings that all its trainings have, as in "AMP (ε 0.5, ζ 1, N 1)"."""
+    """For each method the settings that all its runs share, as in "AMP (ε 0.5, ζ 1, N 1)"."""
     found = []
     for method in dict.fromkeys(name for name, _ in trained):
         own = [settings for name, settings in trained if name == method]
         common = [key for key in own[0] if all(other.get(key) == own[0][key] for other in own)]
         if common:
-            found.append(_with_knobs(method, own[0], common))
+            found.append(_name_with_settings(method, own[0], common))
     return found
 
 
-def _with_knobs(method: str, settings: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _name_with_settings(method: str, settings: Mapping[str, Any], keys: Sequence[str]) -> str:
     return f"{NAMES[method]} ({', '.join(f'{SIGNS.get(key, key)} {_setting(settings[key])}' for key in keys)})"
 
 
@@ -196,22 +198,26 @@ def _with_cells(
     for column in COLUMNS:
         values = [[v for run in row.runs if (v := column.value(run)) is not None] for row in rows]
         compared = column.compared and rows[0].method == "erm"
-        adjusted = against(values[0], dict(list(enumerate(values))[1:])) if compared else {}
+        adjusted = p_values_against(values[0], dict(list(enumerate(values))[1:])) if compared else {}
         for place, row in enumerate(rows):
             p = adjusted.get(place)
             better = mean(values[place]) < mean(values[0]) if p is not None and p < LEVEL else None
             lacking = [run for run in row.runs if column.value(run) is None and column.command and not column.optional]
             missing = [
-                command for run in lacking if (command := suggested_commands.measuring(run, [column.part], usual))
+                command
+                for run in lacking
+                if (command := suggested_commands.evaluate_command(run, [column.part], usual))
             ]
-            otherwise = any(suggested_commands.OTHERWISE in run.evaluation.get(column.part, {}) for run in lacking)
-            paper = None if is_smoothed(column, row.method) else _theirs(setting, row).get(column.paper)
-            cells[place][column.name] = Cell(values[place], missing, otherwise, p, better, paper)
+            measured_differently = any(
+                suggested_commands.MEASURED_DIFFERENTLY in run.evaluation.get(column.part, {}) for run in lacking
+            )
+            paper = None if is_smoothed(column, row.method) else _paper_values(setting, row).get(column.paper)
+            cells[place][column.name] = Cell(values[place], missing, measured_differently, p, better, paper)
     return [Row(row.method, row.name, row.runs, cells[place]) for place, row in enumerate(rows)]
 
 
-def _theirs(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
-    """None beside a held-out part, wrong labels, or what says itself that it is not quite the paper's."""
+def _paper_values(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
+    """The paper's values; none for a validation split, noisy labels, or a protocol that is not quite the paper's."""
     apart = any(exceptions(str(run.result.get("protocol"))) for run in row.runs)
     if setting["split"] != "test" or setting["label_noise"] or apart:
         return {}

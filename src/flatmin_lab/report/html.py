@@ -1,4 +1,4 @@
-"""A page is a template and numbers: one file of HTML that needs no network, in light and dark, on paper and phones."""
+"""Pages from templates and numbers: one HTML file that needs no network, for light and dark, paper and phones."""
 
 import base64
 import json
@@ -11,11 +11,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flatmin_lab.recipes.paper_numbers import Value
-from flatmin_lab.report.stats import FEW
+from flatmin_lab.report.stats import MIN_RUNS
 
 
 def render(template: str, **values: Any) -> str:
-    """Everything that is put in is escaped, but for `Markup`: names in run folders are anybody's."""
+    """Fill a template. Every value is escaped except `Markup`: names in run folders are untrusted."""
     return _environment().get_template(template).render(**values)
 
 
@@ -27,25 +27,25 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    found.filters.update(spread=spread, as_printed=as_printed, percent=percent, data=data)
+    found.filters.update(mean_and_std=mean_and_std, as_printed=as_printed, percent=percent, data=data)
     return found
 
 
-def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Mean ± deviation; fewer than three values singly, for two have no spread worth a number.
+def mean_and_std(values: Sequence[float], digits: int = 1) -> str:
+    """Mean ± standard deviation; fewer than three values are listed, as two give no useful spread.
 
-    >>> spread([1.0, 2.0, 3.0]), spread([1.0, 2.5])
+    >>> mean_and_std([1.0, 2.0, 3.0]), mean_and_std([1.0, 2.5])
     ('2.0 ± 1.0', '1.0, 2.5')
     """
     if not values:
         return "not finite"
-    if len(values) < FEW:
+    if len(values) < MIN_RUNS:
         return ", ".join(f"{value:.{digits}f}" for value in values)
     return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
 
 
 def as_printed(value: Value, digits: int) -> str:
-    """A number of the paper's.
+    """A value of the paper, as the paper prints it.
 
     >>> as_printed(Value(3.97, 0.091), 2), as_printed(Value(1.25), 2)
     ('3.97 ± 0.09', '1.25')
@@ -58,7 +58,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def data(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
-    """JSON for a script of the page: no text in it can end the script.
+    """JSON for a script in the page, escaped so that no text can end the script.
 
     >>> data({"name": "</script>"})
     Markup('{"name": "\\\\u003c/script>"}')
@@ -67,14 +67,14 @@ def data(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
-def link(value: Mapping[str, Any]) -> str:
-    """JSON in an address: what a reader saves without asking a server."""
+def data_link(value: Mapping[str, Any]) -> str:
+    """JSON as a data: URL, which a reader can save without a server."""
     content = base64.b64encode(json.dumps(value, allow_nan=False).encode()).decode()
     return f"data:application/json;base64,{content}"
 
 
-def pooled(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Reliability bins of several runs as one."""
+def pool_bins(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """The reliability bins of several runs, pooled into one set."""
     numbers = [sum(counts) for counts in zip(*(part["number"] for part in parts), strict=True)]
 
     def of(name: str) -> list[float]:

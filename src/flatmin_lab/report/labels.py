@@ -1,4 +1,4 @@
-"""How data sets and networks are called in a page."""
+"""Titles of data sets, networks and augmentations, and signs of settings, as pages show them."""
 
 TITLES = {
     "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN", "digits": "digits", "spiral": "the spiral",

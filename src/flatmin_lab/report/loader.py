@@ -1,8 +1,8 @@
-"""Finished runs, read from their folders: what the report is a view of. What cannot be read is named, and left out.
+"""Finished runs, read from their folders: the report is a view of them. What cannot be read is listed and left out.
 
 A run is a folder with config.json and result.json; metrics.jsonl, evaluation.json and landscape.json add to it. Or it
-is one JSON file with all of that in it, as `flatmin reproduce` writes it. A tuning is a tuning.json; the runs beside it
-are its trials, and no runs of their own. Anyone may have written these files: each is checked before it is believed.
+is a single JSON file with all of that, as `flatmin reproduce` writes it. A tuning is a tuning.json; the runs beside it
+are its trials, not runs of their own. The files are untrusted: each is checked before use (schema.py).
 """
 
 import json
@@ -22,17 +22,17 @@ from flatmin_lab.runs.result_store import COST, FAILED, PLANNED
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import Tuning
 
-NUMBERED = re.compile(r".+-\d+\.json")  # as a result is called: its recipe and its seed
+RESULT_NAME = re.compile(r".+-\d+\.json")  # a result's name: its recipe and its seed
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training."""
+    """One finished training run."""
 
     path: Path
     result: Mapping[str, Any]
-    lines: Sequence[Mapping[str, Any]] = ()  # an epoch each
-    evaluation: Mapping[str, Any] = field(default_factory=dict)  # "attack" and "flatness", as far as they are known
+    lines: Sequence[Mapping[str, Any]] = ()  # one per epoch
+    evaluation: Mapping[str, Any] = field(default_factory=dict)  # "attack" and "flatness", if measured
     landscape: Mapping[str, Any] | None = None
     boundary: Mapping[str, Any] | None = None  # of points in a plane
 
@@ -46,8 +46,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Broken:
-    """Something that could not be used, and why."""
+class UnusableFile:
+    """A file or folder that could not be used, and why."""
 
     path: Path
     why: str
@@ -55,7 +55,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Failure:
-    """A training that could not go on, as it was written down."""
+    """A run that failed, as its failure file records it."""
 
     name: str
     seed: int
@@ -63,42 +63,46 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Collected:
+class LoadedResults:
+    """Everything a report is made of."""
+
     runs: list[Run] = field(default_factory=list)
     tunings: list[tuple[Path, Tuning]] = field(default_factory=list)
-    broken: list[Broken] = field(default_factory=list)
-    planned: list[tuple[str, int]] = field(default_factory=list)  # names and seeds, written down before they ran
+    unusable: list[UnusableFile] = field(default_factory=list)
+    planned: list[tuple[str, int]] = field(default_factory=list)  # names and seeds, recorded before they ran
     failures: list[Failure] = field(default_factory=list)
     costs: list[Mapping[str, Any]] = field(default_factory=list)
 
 
-def collect(paths: Iterable[Path]) -> Collected:
-    """Every run and tuning at or below these paths, in the order of their names; one named twice counts once."""
-    found = Collected()
+def load_results(paths: Iterable[Path]) -> LoadedResults:
+    """Every run and tuning at or below these paths, sorted by name; one that is named twice counts once."""
+    found = LoadedResults()
     places: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path} is not there; give folders that flatmin train made, or result files")
-        for place in _places(path):
+            raise FileNotFoundError(f"{path} does not exist; give folders that flatmin train made, or result files")
+        for place in _find_paths(path):
             places.setdefault(place.resolve(), place)
     for place in places.values():
         try:
             if place.name == result_file.FILE:
                 found.tunings.append((place, result_file.read(place)))
             else:
-                found.runs.append(_folder(place, found.broken) if place.is_dir() else read_result(place, found.broken))
+                found.runs.append(
+                    _folder(place, found.unusable) if place.is_dir() else read_result(place, found.unusable)
+                )
         except (ValueError, OSError) as error:
-            found.broken.append(Broken(place, str(error)))
+            found.unusable.append(UnusableFile(place, str(error)))
     for path in paths:
-        _add_store(path, found)
-    if not found.runs and not found.tunings and not found.broken:
+        _add_plans_failures_costs(path, found)
+    if not found.runs and not found.tunings and not found.unusable:
         shown = ", ".join(map(str, paths))
-        raise FileNotFoundError(f"there is no run in {shown}; begin one with `flatmin train --data digits`")
+        raise FileNotFoundError(f"there is no run in {shown}; start one with `flatmin train --data digits`")
     return found
 
 
-def _add_store(path: Path, found: Collected) -> None:
-    """What was planned, what failed and what a step costs, as far as it can be understood."""
+def _add_plans_failures_costs(path: Path, found: LoadedResults) -> None:
+    """Add what was planned, what failed and what a step costs; unreadable files are listed."""
     for file in sorted(path.rglob("*.json")) if path.is_dir() else ():
         if file.name == PLANNED or file.name.endswith(FAILED) or file.name.startswith(COST):
             try:
@@ -107,19 +111,23 @@ def _add_store(path: Path, found: Collected) -> None:
                     found.planned.extend(schema.planned(content))
                 elif file.name.startswith(COST):
                     found.costs.append(schema.cost({"protocol": file.resolve().parent.name, **content}))
-                elif not file.with_name(f"{file.name.removesuffix(FAILED)}.json").exists():  # it has succeeded since
+                elif not file.with_name(
+                    f"{file.name.removesuffix(FAILED)}.json"
+                ).exists():  # else it has succeeded since
                     found.failures.append(Failure(*schema.failure(content)))
             except (ValueError, OSError) as error:
-                found.broken.append(Broken(file, str(error)))
+                found.unusable.append(UnusableFile(file, str(error)))
 
 
-def _places(path: Path) -> list[Path]:
-    """Runs' folders, result files and tunings, sorted. A trial of a tuning is a run only where it is named itself."""
+def _find_paths(path: Path) -> list[Path]:
+    """Run folders, result files and tunings, sorted. A tuning's trial counts as a run only if it is named itself."""
     if path.is_file() or run_config.exists(path):
         return [path]
     folders = sorted(config.parent for config in path.rglob("config.json"))
     inside = set(folders)
-    files = [file for file in sorted(path.rglob("*.json")) if not inside & set(file.parents) and _is_ours(file)]
+    files = [
+        file for file in sorted(path.rglob("*.json")) if not inside & set(file.parents) and _is_result_or_tuning(file)
+    ]
     return [*(folder for folder in folders if not _is_trial(folder)), *files]
 
 
@@ -127,16 +135,16 @@ def _is_trial(folder: Path) -> bool:
     return folder.name.startswith(result_file.TRIAL) and (folder.parent / result_file.FILE).is_file()
 
 
-def _is_ours(path: Path) -> bool:
-    """A result or a tuning, and what must have been one: it is named if it cannot be read."""
-    if path.name.startswith(COST):  # whose hardware may end in a number
+def _is_result_or_tuning(path: Path) -> bool:
+    """A result or a tuning, or by its name meant to be one: then it is listed if it cannot be read."""
+    if path.name.startswith(COST):  # its hardware may end in a number, as a result's name does
         return False
-    return path.name == result_file.FILE or bool(NUMBERED.fullmatch(path.name)) or _is_result(path)
+    return path.name == result_file.FILE or bool(RESULT_NAME.fullmatch(path.name)) or _is_result(path)
 
 
 def _is_result(path: Path) -> bool:
     with suppress(ValueError, OSError):
-        return path.is_file() and schema.NEEDED.keys() <= _read(path).keys()
+        return path.is_file() and schema.REQUIRED.keys() <= _read(path).keys()
     return False
 
 
@@ -151,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _json(text: str | bytes) -> Any:
-    """Without half characters, which no page can hold."""
+    """Parse JSON; lone surrogates are replaced, as no page can hold them."""
     try:
         content = json.loads(text)
         return json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
@@ -159,8 +167,8 @@ def _json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from error
 
 
-def read_result(path: Path, broken: list[Broken] | None = None) -> Run:
-    """A result that is one file: what was measured afterwards, and the curves, are in it."""
+def read_result(path: Path, unusable: list[UnusableFile] | None = None) -> Run:
+    """A result in a single file, which includes the measurements after training and the curves."""
     content = _read(path)
     result = schema.result(content)
     parts: dict[str, Any] = {"curves": [], "evaluation": {}, "landscape": None, "boundary": None}
@@ -175,11 +183,13 @@ def read_result(path: Path, broken: list[Broken] | None = None) -> Run:
             try:
                 parts[part] = check(inside, result)
             except ValueError as error:
-                (broken if broken is not None else []).append(Broken(path, f"its {part} is not used: {error}"))
+                (unusable if unusable is not None else []).append(
+                    UnusableFile(path, f"its {part} is not used: {error}")
+                )
     return Run(path, result, parts["curves"], parts["evaluation"], parts["landscape"], parts["boundary"])
 
 
-def _folder(path: Path, broken: list[Broken]) -> Run:
+def _folder(path: Path, unusable: list[UnusableFile]) -> Run:
     config = run_config.read_config(path)
     if not (path / "result.json").exists():
         raise ValueError(_unfinished(path, config))
@@ -188,7 +198,7 @@ def _folder(path: Path, broken: list[Broken]) -> Run:
     try:
         lines = _lines(path / "metrics.jsonl")
     except (ValueError, OSError) as error:
-        broken.append(Broken(path / "metrics.jsonl", f"no curves of this run: {error}"))
+        unusable.append(UnusableFile(path / "metrics.jsonl", f"no curves of this run: {error}"))
     kept: dict[str, dict[str, Any]] = {}
     for name, check in (
         (evaluation_files.EVALUATION, schema.evaluation),
@@ -200,12 +210,12 @@ def _folder(path: Path, broken: list[Broken]) -> Run:
                 schema.check_end(found, result["epochs"])
                 kept[name] = check(found, result)
             except (ValueError, OSError) as error:
-                broken.append(Broken(path / name, f"not used: {error}"))
+                unusable.append(UnusableFile(path / name, f"not used: {error}"))
     return Run(path, result, lines, kept.get(evaluation_files.EVALUATION, {}), kept.get(evaluation_files.LANDSCAPE))
 
 
 def _unfinished(path: Path, config: Mapping[str, Any]) -> str:
-    """Not finished, or broken off because it diverged: that is a result of the method too, and is said."""
+    """Why a run has no result: it is unfinished, or it diverged, which says something about the method too."""
     state: dict[str, Any] = {}
     done = 0
     with suppress(ValueError, OSError):

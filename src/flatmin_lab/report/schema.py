@@ -1,6 +1,6 @@
-"""What the report needs of a file, checked: whatever passes here can be compared and drawn.
+"""Checks of every file that the report reads: what passes here can be compared and drawn.
 
-Each function gives the part of a file that is used, or raises a ValueError that says what is wrong with it.
+Each function returns the part of a file that is used, or raises a ValueError that says what is wrong with it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from flatmin_lab.methods import METHODS
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.training.evaluation import BINS
 
-NEEDED: dict[str, type | tuple[type, ...]] = {
+REQUIRED: dict[str, type | tuple[type, ...]] = {
     "data": str,
     "model": str,
     "method": str,
@@ -19,12 +19,12 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
     "epochs": int,
     "seconds": (int, float),
 }
-LARGEST = 1e30  # beyond it means and levels overflow
-PARTS = ("number", "confidence", "accuracy")
+MAX_NUMBER = 1e30  # larger ones overflow means and contour levels
+BIN_KEYS = ("number", "confidence", "accuracy")
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
 def is_share(value: object) -> bool:
@@ -32,12 +32,12 @@ def is_share(value: object) -> bool:
 
 
 def is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < MAX_NUMBER
 
 
 def result(found: dict[str, Any]) -> dict[str, Any]:
-    """result.json; bins that make no sense are left out of it."""
-    for name, kind in NEEDED.items():
+    """result.json; invalid reliability bins are dropped."""
+    for name, kind in REQUIRED.items():
         if not isinstance(found.get(name), kind) or isinstance(found.get(name), bool):
             raise ValueError(f"it is not a result: {name} is {found.get(name)!r}")
     if found["method"] not in METHODS:
@@ -59,12 +59,12 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
 def _is_bins(bins: Any) -> bool:
     return isinstance(bins, dict) and all(
         isinstance(bins.get(name), list) and len(bins[name]) == BINS and all(map(is_number, bins[name]))
-        for name in PARTS
+        for name in BIN_KEYS
     )
 
 
 def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """Its attacks and its flatness."""
+    """The attacks and the flatness of evaluation.json."""
     parts: dict[str, Any] = {}
     for kind in ("attack", "attack_normalised"):
         attack = found.get(kind)
@@ -107,7 +107,7 @@ def curves(found: Any, result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def boundary(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
-    """A grid, and what was answered on it."""
+    """A grid, and the second class's probability on it."""
     _object(found, "boundary")
     side, shares = found.get("side"), found.get("shares")
     if not isinstance(side, list) or len(side) < 3 or not all(map(is_number, side)) or side != sorted(set(side)):
@@ -134,7 +134,7 @@ def planned(found: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def failure(found: Mapping[str, Any]) -> tuple[str, int, str]:
-    """What a training failed with: its name, seed and error."""
+    """A failed run: its name, seed and error."""
     for name in ("name", "error"):
         _check(found, name, lambda value: isinstance(value, str), "a text")
     _check(found, "seed", _is_seed, "a whole number")
@@ -142,7 +142,7 @@ def failure(found: Mapping[str, Any]) -> tuple[str, int, str]:
 
 
 def cost(found: dict[str, Any]) -> dict[str, Any]:
-    """What a step of ERM and of AMP takes."""
+    """The cost of a step of ERM and of AMP."""
     for name in ("hardware", "data", "precision", "protocol"):
         _check(found, name, lambda value: isinstance(value, str), "a name")
     _check(found, "epochs", is_count, "a whole number above 0")
@@ -161,7 +161,7 @@ def _is_seed(value: object) -> bool:
 
 
 def landscape(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
-    """An axis, and for each split a line and perhaps a plane, as long and as wide as it."""
+    """An axis, and for each split a line and perhaps a plane of that size."""
     _object(found, "landscape")
     axis = found.get("axis")
     if not isinstance(axis, list) or len(axis) < 3 or not all(map(is_number, axis)) or axis != sorted(set(axis)):
@@ -196,7 +196,7 @@ def _row(row: object, points: int) -> None:
 
 
 def check_end(found: Mapping[str, Any], epochs: int) -> None:
-    """Whether it was measured of the last weights."""
+    """Check that the last weights were measured."""
     if found.get("epoch") != epochs:
         raise ValueError(f"it was measured after epoch {found.get('epoch')!r}, and the training ended after {epochs}")
 
@@ -210,7 +210,7 @@ def _check(found: Mapping[str, Any], name: str, holds: Callable[[Any], bool], ru
     value = found.get(name)
     try:
         right = holds(value)
-    except TypeError:  # something that cannot be compared, or looked up
+    except TypeError:  # a type that cannot be compared or hashed
         right = False
     if not right:
         raise ValueError(f"{name} is {value!r}, not {rule}")

@@ -1,9 +1,9 @@
-"""Is a difference between two methods more than chance? Welch's test: two means, whose deviations may differ.
+"""Is a difference between two methods more than chance? Welch's test of two means with unequal standard deviations.
 
     t = (x̄ − ȳ) / √(s²ₓ/n + s²ᵧ/m),     with (s²ₓ/n + s²ᵧ/m)² / (s⁴ₓ/n²(n−1) + s⁴ᵧ/m²(m−1)) degrees of freedom
 
-p is the chance of a t at least as large, either way, if the means were the same. Of many comparisons some are below
-0.05 by chance alone: Holm's rule makes up for that.
+p is the probability of a t at least as large in absolute value if the means were equal. Of many comparisons some fall
+below 0.05 by chance alone: Holm's correction makes up for that.
 """
 
 import math
@@ -16,8 +16,8 @@ from scipy.special import stdtr  # the t distribution; scipy.stats has the whole
 from flatmin_lab.recipes.paper_numbers import Value
 
 Key = TypeVar("Key")
-LEVEL = 0.05
-FEW = 3  # trainings, below which there is no deviation and no test
+LEVEL = 0.05  # of significance
+MIN_RUNS = 3  # with fewer there is no standard deviation and no test
 
 
 class Welch(NamedTuple):
@@ -27,9 +27,9 @@ class Welch(NamedTuple):
 
 
 def welch(x: Sequence[float], y: Sequence[float]) -> Welch | None:
-    """The test of two samples; None where nothing can be said: fewer than two values in one, or no spread in either.
+    """Welch's test of two samples; None if either has fewer than two values, or neither has any spread.
 
-    Two that tie exactly, twice, are not proof of anything: errors are shares of few pictures.
+    Exact ties prove nothing: errors are fractions of few images.
 
     >>> round(welch([1.0, 2.0, 3.0], [5.0, 6.0, 7.0]).p, 4)
     0.008
@@ -41,13 +41,13 @@ def welch(x: Sequence[float], y: Sequence[float]) -> Welch | None:
         return None
     apart = mean(x) - mean(y)
     t = apart / math.sqrt(a + b)
-    share = a / (a + b)  # of the variance: its square cannot vanish
+    share = a / (a + b)  # of the variance; its square cannot underflow
     freedom = 1 / (share**2 / (len(x) - 1) + (1 - share) ** 2 / (len(y) - 1))
     return Welch(t, freedom, 2 * float(stdtr(freedom, -abs(t))))
 
 
 def holm(ps: Mapping[Key, float]) -> dict[Key, float]:
-    """The p-values after Holm: compared with 0.05, at most one family in twenty without a difference shows one.
+    """Holm's p-values: compared with 0.05, at most one family in twenty without any difference shows one.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}
@@ -60,33 +60,33 @@ def holm(ps: Mapping[Key, float]) -> dict[Key, float]:
     return adjusted
 
 
-def against(base: Sequence[float], others: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
-    """The p-value of each against the base, after Holm; without those that are too few, or have no spread.
+def p_values_against(base: Sequence[float], others: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    """Each sample's p-value against the base, after Holm; samples that are too small or without spread are left out.
 
-    >>> against([1.0, 1.1, 1.2], {"far": [5.0, 5.1, 5.2], "two": [5.0, 5.1]}).keys()
+    >>> p_values_against([1.0, 1.1, 1.2], {"far": [5.0, 5.1, 5.2], "two": [5.0, 5.1]}).keys()
     dict_keys(['far'])
     """
-    tests = {key: welch(values, base) for key, values in others.items() if min(len(values), len(base)) >= FEW}
+    tests = {key: welch(values, base) for key, values in others.items() if min(len(values), len(base)) >= MIN_RUNS}
     return holm({key: test.p for key, test in tests.items() if test is not None})
 
 
-# ---- does a mean of ours agree with the paper's? Within twice the standard deviation of such a difference
+# ---- agreement with the paper: our mean lies within two standard deviations of the difference of two means
 
 
-TRIALS = 10  # the paper's
+PAPER_TRIALS = 10  # runs behind each of the paper's means
 
 
-def tolerance(count: int, deviation: float) -> float:
-    """How far apart two means may lie.
+def tolerance(count: int, std: float) -> float:
+    """How far apart our mean of `count` runs and the paper's may lie; `std` is of a single run.
 
     >>> round(tolerance(10, 0.1), 4)
     0.0894
     """
-    return 2 * deviation * math.sqrt(1 / count + 1 / TRIALS)
+    return 2 * std * math.sqrt(1 / count + 1 / PAPER_TRIALS)
 
 
 def agrees(values: Sequence[float], paper: Value | None) -> bool | None:
-    """None where it cannot be said: no values, none of the paper's, or no deviation with it.
+    """Whether our mean agrees with the paper's; None without values, or without the paper's standard deviation.
 
     >>> agrees([5.1, 5.2], Value(5.02, 0.212)), agrees([4.2], Value(3.97, 0.091)), agrees([1.0], Value(1.25))
     (True, False, None)

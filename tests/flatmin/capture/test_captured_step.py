@@ -31,7 +31,7 @@ from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.capture.weight_swap import weights_cast_once
 from flatmin.core.cuda_graph import GENERATOR_REPLACEMENTS, CannotCaptureError, no_host_sync
 from flatmin.core.model_state import HostRandom
-from flatmin_lab.bench.timing import MIB, memory, peak_since, tidy, use_all_streams
+from flatmin_lab.bench.timing import MIB, memory_in_use, peak_mib_since, release_memory, use_cublas_on_all_streams
 
 on_cuda = pytest.mark.cuda
 
@@ -964,11 +964,11 @@ def test_no_step_waits_for_the_device() -> None:
 def test_memory_beyond_the_base_is_one_copy() -> None:
     """In float32, one for θ + Δ; with half precision none, because it goes where the clean pass had θ."""
     sizes = {}
-    use_all_streams(torch.device("cuda"), torch.float32)
+    use_cublas_on_all_streams(torch.device("cuda"), torch.float32)
     for autocast in (None, torch.bfloat16):
         for name, wrap in (("erm", lambda base, **_: base), ("amp", partial(flatmin.AMP, epsilon=0.1))):
-            tidy(torch.device("cuda"))
-            before = memory(torch.device("cuda"))
+            release_memory(torch.device("cuda"))
+            before = memory_in_use(torch.device("cuda"))
             torch.manual_seed(0)
             model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).cuda()
             x = torch.randn(8, 2048, device="cuda")
@@ -979,7 +979,7 @@ def test_memory_beyond_the_base_is_one_copy() -> None:
             )
             for _ in range(3):
                 step(x)
-            peak = peak_since(before, lambda _, step=step, x=x: step(x), torch.device("cuda"))  # type: ignore[misc]
+            peak = peak_mib_since(before, lambda _, step=step, x=x: step(x), torch.device("cuda"))  # type: ignore[misc]
             assert peak is not None
             sizes[name] = peak * MIB / size
             del step, optimizer, model

@@ -220,7 +220,7 @@ def test_a_request_that_makes_no_sense_is_refused(mine: Path) -> None:
     for arguments, message in (
         (["convnet"], "takes mymodule:make_training or file.py:make_training, got 'convnet'"),
         (["my_training_module:absent"], "no function or class 'absent'"),
-        (["absent.py"], "one of your own is given as file.py:make_training"),
+        (["absent.py"], "name your own function as file.py:make_training"),
         (["absent_module:make"], "there is no module 'absent_module'"),
         (["my_training_module:nothing"], "must return (model, optimizer, closure)"),
         (["my_training_module:make_training", "--model", "convnet"], "leave out the flags, or the training"),

@@ -163,7 +163,7 @@ def test_a_node_is_killed_in_the_middle_and_every_run_ends_once_with_the_bits_of
         assert process.wait(150) == 0, said(there)
     assert len(done) < 4
     assert "lost on node" in said(there)
-    assert "going on after step" in said(there)
+    assert "resumed after step" in said(there)
     assert ended(*asked, at=here) == 0, said(here)
     assert len(finishes(there)) == len(set(finishes(there))) == 4
     assert finishes(there) == finishes(here)
@@ -189,7 +189,7 @@ def test_the_command_is_killed_or_asked_to_stop_and_goes_on(
             until(lambda: len(finishes(tmp_path)) > before, process, tmp_path)  # noqa: B023
             process.send_signal(number)
             assert process.wait(150) == code, said(tmp_path)
-    assert "stopped by Ctrl-C; the same command goes on" in said(tmp_path)
+    assert "stopped by Ctrl-C; the same command resumes" in said(tmp_path)
     assert ended(*asked, at=tmp_path) == 0, said(tmp_path)
     assert len(finishes(tmp_path)) == len(set(finishes(tmp_path))) == 4
     assert "Traceback" not in said(tmp_path)

@@ -53,8 +53,8 @@ def test_a_signal_saves_all_seeds(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 143
     steps = [json.loads((tmp_path / "runs" / f"seed-{seed}" / "state.json").read_text())["step"] for seed in (0, 1)]
-    far = f"seed 0 saved after step {steps[0]}, seed 1 saved after step {steps[1]}, seed 2 not begun"
-    assert f"{far}; go on with the same command and --resume" in rest
+    far = f"seed 0 saved after step {steps[0]}, seed 1 saved after step {steps[1]}, seed 2 not started"
+    assert f"{far}; resume with the same command and --resume" in rest
     assert not (tmp_path / "runs" / "seed-2").exists()
     assert "Traceback" not in rest
 
@@ -115,7 +115,7 @@ def test_a_training_that_nobody_watches_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hung_up", [True, False])
 def test_a_terminal_that_is_gone_costs_nothing(tmp_path: Path, hung_up: bool) -> None:
-    """Closed, it says so by SIGHUP: saved, stopped. A training that does not listen to that goes on to its end."""
+    """A closed terminal sends SIGHUP: the run saves and stops. A run that ignores it continues to its end."""
     folder = tmp_path / "run"
     epochs = "1000" if hung_up else "4"
     arguments = command("train", "--data", "digits", "--method", "erm", "--epochs", epochs, "--out", str(folder))

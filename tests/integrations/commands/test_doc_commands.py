@@ -1,7 +1,7 @@
 """Every command line of the README and the guides is run as it stands, page by page, and ends well.
 
-The reader's folder has small stand-ins for the official data sets, pictures, a module and weights of their own. What
-would take hours is cut from outside (fewer pictures, epochs, trials and channels; workers in this process), never in
+The reader's folder has small stand-ins for the official data sets, images, a module and weights of their own. What
+would take hours is cut from outside (fewer images, epochs, trials and channels; workers in this process), never in
 the line.
 """
 
@@ -58,7 +58,7 @@ BEFORE = {  # what a page takes for granted
 }
 LINES = {page: commands(page) for page in PAGES if commands(page)}
 MOST_EPOCHS, EPOCHS, TRIALS, DIGITS = 24, 2, 2, 100
-ENDLESS = 1_000_000  # the epochs of a training whose steps are timed, and which is then left
+ENDLESS = 1_000_000  # the epochs of a run whose steps are timed, and which is then dropped
 
 MINE = """
 import torch
@@ -127,13 +127,13 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(paper_tables, "METHODS", ("erm", "amp"))
     for module in (process_pool, runner, tuner):
         monkeypatch.setattr(module, "in_processes", _at_once)
-    monkeypatch.setattr(demo, "run", _with(demo.run, seeds=TRIALS, epochs=EPOCHS))
+    monkeypatch.setattr(demo, "run_demo", _with(demo.run_demo, seeds=TRIALS, epochs=EPOCHS))
     monkeypatch.setattr(tune, "tuning", _with(tuner.tune, trials=TRIALS))
     monkeypatch.setattr(landscapes, "landscape", _with(landscapes.landscape, points=3))
-    monkeypatch.setattr(measurements, "flatness_of", _with(measurements.flatness_of, pictures=5, restarts=1))
-    monkeypatch.setattr(time_estimate, "SECONDS", 0.1)
-    measure = benchmark.measure
-    monkeypatch.setattr(bench, "measure", lambda wanted, **how: measure(replace(wanted, steps=5), **how))
+    monkeypatch.setattr(measurements, "flatness_of", _with(measurements.flatness_of, images=5, restarts=1))
+    monkeypatch.setattr(time_estimate, "TIMED_SECONDS", 0.1)
+    run_benchmark = benchmark.run_benchmark
+    monkeypatch.setattr(bench, "run_benchmark", lambda options, **how: run_benchmark(replace(options, steps=5), **how))
     paper_tables.by_name.cache_clear()
     yield
     paper_tables.by_name.cache_clear()
@@ -142,7 +142,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("cheap", "folder")
-@pytest.mark.filterwarnings("ignore:.*")  # of what is too small to be sensible; they are looked for elsewhere
+@pytest.mark.filterwarnings("ignore:.*")  # about data too small to be sensible; other tests check warnings
 @pytest.mark.parametrize("page", LINES, ids=lambda page: page.name)
 def test_every_command_line_of_a_page_runs(page: Path) -> None:
     for line in [*BEFORE.get(page.name, []), *LINES[page]]:

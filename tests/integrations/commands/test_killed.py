@@ -1,4 +1,4 @@
-"""Killed with SIGKILL at random moments, in the middle of writing a checkpoint too, a training loses nothing."""
+"""Killed with SIGKILL at random moments, even while it writes a checkpoint, a run loses nothing."""
 
 import json
 import os

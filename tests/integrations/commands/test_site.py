@@ -63,7 +63,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Fetched(HTMLParser):
-    """What a page has the browser fetch: scripts, styles, fonts, pictures, frames; not the links of a reader."""
+    """What a page has the browser fetch: scripts, styles, fonts, images, frames; not the links of a reader."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()

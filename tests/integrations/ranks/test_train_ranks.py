@@ -247,7 +247,7 @@ def test_killed_or_stopped_it_goes_on_to_the_same_bits(told: Told, folder: Path,
 def test_a_signal_to_one_process_stops_all_and_is_told_once(told: Told) -> None:
     first, other = told["stopped"]["said"]
     assert re.search(
-        r"stopped by SIGTERM, saved after step 14; go on with: torchrun … -m flatmin_lab train --out", first
+        r"stopped by SIGTERM, saved after step 14; resume with: torchrun … -m flatmin_lab train --out", first
     )
     assert other == ""
     assert told["finished, again"]["codes"] == [0, 0]

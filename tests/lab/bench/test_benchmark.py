@@ -17,53 +17,50 @@ from tests.support.processes import flatmin, words
 
 import cost_table
 import readme
-from flatmin_lab.bench import contenders as bench_steps
-from flatmin_lab.bench import roofline as bench_floor
+from flatmin_lab.bench import contenders, roofline, timing
 from flatmin_lab.bench import table as bench_table
-from flatmin_lab.bench import timing as bench_clock
-from flatmin_lab.bench.benchmark import Wanted, measure
-from flatmin_lab.bench.contenders import Trainee, trainee
+from flatmin_lab.bench.benchmark import BenchmarkOptions, run_benchmark
+from flatmin_lab.bench.contenders import Contender, build_contender
 from flatmin_lab.bench.roofline import floor, flops_of
 from flatmin_lab.bench.rows import ratios
-from flatmin_lab.bench.timing import Runner, race
-from flatmin_lab.bench.workload import Work, random_pictures
-from flatmin_lab.cli.commands import bench
-from flatmin_lab.cli.commands import bench_view as bench_show
+from flatmin_lab.bench.timing import Runner, run_rounds
+from flatmin_lab.bench.workload import Workload, random_images
+from flatmin_lab.cli.commands import bench, bench_view
 from flatmin_lab.data import Normalisation, augmentation
 
 BEGIN, END = readme.markers(cost_table.PART)
 CPU = torch.device("cpu")
 
 
-def small(**changes: Any) -> Wanted:
+def small(**changes: Any) -> BenchmarkOptions:
     usual: dict[str, Any] = {"models": ("mlp",), "batch_sizes": (4,), "steps": 5, "precision": "fp32"}
-    return Wanted(**{**usual, **changes})
+    return BenchmarkOptions(**{**usual, **changes})
 
 
-def measured(wanted: Wanted, device: torch.device = CPU) -> dict[str, Any]:
-    result = measure(wanted, device=device, pictures=200)
+def measured(wanted: BenchmarkOptions, device: torch.device = CPU) -> dict[str, Any]:
+    result = run_benchmark(wanted, device=device, images=200)
     json.dumps(result, allow_nan=False)
     return result
 
 
-def work(model: str = "mlp", precision: str = "fp32") -> Work:
-    split = random_pictures(CPU, 64)
+def work(model: str = "mlp", precision: str = "fp32") -> Workload:
+    split = random_images(CPU, 64)
     normalise = Normalisation.of(split)
     augment = augmentation("vanilla", "cifar10")
-    return Work.of(model, split, normalise, batch_size=4, augment=augment, precision=precision)
+    return Workload.build(model, split, normalise, batch_size=4, augment=augment, precision=precision)
 
 
 @pytest.fixture(autouse=True)
 def a_rough_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_floor, "PATIENCE", 0.0)
+    monkeypatch.setattr(roofline, "MAX_SECONDS", 0.0)
 
 
 @pytest.fixture
 def as_if_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU a captured step takes ordinary ones: enough to see who is built, and who takes turns with whom."""
-    monkeypatch.setattr(bench_table, "left_out", lambda *_, **__: None)
-    monkeypatch.setattr(Trainee, "check", lambda *_: None)
-    monkeypatch.setattr(bench_table, "free_memory", lambda _: 1e9)
+    monkeypatch.setattr(bench_table, "why_left_out", lambda *_, **__: None)
+    monkeypatch.setattr(Contender, "check", lambda *_: None)
+    monkeypatch.setattr(bench_table, "free_mib", lambda _: 1e9)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
 
@@ -91,11 +88,11 @@ def test_on_a_cpu_the_eager_ones_are_timed_and_the_others_left_out_with_a_reason
 def test_every_form_has_its_rows_and_models_at_once_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, str]] = []
 
-    def counted(work: Work, method: str, form: str, *, data: bool = True) -> Trainee:
+    def counted(work: Workload, method: str, form: str, *, data: bool = True) -> Contender:
         made.append((method, form))
-        return trainee(work, method, form, data=data)
+        return build_contender(work, method, form, data=data)
 
-    monkeypatch.setattr(bench_table, "trainee", counted)
+    monkeypatch.setattr(bench_table, "build_contender", counted)
     (table,) = measured(small(methods=("erm", "amp"), at_once=(3, 2)))["tables"]
     rows = [(row["form"], row["models"]) for row in table["rows"] if row["method"] == "amp"]
     assert rows == [("eager", 1), ("graph", 1), ("compiled", 1), ("at-once", 2), ("at-once", 3)]
@@ -107,17 +104,17 @@ def test_every_form_has_its_rows_and_models_at_once_are_built_once(monkeypatch: 
 
 @pytest.mark.usefixtures("as_if_captured")
 def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(work: Work, method: str, form: str, *, data: bool = True) -> Trainee:
+    def fails(work: Workload, method: str, form: str, *, data: bool = True) -> Contender:
         if (method == "amp" or not data) and form == "graph":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.\nMore of it.")
-        made = trainee(work, method, form, data=data)
+        made = build_contender(work, method, form, data=data)
         if method == "erm" and form == "compiled":
             calls = iter([*range(4)])  # enough to be built
             made.step = lambda *_: next(calls)
         return made
 
-    monkeypatch.setattr(bench_table, "trainee", fails)
-    monkeypatch.setattr(bench_table, "free_memory", lambda _: -1.0)
+    monkeypatch.setattr(bench_table, "build_contender", fails)
+    monkeypatch.setattr(bench_table, "free_mib", lambda _: -1.0)
     (table,) = measured(small(methods=("erm", "amp"), at_once=(2,)))["tables"]
     rows = {(row["method"], row["form"]): row for row in table["rows"]}
     assert rows["amp", "graph"]["failed"] == "out of memory"
@@ -127,14 +124,14 @@ def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert "amp / erm, graph" not in table["ratios"]
     assert [part.get("failed") for part in table["data"]] == [None, "out of memory"]
     assert all(row["n"] <= 5 for row in table["rows"] if "n" in row)
-    assert "CUDA graph failed: out of memory" in "".join(bench_show._lines(table))
+    assert "CUDA graph failed: out of memory" in "".join(bench_view._lines(table))
 
 
 def test_a_step_that_was_not_captured_is_no_row_of_a_captured_form() -> None:
-    made = trainee(work(), "erm", "graph")
+    made = build_contender(work(), "erm", "graph")
     made(2)
     made.check("eager")
-    with pytest.raises(bench_steps.CannotStepError, match="not on a CUDA device"):
+    with pytest.raises(contenders.CannotStepError, match="not on a CUDA device"):
         made.check("graph")
 
 
@@ -146,10 +143,10 @@ def test_a_step_moves_the_weights_and_leaves_them_finite(
     if method == "sam":
         pytest.importorskip("pytorch_optimizer", reason="its SAM is one of the contenders")
     kept: list[torch.nn.Module] = []
-    new = Work.new_model
-    monkeypatch.setattr(Work, "new_model", lambda self: kept.append(new(self)) or kept[-1])  # type: ignore[func-returns-value]
+    new = Workload.new_model
+    monkeypatch.setattr(Workload, "new_model", lambda self: kept.append(new(self)) or kept[-1])  # type: ignore[func-returns-value]
     own = work(precision=precision)
-    made = trainee(own, method, "eager")
+    made = build_contender(own, method, "eager")
     before = [p.detach().clone() for p in kept[0].parameters()]
     made(2)
     after = [p.detach() for p in kept[0].parameters()]
@@ -176,22 +173,22 @@ def test_contenders_take_turns_and_one_that_breaks_is_out() -> None:
         order.append("b")
 
     runners = {"a": Runner(lambda count: order.extend("a" * count), 2), "b": Runner(breaks, 1, models=4)}
-    race(runners, CPU, rounds=3)
+    run_rounds(runners, CPU, rounds=3)
     assert "".join(order) == "aabaabaa"
     assert runners["b"].failed == "no more"
     assert len(runners["a"].times) == 3
 
 
 def test_a_block_of_slow_steps_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_clock, "by_wall", lambda work, device: 2.0)
-    assert bench_clock.block_length(lambda count: None, CPU, most=20) == 1
-    monkeypatch.setattr(bench_clock, "by_wall", lambda work, device: 2e-3)
-    assert bench_clock.block_length(lambda count: None, CPU, most=20) == 20
+    monkeypatch.setattr(timing, "wall_seconds", lambda work, device: 2.0)
+    assert timing.block_length(lambda count: None, CPU, most=20) == 1
+    monkeypatch.setattr(timing, "wall_seconds", lambda work, device: 2e-3)
+    assert timing.block_length(lambda count: None, CPU, most=20) == 20
 
 
 def test_the_memory_of_a_step_is_its_peak_and_what_its_graph_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: 100 MiB. A graph then holds 50 of which 10 are in use; other devices' and other memory does not count."""
-    mib, gpu = bench_clock.MIB, torch.device("cuda", 0)
+    mib, gpu = timing.MIB, torch.device("cuda", 0)
 
     def segment(device: int, total: int, used: int, pool: tuple[int, int]) -> dict[str, Any]:
         return {"device": device, "total_size": total * mib, "allocated_size": used * mib, "segment_pool_id": pool}
@@ -205,8 +202,8 @@ def test_the_memory_of_a_step_is_its_peak_and_what_its_graph_set_aside(monkeypat
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert bench_clock.memory(gpu) == (120 * mib, 40 * mib)
-    assert bench_clock.peak_since(bench_clock.Memory(100 * mib, 0), lambda count: None, gpu) == 30 + 40
+    assert timing.memory_in_use(gpu) == (120 * mib, 40 * mib)
+    assert timing.peak_mib_since(timing.Memory(100 * mib, 0), lambda count: None, gpu) == 30 + 40
 
 
 def test_the_floor_counts_two_passes_and_the_bytes_of_the_weights() -> None:
@@ -258,7 +255,7 @@ WRONG = {
 def test_a_reader_that_goes_away_costs_nothing_and_a_full_disk_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(wanted: Wanted, *, after: Callable[[dict[str, Any]], None], **_: object) -> dict[str, Any]:
+    def measured(wanted: BenchmarkOptions, *, after: Callable[[dict[str, Any]], None], **_: object) -> dict[str, Any]:
         after(made_up())
         after(made_up())
         return made_up()
@@ -267,12 +264,12 @@ def test_a_reader_that_goes_away_costs_nothing_and_a_full_disk_ends_nothing(
         raise BrokenPipeError
 
     file = tmp_path / "bench.json"
-    monkeypatch.setattr(bench, "measure", measured)
-    monkeypatch.setattr(bench_show, "table", closed)
+    monkeypatch.setattr(bench, "run_benchmark", measured)
+    monkeypatch.setattr(bench_view, "table", closed)
     assert flatmin("bench", "--device", "cpu", "--json", file).exit_code == 1
     assert json.loads(file.read_text()) == made_up()
     tables: list[object] = []
-    monkeypatch.setattr(bench_show, "table", lambda *table: tables.append(table))
+    monkeypatch.setattr(bench_view, "table", lambda *table: tables.append(table))
     with monkeypatch.context() as full:
 
         def fails(path: Path) -> None:
@@ -289,7 +286,7 @@ def test_a_place_that_cannot_be_written_to_is_found_first(tmp_path: Path, monkey
     def refused(path: Path) -> None:
         raise PermissionError(errno.EACCES, "permission denied")
 
-    monkeypatch.setattr(bench, "measure", None)
+    monkeypatch.setattr(bench, "run_benchmark", None)
     monkeypatch.setattr(Path, "touch", refused)
     result = flatmin("bench", "--device", "cpu", "--json", tmp_path / "bench.json")
     assert result.exit_code == 2
@@ -382,7 +379,7 @@ def test_the_tables_have_a_row_for_each_form_and_one_for_each_model() -> None:
 
 def test_every_row_of_a_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     result = made_up()
-    bench_show.table(result, result["tables"][1])
+    bench_view.table(result, result["tables"][1])
     text = words(capsys.readouterr().out)
     for part in ("AMP, 4 models at once failed: out of memory", "AMP, compiled 3.50", "+0.25 copies", "(no reason)"):
         assert part in text

@@ -38,15 +38,15 @@ def test_the_passes_of_a_step_are_counted_right(method: str, settings: dict[str,
     learner.model.register_forward_hook(lambda *_: counted.append(1))
     index, u = next(iter(learner.batches.parts(0)))
     learner.step(index, u, 0.1)
-    assert len(counted) == time_estimate.passes(recipe)
+    assert len(counted) == time_estimate.passes_per_step(recipe)
 
 
-def test_a_training_is_its_steps_and_a_look_at_the_test_set_after_each_epoch() -> None:
-    data, known = tiny_data(train=40, test=30), time_estimate.Pace(step=1.0, look=0.1)
+def test_a_run_is_its_steps_and_an_evaluation_of_the_test_set_after_each_epoch() -> None:
+    data, known = tiny_data(train=40, test=30), time_estimate.Pace(step_seconds=1.0, image_seconds=0.1)
     recipe = tiny_recipe(epochs=3, batch_size=10)
-    assert time_estimate.seconds_of(recipe, data, known) == pytest.approx(3 * (4 + 30 * 0.1))
+    assert time_estimate.estimate_seconds(recipe, data, known) == pytest.approx(3 * (4 + 30 * 0.1))
     held_out = tiny_recipe(epochs=3, batch_size=10, validation=True)
-    assert time_estimate.seconds_of(held_out, data, known) == pytest.approx(3 * (3.6 + 4 * 0.1))
+    assert time_estimate.estimate_seconds(held_out, data, known) == pytest.approx(3 * (3.6 + 4 * 0.1))
 
 
 class Work(TorchDispatchMode):
@@ -61,14 +61,14 @@ class Work(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_an_estimate_is_near_the_training_where_most_of_it_is_looking_at_the_test_set(
+def test_an_estimate_is_near_the_run_where_most_of_it_is_evaluation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = load("spiral")
     recipe = default_recipe("spiral", data, method="amp", epochs=10)
     with Work() as clock:
         monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock.seconds)
-        (guess,) = time_estimate.seconds_of_all([Job(recipe, 0)], {"spiral": data}, device=torch.device("cpu"))
+        (guess,) = time_estimate.estimate_all_seconds([Job(recipe, 0)], {"spiral": data}, device=torch.device("cpu"))
         start = clock.seconds
         assert isinstance(list(train(recipe, data, seed=0))[-1], Finished)
     assert 0.5 < guess / (clock.seconds - start) < 2
@@ -79,7 +79,7 @@ def test_a_step_that_comes_after_the_end_of_an_epoch_counts_only_where_all_do(mo
     monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock[0])
 
     def records(steps: int) -> Iterator[Event | None]:
-        """A step takes 1 ms, a look at the test set 100."""
+        """A step takes 1 ms, an evaluation of the test set 100."""
         for epoch in count(1):
             for _ in range(steps):
                 clock[0] += 0.001
@@ -89,16 +89,16 @@ def test_a_step_that_comes_after_the_end_of_an_epoch_counts_only_where_all_do(mo
             yield Epoch(epoch=epoch, step=1, numbers={})
 
     for steps, expected in ((4, 0.001), (1, 0.101)):
-        monkeypatch.setattr(time_estimate, "begun", lambda *_, steps=steps, **__: nullcontext(records(steps)))
-        found = time_estimate.seconds_a_step(tiny_recipe(), tiny_data(), device=torch.device("cpu"))
+        monkeypatch.setattr(time_estimate, "endless_run", lambda *_, steps=steps, **__: nullcontext(records(steps)))
+        found = time_estimate.seconds_per_step(tiny_recipe(), tiny_data(), device=torch.device("cpu"))
         assert found == pytest.approx(expected)
 
 
 def test_a_look_is_measured_in_small_where_a_large_batch_would_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = []
+    evaluated = []
 
     def logits_of(answers: Any, split: Any, normalise: Any) -> torch.Tensor:
-        looked.append(len(split))
+        evaluated.append(len(split))
         clock[0] += len(split) * each
         return torch.zeros(len(split), 3)
 
@@ -106,10 +106,12 @@ def test_a_look_is_measured_in_small_where_a_large_batch_would_take_minutes(monk
     monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(time_estimate, "logits_of", logits_of)
     for each, sizes in ((1e-4, [50, 50, 500, 500]), (0.1, [50, 50])):
-        looked.clear()
+        evaluated.clear()
         data = tiny_data(test=600)
-        assert time_estimate.seconds_a_look(tiny_recipe(), data, device=torch.device("cpu")) == pytest.approx(each)
-        assert looked == sizes
+        assert time_estimate.seconds_per_evaluation(tiny_recipe(), data, device=torch.device("cpu")) == pytest.approx(
+            each
+        )
+        assert evaluated == sizes
 
 
 def test_of_those_that_are_alike_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,22 +121,22 @@ def test_of_those_that_are_alike_one_is_measured(monkeypatch: pytest.MonkeyPatch
         measured.append(recipe.name)
         return time_estimate.Pace(0.5, 0.01)
 
-    monkeypatch.setattr(time_estimate, "pace", pace)
+    monkeypatch.setattr(time_estimate, "measure_pace", pace)
     jobs = EXPERIMENTS["table1"]("smoke").jobs((0, 1))
     sets = {recipe.data: tiny_data() for recipe in EXPERIMENTS["table1"]("smoke").recipes}
-    found = time_estimate.seconds_of_all(jobs, sets, device=torch.device("cpu"))
+    found = time_estimate.estimate_all_seconds(jobs, sets, device=torch.device("cpu"))
     assert len(found) == len(jobs) == 96
     assert len(measured) == 2 * 2  # two networks, one or two passes
     assert all(seconds > 0 for seconds in found)
 
 
-def test_a_step_is_measured_on_a_training_that_leaves_nothing() -> None:
+def test_a_step_is_measured_on_a_run_that_leaves_nothing() -> None:
     recipe = cell("smoke", "cifar10", "vgg16", "amp")
     data = tiny_data(train=20)
     small = tiny_recipe(method="amp", settings={"epsilon": 0.1})
     before = torch.get_rng_state()
-    found = time_estimate.pace(small, data, device=torch.device("cpu"))
+    found = time_estimate.measure_pace(small, data, device=torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
-    assert 0 < found.step < 5
-    assert 0 < found.look < 1
+    assert 0 < found.step_seconds < 5
+    assert 0 < found.image_seconds < 1
     assert Job(recipe, 0).seed == 0

@@ -17,7 +17,7 @@ from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.figures.style import NAMES
-from flatmin_lab.report.html import pooled
+from flatmin_lab.report.html import pool_bins
 from flatmin_lab.report.pages.demo import demo_page
 from flatmin_lab.runs.events import Finished, RunError
 from flatmin_lab.training.loop import train
@@ -26,7 +26,7 @@ from flatmin_lab.training.loop import train
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo")
-    return demo.run(out, seeds=2, noise=0.2, epochs=1, workers=2, console=Console(stderr=True))
+    return demo.run_demo(out, seeds=2, noise=0.2, epochs=1, workers=2, console=Console(stderr=True))
 
 
 def numbers(page: Path) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_flooding_that_never_flooded_is_called_erm(page: Path) -> None:
 
 
 def test_what_the_run_does_not_show_is_not_said(page: Path) -> None:
-    """Two epochs: ERM has hardly learnt anything by heart."""
+    """Two epochs: ERM has memorised hardly anything."""
     changed = numbers(page)
     for run in changed["runs"]:
         run["memorised"] = 0.1
@@ -146,7 +146,7 @@ def test_without_noise_the_page_says_so(page: Path) -> None:
 def test_bins_of_several_seeds_are_pooled_by_their_answers() -> None:
     one: dict[str, list[float]] = {"number": [1, 0], "accuracy": [1.0, 0.0], "confidence": [0.4, 0.0]}
     other: dict[str, list[float]] = {"number": [3, 2], "accuracy": [0.0, 0.5], "confidence": [0.2, 0.9]}
-    both = pooled([one, other])
+    both = pool_bins([one, other])
     assert both == {"number": [4.0, 2.0], "accuracy": [0.25, 0.5], "confidence": pytest.approx([0.25, 0.9])}
 
 
@@ -160,5 +160,5 @@ def test_a_worker_that_fails_ends_the_demo_with_its_reason() -> None:
 def test_a_wrong_argument_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
     arguments = {"seeds": 1, "noise": 0.2, "epochs": 1, "workers": 1, **wrong}
     with pytest.raises(ValueError, match="must be"):
-        demo.run(tmp_path, console=Console(stderr=True), **arguments)
+        demo.run_demo(tmp_path, console=Console(stderr=True), **arguments)
     assert not list(tmp_path.glob("*.html"))

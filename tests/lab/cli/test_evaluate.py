@@ -1,4 +1,4 @@
-"""The commands that look at trained models: evaluate, landscape, report and theory, from the request to the files."""
+"""The commands about trained models: evaluate, landscape, report and theory, from the flags to the files."""
 
 import base64
 import json
@@ -152,7 +152,7 @@ def test_a_model_that_looks_odd_is_measured_and_what_is_odd_is_said(user: Path) 
     said = words(result.stderr)
     assert "note: the model has 12 outputs, and the data 10 classes" in said
     assert "look like probabilities" in said
-    assert "mymodule:wide on own, as its function makes it, no weights given" in words(result.stdout)
+    assert "mymodule:wide on own, as built by its function, without a file of weights" in words(result.stdout)
 
 
 def test_runs_that_would_have_one_name_are_told_apart_by_their_folders_or_epochs(own: Path, tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
         (["evaluate", "--model", "mymodule:needy", "--data", "own.npz"], "is called without arguments"),
         (["landscape", "RUN", "--points", 4], "--points must be odd"),
         (["landscape", "RUN", "--reach", 0], "--reach must be above 0"),
-        (["landscape", "RUN", "nowhere"], "nowhere is not there"),
-        (["report", "nowhere"], "nowhere is not there"),
+        (["landscape", "RUN", "nowhere"], "nowhere does not exist"),
+        (["report", "nowhere"], "nowhere does not exist"),
         (["evaluate", "--model", "mymodule:absent", "--data", "own.npz"], "no function or class 'absent'"),
         (["evaluate", "--model", "absent:make_model", "--data", "own.npz"], "no module 'absent'"),
         (["theory", "--out", "taken/page.html"], "cannot be written (File exists)"),
@@ -270,4 +270,4 @@ def test_where_nothing_can_be_read_the_page_says_so_and_the_command_fails(own: P
 def test_an_empty_folder_has_no_runs_to_report(tmp_path: Path) -> None:
     result = flatmin("report", tmp_path)
     assert result.exit_code == 2
-    assert "begin one with `flatmin train --data digits`" in words(result.stderr)
+    assert "start one with `flatmin train --data digits`" in words(result.stderr)

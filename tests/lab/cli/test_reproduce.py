@@ -1,4 +1,4 @@
-"""`flatmin reproduce`: the table is filled, killed in the middle it goes on, and bad requests are told why."""
+"""`flatmin reproduce`: the table is filled, a killed command resumes, and bad requests are refused with a reason."""
 
 import json
 import os
@@ -48,12 +48,12 @@ def test_killed_in_the_middle_it_finishes_without_repeating_a_finished_run(tmp_p
     assert second.returncode == 0, second.stderr
     assert len(list(results.glob("*.json"))) == 8
     assert {path: path.stat().st_mtime_ns for path in there} == there
-    assert f"8 trainings: {len(there)} done" in second.stderr
+    assert f"8 runs: {len(there)} done" in second.stderr
     for line in ("ERM", "Dropout", "label smoothing", "flooding", "MixUp", "adversarial", "RMP", "AMP"):
         (row,) = [row for row in second.stdout.splitlines() if row.strip().startswith(line)]
         assert row.split()[-1].replace(".", "").isdecimal()  # the paper's number at its end
     third = flatmin(*command[3:])
-    assert "8 trainings: 8 done" in third.stderr
+    assert "8 runs: 8 done" in third.stderr
     assert "label smoothing" in third.stdout
 
 
@@ -96,14 +96,14 @@ def test_a_dry_run_lists_and_estimates_and_trains_nothing(tmp_path: Path) -> Non
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.count("missing") == 6
     assert "smoke/cifar10-vgg16-amp" in shown.stdout
-    assert "6 trainings, some" in words(shown.stderr)
+    assert "6 runs, about" in words(shown.stderr)
     assert not (tmp_path / "results").exists()
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_plan_is_written_before_anything_runs(tmp_path: Path) -> None:
     shown = flatmin("reproduce", "table1", *SOME, "--seeds", "0,2", "--plan", *places(tmp_path))
-    assert "16 of 16 trainings are new" in shown.stdout
+    assert "16 of 16 runs are new" in shown.stdout
     runs = json.loads((tmp_path / "results" / "planned.json").read_text())["runs"]
     assert {run["seed"] for run in runs} == {0, 2}
     assert not (tmp_path / "runs").exists()
@@ -115,19 +115,19 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
         assert flatmin("reproduce", "table1", *arguments).exit_code == 0
     shown = flatmin("reproduce", "--planned", "--limit", 2, "--workers", 1, *places(tmp_path))
     assert shown.exit_code == 0, shown.output
-    assert "3 trainings: 3 to be trained" in shown.stderr
+    assert "3 runs: 3 to be trained" in shown.stderr
     there = sorted(path.name for path in (tmp_path / "results" / "smoke").iterdir())
     assert there == ["cifar10-vgg16-amp-1.json", "cifar10-vgg16-erm-0.json"]
     assert "table1: test error and NLL of eight methods; protocol smoke" in shown.stdout
     rest = flatmin("reproduce", "--planned", "--dry-run", *places(tmp_path))
-    assert "3 trainings: 2 done, 1 to be trained" in rest.stderr
+    assert "3 runs: 2 done, 1 to be trained" in rest.stderr
     assert "smoke/cifar10-vgg16-mixup" in rest.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--planned"], "has no plan; write one down with --plan"),
+        (["--planned"], "has no plan; record one with --plan"),
         (["table1", "--planned"], "without tables, figures, --protocol and --plan, or without it"),
         (["--planned", "--protocol", "short"], "without tables, figures, --protocol and --plan, or without it"),
         (["--planned", "--plan"], "without tables, figures, --protocol and --plan, or without it"),
@@ -194,7 +194,7 @@ def test_what_another_process_trains_is_left_to_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_a_signal_to_all_processes_loses_nothing(tmp_path: Path) -> None:
-    """As a scheduler sends it: the workers get it too, and no training is called failed."""
+    """As a scheduler sends it: the workers get it too, and no run counts as failed."""
     command = program("table1", *SOME, "--seeds", "0", *places(tmp_path))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     results = tmp_path / "results" / "smoke"
@@ -206,4 +206,4 @@ def test_a_signal_to_all_processes_loses_nothing(tmp_path: Path) -> None:
         os.killpg(started.pid, signal.SIGTERM)
         assert started.wait(120) == 143, (tmp_path / "log").read_text()
     assert not list(results.glob("*.failed.json"))
-    assert "stopped by SIGTERM; the same command goes on" in (tmp_path / "log").read_text()
+    assert "stopped by SIGTERM; the same command resumes" in (tmp_path / "log").read_text()

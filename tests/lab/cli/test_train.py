@@ -15,7 +15,7 @@ from PIL import Image
 from tests.support.processes import flatmin, words
 
 from flatmin import __version__
-from flatmin_lab.cli.commands.train_seeds import Trainings
+from flatmin_lab.cli.commands.train_seeds import SeedRuns
 from flatmin_lab.cli.request import Request
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs import checkpoint
@@ -102,7 +102,7 @@ def test_resume_needs_nothing_but_the_folder(trained: Path) -> None:
     (trained / "result.json").unlink()
     result = flatmin("train", "--out", trained, "--resume", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "going on after step 5 of 5" in result.stderr
+    assert "resumed after step 5 of 5" in result.stderr
     after = json.loads((trained / "result.json").read_text())
     apart = {"seconds": 0, "threads": 0}
     assert {**after, **apart} == {**json.loads(before), **apart}
@@ -136,7 +136,7 @@ def test_many_seeds_go_on_with_nothing_but_their_folder(tmp_path: Path) -> None:
         (tmp_path / "runs" / f"seed-{seed}" / "result.json").unlink()
     result = flatmin("train", "--out", tmp_path / "runs", "--seeds", 3, "--resume", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "seed 1 going on after step 5 of 5" in words(result.stderr)
+    assert "seed 1 resumed after step 5 of 5" in words(result.stderr)
     assert (tmp_path / "runs" / "seed-2" / "result.json").exists()
     alone = flatmin("train", "--out", tmp_path / "runs", "--resume")
     assert alone.exit_code == 2
@@ -151,7 +151,7 @@ def test_many_seeds_go_on_with_nothing_but_their_folder(tmp_path: Path) -> None:
 
 
 def made_up(*ends: Event) -> Callable[..., Iterator[tuple[int, Event]]]:
-    """In place of `together`: trainings that end so."""
+    """In place of `together`: runs that end so."""
 
     def records(*_: object, **__: object) -> Iterator[tuple[int, Event]]:
         yield from enumerate(ends)
@@ -173,28 +173,29 @@ def test_what_finished_is_shown_although_others_failed_or_were_stopped(
     assert result.exit_code == 1
     assert "mean of 2 of 3 25.00 %" in words(result.stdout)
     assert "seed 6 failed after step 7: the disk is full" in words(result.stderr)
-    assert "flatmin: 1 of 3 trainings failed (seed 6): the disk is full" in words(result.stderr)
+    assert "flatmin: 1 of 3 runs failed (seed 6): the disk is full" in words(result.stderr)
     ends = (finished, Stopped("SIGTERM", 133), Failed("the disk is full"), Stopped("SIGTERM", 0))
     monkeypatch.setattr("flatmin_lab.cli.commands.train_seeds.together", made_up(*ends))
     stopped = flatmin(*asked, "--seeds", 4)
     assert stopped.exit_code == 143
     assert "mean of 1 of 4" in words(stopped.stdout)
     said = words(stopped.stderr)
-    assert "seed 5 finished, seed 6 saved after step 133, seed 7 failed, seed 8 not begun; go on with the same" in said
-    assert said.index("go on with") < said.index("1 of 4 trainings failed (seed 7): the disk is full")
+    far = "seed 5 finished, seed 6 saved after step 133, seed 7 failed, seed 8 not started"
+    assert f"{far}; resume with the same" in said
+    assert said.index("resume with") < said.index("1 of 4 runs failed (seed 7): the disk is full")
 
 
 def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
-    trainings = Trainings([0, 1, 2])
-    trainings.hear(0, Finished({}))  # before, so it was not started now
-    assert (trainings.running, trainings.completed()) == (set(), 0)
-    trainings.hear(1, Started(step=40, steps=100, epochs=2, parameters=1))
-    trainings.hear(2, Started(step=0, steps=100, epochs=2, parameters=1))
-    trainings.hear(2, Progress(epoch=1, step=7, numbers={}))
-    assert (trainings.running, trainings.completed()) == ({1, 2}, 147)
-    trainings.hear(1, Failed("no more", 40))
-    trainings.hear(2, Stopped("Ctrl-C", 8))
-    assert trainings.running == set()
+    runs = SeedRuns([0, 1, 2])
+    runs.update(0, Finished({}))  # before, so it was not started now
+    assert (runs.running, runs.completed()) == (set(), 0)
+    runs.update(1, Started(step=40, steps=100, epochs=2, parameters=1))
+    runs.update(2, Started(step=0, steps=100, epochs=2, parameters=1))
+    runs.update(2, Progress(epoch=1, step=7, numbers={}))
+    assert (runs.running, runs.completed()) == ({1, 2}, 147)
+    runs.update(1, Failed("no more", 40))
+    runs.update(2, Stopped("Ctrl-C", 8))
+    assert runs.running == set()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
         (["--schedule", "one_cycle", "--warmup", "0.5"], "warmup must be 0 with one_cycle"),
         (["--milestones", "half"], "'half'"),
         (["--set", "smoothing"], "KEY=VALUE"),
-        (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belong to the schedule multi_step"),
+        (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belongs to the schedule multi_step"),
         (["--model", "vgg16"], "32"),
         (["--data", "spiral", "--augment", "vanilla"], "images"),
         (["--data", "spiral", "--method", "adversarial"], "bounds"),
@@ -297,7 +298,7 @@ def test_pictures_of_a_folder_keep_their_size(tmp_path: Path) -> None:
 def test_resume_of_nothing_says_so(tmp_path: Path) -> None:
     result = flatmin("train", "--out", tmp_path / "none", "--resume")
     assert result.exit_code == 2
-    assert "holds no run to go on with" in words(result.stderr)
+    assert "has no run to resume" in words(result.stderr)
     assert not (tmp_path / "none").exists()
     nameless = flatmin("train", "--resume")
     assert nameless.exit_code == 2
@@ -344,7 +345,7 @@ def test_evaluate_gives_the_numbers_of_the_last_epoch(trained: Path) -> None:
     (copy / checkpoint.name_of(99)).write_bytes(newest.read_bytes()[:-1])
     noted = flatmin("evaluate", copy)
     assert noted.exit_code == 0
-    assert "the one before it is measured" in words(noted.stderr)
+    assert "evaluating the checkpoint before it" in words(noted.stderr)
     table = flatmin("evaluate", trained)
     assert "ECE, 15 bins" in table.stdout
 
@@ -352,7 +353,7 @@ def test_evaluate_gives_the_numbers_of_the_last_epoch(trained: Path) -> None:
 def test_evaluate_says_what_is_wrong(tmp_path: Path, trained: Path) -> None:
     missing = flatmin("evaluate", tmp_path / "none")
     assert missing.exit_code == 2
-    assert "is not there" in words(missing.stderr)
+    assert "does not exist" in words(missing.stderr)
     empty = flatmin("evaluate", tmp_path)
     assert empty.exit_code == 2
     assert "no config.json" in words(empty.stderr)
@@ -411,7 +412,7 @@ def test_doctor_examines_a_model_of_the_user_s_own(tmp_path: Path) -> None:
     for model, message in (
         (f"{file}:words", "must make a torch.nn.Module, got str"),
         (f"{file}:none", "no function or class 'none'"),
-        (f"{tmp_path}/none.py:build", "is not there"),
+        (f"{tmp_path}/none.py:build", "does not exist"),
         ("resnet", "unknown model 'resnet'"),
         (f"{file}:build", "give its own with --shape"),
     ):

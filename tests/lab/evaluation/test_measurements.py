@@ -12,11 +12,11 @@ from flatmin import attacks, flatness, metrics
 from flatmin_lab.data import load
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import landscapes, measurements, subject
-from flatmin_lab.evaluation.subject import Subject, of_own
+from flatmin_lab.evaluation.subject import Subject, user_subject
 
 
 class Net(nn.Module):
-    """For 6 × 6 pictures of three classes; its bias makes it sure."""
+    """For 6 × 6 images of three classes; its bias makes it over-confident."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 @pytest.fixture(params=[False, True], ids=["from 0 to 1", "normalised"])
 def tiny(request: pytest.FixtureRequest) -> Subject:
-    return of_own(Net(), tiny_data(), normalised=request.param, device=torch.device("cpu"))
+    return user_subject(Net(), tiny_data(), normalised=request.param, device=torch.device("cpu"))
 
 
 def logits(own: Subject) -> Tensor:
@@ -42,11 +42,11 @@ def logits(own: Subject) -> Tensor:
 
 
 def test_calibration_is_the_measures_of_the_logits(tiny: Subject) -> None:
-    found, answers, labels = measurements.calibration(tiny), logits(tiny), tiny.test.y
+    found, logits_, labels = measurements.calibration(tiny), logits(tiny), tiny.test.y
     assert (found["split"], found["pictures"]) == ("test", 30)
     for name, measure in measurements.MEASURES.items():
-        assert found[name] == pytest.approx(measure(answers, labels).item(), abs=1e-6)
-        if name in measurements.MEANS:
+        assert found[name] == pytest.approx(measure(logits_, labels).item(), abs=1e-6)
+        if name in measurements.MEAN_MEASURES:
             low, high = found["intervals"][name]
             assert 0 <= low <= found[name] <= high
     assert sum(found["reliability"]["number"]) == 30
@@ -55,17 +55,17 @@ def test_calibration_is_the_measures_of_the_logits(tiny: Subject) -> None:
 def test_no_label_helps_to_choose_its_own_temperature() -> None:
     """Each half has the temperature of the other half: turning one half's labels around leaves its own as it was."""
     torch.manual_seed(0)
-    answers, labels = 3 * torch.randn(200, 4), torch.randint(0, 4, (200,))
-    found = measurements.scaled(answers, labels)
+    logits_, labels = 3 * torch.randn(200, 4), torch.randint(0, 4, (200,))
+    found = measurements.temperature_scaled(logits_, labels)
     assert found is not None
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     first, second = order[:100], order[100:]
-    temperatures = [metrics.temperature(answers[half], labels[half]) for half in (first, second)]
+    temperatures = [metrics.temperature(logits_[half], labels[half]) for half in (first, second)]
     assert found["temperatures"] == pytest.approx([float(t) for t in temperatures])
-    cooled = torch.empty_like(answers)
-    cooled[first], cooled[second] = answers[first] / temperatures[1], answers[second] / temperatures[0]
+    cooled = torch.empty_like(logits_)
+    cooled[first], cooled[second] = logits_[first] / temperatures[1], logits_[second] / temperatures[0]
     assert found["nll"] == pytest.approx(metrics.nll(cooled, labels).item(), rel=1e-5)
-    assert found["nll"] < metrics.nll(answers, labels).item()  # it was far too sure
+    assert found["nll"] < metrics.nll(logits_, labels).item()  # it was far over-confident
 
 
 def test_attacks_move_pixels_whatever_the_model_takes(tiny: Subject) -> None:
@@ -78,7 +78,7 @@ def test_attacks_move_pixels_whatever_the_model_takes(tiny: Subject) -> None:
     assert found["pgd_error"] >= found["clean_error"]
     assert (moved - x).abs().max() <= 0.1
     assert measurements.robustness(tiny, radius=0.0)["pgd_error"] == pytest.approx(found["clean_error"])
-    assert measurements.robustness(tiny, pictures=10, norm="l2", radius=0.5)["pictures"] == 10
+    assert measurements.robustness(tiny, images=10, norm="l2", radius=0.5)["pictures"] == 10
 
 
 def test_the_papers_attack_is_the_default(tiny: Subject) -> None:
@@ -88,12 +88,12 @@ def test_the_papers_attack_is_the_default(tiny: Subject) -> None:
 
 def test_points_are_attacked_without_bounds() -> None:
     spiral = load("spiral")
-    own = of_own(nn.Linear(2, 2), spiral, normalised=True, device=torch.device("cpu"))
-    assert measurements.robustness(own, radius=3.0, step_size=3.0, steps=1, pictures=100)["fgsm_error"] > 0.9
+    own = user_subject(nn.Linear(2, 2), spiral, normalised=True, device=torch.device("cpu"))
+    assert measurements.robustness(own, radius=3.0, step_size=3.0, steps=1, images=100)["fgsm_error"] > 0.9
 
 
 def test_flatness_is_what_the_library_measures(tiny: Subject) -> None:
-    found = measurements.flatness_of(tiny, epsilon=0.2, pictures=20)
+    found = measurements.flatness_of(tiny, epsilon=0.2, images=20)
     loss = flatness.empirical_risk(*tiny.inputs(tiny.train, 20))
     assert found["pictures"] == 20
     assert found["sharpness"] == pytest.approx(flatness.sharpness(tiny.model, loss, epsilon=0.2).item(), rel=1e-5)
@@ -106,23 +106,23 @@ def test_flatness_is_what_the_library_measures(tiny: Subject) -> None:
 
 def test_a_landscape_has_the_loss_of_each_split_in_its_middle(tiny: Subject) -> None:
     seen: list[int] = []
-    found = landscapes.landscape(tiny, points=5, pictures=20, progress=seen.append)
+    found = landscapes.landscape(tiny, points=5, images=20, progress=seen.append)
     assert found["axis"] == [-1.0, -0.5, 0.0, 0.5, 1.0]
-    assert seen[-1] == landscapes.count(5, lines_only=False) == 50
+    assert seen[-1] == landscapes.count_points(5, lines_only=False) == 50
     for name, split in tiny.splits().items():
         x, y = tiny.inputs(split, 20)
         centre = nn.functional.cross_entropy(tiny.model(x), y).item()
         assert found["splits"][name]["plane"][2][2] == pytest.approx(centre, rel=1e-5)
         assert found["splits"][name]["line"] == found["splits"][name]["plane"][2]
-    line = landscapes.landscape(tiny, points=5, pictures=20, lines_only=True)
+    line = landscapes.landscape(tiny, points=5, images=20, lines_only=True)
     assert line["splits"]["test"]["plane"] is None
     assert line["splits"]["test"]["line"] == pytest.approx(found["splits"]["test"]["line"], rel=1e-5)
-    other = landscapes.landscape(tiny, points=5, pictures=20, seed=1)
+    other = landscapes.landscape(tiny, points=5, images=20, seed=1)
     assert other["splits"]["test"]["line"] != found["splits"]["test"]["line"]
 
 
 class Says(nn.Module):
-    """Answers whatever it is told to."""
+    """Returns whatever it is given."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -147,32 +147,32 @@ def with_classes(count: int, number: float = 0.0) -> nn.Module:
 )
 def test_a_model_that_does_not_fit_the_data_is_named(model: nn.Module, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        of_own(model, tiny_data(), normalised=False, device=torch.device("cpu"))
+        user_subject(model, tiny_data(), normalised=False, device=torch.device("cpu"))
 
 
 def test_logits_that_are_not_numbers_are_named() -> None:
-    own = of_own(with_classes(3, math.nan), tiny_data(), normalised=False, device=torch.device("cpu"))
+    own = user_subject(with_classes(3, math.nan), tiny_data(), normalised=False, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="30 such rows of 30"):
         measurements.calibration(own)
 
 
 def test_a_model_with_more_outputs_than_classes_will_do() -> None:
-    own = of_own(with_classes(5), tiny_data(), normalised=False, device=torch.device("cpu"))
+    own = user_subject(with_classes(5), tiny_data(), normalised=False, device=torch.device("cpu"))
     assert measurements.calibration(own)["error"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
-    ("knobs", "text"),
-    [({"points": 4}, "odd"), ({"points": 1}, "odd"), ({"reach": 0.0}, "above 0"), ({"pictures": 0}, "1")],
+    ("options", "text"),
+    [({"points": 4}, "odd"), ({"points": 1}, "odd"), ({"reach": 0.0}, "above 0"), ({"images": 0}, "1")],
 )
-def test_a_landscape_without_a_middle_is_refused(knobs: dict[str, Any], text: str) -> None:
+def test_a_landscape_without_a_middle_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        landscapes.check(**{"points": 5, "reach": 1.0, "pictures": 10, **knobs})
+        landscapes.check_options(**{"points": 5, "reach": 1.0, "images": 10, **options})
 
 
 def test_frozen_layers_are_part_of_the_landscape() -> None:
     net = Net()
     net.inside.requires_grad_(False)
     data: Dataset = tiny_data()
-    own = subject.of_own(net, data, normalised=False, device=torch.device("cpu"))
+    own = subject.user_subject(net, data, normalised=False, device=torch.device("cpu"))
     assert len(flatness.directions(own.model)[0]) == len(list(net.parameters()))

@@ -42,9 +42,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_comes_from_a_module_or_a_file(here: Path) -> None:
     for name in ("my_model_module:make_model", "my_model_module.py:make_model", f"{here}/my_model_module.py"):
-        assert user_code.is_own(name)
-        assert isinstance(user_model.make(name), nn.Sequential)
-    assert not user_code.is_own("convnet")
+        assert user_code.is_user_code(name)
+        assert isinstance(user_model.make_model(name), nn.Sequential)
+    assert not user_code.is_user_code("convnet")
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_a_model_comes_from_a_module_or_a_file(here: Path) -> None:
         ("my_model_module:not_a_function", ValueError, "no function or class"),
         ("my_model_module:nothing", TypeError, "got NoneType"),
         ("no_such_module:make_model", FileNotFoundError, "no module 'no_such_module'"),
-        ("absent.py:make_model", FileNotFoundError, "is not there"),
+        ("absent.py:make_model", FileNotFoundError, "does not exist"),
     ],
 )
 def test_what_cannot_be_made_is_named(here: Path, name: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        user_model.make(name)
+        user_model.make_model(name)
 
 
 def test_what_a_module_itself_lacks_is_not_hidden(here: Path) -> None:
     (here / "needs_more.py").write_text("import a_package_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        user_model.make("needs_more:make_model")
+        user_model.make_model("needs_more:make_model")
 
 
 def test_a_file_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_file_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.Mo
         "@dataclass\nclass Size:\n    width: int = width\n\n"
         "def make_model():\n    return nn.Linear(Size().width, 1)\n"
     )
-    model = user_model.make(f"{tmp_path}/my_file.py")
+    model = user_model.make_model(f"{tmp_path}/my_file.py")
     assert isinstance(model, nn.Linear)
     assert model.in_features == 3
 
@@ -95,11 +95,11 @@ WAYS: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_weights_are_read_from_wherever_trainers_put_them(tmp_path: Path, way: str) -> None:
     saved, fresh = nn.Linear(3, 2), nn.Linear(3, 2)
     torch.save(WAYS[way](dict(saved.state_dict())), tmp_path / "weights.pt")
-    user_model.load(fresh, tmp_path / "weights.pt")
+    user_model.load_weights(fresh, tmp_path / "weights.pt")
     assert torch.equal(saved.weight, fresh.weight)
     if way == "plain":
         save_file(dict(saved.state_dict()), tmp_path / "weights.safetensors")
-        user_model.load(nn.Linear(3, 2), tmp_path / "weights.safetensors")
+        user_model.load_weights(nn.Linear(3, 2), tmp_path / "weights.safetensors")
 
 
 def test_weights_of_another_model_are_refused_and_the_names_that_differ_said(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_weights_of_another_model_are_refused_and_the_names_that_differ_said(tmp
     model: Any = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
     before = model[0].weight.detach().clone()
     with pytest.raises(ValueError, match="of another model") as caught:
-        user_model.load(model, tmp_path / "w.pt")
+        user_model.load_weights(model, tmp_path / "w.pt")
     said = str(caught.value)
     assert "without 0.bias, 1.bias, 1.num_batches_tracked, 1.running_mean and 1 more" in said
-    assert "with 9.bias, which the model has not" in said
+    assert "with 9.bias, which the model does not have" in said
     assert "0.weight is (3, 2), not (4, 2)" in said
     assert torch.equal(before, model[0].weight)
 
@@ -135,7 +135,7 @@ def test_nothing_that_is_pickled_runs_and_damaged_files_are_named(tmp_path: Path
         "list.pt": "must hold a state dict, got list",
         "odd.pt": "got dict with epoch, weights_of_it",
         ".": "is a folder",
-        "absent.pt": "is not there",
+        "absent.pt": "does not exist",
     }.items():
         with pytest.raises((ValueError, FileNotFoundError), match=text):
-            user_model.load(nn.Linear(1, 1), tmp_path / name)
+            user_model.load_weights(nn.Linear(1, 1), tmp_path / name)

@@ -150,13 +150,13 @@ def test_what_two_processes_measure_of_one_training_is_all_kept(
 ) -> None:
     job = Job(QUICK, 0)
     here([job], store)
-    real = post_training.further
+    real = post_training.measure
 
     def meanwhile(subject: Any, part: str, effort: Any) -> dict[str, Any]:
         store.write(job, {**(store.result(job) or {}), "flatness": {"by": "another process"}})
         return real(subject, part, effort)
 
-    monkeypatch.setattr(post_training, "further", meanwhile)
+    monkeypatch.setattr(post_training, "measure", meanwhile)
     here([job], store, "attack")
     assert {"attack", "flatness"} <= json.loads(store.file(job).read_text()).keys()
 

@@ -17,12 +17,12 @@ from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.paper_numbers import METHODS, Value, reported
 from flatmin_lab.recipes.paper_tables import EXPERIMENTS, SETS, Protocol, cell, table1, table2
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.report.columns import named
+from flatmin_lab.report.columns import column_named
 from flatmin_lab.report.comparison import groups_of
-from flatmin_lab.report.loader import Broken, read_result
-from flatmin_lab.report.paper.claims import NOTHING, best_radius, claims, judged
+from flatmin_lab.report.loader import UnusableFile, read_result
+from flatmin_lab.report.paper.claims import NO_DATA, best_radius, check_claims, claims
 from flatmin_lab.report.paper.deviations import HELD_OUT, deviations
-from flatmin_lab.report.paper.tables import Cell, by_recipe, cell_of, filled, read_all
+from flatmin_lab.report.paper.tables import Cell, cell_of, fill_table, read_all, runs_by_recipe
 from flatmin_lab.report.stats import agrees, holm, tolerance
 from flatmin_lab.runs.result_store import ResultStore
 
@@ -106,7 +106,7 @@ def store(tmp_path: Path) -> ResultStore:
 
 
 def test_cells_hold_all_seeds_the_paper_s_value_and_whether_they_agree(store: ResultStore) -> None:
-    found = filled(table1("paper"), read_all(store))
+    found = fill_table(table1("paper"), read_all(store))
     rows = {row.recipe.method: row for row in found.rows if row.place == ("cifar10", "preactresnet18", "vanilla")}
     error = rows["erm"].cells[0]
     assert error.values == pytest.approx([5.0, 5.1, 4.95])
@@ -120,7 +120,7 @@ def test_cells_hold_all_seeds_the_paper_s_value_and_whether_they_agree(store: Re
 
 
 def test_each_is_tested_against_erm_with_holm_and_two_are_not_tested(store: ResultStore) -> None:
-    found = filled(table1("paper"), read_all(store))
+    found = fill_table(table1("paper"), read_all(store))
     rows = {row.recipe.method: row.cells[0] for row in found.rows if row.runs}
     others = ("amp", "mixup", "rmp")
     ps = {name: float(stats.ttest_ind(ERRORS[name], ERRORS["erm"], equal_var=False).pvalue) for name in others}
@@ -152,7 +152,7 @@ def test_the_smoothed_loss_is_what_agrees_or_not(store: ResultStore, smoothed: f
     recipe = cell("paper", "cifar10", "preactresnet18", "label_smoothing")
     recipe = replace(recipe, settings={**recipe.settings, "over": "others"})
     run = read_result(write_result(store.results, recipe, 0, 0.0485, test_smoothed_loss=smoothed, test_nll=0.33))
-    found = cell_of(cell("paper", "cifar10", "preactresnet18", "label_smoothing"), [run], named("nll"))
+    found = cell_of(cell("paper", "cifar10", "preactresnet18", "label_smoothing"), [run], column_named("nll"))
     assert found.values == [smoothed]  # it is over the others already
     assert found.agrees is agree
 
@@ -191,7 +191,7 @@ def test_setting_by_setting_the_paper_s_numbers_stand_beside_its_own_settings_al
 
 
 def nll_of_label_smoothing(store: ResultStore) -> Cell:
-    found = filled(table1("paper"), read_all(store))
+    found = fill_table(table1("paper"), read_all(store))
     (row,) = [row for row in found.rows if row.runs and row.recipe.method == "label_smoothing"]
     return row.cells[1]
 
@@ -200,26 +200,26 @@ def test_a_seed_counts_once_and_other_data_do_not_count(store: ResultStore) -> N
     recipe = cell("paper", "cifar10", "preactresnet18", "erm")
     files = sorted(store.results.rglob("*-erm-*.json"))
     runs = [read_result(file) for file in files]
-    assert len(by_recipe([*runs, *runs], [])[recipe.name]) == 3
-    broken: list[Broken] = []
+    assert len(runs_by_recipe([*runs, *runs], [])[recipe.name]) == 3
+    broken: list[UnusableFile] = []
     other = read_result(write_result(store.results, recipe, 9, 0.01, data_sha256="f" * 64))
-    assert len(by_recipe([*runs, other], broken)[recipe.name]) == 3
+    assert len(runs_by_recipe([*runs, other], broken)[recipe.name]) == 3
     assert "another SHA-256" in broken[0].why
 
 
 def test_a_file_that_is_not_what_its_name_says_is_left_out(store: ResultStore) -> None:
     recipe = cell("paper", "cifar10", "preactresnet18", "amp")
     path = write_result(store.results, recipe, 7, 0.01, epochs=400)
-    broken: list[Broken] = []
-    assert by_recipe([read_result(path)], broken) == {}
+    broken: list[UnusableFile] = []
+    assert runs_by_recipe([read_result(path)], broken) == {}
     assert "epochs is 400 there and 200 here" in broken[0].why
 
 
 def test_rows_beside_come_where_they_belong_and_only_if_trained(store: ResultStore) -> None:
-    assert all(row.name != "AMP (ball tensor)" for row in filled(table1("paper"), read_all(store)).rows)
+    assert all(row.name != "AMP (ball tensor)" for row in fill_table(table1("paper"), read_all(store)).rows)
     (tensor,) = [recipe for recipe in table1("paper").beside if recipe.name.endswith("-tensor")]
     write_result(store.results, tensor, 0, 0.041)
-    rows = filled(table1("paper"), read_all(store)).rows
+    rows = fill_table(table1("paper"), read_all(store)).rows
     place = next(number for number, row in enumerate(rows) if row.name == "AMP (ball tensor)")
     assert rows[place].place == rows[place - 1].place == ("cifar10", "preactresnet18", "vanilla")
     assert rows[place].cells[0].paper is None
@@ -227,7 +227,7 @@ def test_rows_beside_come_where_they_belong_and_only_if_trained(store: ResultSto
     before = {row.recipe.method: row.cells[0].p for row in rows if row.main}
     for seed in range(3):
         write_result(store.results, single, seed, 0.041 + seed / 1000)
-    rows = filled(table1("paper"), read_all(store)).rows
+    rows = fill_table(table1("paper"), read_all(store)).rows
     assert sum(row.name == "AMP" and bool(row.runs) for row in rows) == 1
     assert sum(row.name == "AMP (fp32)" for row in rows) == 1
     assert {row.recipe.method: row.cells[0].p for row in rows if row.main} == before  # no part of Holm's family
@@ -248,7 +248,7 @@ def test_agreement_is_the_formula() -> None:
 
 
 def verdicts(store: ResultStore) -> dict[str, str]:
-    return {claim.says: claim.verdict for claim in judged(read_all(store), "paper")}
+    return {claim.says: claim.verdict for claim in check_claims(read_all(store), "paper")}
 
 
 def test_claims_are_judged_by_the_numbers(store: ResultStore) -> None:
@@ -259,7 +259,7 @@ def test_claims_are_judged_by_the_numbers(store: ResultStore) -> None:
     assert said["label smoothing worsens calibration on CIFAR-10"] == "not trained or not measured yet"
     assert said["AMP is more robust than ERM on CIFAR-10 (PGD)"] == "not trained or not measured yet"
     assert {verdict for says, verdict in said.items() if "SVHN" in says} == {"not trained or not measured yet"}
-    ps = [claim.p for claim in judged(read_all(store), "paper") if claim.p is not None]
+    ps = [claim.p for claim in check_claims(read_all(store), "paper") if claim.p is not None]
     assert len(ps) > 3
     assert max(ps) <= 1
 
@@ -297,12 +297,12 @@ def test_the_best_radius_is_told_when_all_were_tried(tmp_path: Path) -> None:
     store = ResultStore(tmp_path, tmp_path)
     for place, recipe in enumerate(recipes):
         if place == len(recipes) - 1:
-            assert best_radius(read_all(store), "short", "cifar10").verdict == NOTHING
+            assert best_radius(read_all(store), "short", "cifar10").verdict == NO_DATA
         changes = {"validation_error": 0.1, "validation_nll": 0.5 - 0.01 * (place == 2)}
         write_result(tmp_path, recipe, 0, 0.1, **changes, validation_ece=0.01)
     best = best_radius(read_all(store), "short", "cifar10")
     assert best.verdict == "lowest at 0.06"
-    assert best_radius(read_all(store), "short", "svhn").verdict == NOTHING
+    assert best_radius(read_all(store), "short", "svhn").verdict == NO_DATA
 
 
 def test_the_sweep_shows_risk_error_and_calibration_and_is_said_to_be_held_out(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_the_sweep_shows_risk_error_and_calibration_and_is_said_to_be_held_out(t
         held_out = {"validation_error": 0.051, "validation_nll": 0.148, "validation_ece": 0.0045}
         write_result(tmp_path, recipe, 0, 0.1, **held_out, clean_train_nll=0.02)
     runs = read_all(ResultStore(tmp_path, tmp_path))
-    rows = [row for row in filled(EXPERIMENTS["sweep"]("short"), runs).rows if row.runs]
+    rows = [row for row in fill_table(EXPERIMENTS["sweep"]("short"), runs).rows if row.runs]
     assert len(rows) == len(recipes)
     for row in rows:
         assert [mean(each.values) for each in row.cells] == pytest.approx([0.02, 0.148, 5.1, 0.45])
@@ -325,7 +325,7 @@ def test_adversarial_trainings_are_compared_in_error_and_under_the_small_attacks
     attack = {**evaluation(0.9)["attack"], "fgsm_error": 0.14, "pgd_error": 0.145}
     for recipe in EXPERIMENTS["adversary"]("short").recipes:
         write_result(tmp_path, recipe, 0, 0.06, test_nll=0.25, attack_normalised=attack)
-    rows = filled(EXPERIMENTS["adversary"]("short"), read_all(ResultStore(tmp_path, tmp_path))).rows
+    rows = fill_table(EXPERIMENTS["adversary"]("short"), read_all(ResultStore(tmp_path, tmp_path))).rows
     for row in rows:
         assert [mean(each.values) for each in row.cells] == pytest.approx([6, 0.25, 14, 14.5])
 
@@ -349,7 +349,7 @@ def test_the_first_version_is_tried_whole_and_one_change_at_a_time(tmp_path: Pat
     assert named == {}
     for recipe in EXPERIMENTS["first_version"]("paper").recipes:
         write_result(tmp_path, recipe, 0, 0.2)
-    rows = filled(EXPERIMENTS["first_version"]("paper"), read_all(ResultStore(tmp_path, tmp_path))).rows
+    rows = fill_table(EXPERIMENTS["first_version"]("paper"), read_all(ResultStore(tmp_path, tmp_path))).rows
     assert [(row.name, row.cells[0].paper is not None) for row in rows if row.data == "cifar100"] == [
         ("ERM", True),
         ("AMP", True),
@@ -366,7 +366,7 @@ def test_at_equal_compute_amp_is_tested_against_erm_at_twice_the_epochs(tmp_path
         write_result(tmp_path, amp, seed, 0.050 + 0.0002 * seed)
         write_result(tmp_path, twice, seed, 0.058 + 0.0003 * seed)
     store = ResultStore(tmp_path, tmp_path)
-    rows = {row.name: row for row in filled(EXPERIMENTS["compute"]("paper"), read_all(store)).rows}
+    rows = {row.name: row for row in fill_table(EXPERIMENTS["compute"]("paper"), read_all(store)).rows}
     assert list(rows) == ["AMP", "ERM (400 epochs)"]
     assert rows["AMP"].cells[0].better is True
     assert rows["ERM (400 epochs)"].cells[0].p is None
@@ -378,7 +378,7 @@ def test_attacks_in_both_readings_are_in_table_3(tmp_path: Path) -> None:
     attack = evaluation(0.9)["attack"]
     small = {**attack, "fgsm_error": 0.3, "pgd_error": 0.5}
     write_result(tmp_path, recipe, 0, 0.05, attack=attack, attack_normalised=small)
-    found = filled(EXPERIMENTS["table3"]("short"), read_all(ResultStore(tmp_path, tmp_path)))
+    found = fill_table(EXPERIMENTS["table3"]("short"), read_all(ResultStore(tmp_path, tmp_path)))
     (row,) = [row for row in found.rows if row.runs]
     assert [mean(each.values) for each in row.cells] == pytest.approx([30, 50, 45, 90])
     assert [each.paper for each in row.cells] == [Value(36.06, 1.908), Value(58.88, 2.296), None, None]

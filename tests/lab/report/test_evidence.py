@@ -18,10 +18,10 @@ import readme
 import results_table
 from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.report.loader import collect
+from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.paper.deviations import COPIES
-from flatmin_lab.report.paper.tables import by_recipe
+from flatmin_lab.report.paper.tables import runs_by_recipe
 from flatmin_lab.runs.result_store import ResultStore
 
 COST: dict[str, Any] = {
@@ -35,7 +35,7 @@ COST: dict[str, Any] = {
 
 
 def fill(results: Path) -> Path:
-    """Three trainings of ERM and AMP, two of Dropout, one of AMP with the other ball, one that failed."""
+    """Three runs of ERM and AMP, two of Dropout, one of AMP with the other ball, one that failed."""
     errors = {"erm": [0.050, 0.0505, 0.0498], "amp": [0.0396, 0.0401, 0.0399], "dropout": [0.048, 0.0491]}
     curves = {"train_loss": [0.5] * 200, "nll": [0.4] * 200, "error": [0.1] * 200}
     for method, values in errors.items():
@@ -64,13 +64,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(results: Path) -> str:
-    return report_page(collect([results]))
+    return report_page(load_results([results]))
 
 
 def test_a_comparison_is_shown_for_the_data_of_which_both_sides_are_trained(tmp_path: Path) -> None:
     def table() -> str:
         return (
-            text_of(report_page(collect([tmp_path])))
+            text_of(report_page(load_results([tmp_path])))
             .partition("Float32 beside bfloat16")[2]
             .partition("Ours beside")[0]
         )
@@ -89,7 +89,7 @@ def test_the_first_version_s_trainings_stand_under_their_crops(tmp_path: Path) -
     for recipe in EXPERIMENTS["first_version"]("paper").recipes:
         if recipe.data == "cifar100":
             write_result(tmp_path, recipe, 0, 0.2431)
-    text = text_of(report_page(collect([tmp_path])))
+    text = text_of(report_page(load_results([tmp_path])))
     table = text.partition("As the published code's first version trains")[2].partition("Ours beside")[0]
     ours, _, theirs = table.partition("CIFAR-100, PreActResNet18, first version's crops and flips")
     assert "CIFAR-10, " not in table
@@ -114,14 +114,14 @@ def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:
     assert "25.00 24.31 ± 0.30 no" not in text
     assert "VGG16" not in text.replace("with VGG16 on", "")  # nothing of it was trained, but the paper says something
     assert "method n error, % paper agree? NLL paper agree?" in text
-    assert "method n ECE, % paper CIFAR-10" in text  # without a deviation there is no agreeing
+    assert "method n ECE, % paper CIFAR-10" in text  # without a standard deviation agreement is unknown
     assert "Settings of PreActResNet18: Dropout (rate 0.1); AMP (ε 0.5, ζ 1, N 1, ball global, norm l2)." in text
 
 
 def test_settings_are_told_by_network_and_augmentation(tmp_path: Path) -> None:
     for augment in ("vanilla", "cutout"):
         write_result(tmp_path, cell("paper", "cifar10", "wideresnet28_10", "amp", augment=augment), 0, 0.03)
-    text = text_of(report_page(collect([tmp_path])))
+    text = text_of(report_page(load_results([tmp_path])))
     rest = "N 1, ball global, norm l2"
     assert f"Settings of WideResNet-28-10: AMP (ε 0.5, ζ 1, {rest})." in text
     assert f"WideResNet-28-10 with Cutout: AMP (ε 0.3, ζ 0.5, {rest})." in text
@@ -155,7 +155,7 @@ def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp
     assert "ERM 1 25.00 paper 24.31 ± 0.30 25.02" in text
     only = tmp_path / "only"
     write_result(only, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
-    alone = text_of(report_page(collect([only])))
+    alone = text_of(report_page(load_results([only])))
     assert "60 epochs in place of 200" not in alone
     assert "copies through JPEG" not in alone
 
@@ -163,7 +163,7 @@ def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp
 def test_runs_of_one_s_own_have_no_such_part(tmp_path: Path) -> None:
     recipe = cell("paper", "cifar10", "preactresnet18", "erm")
     write_result(tmp_path, replace(recipe, name="mine"), 0, 0.05)
-    text = text_of(report_page(collect([tmp_path])))
+    text = text_of(report_page(load_results([tmp_path])))
     assert "The paper's tables" not in text
     assert "differ from the paper's" not in text
 
@@ -185,8 +185,8 @@ def test_runs_of_one_s_own_have_no_such_part(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named_and_left_out(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
     write_result(tmp_path, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
     (tmp_path / name).write_text(json.dumps(content))
-    found = collect([tmp_path])
-    assert [broken.path.name for broken in found.broken] == [Path(name).name]
+    found = load_results([tmp_path])
+    assert [broken.path.name for broken in found.unusable] == [Path(name).name]
     assert "Table 1" in text_of(report_page(found))
 
 
@@ -194,8 +194,8 @@ def test_a_damaged_file_is_named_and_left_out(tmp_path: Path, name: str, content
 def test_a_result_that_cannot_be_read_does_not_vanish(tmp_path: Path, content: bytes) -> None:
     write_result(tmp_path, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
     (tmp_path / "paper" / "cifar10-preactresnet18-erm-1.json").write_bytes(content)
-    found = collect([tmp_path])
-    assert [broken.path.name for broken in found.broken] == ["cifar10-preactresnet18-erm-1.json"]
+    found = load_results([tmp_path])
+    assert [broken.path.name for broken in found.unusable] == ["cifar10-preactresnet18-erm-1.json"]
     assert "1 file was left out" in text_of(report_page(found))
 
 
@@ -221,16 +221,16 @@ def test_a_part_of_a_result_that_makes_no_sense_is_left_out_alone(
 ) -> None:
     recipe = cell("paper", "cifar10", "preactresnet18", "erm")
     write_result(tmp_path, recipe, 0, 0.05, **{part: content})
-    found = collect([tmp_path])
+    found = load_results([tmp_path])
     assert len(found.runs) == 1
-    assert len(found.broken) == 1
-    assert "is not used" in found.broken[0].why
+    assert len(found.unusable) == 1
+    assert "is not used" in found.unusable[0].why
 
 
 def test_the_page_says_that_the_spiral_was_chosen_where_there_is_one(page: str, tmp_path: Path) -> None:
     write_result(tmp_path, EXPERIMENTS["spiral"]("paper").recipes[0], 0, 0.05)
     chosen = "That problem and AMP's radius in it were chosen because the two methods differ there"
-    assert chosen in text_of(report_page(collect([tmp_path])))
+    assert chosen in text_of(report_page(load_results([tmp_path])))
     assert chosen not in text_of(page)
 
 
@@ -239,7 +239,7 @@ def test_a_boundary_is_drawn_for_the_spiral(tmp_path: Path) -> None:
         side = [-1.2, -0.4, 0.4, 1.2]
         shares = [[abs(x) / 2 for x in side] for _ in side]
         write_result(tmp_path, recipe, 0, 0.05, boundary={"side": side, "shares": shares})
-    page = report_page(collect([tmp_path]))
+    page = report_page(load_results([tmp_path]))
     assert "Boundaries" in page
     assert "AMP: 5.0 % test error" in page
 
@@ -267,10 +267,10 @@ KEPT = ROOT / "results"
 
 
 def test_every_kept_result_is_what_it_says_and_was_planned() -> None:
-    found = collect([KEPT])
-    assert found.broken == []
+    found = load_results([KEPT])
+    assert found.unusable == []
     broken: list[Any] = []
-    runs = by_recipe(found.runs, broken)
+    runs = runs_by_recipe(found.runs, broken)
     assert broken == []
     assert sum(map(len, runs.values())) == len(found.runs) > 0
     planned = set(found.planned)

@@ -13,7 +13,7 @@ from torch import nn
 from flatmin_lab.data.sources.spiral import Spiral
 from flatmin_lab.methods import METHODS
 from flatmin_lab.report import figures
-from flatmin_lab.report.figures.style import BOLD, HATCHES, STYLES, Drawn, svg
+from flatmin_lab.report.figures.style import BOLD, HATCHES, LINE_STYLES, DrawnFigure, svg
 
 AXIS = [-1.0, -0.5, 0.0, 0.5, 1.0]
 
@@ -22,23 +22,23 @@ def plane(steepness: float) -> list[list[float | None]]:
     return [[None if x == y == 1 else steepness * (x * x + 2 * y * y) + 0.1 for x in AXIS] for y in AXIS]
 
 
-def lines() -> Drawn:
+def lines() -> DrawnFigure:
     losses = {split: {"erm": [3 * a * a for a in AXIS], "amp": [a * a for a in AXIS]} for split in ("training", "test")}
-    return figures.lines(AXIS, losses, count="1 training each, 1,000 pictures")
+    return figures.lines(AXIS, losses, count="1 run each, 1,000 images")
 
 
-def boundaries() -> Drawn:
+def boundaries() -> DrawnFigure:
     data = Spiral.draw(50, wrong=0.2, generator=torch.Generator().manual_seed(0))
     return figures.boundaries({"ERM": (nn.Linear(2, 2), data), "AMP": (nn.Linear(2, 2), data)})
 
 
-def sweep() -> Drawn:
+def sweep() -> DrawnFigure:
     values = {0.01: [0.2, 0.3], 0.06: [0.1, 0.2], 0.5: [0.5, 0.4]}
     return figures.epsilon_sweep({"training": values, "test": values}, {"training": [0.3], "test": []})
 
 
 BINS = {"number": [0.0, 3.0, 9.0], "accuracy": [0.0, 0.3, 0.9], "confidence": [0.0, 0.4, 0.8]}
-FIGURES: dict[str, Callable[[], Drawn]] = {
+FIGURES: dict[str, Callable[[], DrawnFigure]] = {
     "1": figures.risk_and_amp_risk,
     "2": lines,
     "3": figures.gaussian_surface,
@@ -85,13 +85,15 @@ def test_what_is_averaged_is_said() -> None:
 
 def test_no_two_methods_look_alike_without_colour() -> None:
     """They differ in dash, or in width; bars in hatching, or in being one of the two that stand out."""
-    assert STYLES.keys() == set(METHODS)
+    assert LINE_STYLES.keys() == set(METHODS)
     for one, other in combinations(METHODS, 2):
-        if {one, other} != set(BOLD):  # these two are told apart by lightness, and by their names
-            assert STYLES[one][1] != STYLES[other][1] or (one in BOLD) != (other in BOLD)
+        if {one, other} != set(BOLD):  # these two differ in lightness, and in their names
+            assert LINE_STYLES[one][1] != LINE_STYLES[other][1] or (one in BOLD) != (other in BOLD)
             assert HATCHES[one] != HATCHES[other] or (one in BOLD) != (other in BOLD)
-        assert STYLES[one][0] != STYLES[other][0]
-    dark, light = (sum(int(STYLES[m][0][i : i + 2], 16) * w for i, w in ((1, 0.3), (3, 0.59), (5, 0.11))) for m in BOLD)
+        assert LINE_STYLES[one][0] != LINE_STYLES[other][0]
+    dark, light = (
+        sum(int(LINE_STYLES[m][0][i : i + 2], 16) * w for i, w in ((1, 0.3), (3, 0.59), (5, 0.11))) for m in BOLD
+    )
     assert abs(dark - light) > 20
 
 

@@ -24,8 +24,8 @@ from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.comparison import Group, groups_of
-from flatmin_lab.report.figures.style import Drawn
-from flatmin_lab.report.loader import collect
+from flatmin_lab.report.figures.style import DrawnFigure
+from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.runs.events import Stopped
 from flatmin_lab.runs.result import build_result
@@ -44,11 +44,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def page_of(*paths: Path) -> str:
-    return report_page(collect(paths))
+    return report_page(load_results(paths))
 
 
 def only_group(runs: Path) -> Group:
-    (group,) = groups_of(collect([runs]).runs)
+    (group,) = groups_of(load_results([runs]).runs)
     return group
 
 
@@ -67,8 +67,8 @@ def test_the_words_and_the_table_are_made_from_the_numbers(whole: str) -> None:
 
 def test_the_settings_are_said_where_all_rows_have_them(tmp_path: Path) -> None:
     for number, radius in enumerate((0.5, 0.1)):
-        knobs = {"epsilon": radius, "inner_lr": 1.0}
-        write(tmp_path / f"amp-{number}", result("amp", 0, 0.04, settings=knobs))
+        options = {"epsilon": radius, "inner_lr": 1.0}
+        write(tmp_path / f"amp-{number}", result("amp", 0, 0.04, settings=options))
     write(tmp_path / "adversarial", result("adversarial", 0, 0.05, settings={"epsilon": 1 / 255}))
     shown = text_of(page_of(tmp_path))
     assert "Settings: AMP (ζ 1); adversarial (ε 0.00392157)." in shown
@@ -109,8 +109,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("swept")
     for radius, error in {0.0: 0.061, 0.03: 0.059, 0.06: 0.055, 0.12: 0.051, 0.25: 0.056}.items():
         found = {"validation_error": error, "validation_nll": 4 * error, "validation_ece": 0.03, "validation": True}
-        knobs = {"settings": {"epsilon": radius}} if radius else {}
-        kept = {"clean_train_nll": radius, "at_once": 4, **found, **knobs}
+        options = {"settings": {"epsilon": radius}} if radius else {}
+        kept = {"clean_train_nll": radius, "at_once": 4, **found, **options}
         (folder / f"{radius}.json").write_text(json.dumps(result("amp" if radius else "erm", 0, 0.5, **kept)))
     return page_of(folder)
 
@@ -199,7 +199,7 @@ def test_one_training_each_is_too_few_to_mark_anything(tmp_path: Path) -> None:
 def test_runs_of_different_settings_are_never_averaged(runs: Path) -> None:
     write(runs / "longer", result("erm", 0, 0.01, epochs=100))
     write(runs / "noisy", result("erm", 0, 0.3, label_noise=0.2))
-    groups = groups_of(collect([runs]).runs)
+    groups = groups_of(load_results([runs]).runs)
     assert [len(group.rows) for group in groups] == [3, 1, 1]
     shown = text_of(page_of(runs))
     assert "20 % of the training labels replaced by wrong ones" in shown
@@ -210,7 +210,7 @@ def test_a_seed_that_is_there_twice_counts_once(runs: Path) -> None:
     write(runs / "erm-again", result("erm", 0, 0.9))
     assert len(only_group(runs).rows[0].runs) == 4
     assert f"that method and seed are there already: {runs / 'erm-again'}" in text_of(page_of(runs))
-    assert len(collect([runs, runs, runs / "erm-0"]).runs) == 13
+    assert len(load_results([runs, runs, runs / "erm-0"]).runs) == 13
 
 
 def test_what_was_measured_otherwise_is_not_compared(runs: Path) -> None:
@@ -220,7 +220,7 @@ def test_what_was_measured_otherwise_is_not_compared(runs: Path) -> None:
     row = only_group(runs).row("amp")
     assert row is not None
     assert len(row.cells["pgd_error"].values) == 3
-    assert row.cells["pgd_error"].otherwise
+    assert row.cells["pgd_error"].measured_differently
     assert row.cells["pgd_error"].missing == [f"flatmin evaluate {runs / 'amp-0'} --attack"]
     assert ">measured otherwise</a>" in page_of(runs)
     assert len(row.cells["rise"].values) == 4
@@ -272,7 +272,9 @@ def test_the_command_measures_a_run_as_the_others_were_measured(runs: Path) -> N
     assert row.cells["pgd_error"].missing == [asked]
     assert row.cells["rise"].missing == [f"flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50"]
     shown = text_of(page_of(runs))
-    assert f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50" in shown  # two: on other pictures
+    assert (
+        f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50" in shown
+    )  # two commands: on different numbers of images
 
 
 def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
@@ -284,7 +286,7 @@ def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
         lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
         found = {**build_result(recipe, 3, data.checksum, lines, {}), "reliability": None}
         write(tmp_path / name / "erm-3", found)
-        (group,) = groups_of(collect([tmp_path / name]).runs)
+        (group,) = groups_of(load_results([tmp_path / name]).runs)
         assert len(group.untrained) == len(METHODS) - 1
         for command in group.untrained:
             options = dict(zip(*[iter(shlex.split(command)[2:])] * 2, strict=True))
@@ -297,7 +299,7 @@ def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
 def test_without_nesterovs_alone_there_is_no_command_that_trains_alike(tmp_path: Path) -> None:
     for name, more, count in (("heavy ball", {"momentum": 0.9}, 0), ("none", {"momentum": 0.0}, len(METHODS) - 1)):
         write(tmp_path / name / "erm-0", result("erm", 0, 0.05, nesterov=False, **more))
-        (group,) = groups_of(collect([tmp_path / name]).runs)
+        (group,) = groups_of(load_results([tmp_path / name]).runs)
         assert len(group.untrained) == count
 
 
@@ -311,7 +313,7 @@ def planned(options: dict[str, str]) -> Recipe:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatmin_lab.cli.commands.train.training", training)
-        patch.setattr("flatmin_lab.cli.commands.train.CODES", {"enough": 0})
+        patch.setattr("flatmin_lab.cli.commands.train.EXIT_CODES", {"enough": 0})
         assert flatmin("train", *(word for pair in options.items() for word in pair)).exit_code == 0
     recipe: Recipe = plans[0]
     return recipe
@@ -374,8 +376,8 @@ DAMAGES: dict[str, tuple[str, str, str]] = {
 def test_the_rest_of_the_report_is_made_and_what_is_damaged_is_named(runs: Path, damage: str) -> None:
     name, content, said = DAMAGES[damage]
     (runs / "erm-0" / name).write_text(content)
-    found = collect([runs])
-    (broken,) = found.broken
+    found = load_results([runs])
+    (broken,) = found.unusable
     assert said in broken.why
     assert "erm-0" in str(broken.path)
     if name == "result.json":  # the page of the others is alike, and takes a second to draw
@@ -404,9 +406,9 @@ def test_results_may_be_files_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "notes.json").write_text('{"not": "a result"}')
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
-    found = collect([tmp_path])
+    found = load_results([tmp_path])
     assert len(found.runs) == 2
-    assert not found.broken
+    assert not found.unusable
     page = report_page(found)
     assert "PreActResNet18" in page
     assert "flatmin evaluate" not in page  # there is no folder to measure
@@ -445,8 +447,8 @@ def test_no_single_field_of_a_file_can_stop_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Every field of every file gone, null, a word, a list, negative, huge or nan: there is a page all the same."""
-    for module in ("report_page", "landscape_part"):  # drawing is not what is tested, and takes long
-        monkeypatch.setattr(f"flatmin_lab.report.{module}.svg", lambda drawn: f"<svg>{drawn.words}</svg>")
+    for module in ("report", "landscape"):  # drawing is not what is tested, and takes long
+        monkeypatch.setattr(f"flatmin_lab.report.pages.{module}.svg", lambda drawn: f"<svg>{drawn.words}</svg>")
     for figure in ("curves", "bars", "reliability_diagram", "contours", "lines"):
         monkeypatch.setattr(f"flatmin_lab.report.figures.{figure}", partial(_only_numbers, figure))
     whole = {"result": result("amp", 0, 0.1), "evaluation": evaluation(), "landscape": landscape()}
@@ -454,11 +456,11 @@ def test_no_single_field_of_a_file_can_stop_the_report(
     for path in paths_of(whole[name]):
         for content in spoilt(whole[name], path):
             (folder / f"{name}.json").write_text(json.dumps(content))
-            page = report_page(collect([tmp_path]))
+            page = report_page(load_results([tmp_path]))
             assert "</html>" in page, path
 
 
-def _only_numbers(name: str, *given: Any, **knobs: Any) -> Drawn:
+def _only_numbers(name: str, *given: Any, **options: Any) -> DrawnFigure:
     """In the place of a figure: everything that it would draw is a number, or is refused."""
 
     def check(value: Any) -> None:
@@ -471,7 +473,7 @@ def _only_numbers(name: str, *given: Any, **knobs: Any) -> Drawn:
 
     numbers = [value for value in given if not isinstance(value, str)]
     check(numbers)
-    return Drawn(Figure(), {"numbers": numbers}, name)
+    return DrawnFigure(Figure(), {"numbers": numbers}, name)
 
 
 NASTY = '<img src=x onerror="alert(1)">&{{ 7 * 7 }}</script>'

@@ -86,7 +86,7 @@ def test_an_error_of_one_is_told_by_itself_and_nccl_is_not_waited_for(closed: li
 def test_who_has_lost_another_process_says_so_once(closed: list[str], rank: int) -> None:
     found = left_with(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer\nmore"))
     assert isinstance(found, RunError if rank == 0 else typer.Exit)
-    assert rank or "another process of this training has ended, or answers no more" in str(found)
+    assert rank or "another process of this run has ended or does not respond" in str(found)
 
 
 def test_every_process_has_the_gpu_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from flatmin_lab.cli.commands import tune as tune_command
 from flatmin_lab.data import Split, load
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
-from flatmin_lab.report.loader import collect
+from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.runs.events import BusyError, Epoch, Event, Finished, Stopped
 from flatmin_lab.tuning import result_file
@@ -347,13 +347,13 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(
         patched.setattr(tune_command, "follow", follow)
         stopped = flatmin(*flags)
     assert stopped.exit_code == 143
-    assert "stopped by SIGTERM; the same command goes on" in words(stopped.stderr)
+    assert "stopped by SIGTERM; the same command resumes" in words(stopped.stderr)
     assert "1 of 3 trials so far" in words(stopped.stdout)
     assert [trial.state for trial in tuning_of(tmp_path / "out").trials] == ["finished", "running"]
     done = flatmin(*flags)
     assert done.exit_code == 0, done.output
     assert "trial 1  " in done.stderr
-    assert "going on after step" in done.stderr
+    assert "resumed after step" in done.stderr
     assert tuning_of(tmp_path / "out").count("finished") == 3
     monkeypatch.setattr(tune_command, "follow", follow)
     assert flatmin(*flags).exit_code == 0  # all of them have ended
@@ -456,7 +456,10 @@ def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
         (["--knobs", "colour"], "--knobs of amp are epsilon, inner_lr, lr, weight_decay, got colour"),
         (["--set", "colour=1"], "got colour"),
         (["--batch-size", "100000"], "the batch size must be"),
-        (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belong to the schedule multi_step, got cosine"),
+        (
+            ["--schedule", "cosine", "--milestones", "0.5"],
+            "--milestones belongs to the schedule multi_step, got cosine",
+        ),
         (["--storage", "nonsense"], "--storage takes a database's address"),
         (["--set", "epsilon=0.1", "--set", "inner_lr=1"], "amp has all its knobs fixed"),
     ],
@@ -517,8 +520,8 @@ def test_other_flags_win_over_the_tuning_and_another_length_is_said(out: Path, t
     done = flatmin("train", *flags, "--out", tmp_path / "run")
     assert done.exit_code == 0, done.output
     said = words(done.stderr)
-    assert "note: the values were tuned at 3 epochs, and this training has 1" in said
-    assert "tuned for mlp, and this training is of convnet" in said
+    assert "note: the values were tuned at 3 epochs, but this run has 1" in said
+    assert "tuned for mlp, but this run trains convnet" in said
     recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
     assert (recipe["epochs"], recipe["settings"]["epsilon"], recipe["model"]) == (1, 0.07, "convnet")
 
@@ -526,7 +529,7 @@ def test_other_flags_win_over_the_tuning_and_another_length_is_said(out: Path, t
 def test_a_training_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path) -> None:
     other = saved(tmp_path / "other.npz", images(9, 7))
     for flags, message in (
-        (["--method", "erm"], "is of --method amp, got erm"),
+        (["--method", "erm"], "has --method amp, got erm"),
         (["--data", "digits"], "got digits; leave one of the two flags out"),
         (["--data", other], "was tuned on"),
     ):
@@ -562,7 +565,7 @@ def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) 
         path.write_text(json.dumps(one))
         with pytest.raises(ValueError, match=r"is not a tuning|is damaged"):
             result_file.read(path)
-    assert [broken.path.name for broken in collect([tmp_path]).broken] == [FILE] * len(wrong)
+    assert [broken.path.name for broken in load_results([tmp_path]).unusable] == [FILE] * len(wrong)
 
 
 # ---- what the report says
@@ -570,7 +573,7 @@ def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) 
 
 def test_the_report_has_a_section_for_a_tuning_and_no_run_of_its_trials(out: Path, tmp_path: Path) -> None:
     write(tmp_path / "runs" / "amp", result("amp", 0, 0.04))
-    found = collect([tmp_path / "runs", out.parent])
+    found = load_results([tmp_path / "runs", out.parent])
     assert [run.path.name for run in found.runs] == ["amp"]
     assert len(found.tunings) == 1
     page = report_page(found)
@@ -592,7 +595,7 @@ def test_a_tuning_alone_is_a_report_too(out: Path, tmp_path: Path, monkeypatch: 
         assert "<h1>Tuning</h1>" in page
         assert "No training could be read" not in page
         assert "from the files of 1 tuning" in page
-    assert [run.path.name for run in collect([out / "trial-1"]).runs] == ["trial-1"]  # named itself
+    assert [run.path.name for run in load_results([out / "trial-1"]).runs] == ["trial-1"]  # named itself
     (tmp_path / "tuning").symlink_to(out.parent)
     monkeypatch.chdir(tmp_path)
     assert flatmin("report").exit_code == 0
@@ -604,11 +607,11 @@ def test_what_was_pruned_and_what_failed_is_said_in_the_report(out: Path, tmp_pa
     trials[0] |= {"state": "failed", "value": None, "error": None, "nll": None, "epochs": 0, "why": "its loss is <nan>"}
     trials[1] |= {"state": "pruned", "epochs": 2}
     (tmp_path / FILE).write_text(json.dumps({**content, "wanted": 9}))
-    page = report_page(collect([tmp_path]))
+    page = report_page(load_results([tmp_path]))
     assert "4 of 9 trials so far" in page
     assert "Of them 1 was pruned and 1 failed." in page
     assert "failed: its loss is &lt;nan&gt;" in page
     for one in trials:
         one |= {"state": "failed", "value": None, "error": None, "nll": None}
     (tmp_path / FILE).write_text(json.dumps(content))
-    assert "Nothing is chosen: no trial has finished" in report_page(collect([tmp_path]))
+    assert "Nothing is chosen: no trial has finished" in report_page(load_results([tmp_path]))

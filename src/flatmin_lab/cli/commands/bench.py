@@ -1,4 +1,4 @@
-"""The command `flatmin bench`. Parsing; nothing is computed here."""
+"""`flatmin bench`: its flags. The measurement is in bench/benchmark.py, the tables in bench_view.py."""
 
 import json
 import os
@@ -9,12 +9,19 @@ import typer
 from rich.console import Console
 
 from flatmin_lab import models
-from flatmin_lab.bench.benchmark import AT_ONCE, BATCH_SIZES, MODELS, STEPS, Wanted, measure
+from flatmin_lab.bench.benchmark import (
+    DEFAULT_AT_ONCE,
+    DEFAULT_BATCH_SIZES,
+    DEFAULT_MODELS,
+    DEFAULT_STEPS,
+    BenchmarkOptions,
+    run_benchmark,
+)
 from flatmin_lab.bench.contenders import FORMS, METHODS
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import bench_view
-from flatmin_lab.cli.options import Debug, Device, option, reported
-from flatmin_lab.cli.signals import ended_by_signals
+from flatmin_lab.cli.options import Debug, Device, option, report_errors
+from flatmin_lab.cli.signals import exit_on_signals
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.recipes.recipe import PRECISIONS
 from flatmin_lab.runs.events import RunError
@@ -24,34 +31,35 @@ from flatmin_lab.system.machine import device_named
 Names = list[str] | None
 
 
-def _usual(values: Any) -> str:
+def _list_of(values: Any) -> str:
     return ", ".join(map(str, values))
 
 
 def bench(
-    model: Annotated[Names, option(f"{', '.join(models.MODELS)}; else {_usual(MODELS)}.")] = None,
-    batch_size: Annotated[Names, option(f"Pictures a step; else {_usual(BATCH_SIZES)}.")] = None,
-    methods: Annotated[Names, option(f"{', '.join(METHODS)}; else all.")] = None,
-    forms: Annotated[Names, option(f"{', '.join(FORMS)}; else all.")] = None,
-    at_once: Annotated[Names, option(f"How many models step at once; else {_usual(AT_ONCE)}.")] = None,
-    steps: Annotated[int, typer.Option(help="How many steps of each are timed, at most.")] = STEPS,
-    precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; else bf16 on a GPU, fp32 on a CPU.")] = None,
-    augment: Annotated[str, typer.Option(help=f"What a step does to its pictures: {', '.join(KINDS)}.")] = "vanilla",
-    quick: Annotated[bool, option("preactresnet18 with batches of 50 alone; so it is on a CPU.", "--quick")] = False,
+    model: Annotated[Names, option(f"{', '.join(models.MODELS)}; default: {_list_of(DEFAULT_MODELS)}.")] = None,
+    batch_size: Annotated[Names, option(f"Images per step; default: {_list_of(DEFAULT_BATCH_SIZES)}.")] = None,
+    methods: Annotated[Names, option(f"{', '.join(METHODS)}; default: all.")] = None,
+    forms: Annotated[Names, option(f"{', '.join(FORMS)}; default: all.")] = None,
+    at_once: Annotated[Names, option(f"How many models step at once; default: {_list_of(DEFAULT_AT_ONCE)}.")] = None,
+    steps: Annotated[int, typer.Option(help="At most this many steps of each are timed.")] = DEFAULT_STEPS,
+    precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; default: bf16 on a GPU, fp32 on a CPU.")] = None,
+    augment: Annotated[str, typer.Option(help=f"How a step augments its images: {', '.join(KINDS)}.")] = "vanilla",
+    quick: Annotated[bool, option("Only preactresnet18 with batches of 50, as always on a CPU.", "--quick")] = False,
     device: Device = None,
     json_file: Annotated[Path, typer.Option("--json", help="The file for all numbers.")] = Path("out/bench.json"),
     debug: Debug = False,
 ) -> None:
-    """What a training step costs, plain and as a CUDA graph, with SGD, AMP and SAM. Lists: again, or with commas."""
-    with reported(debug), ended_by_signals():
+    """The cost of a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Lists may use commas."""
+    with report_errors(debug), exit_on_signals():
         where = device_named(device)
-        quick = quick or where.type != "cuda"  # all of it would take hours there
-        wanted = Wanted(
-            models=_words("--model", model) or (MODELS[:1] if quick else MODELS),
-            batch_sizes=_counts("--batch-size", batch_size) or (BATCH_SIZES[:1] if quick else BATCH_SIZES),
+        quick = quick or where.type != "cuda"  # everything would take hours on a CPU
+        options = BenchmarkOptions(
+            models=_words("--model", model) or (DEFAULT_MODELS[:1] if quick else DEFAULT_MODELS),
+            batch_sizes=_counts("--batch-size", batch_size)
+            or (DEFAULT_BATCH_SIZES[:1] if quick else DEFAULT_BATCH_SIZES),
             methods=_words("--methods", methods) or METHODS,
             forms=_words("--forms", forms) or FORMS,
-            at_once=_counts("--at-once", at_once) or AT_ONCE,
+            at_once=_counts("--at-once", at_once) or DEFAULT_AT_ONCE,
             steps=steps,
             precision=precision or ("bf16" if where.type == "cuda" else "fp32"),
             augment=cast(Kind, augment),
@@ -61,11 +69,11 @@ def bench(
         console = display.terminal()
 
         def after(result: dict[str, Any]) -> None:
-            _write(json_file, result, console)  # after every table, and first: whoever reads the tables may go
+            _write(json_file, result, console)  # after every table, and before it is printed: its reader may be gone
             bench_view.table(result, result["tables"][-1])
 
         with display.busy(console) as say:
-            result = measure(wanted, device=where, say=say, after=after)
+            result = run_benchmark(options, device=where, say=say, after=after)
         _write(json_file, result)
         bench_view.footer(result, json_file)
         if not any("ms" in row for table in result["tables"] for row in table["rows"]):
@@ -76,7 +84,7 @@ def _words(flag: str, values: Names) -> tuple[str, ...]:
     words = tuple(word.strip() for value in values or [] for word in value.split(",") if word.strip())
     if values and not words:
         raise ValueError(
-            f"{flag} takes at least one word or number, got {' '.join(values)!r}; leave it out for the usual"
+            f"{flag} takes at least one word or number, got {' '.join(values)!r}; leave it out for the default"
         )
     return words
 
@@ -90,7 +98,7 @@ def _counts(flag: str, values: Names) -> tuple[int, ...]:
 
 
 def _make_room(path: Path) -> None:
-    """Before minutes of work: is there a place for the result?"""
+    """Check before minutes of work that the result can be written."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the file with --json, such as {path / 'bench.json'}")
     try:
@@ -103,7 +111,7 @@ def _make_room(path: Path) -> None:
 
 
 def _write(path: Path, result: dict[str, Any], console: Console | None = None) -> None:
-    """The result so far; where that fails, the console hears of it and measuring goes on; without one it is raised."""
+    """Write the result so far. If that fails, print a note and continue, or raise if there is no console."""
     try:
         with atomic_write(path) as file:
             file.write((json.dumps(result, indent=2) + "\n").encode())
@@ -114,5 +122,5 @@ def _write(path: Path, result: dict[str, Any], console: Console | None = None) -
                 f"{text}; the tables above are what was measured. Make room, or choose another place with --json"
             ) from error
         display.say(
-            console, f"note: {text}; make room: it is tried again after the next table and in the end", style="yellow"
+            console, f"note: {text}; make room: it is written again after the next table and at the end", style="yellow"
         )

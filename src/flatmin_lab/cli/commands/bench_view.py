@@ -1,4 +1,4 @@
-"""What `flatmin bench` measured, in tables: a row for every method in every form."""
+"""The tables of `flatmin bench`: a row for every method in every form."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ COLUMNS = ("ms", "quartiles", "steps", "floors", "ready", "MiB", "beyond ERM")
 
 
 def table(result: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """One model and batch size."""
+    """Print the table of one model and batch size."""
     console = Console(highlight=False, soft_wrap=True)
     say(console, f"{found['model']}, batches of {found['batch_size']}, {result['precision']}: a step of a model")
     shown = Table("", *COLUMNS, box=None, pad_edge=False)
@@ -43,7 +43,7 @@ def footer(result: Mapping[str, Any], path: object) -> None:
     say(console, f"the floor: {rate} and {result['bytes_per_s'] / 1e9:.4g} GB/s, both measured in this run")
     versions = f"torch {result['torch']}, CUDA {result['cuda']}, cuDNN {result['cudnn']}, Triton {result['triton']}"
     say(console, f"{result['hardware']}, {result['threads']} threads, {versions}, commit {result['commit']}")
-    say(console, f"all of it in {path}")
+    say(console, f"everything is in {path}")
 
 
 def _cells(row: Mapping[str, Any], floor: Mapping[str, float] | None) -> tuple[str, ...]:

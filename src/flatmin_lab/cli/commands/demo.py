@@ -1,8 +1,8 @@
-"""The whole idea in two minutes on a laptop: the paper's eight methods on handwritten digits, some labels wrong.
+"""`flatmin demo`: the idea in two minutes on a laptop. Eight methods on handwritten digits, some labels wrong.
 
-scikit-learn's 1,438 training digits, a fifth of their labels replaced by a wrong one: a network that learns them by
-heart answers test digits wrong. The labels of the 359 test digits are true. Every method starts from the same weights
-and sees the same batches, over seeds 0, 1, 2, …; out come a table, a page, and the numbers behind both.
+The data are scikit-learn's 1,438 training digits, a fifth of them with a wrong label: a network that memorises these
+labels gets test digits wrong. The labels of the 359 test digits are true. For each of the seeds 0, 1, 2, … all methods
+start from the same weights and see the same batches. The output is a table, a page, and the numbers behind both.
 """
 
 import json
@@ -21,24 +21,24 @@ from flatmin_lab.execution.process_pool import cores, side_by_side
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.report.html import spread
+from flatmin_lab.report.html import mean_and_std
 from flatmin_lab.report.pages.demo import demo_page, row
 from flatmin_lab.runs.events import Epoch, Finished
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
 
-ORDER = ("erm", "amp", *(name for name in METHODS if name not in ("erm", "amp")))  # the two that matter come first
+ORDER = ("erm", "amp", *(name for name in METHODS if name not in ("erm", "amp")))  # the two that matter first
 COLUMNS = {
     "error": "test error %",
     "nll": "NLL",
     "ece": "ECE %",
-    "memorised": "by heart %",
+    "memorised": "memorised %",
     "seconds": "seconds",
 }
 
 
-def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None, console: Console) -> Path:
-    """Train, show, write; the page's path."""
+def run_demo(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None, console: Console) -> Path:
+    """Train, print the table, write the files; the path of the page."""
     workers = cores() if workers is None else workers
     for name, value in (("seeds", seeds), ("epochs", epochs), ("workers", workers)):
         if value < 1:
@@ -48,14 +48,14 @@ def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{out} cannot be made a folder ({error}); choose another place with --out") from error
+        raise ValueError(f"{out} cannot be created ({error}); choose another folder with --out") from error
     data = load()
     if noise > 0 and round(noise * len(data.train)) == 0:
-        raise ValueError(f"--noise must be 0, or give one of the {len(data.train)} labels at least, got {noise}")
+        raise ValueError(f"--noise must be 0, or change at least one of the {len(data.train)} labels, got {noise}")
     recipes = {name: default_recipe("digits", data, method=name, label_noise=noise, epochs=epochs) for name in ORDER}
     jobs = [Job(recipe, seed) for recipe in recipes.values() for seed in range(seeds)]
     start = perf_counter()
-    runs = trained(jobs, workers, console)
+    runs = train_all(jobs, workers, console)
     summary: dict[str, Any] = {
         "noise": noise,
         "seeds": seeds,
@@ -74,8 +74,8 @@ def run(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None
     return out / "demo.html"
 
 
-def trained(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[str, Any]]:
-    """A result a job, each with its epochs; shown while they come."""
+def train_all(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[str, Any]]:
+    """Run all jobs, showing progress; a result per job, with its epochs."""
     lines: list[list[dict[str, Any]]] = [[] for _ in jobs]
     results: list[dict[str, Any] | None] = [None] * len(jobs)
     with bars(console) as progress:
@@ -86,7 +86,7 @@ def trained(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[st
                 progress.advance(task)
             elif isinstance(record, Finished):
                 results[number] = {**record.result, "lines": lines[number]}
-                progress.update(task, numbers=f"{sum(r is not None for r in results)} of {len(jobs)} trainings")
+                progress.update(task, numbers=f"{sum(r is not None for r in results)} of {len(jobs)} runs")
                 _say_if_complete(jobs[number].recipe.method, [r for r in results if r], jobs, console)
     return [result for result in results if result is not None]
 
@@ -94,11 +94,11 @@ def trained(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[st
 def _say_if_complete(method: str, results: Sequence[dict[str, Any]], jobs: Sequence[Job], console: Console) -> None:
     own = [result for result in results if result["method"] == method]
     if len(own) == sum(job.recipe.method == method for job in jobs):
-        say(console, f"{method}: test error {spread([100 * result['test_error'] for result in own])} %")
+        say(console, f"{method}: test error {mean_and_std([100 * result['test_error'] for result in own])} %")
 
 
 def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:
-    """Mean ± deviation over the seeds, a row a method."""
+    """Mean ± standard deviation over the seeds, a row per method."""
     columns = {key: label for key, label in COLUMNS.items() if with_noise or key != "memorised"}
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown.add_column("method", no_wrap=True)
@@ -106,5 +106,5 @@ def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:
         shown.add_column(label, justify="right", no_wrap=True)
     for method in ORDER:
         values = row(method, [run for run in runs if run["method"] == method])
-        shown.add_row(method, *(spread(values[key], 2 if key == "nll" else 1) for key in columns))
+        shown.add_row(method, *(mean_and_std(values[key], 2 if key == "nll" else 1) for key in columns))
     return shown

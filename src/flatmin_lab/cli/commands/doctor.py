@@ -1,8 +1,8 @@
-"""Is everything here, and does it work? Versions, devices, data sets, and an examination.
+"""`flatmin doctor`: versions, devices, data sets, and a check of a model or of the user's own training.
 
-Examined is a model, in a training that is made for it, or a training of the user's own. A model of one's own is a
-function (or a class), `file.py:make_model` or `mymodule:make_model`, called without arguments; a training is one that
-returns `(model, optimizer, closure)`. What is looked at is in `flatmin.doctor`.
+A model is checked in a training that is made for it. A user's own model is a function or class, `file.py:make_model` or
+`mymodule:make_model`, called without arguments; a user's own training is a function that returns
+`(model, optimizer, closure)`. The checks are in `flatmin.doctor`.
 """
 
 import importlib.metadata
@@ -25,7 +25,7 @@ from flatmin_lab import models
 from flatmin_lab.cli import display
 from flatmin_lab.data.registry import EMBEDDED, OFFICIAL, load
 from flatmin_lab.evaluation import user_model
-from flatmin_lab.evaluation.user_code import find, is_own
+from flatmin_lab.evaluation.user_code import find_function, is_user_code
 from flatmin_lab.system.machine import commit, hardware
 from flatmin_lab.system.rng import RandomScope, generator
 
@@ -35,13 +35,13 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "red", "cannot tell": "di
 
 
 def run(model: str, shape: Sequence[int], data_dir: Path, device: torch.device) -> bool:
-    """Print what is here, and what the doctor finds of a training of that model; true if there is no error."""
+    """Print what is installed, and the doctor's findings on a training of that model; true if there is no error."""
     console = Console(highlight=False, soft_wrap=True)
     for title, rows in (("versions", versions()), ("devices", devices()), ("data sets", data_sets(data_dir))):
         console.print(_table(title, rows))
     with RandomScope(device, deterministic=device.type == "cuda").active():
-        findings = examine(training(model, shape, device))
-    return told(f"{model} on {device}", findings)
+        findings = examine(model_training(model, shape, device))
+    return show_findings(f"{model} on {device}", findings)
 
 
 def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
@@ -77,29 +77,29 @@ def devices() -> list[tuple[str, str]]:
 
 
 def data_sets(root: Path) -> list[tuple[str, str]]:
-    """Which can be read, and why the others cannot."""
+    """Which data sets can be read, and why the others cannot."""
     rows = []
     for name in (*EMBEDDED, *OFFICIAL):
         try:
             data = load(name, root)
             rows.append((name, f"{len(data.train)} and {len(data.test)} {data.train.kind}, from {data.source}"))
         except FileNotFoundError:
-            rows.append((name, f"not in {root.absolute()}; `flatmin train --data {name} --download` fetches it"))
+            rows.append((name, f"not in {root.absolute()}; `flatmin train --data {name} --download` downloads it"))
         except (OSError, ValueError, ImportError) as error:
             rows.append((name, f"cannot be read: {error}"))
     return rows
 
 
-def training(name: str, shape: Sequence[int], device: torch.device) -> MakeTraining:
+def model_training(name: str, shape: Sequence[int], device: torch.device) -> MakeTraining:
     """A training of that model, with AMP around SGD, on random inputs of that shape."""
     with torch.random.fork_rng([]):
-        model = make(name, shape).to(device).train()
+        model = make_model(name, shape).to(device).train()
     x = torch.randn(BATCH, *shape, generator=generator("doctor")).to(device)
     _check(model, x)
     y = torch.arange(BATCH, device=device)
 
     def make_training() -> tuple[nn.Module, flatmin.AMP, Callable[[], Tensor]]:
-        model = make(name, shape).to(device).train()
+        model = make_model(name, shape).to(device).train()
         base = SGD((param for param in model.parameters() if param.requires_grad), lr=0.01, momentum=0.9)
         optimizer = flatmin.AMP(base, epsilon=0.1, model=model)
 
@@ -124,25 +124,25 @@ def _check(model: nn.Module, x: Tensor) -> None:
         shape = ",".join(map(str, x.shape[1:]))
         raise ValueError(f"the model does not take inputs of {shape} ({error}); give its own with --shape") from error
     if not isinstance(answer, Tensor):
-        raise TypeError(f"the model must answer with a tensor, got {type(answer).__name__}")
+        raise TypeError(f"the model must return a tensor, got {type(answer).__name__}")
 
 
-def make(name: str, shape: Sequence[int]) -> nn.Module:
-    """A built-in model for inputs of that shape, or one of the user's own."""
-    if is_own(name):
-        return user_model.make(name)
+def make_model(name: str, shape: Sequence[int]) -> nn.Module:
+    """A built-in model for inputs of that shape, or the user's own."""
+    if is_user_code(name):
+        return user_model.make_model(name)
     return models.build(name, num_classes=CLASSES, in_channels=shape[0], **models.settings_for(name, shape))
 
 
-# ---- a training of the user's own, and what was found
+# ---- the user's own training, and the findings
 
 
-def own_training(name: str) -> list[Finding]:
-    """What the doctor finds of `mymodule:make_training`."""
-    if not is_own(name):
+def examine_user_training(name: str) -> list[Finding]:
+    """The doctor's findings on `mymodule:make_training`."""
+    if not is_user_code(name):
         raise ValueError(f"doctor takes mymodule:make_training or file.py:make_training, got {name!r}")
     try:
-        function = find(name, "make_training")
+        function = find_function(name, "make_training")
     except Exception as error:
         if isinstance(error, SyntaxError) or own_lines(error):
             return [Crash(f"importing {name}", error).finding()]
@@ -152,7 +152,7 @@ def own_training(name: str) -> list[Finding]:
         return examine(function)
 
 
-def told(title: str, findings: Sequence[Finding]) -> bool:
+def show_findings(title: str, findings: Sequence[Finding]) -> bool:
     """Print the findings; true if none is an error."""
     console = Console(highlight=False, soft_wrap=True)
     table = Table(Column(Text(title)), "", "", box=None, pad_edge=False)
@@ -162,10 +162,10 @@ def told(title: str, findings: Sequence[Finding]) -> bool:
         table.add_row(Text(finding.name), verdict, Text(finding.seen + change))
     console.print(table)
     errors, warnings = (sum(finding.verdict == kind for finding in findings) for kind in ("error", "warning"))
-    after = "; what comes after it was not examined: repair it, and look again" if errors else ""
-    display.say(console, f"{_number(errors, 'error')}, {_number(warnings, 'warning')}{after}")
+    after = "; what comes after it was not examined: fix it, and run the doctor again" if errors else ""
+    display.say(console, f"{_count_of(errors, 'error')}, {_count_of(warnings, 'warning')}{after}")
     return not errors
 
 
-def _number(count: int, name: str) -> str:
+def _count_of(count: int, name: str) -> str:
     return f"{count or 'no'} {name}{'' if count == 1 else 's'}"

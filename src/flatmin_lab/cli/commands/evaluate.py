@@ -1,4 +1,4 @@
-"""The commands that look at trained models: evaluate, landscape, report, theory. Parsing; nothing is computed here."""
+"""`flatmin evaluate`, `landscape`, `report` and `theory`: their flags, and the files that they write."""
 
 import json
 from pathlib import Path
@@ -7,40 +7,42 @@ from typing import Annotated, Any
 import typer
 
 from flatmin_lab.cli import display, model_source
-from flatmin_lab.cli.model_source import Asked, Looked
-from flatmin_lab.cli.options import DATA, DataDir, Debug, Device, Download, option, reported
-from flatmin_lab.cli.signals import ended_by_signals
+from flatmin_lab.cli.model_source import EvaluatedModel, ModelSource
+from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, option, report_errors
+from flatmin_lab.cli.signals import exit_on_signals
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.optional_deps import need
 
-OWN, ATTACK, FLATNESS = "A model of your own", "With --attack", "With --flatness"
+OWN, ATTACK, FLATNESS = "Your own model", "With --attack", "With --flatness"
 Model = Annotated[
     str | None,
     option("file.py:make_model or mymodule:make_model; CHECKPOINT is then a file with its weights.", panel=OWN),
 ]
 Data = Annotated[
     str | None,
-    option("With --model: a data set, an .npz file or a folder. Else where files of your own are, if they moved."),
+    option(
+        "With --model: a data set, an .npz file or a folder. For a run: where your own data are, if they have moved."
+    ),
 ]
 Normalised = Annotated[
     bool,
     option(
-        "It takes pictures normalised by the training set's mean and deviation; else from 0 to 1.",
+        "It takes images normalised by the training set's mean and standard deviation; default: from 0 to 1.",
         "--normalised",
         panel=OWN,
     ),
 ]
-Averaged = Annotated[bool, option("The running average of the weights (train --ema).", "--averaged")]
+Averaged = Annotated[bool, option("The EMA of the weights (train --ema).", "--averaged")]
 
 
 def evaluate(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="A run's folder, one of its checkpoints, or with --model a file of weights.", show_default=False
+            help="A run folder, one of its checkpoints, or with --model a file of weights.", show_default=False
         ),
     ] = None,
     attack: Annotated[bool, option("Also the error under FGSM and PGD.", "--attack")] = False,
@@ -48,47 +50,51 @@ def evaluate(
         bool, option("Also the worst and mean loss around the weights, and the Hessian.", "--flatness")
     ] = False,
     data: Data = None,
-    data_dir: DataDir = DATA,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
-    averaged: Averaged = False,
-    pictures: Annotated[
+    use_ema: Averaged = False,
+    images: Annotated[
         int | None,
-        option("How many test pictures to attack (else all), and training pictures for flatness (else 1000)."),
+        option(
+            "How many test images to attack (default: all), and training images for flatness (default: 1000).",
+            "--pictures",
+        ),
     ] = None,
     radius: Annotated[
-        str | None, option("The ball around a picture, in units of a pixel's range; else 4/255.", panel=ATTACK)
+        str | None,
+        option("Radius of the ball around an image, in units of a pixel's range; default: 4/255.", panel=ATTACK),
     ] = None,
-    step_size: Annotated[str | None, option("The length of a step of PGD; else 1/255.", panel=ATTACK)] = None,
-    steps: Annotated[int | None, option("The steps of PGD; else 10.", panel=ATTACK)] = None,
-    norm: Annotated[str | None, option("The ball's norm: linf or l2; else linf.", panel=ATTACK)] = None,
-    epsilon: Annotated[float | None, option("The ball around the weights; else 0.1.", panel=FLATNESS)] = None,
+    step_size: Annotated[str | None, option("The step size of PGD; default: 1/255.", panel=ATTACK)] = None,
+    steps: Annotated[int | None, option("The steps of PGD; default: 10.", panel=ATTACK)] = None,
+    norm: Annotated[str | None, option("The ball's norm: linf or l2; default: linf.", panel=ATTACK)] = None,
+    epsilon: Annotated[
+        float | None, option("Radius of the ball around the weights; default: 0.1.", panel=FLATNESS)
+    ] = None,
     model: Model = None,
     normalised: Normalised = False,
     device: Device = None,
     as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a trained model: error, calibration, robustness, flatness. For the report, the run's folder keeps it."""
-    with reported(debug), ended_by_signals():
-        lengths = {"radius": model_source.length(radius), "step_size": model_source.length(step_size)}
+    """Measure a trained model: error, calibration, robustness, flatness. The run folder keeps it for the report."""
+    with report_errors(debug), exit_on_signals():
+        lengths = {"radius": model_source.parse_length(radius), "step_size": model_source.parse_length(step_size)}
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
         flat = _given(flatness, "--flatness", {"epsilon": epsilon})
-        if pictures is not None and not (attack or flatness):
-            raise ValueError(
-                "--pictures belongs to --attack and --flatness; the rest is measured on the whole test set"
-            )
-        model_source.check_count("--pictures", pictures)
-        asked = Asked(model, data, data_dir, download, normalised, averaged, device)
-        (looked,) = asked.models([checkpoint])
+        if images is not None and not (attack or flatness):
+            raise ValueError("--pictures belongs to --attack and --flatness; everything else uses the whole test set")
+        model_source.check_count("--pictures", images)
+        source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
+        (evaluated,) = source.models([checkpoint])
         with display.busy(display.terminal()) as say:
-            say("the test set")
-            found = {**looked.place, **measurements.calibration(looked.subject)}
+            say("evaluating the test set")
+            found = {**evaluated.description, **measurements.calibration(evaluated.subject)}
             if attack:
-                found["attack"] = measurements.robustness(looked.subject, pictures=pictures, say=say, **attacked)
+                found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
             if flatness:
-                found["flatness"] = measurements.flatness_of(looked.subject, pictures=pictures, say=say, **flat)
-        found["facts"] = facts(looked.subject.device)
-        _keep(looked, evaluation_files.EVALUATION, found)
+                found["flatness"] = measurements.flatness_of(evaluated.subject, images=images, say=say, **flat)
+        found["facts"] = facts(evaluated.subject.device)
+        _keep(evaluated, evaluation_files.EVALUATION, found)
         if as_json:
             typer.echo(json.dumps(found, indent=2))
         else:
@@ -98,51 +104,51 @@ def evaluate(
 def landscape(
     checkpoints: Annotated[
         list[Path] | None,
-        typer.Argument(help="Runs' folders, checkpoints, or with --model files of weights.", show_default=False),
+        typer.Argument(help="Run folders, checkpoints, or with --model files of weights.", show_default=False),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/landscape.html"),
     points: Annotated[int, typer.Option(help="How many points a side of the plane has; odd.")] = landscapes.POINTS,
     reach: Annotated[
-        float, typer.Option(help="How far the plane goes; at 1 a filter has moved by its own length.")
+        float, typer.Option(help="Half a side of the plane; at 1 a filter has moved by its own length.")
     ] = landscapes.REACH,
-    pictures: Annotated[
-        int, typer.Option(help="How many pictures of each split the loss is computed on.")
-    ] = landscapes.PICTURES,
-    seed: Annotated[int, typer.Option(help="The two directions, the same for every model.")] = 0,
-    lines_only: Annotated[bool, option("The line through the weights alone.", "--lines-only")] = False,
+    images: Annotated[
+        int, typer.Option("--pictures", help="How many images of each split the loss is computed on.")
+    ] = landscapes.IMAGES,
+    seed: Annotated[int, typer.Option(help="Seed of the two directions, which all models share.")] = 0,
+    lines_only: Annotated[bool, option("Only the line through the weights, no plane.", "--lines-only")] = False,
     data: Data = None,
-    data_dir: DataDir = DATA,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
-    averaged: Averaged = False,
+    use_ema: Averaged = False,
     model: Model = None,
     normalised: Normalised = False,
     device: Device = None,
     debug: Debug = False,
 ) -> None:
-    """The loss around the weights of trained models, all along the same directions: numbers, and a page to turn it."""
-    with reported(debug), ended_by_signals():
+    """The loss around the weights of trained models, all along the same directions: numbers, and a page in 3D."""
+    with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin landscape")
-        landscapes.check(points, reach, pictures)
-        asked = Asked(model, data, data_dir, download, normalised, averaged, device)
+        landscapes.check_options(points, reach, images)
+        source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         places: list[Path | None] = [*(checkpoints or [])] or [None]
-        count = landscapes.count(points, lines_only=lines_only)
+        count = landscapes.count_points(points, lines_only=lines_only)
         seen = []
         with display.bars(display.terminal()) as progress:
             task = progress.add_task("landscape", total=count * len(places), numbers="")
-            for number, looked in enumerate(asked.models(places)):
+            for number, evaluated in enumerate(source.models(places)):
                 found = landscapes.landscape(
-                    looked.subject,
+                    evaluated.subject,
                     points=points,
                     reach=reach,
-                    pictures=pictures,
+                    images=images,
                     seed=seed,
                     lines_only=lines_only,
                     progress=lambda n: progress.update(task, completed=number * count + n),  # noqa: B023
                 )
-                record = {**looked.place, **found, "facts": facts(looked.subject.device)}
-                _keep(looked, evaluation_files.LANDSCAPE, record)
-                seen.append((looked.name, looked.method, record))
+                record = {**evaluated.description, **found, "facts": facts(evaluated.subject.device)}
+                _keep(evaluated, evaluation_files.LANDSCAPE, record)
+                seen.append((evaluated.name, evaluated.method, record))
         _write(out, need("flatmin_lab.report.pages.landscape", "flatmin landscape").landscape_page(seen))
 
 
@@ -150,23 +156,23 @@ def report(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Runs' folders, tunings, folders of them, or result files; else runs and tuning.", show_default=False
+            help="Run folders, tunings, folders of them, or result files; default: runs and tuning.", show_default=False
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/report.html"),
     debug: Debug = False,
 ) -> None:
-    """One page about finished trainings: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
-    with reported(debug):
+    """One page about finished runs: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
+    with report_errors(debug):
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin report")
         make = need("flatmin_lab.report.pages.report", "flatmin report").report_page
-        collect = need("flatmin_lab.report.loader", "flatmin report").collect
+        load_results = need("flatmin_lab.report.loader", "flatmin report").load_results
         here = [folder for folder in (Path("runs"), Path("tuning")) if folder.exists()] or [Path("runs")]
-        found = collect(runs or here)
+        found = load_results(runs or here)
         page = make(found)
-        for broken in found.broken:
-            display.say(display.terminal(), f"note: {broken.path}: {broken.why}", style="yellow")
+        for unusable in found.unusable:
+            display.say(display.terminal(), f"note: {unusable.path}: {unusable.why}", style="yellow")
         _write(out, page)
         if not found.runs and not found.tunings:
             raise typer.Exit(1)
@@ -176,33 +182,35 @@ def theory(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/theory.html"),
     debug: Debug = False,
 ) -> None:
-    """A page about why flat minima win: move the radius and the minima with sliders, and see which one AMP takes."""
-    with reported(debug):
+    """A page on why flat minima win: move the radius and the minima with sliders, and see which minimum AMP takes."""
+    with report_errors(debug):
         need("jinja2", "flatmin theory")
         _write(out, need("flatmin_lab.report.pages.theory", "flatmin theory").theory_page())
 
 
-def _given(wanted: bool, flag: str, knobs: dict[str, Any]) -> dict[str, Any]:
-    """Those that were given; an error where they belong to something that was not asked for."""
-    given = {name: value for name, value in knobs.items() if value is not None}
+def _given(wanted: bool, flag: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; an error if they belong to a flag that was not."""
+    given = {name: value for name, value in options.items() if value is not None}
     if given and not wanted:
         raise ValueError(f"--{next(iter(given)).replace('_', '-')} belongs to {flag}; add it, or leave this out")
     return given
 
 
-def _keep(looked: Looked, file: str, found: dict[str, Any]) -> None:
-    """In the run's folder, where these are its newest weights."""
+def _keep(evaluated: EvaluatedModel, file: str, found: dict[str, Any]) -> None:
+    """Keep the results in the run folder, if these are its newest weights."""
     console = display.terminal()
-    if looked.run is None:
+    if evaluated.run is None:
         return
-    if not looked.run.newest:
+    if not evaluated.run.is_newest:
         display.say(console, "not kept for the report: these are not the run's newest weights")
         return
     try:
-        kept = evaluation_files.write_evaluation(looked.run.folder, file, {**found, "checkpoint": looked.run.path.name})
+        kept = evaluation_files.write_evaluation(
+            evaluated.run.folder, file, {**found, "checkpoint": evaluated.run.path.name}
+        )
         display.say(console, f"kept in {kept}")
     except OSError as error:
-        display.say(console, f"note: not kept in {looked.run.folder}: {error}", style="yellow")
+        display.say(console, f"note: not kept in {evaluated.run.folder}: {error}", style="yellow")
 
 
 def _write(path: Path, page: str) -> None:

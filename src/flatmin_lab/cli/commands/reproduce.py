@@ -1,7 +1,7 @@
 """`flatmin reproduce`: the paper's tables and figures, trained, measured, and shown beside the paper's numbers.
 
-Parsing. The work is in execution/runner.py, the tables in recipes/paper_tables.py, the files in runs/result_store.py;
-what is shown is in reproduce_view.py.
+Here are its flags. Runs are executed by execution/runner.py, tables are in recipes/paper_tables.py, files in
+runs/result_store.py, and the output is in reproduce_view.py.
 """
 
 import os
@@ -18,21 +18,21 @@ from rich.console import Console
 from flatmin_lab.bench import amp_cost, time_estimate
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import reproduce_view
-from flatmin_lab.cli.commands.reproduce_select import Chosen, choose, experiments_named
+from flatmin_lab.cli.commands.reproduce_select import Selection, experiments_named, select_runs
 from flatmin_lab.cli.options import (
-    DATA,
+    DEFAULT_DATA_DIR,
     Address,
     DataDir,
     Debug,
     Download,
     Executor,
     Gpus,
+    open_executor,
     option,
-    reported,
-    workplace,
+    report_errors,
 )
-from flatmin_lab.cli.request import read
-from flatmin_lab.cli.signals import CODES, asked_to_stop
+from flatmin_lab.cli.request import read_data
+from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.cluster.run_queue import spread
@@ -46,9 +46,9 @@ from flatmin_lab.system.files import nearest_existing
 from flatmin_lab.system.machine import devices_named, hardware
 from flatmin_lab.system.optional_deps import need
 
-WHICH, HOW = "Which trainings", "How"
-SMOKE = Path("out/smoke")  # what is no evidence is not put beside what is
-COST_STEPS = 100  # a block, on a GPU
+WHICH, HOW = "Which runs", "How they run"
+SMOKE = Path("out/smoke")  # kept apart: these results are no evidence
+COST_STEPS = 100  # in a block, on a GPU
 
 
 def reproduce(
@@ -57,147 +57,146 @@ def reproduce(
     ] = None,
     protocol: Annotated[
         str | None,
-        option("paper (200 epochs, 10 trials), short (60 epochs, 3) or smoke (seconds on a CPU); else paper."),
+        option("paper (200 epochs, 10 trials), short (60 epochs, 3) or smoke (seconds on a CPU); default: paper."),
     ] = None,
-    list_: Annotated[bool, option("What there is, what is done, and what is missing.", "--list")] = False,
-    dry_run: Annotated[bool, option("What would be run, and how long it would take.", "--dry-run")] = False,
-    planned: Annotated[bool, option("Carry out what was planned and is not done, in its order.", "--planned")] = False,
-    plan: Annotated[bool, option("Write down in RESULTS/planned.json what is to be run, and end.", "--plan")] = False,
-    seeds: Annotated[str | None, option("As in 0,1 or 0-9; else as many as the protocol has.", panel=WHICH)] = None,
-    methods: Annotated[str | None, option("As in erm,amp; else all of the experiment.", panel=WHICH)] = None,
-    data: Annotated[str | None, option("As in cifar10,svhn; else all of the experiment.", panel=WHICH)] = None,
-    models: Annotated[str | None, option("As in vgg16; else all of the experiment.", panel=WHICH)] = None,
+    list_: Annotated[bool, option("List all tables and figures, what is done, and what is missing.", "--list")] = False,
+    dry_run: Annotated[bool, option("Show what would run, and how long it would take.", "--dry-run")] = False,
+    planned: Annotated[bool, option("Execute the planned runs that are not done, in order.", "--planned")] = False,
+    plan: Annotated[bool, option("Record in RESULTS/planned.json what is to run, and exit.", "--plan")] = False,
+    seeds: Annotated[str | None, option("As in 0,1 or 0-9; default: as many as the protocol has.", panel=WHICH)] = None,
+    methods: Annotated[str | None, option("As in erm,amp; default: all of the experiment.", panel=WHICH)] = None,
+    data: Annotated[str | None, option("As in cifar10,svhn; default: all of the experiment.", panel=WHICH)] = None,
+    models: Annotated[str | None, option("As in vgg16; default: all of the experiment.", panel=WHICH)] = None,
     measure: Annotated[
         str | None, option(f"Also measure {', '.join(post_training.PARTS)}; as in attack,flatness.", panel=WHICH)
     ] = None,
-    limit: Annotated[int | None, option("At most so many trainings now.", min=1, panel=WHICH)] = None,
-    retry: Annotated[bool, option("Try those again that have failed.", "--retry", panel=WHICH)] = False,
+    limit: Annotated[int | None, option("Execute at most so many runs now.", min=1, panel=WHICH)] = None,
+    retry: Annotated[bool, option("Retry failed runs.", "--retry", panel=WHICH)] = False,
     results: Annotated[
-        Path | None, option("The folder of the result files; else results, for smoke out/smoke/results.", panel=HOW)
+        Path | None, option("The folder of the result files; default: results, for smoke out/smoke/results.", panel=HOW)
     ] = None,
     runs: Annotated[
-        Path | None, option("The folder of the runs, with checkpoints; else runs, for smoke out/smoke/runs.", panel=HOW)
+        Path | None,
+        option("The folder of the runs, with checkpoints; default: runs, for smoke out/smoke/runs.", panel=HOW),
     ] = None,
-    data_dir: DataDir = DATA,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
-    device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; else all GPUs there are.", panel=HOW)] = None,
+    device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
     together: Annotated[
-        int | None, option("So many at once on a GPU; else as many as make it faster.", min=1, panel=HOW)
+        int | None, option("Runs at once on a GPU; default: as many as make it faster.", min=1, panel=HOW)
     ] = None,
     workers: Annotated[
-        int | None, option("On a CPU: processes, else one a core. On a cluster: at most so many.", min=1, panel=HOW)
+        int | None,
+        option("On a CPU: processes, default one per core. On a cluster: at most so many.", min=1, panel=HOW),
     ] = None,
     checkpoint_epochs: Annotated[
-        int, typer.Option(help="A checkpoint every so many epochs.", min=1, rich_help_panel=HOW)
+        int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=HOW)
     ] = 10,
     executor: Executor = "local",
     address: Address = None,
     gpus: Gpus = None,
     debug: Debug = False,
 ) -> None:
-    """The paper's tables and figures from your own trainings, beside its numbers; killed, the same command goes on."""
-    with reported(debug):
+    """The paper's tables and figures from your own runs, beside its numbers. If killed, the same command resumes."""
+    with report_errors(debug):
         need("flatmin_lab.report.paper.tables", "flatmin reproduce")
         above = SMOKE if protocol == "smoke" else Path()
         store, console = ResultStore(results or above / "results", runs or above / "runs"), display.terminal()
         experiments_ = experiments_named(experiments or (EXPERIMENTS if list_ else ()), protocol or "paper")
         if list_:
-            reproduce_view.catalogue(experiments_, store)
+            reproduce_view.show_experiments(experiments_, store)
             return
         narrowed = {"seeds": seeds, "methods": methods, "data": data, "models": models, "measure": measure}
-        chosen = choose(experiments_, store, planned=planned, plan=plan, protocol=protocol, **narrowed)
+        selection = select_runs(experiments_, store, planned=planned, plan=plan, protocol=protocol, **narrowed)
         if plan:
-            new = store.plan(chosen.runs, datetime.now(timezone.utc).date())
-            typer.echo(f"{new} of {len(chosen.runs)} trainings are new in {store.results / PLANNED}")
+            new = store.plan(selection.runs, datetime.now(timezone.utc).date())
+            typer.echo(f"{new} of {len(selection.runs)} runs are new in {store.results / PLANNED}")
             return
-        todo = chosen.due(retry=retry, limit=limit)
-        reproduce_view.what_is_there(console, chosen, retry=retry)
+        todo = selection.due(retry=retry, limit=limit)
+        reproduce_view.show_states(console, selection, retry=retry)
         for place in (store.results, store.runs):
             _check_place(place)
         asked: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
-        with workplace(executor, **asked, console=console) as where:
-            # a missing file now, and not in hours
-            sets, lacking = _read({run.job.recipe.data for run in todo}, data_dir, download=download)
+        with open_executor(executor, **asked, console=console) as where:
+            # a missing file is reported now, not in hours
+            sets, lacking = _read_all({run.job.recipe.data for run in todo}, data_dir, download=download)
             if lacking and not dry_run:
                 raise FileNotFoundError("; ".join(lacking))
             for text in lacking:
                 display.say(console, f"note: {text}", style="yellow")
             if dry_run:
-                _dry_run(todo, chosen, sets, where, workers, console)
+                _dry_run(todo, selection, sets, where, workers, console)
                 return
             how = How(store, str(data_dir), together, checkpoint_epochs)
-            with asked_to_stop() as stop:
-                failed, reason = _followed(_records(todo, how, where, sets, workers, stop), todo, console, stop)
-        for one in chosen.trained:
-            reproduce_view.filled(one, store, chosen)
+            with stop_on_signals() as stop:
+                failed, reason = _follow(_records(todo, how, where, sets, workers, stop), todo, console, stop)
+        for one in selection.trained:
+            reproduce_view.show_table(one, store, selection)
         if reason is not None:
-            display.say(console, f"stopped by {reason}; the same command goes on")
-            raise typer.Exit(CODES[reason])
-        for one in chosen.measured:
+            display.say(console, f"stopped by {reason}; the same command resumes")
+            raise typer.Exit(EXIT_CODES[reason])
+        for one in selection.measured:
             _cost(one, store, _first(where), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
 
 
-def _read(names: set[str], root: Path, *, download: bool) -> tuple[dict[str, Dataset], list[str]]:
-    """The data sets, and what is wrong with those that are not there."""
+def _read_all(names: set[str], root: Path, *, download: bool) -> tuple[dict[str, Dataset], list[str]]:
+    """The data sets, and the errors of those that are missing."""
     sets, lacking = {}, []
     for name in sorted(names):
         try:
-            sets[name] = read(name, root, download=download, size=None)
+            sets[name] = read_data(name, root, download=download, size=None)
         except FileNotFoundError as error:
             lacking.append(str(error))
     return sets, lacking
 
 
 def _check_place(place: Path) -> None:
-    """Can something be written there?"""
+    """Check that the folder can be written to."""
     above = nearest_existing(place)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"{place} cannot be written to (look at {above}); choose other places with --results and --runs"
-        )
+        raise ValueError(f"{place} cannot be written to (see {above}); choose other places with --results and --runs")
 
 
 def _dry_run(
     todo: Sequence[Run],
-    chosen: Chosen,
+    selection: Selection,
     sets: dict[str, Dataset],
     where: Crew | list[str],
     workers: int | None,
     console: Console,
 ) -> None:
-    """What would run, and an estimate of the time from a few steps of each kind."""
-    for one in chosen.measured:
-        typer.echo(f"{one.name}: some steps of {' and '.join(r.method for r in one.recipes)}, and no training")
-    if not chosen.runs:
+    """Show what would run, and how long it would take, estimated from a few steps of each kind."""
+    for one in selection.measured:
+        typer.echo(f"{one.name}: some steps of {' and '.join(r.method for r in one.recipes)}, no training run")
+    if not selection.runs:
         return
-    known = [run.job for run in todo if chosen.state(run.job) != "unmeasured"]
+    known = [run.job for run in todo if selection.state(run.job) != "unmeasured"]
     training = [job for job in known if job.recipe.data in sets]
     device = _first(where)
     on_cpu = device.type == "cpu"
     with display.busy(console) as say, one_thread() if on_cpu else nullcontext():
-        seconds = time_estimate.seconds_of_all(training, sets, device=device, say=say)
-    reproduce_view.would_run(todo, chosen, {job.key: took for job, took in zip(training, seconds, strict=True)})
+        seconds = time_estimate.estimate_all_seconds(training, sets, device=device, say=say)
+    reproduce_view.show_dry_run(todo, selection, {job.key: took for job, took in zip(training, seconds, strict=True)})
     if not training:
         return
     if isinstance(where, Crew):
-        beside, count = where.room(), f"{where.room()} at once, if the cluster's nodes were like this one"
+        beside, count = where.room(), f"{where.room()} at once, if the cluster's nodes are like this one"
     else:
         beside = min(workers or cores(), max(len(todo), 1)) if on_cpu else len(where)
         count = f"{beside} {'process' if on_cpu else 'GPU'}{('es' if on_cpu else 's') if beside > 1 else ''}"
     total = max([sum(seconds) / beside, *seconds])
     display.say(
         console,
-        f"{len(training)} trainings, some {reproduce_view.time(total)} on {hardware(device)} with {count}; "
-        f"from a few steps each, one training at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
-        "begun ones have less to do, "
-        "and measuring comes on top",
+        f"{len(training)} runs, about {reproduce_view.duration_text(total)} on {hardware(device)} with {count}; "
+        f"estimated from a few steps each, one run at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
+        "resumed runs take less, and measuring comes on top",
     )
 
 
 def _first(where: Crew | list[str]) -> torch.device:
-    """What is measured in some steps is measured on this machine."""
+    """The device of this machine that steps are timed on."""
     return torch.device(devices_named(None)[0] if isinstance(where, Crew) else where[0])
 
 
@@ -215,22 +214,22 @@ def _records(
     return carry_out(todo, how._replace(at_once=count), devices=where, workers=workers, stop=stop)
 
 
-def _followed(
+def _follow(
     records: Iterable[tuple[int, Event]], todo: Sequence[Run], console: Console, stop: Stop
 ) -> tuple[int, str | None]:
-    """Show what is said of all, until they have ended; how many failed, and what stopped it."""
+    """Show all runs until they have ended; how many failed, and what stopped them."""
     failed, reason = 0, None
     if not todo:
         return failed, reason
     width = max(len(run.job.recipe.name) for run in todo) + 1
     with display.bars(console) as progress:
-        task = progress.add_task("trainings", total=sum(run.job.recipe.epochs for run in todo), numbers="")
+        task = progress.add_task("runs", total=sum(run.job.recipe.epochs for run in todo), numbers="")
         done = [0] * len(todo)
         ended = 0
         for number, record in records:
             job = todo[number].job
             who = f"{job.recipe.name:{width}} seed {job.seed}"
-            for text, style in reproduce_view.said(record, todo[number]):
+            for text, style in reproduce_view.event_lines(record, todo[number]):
                 display.say(console, f"{who}  {text}", style=style)
             match record:
                 case Epoch():
@@ -240,7 +239,7 @@ def _followed(
                     failed += isinstance(record, Failed) and not record.busy
                 case Stopped():
                     reason = record.reason
-            progress.update(task, completed=sum(done), numbers=f"{ended} of {len(todo)} trainings")
+            progress.update(task, completed=sum(done), numbers=f"{ended} of {len(todo)} runs")
         reason = stop() if reason is not None else None
     return failed, reason
 
@@ -248,10 +247,10 @@ def _followed(
 def _cost(
     experiment: Experiment, store: ResultStore, where: torch.device, data_dir: Path, download: bool, console: Console
 ) -> None:
-    """Measure ERM's and AMP's steps in turns, and write it down."""
+    """Time steps of ERM and AMP in turns, show the result and write its file."""
     recipes = {recipe.method: recipe for recipe in experiment.recipes}
-    pictures = read(recipes["erm"].data, data_dir, download=download, size=None).to(where)
+    dataset = read_data(recipes["erm"].data, data_dir, download=download, size=None).to(where)
     with display.busy(console) as say:
         say("steps of ERM and AMP in turns")
-        found = amp_cost.cost(recipes, pictures, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
-    reproduce_view.costs(found, experiment.protocol, str(store.write_cost(experiment.protocol, found)))
+        found = amp_cost.measure_cost(recipes, dataset, device=where, steps=COST_STEPS if where.type == "cuda" else 1)
+    reproduce_view.show_costs(found, experiment.protocol, str(store.write_cost(experiment.protocol, found)))

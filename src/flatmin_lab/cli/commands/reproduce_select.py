@@ -1,4 +1,4 @@
-"""Which trainings are meant: those of some tables and figures, or those that were planned, or a part of them."""
+"""Which runs `flatmin reproduce` means: those of some tables and figures, or the planned ones, or a subset."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """Experiments, and their trainings with what is to be measured of each."""
+class Selection:
+    """Experiments, and their runs with what is to be measured of each."""
 
     experiments: Sequence[Experiment]
     runs: Sequence[Run]
@@ -25,7 +25,7 @@ class Chosen:
 
     @property
     def trained(self) -> list[Experiment]:
-        """The experiments that trainings belong to; others are measured in some steps."""
+        """The experiments that have runs; the others only time some steps."""
         return [experiment for experiment in self.experiments if experiment.trials]
 
     @property
@@ -36,13 +36,13 @@ class Chosen:
         return self.states[job.key]
 
     def due(self, *, retry: bool, limit: int | None) -> list[Run]:
-        """Those that are not done, in their order; of what failed before only with `retry`."""
+        """The runs that are not done, in order; those that failed before only with `retry`."""
         wanted: set[State] = {"missing", "begun", "unmeasured"}
         wanted |= {"failed"} if retry else set()
         return [run for run in self.runs if self.state(run.job) in wanted][:limit]
 
     def places(self) -> set[tuple[str, str]]:
-        """Data sets and networks."""
+        """The data sets and networks of the runs."""
         return {(original_name(run.job.recipe.data), run.job.recipe.model) for run in self.runs}
 
 
@@ -57,7 +57,7 @@ def experiments_named(names: Iterable[str], protocol: str) -> list[Experiment]:
     return found
 
 
-def choose(
+def select_runs(
     experiments: Sequence[Experiment],
     store: ResultStore,
     *,
@@ -69,15 +69,15 @@ def choose(
     data: str | None,
     models: str | None,
     measure: str | None,
-) -> Chosen:
-    """Each training once, with what is known of it."""
+) -> Selection:
+    """The selected runs, each once, with their states."""
     if planned and (experiments or protocol or plan):
         raise ValueError(
-            "--planned carries out planned.json; without tables, figures, --protocol and --plan, or without it"
+            "--planned executes planned.json; leave out tables, figures, --protocol and --plan, or leave out --planned"
         )
     if not planned and not experiments:
         raise ValueError(
-            f"name a table or a figure: {', '.join(EXPERIMENTS)}; see them with --list, or carry out a plan with "
+            f"name a table or a figure: {', '.join(EXPERIMENTS)}; see them with --list, or execute a plan with "
             "--planned"
         )
     known = _planned(store) if planned else _of(experiments, _seeds(seeds))
@@ -92,21 +92,21 @@ def choose(
     )
     runs = [run for run in known if all(name in own for name, own in zip(_names(run.job), wanted, strict=True))]
     if known and not runs:
-        raise ValueError("no training of these has that method, data, network and seed; name others, or leave them out")
+        raise ValueError("none of these runs has that method, data, network and seed; name others, or leave them out")
     runs = _measured(runs, _words(measure, set(post_training.PARTS), "--measure") if measure else set())
     shown = experiments or [EXPERIMENTS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
     states = {run.job.key: store.state(run.job, run.parts) for run in runs}
-    return Chosen(experiments=shown, runs=runs, states=states)
+    return Selection(experiments=shown, runs=runs, states=states)
 
 
 def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:
-    """Each training once, with all that is asked of it."""
+    """Each run once, with everything that is to be measured of it."""
     parts: dict[tuple[str, int], set[str]] = {}
     for run in runs:
         parts.setdefault(run.job.key, set(asked)).update(run.parts)
     if any("boundary" in parts[run.job.key] and run.job.recipe.data != "spiral" for run in runs):
         raise ValueError(
-            "--measure boundary is for points of a plane: name the experiment spiral alone, or leave it out"
+            "--measure boundary is for points of a plane: name only the experiment spiral, or leave it out"
         )
     jobs = {run.job.key: run.job for run in runs}
     return [Run(job, tuple(p for p in post_training.PARTS if p in parts[name])) for name, job in jobs.items()]
@@ -121,14 +121,14 @@ def _of(experiments: Sequence[Experiment], seeds: tuple[int, ...] | None) -> lis
 
 
 def _planned(store: ResultStore) -> list[Run]:
-    """In the order of their planning."""
+    """The runs of planned.json, in its order."""
     found = []
     for run in store.planned():
         if run["name"] not in by_name():
             raise ValueError(f"planned.json names {run['name']!r}, and there is no such recipe; correct it there")
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))
     if not found:
-        raise ValueError(f"{store.results} has no plan; write one down with --plan")
+        raise ValueError(f"{store.results} has no plan; record one with --plan")
     return found
 
 
@@ -137,7 +137,7 @@ def _has(runs: Iterable[Run], protocol: Protocol) -> bool:
 
 
 def _words(text: str | None, known: set[str], flag: str) -> set[str]:
-    """Those that were named, or all."""
+    """The names in a list with commas, or all."""
     if text is None:
         return known
     named = {_spelled(word.strip(), known) for word in text.split(",")}
@@ -152,7 +152,7 @@ def _spelled(word: str, known: set[str]) -> str:
 
 
 def _seeds(text: str | None) -> tuple[int, ...] | None:
-    """0,1 or 0-9."""
+    """The seeds of a text such as 0,1 or 0-9."""
     if text is None:
         return None
     found: list[int] = []

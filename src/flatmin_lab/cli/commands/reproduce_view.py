@@ -1,4 +1,4 @@
-"""What `flatmin reproduce` shows: which trainings there are, what becomes of them, and the paper's tables, filled."""
+"""The output of `flatmin reproduce`: which runs there are, their progress, and the paper's tables, filled."""
 
 import shlex
 from collections import Counter
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatmin_lab.cli import display
-from flatmin_lab.cli.commands.reproduce_select import Chosen
+from flatmin_lab.cli.commands.reproduce_select import Selection
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.paper_tables import Experiment
@@ -19,12 +19,12 @@ from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import ResultStore, State
 from flatmin_lab.system.optional_deps import need
 
-TENTHS = 10  # of a training, after each of which a line is shown
+SHOWN_TENTHS = 10  # a line is shown after each tenth of a run
 
 
-def catalogue(experiments: Sequence[Experiment], store: ResultStore) -> None:
-    """What there is, what is done, and what is missing."""
-    table = Table("", "what", "protocol", "trainings", "done", "failed", "missing", box=None, pad_edge=False)
+def show_experiments(experiments: Sequence[Experiment], store: ResultStore) -> None:
+    """All tables and figures, what is done, and what is missing."""
+    table = Table("", "what", "protocol", "runs", "done", "failed", "missing", box=None, pad_edge=False)
     for experiment in experiments:
         states = Counter(store.state(job, experiment.parts) for job in experiment.jobs())
         if not experiment.trials:
@@ -42,35 +42,37 @@ def catalogue(experiments: Sequence[Experiment], store: ResultStore) -> None:
     wide().print(table)
 
 
-def what_is_there(console: Console, chosen: Chosen, *, retry: bool) -> None:
-    count = Counter(chosen.states.values())
+def show_states(console: Console, selection: Selection, *, retry: bool) -> None:
+    count = Counter(selection.states.values())
     words: dict[State, str] = {
         "done": "done",
         "unmeasured": "to be measured",
-        "begun": "to be gone on with",
+        "begun": "to be resumed",
         "missing": "to be trained",
-        "failed": f"failed before ({'tried again' if retry else 'try them again with --retry'})",
-        "without weights": "done, but their weights are not in --runs (to measure them, give the place that has them)",
+        "failed": f"failed before ({'retried' if retry else 'retry them with --retry'})",
+        "without weights": "done, but their weights are not in --runs (to measure them, name the folder that has them)",
     }
     said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])
-    if chosen.runs:
-        display.say(console, f"{len(chosen.runs)} training{'s' if len(chosen.runs) > 1 else ''}: {said}")
+    if selection.runs:
+        display.say(console, f"{len(selection.runs)} run{'s' if len(selection.runs) > 1 else ''}: {said}")
 
 
-def time(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.1f} s"
 
 
-def said(record: Event, run: Run) -> Iterator[tuple[str, str]]:
-    """Of a record: what is worth a line, and its colour."""
+def event_lines(record: Event, run: Run) -> Iterator[tuple[str, str]]:
+    """The lines that an event is worth, and their colours."""
     epochs = run.job.recipe.epochs
     match record:
         case Started() if record.step:
-            yield f"going on after step {record.step} of {record.steps}", ""
-        case Epoch() if epochs >= TENTHS and record.epoch % (epochs // TENTHS) == 0 and record.epoch < epochs:
+            yield f"resumed after step {record.step} of {record.steps}", ""
+        case Epoch() if (
+            epochs >= SHOWN_TENTHS and record.epoch % (epochs // SHOWN_TENTHS) == 0 and record.epoch < epochs
+        ):
             yield display.epoch_line(record.numbers, epochs), ""
         case Finished():
             which = split_of(record.result)
@@ -86,12 +88,12 @@ def said(record: Event, run: Run) -> Iterator[tuple[str, str]]:
             yield f"note: {record.text}", "yellow"
 
 
-def filled(experiment: Experiment, store: ResultStore, chosen: Chosen) -> None:
-    """The table, ours beside the paper's: the rows of the data sets and networks that were chosen."""
-    asked, wanted = {run.job.recipe.name for run in chosen.runs}, chosen.places()
+def show_table(experiment: Experiment, store: ResultStore, selection: Selection) -> None:
+    """The table, ours beside the paper's: the rows of the selected data sets and networks."""
+    asked, wanted = {run.job.recipe.name for run in selection.runs}, selection.places()
     experiments: Any = need("flatmin_lab.report.paper.tables", "flatmin reproduce")
     page: Any = need("flatmin_lab.report.html", "flatmin reproduce")
-    found = experiments.filled(experiment, experiments.read_all(store))
+    found = experiments.fill_table(experiment, experiments.read_all(store))
     agreeing = ["agree"] if experiment.protocol == "paper" else []
     table = Table(box=None, pad_edge=False)
     for label in ("method", "n"):
@@ -117,9 +119,7 @@ def filled(experiment: Experiment, store: ResultStore, chosen: Chosen) -> None:
         what = "baselines at the paper's values for 200 epochs, AMP's radius chosen for 60"
         display.say(console, f"short: {what}, unless a row says otherwise")
     if experiment.protocol == "smoke":
-        display.say(
-            console, "smoke: pictures made on the spot, narrow networks, 3 epochs. These numbers are no evidence"
-        )
+        display.say(console, "smoke: synthetic images, narrow networks, 3 epochs. These numbers are no evidence")
     display.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(store.results))}")
 
 
@@ -134,22 +134,22 @@ def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
 
 
 def wide() -> Console:
-    """As wide as the terminal; where there is none, wide enough for a table."""
+    """As wide as the terminal; without one, wide enough for a table."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=160)
 
 
-def would_run(todo: Sequence[Run], chosen: Chosen, seconds: Mapping[tuple[str, int], float]) -> None:
-    """What would be run, and how long each would take by itself."""
-    table = Table("training", "seed", "now", "time", box=None, pad_edge=False)
+def show_dry_run(todo: Sequence[Run], selection: Selection, seconds: Mapping[tuple[str, int], float]) -> None:
+    """What would run, and how long each run would take by itself."""
+    table = Table("run", "seed", "now", "time", box=None, pad_edge=False)
     for job, _ in todo:
         took = seconds.get(job.key)
-        table.add_row(job.recipe.name, str(job.seed), chosen.state(job), "" if took is None else time(took))
+        table.add_row(job.recipe.name, str(job.seed), selection.state(job), "" if took is None else duration_text(took))
     wide().print(table)
 
 
-def costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
-    """Milliseconds and hours of ERM and AMP, beside the paper's."""
+def show_costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
+    """Milliseconds per step and hours of ERM and AMP, beside the paper's."""
     table = Table("", "ms a step", "quartiles", "hours", "paper, hours (V100)", box=None, pad_edge=False)
     for method, one in found["methods"].items():
         low, high = one["ms_quartiles"]

@@ -1,4 +1,4 @@
-"""`flatmin train --seeds N`: one recipe with many seeds, all at once where that is faster, and what is shown of it."""
+"""`flatmin train --seeds N`: one recipe with several seeds, at once where that is faster, and its output."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flatmin_lab.cli import display
 from flatmin_lab.cli.request import Plan
-from flatmin_lab.cli.signals import CODES, asked_to_stop
+from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
 from flatmin_lab.execution.replicas import together
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Progress, RunError, Started, Stopped
@@ -22,42 +22,42 @@ End = Finished | Stopped | Failed
 
 
 def train_seeds(plans: Sequence[Plan], console: Console, *, count: int | None, **settings: Any) -> None:
-    """Train all of them, each in its folder; then what finished, what a signal stopped, what failed.
+    """Train all plans, each in its folder; then show what finished, what a signal stopped, and what failed.
 
-    After a signal all have saved, and the exit code is the signal's; else it is 1 where one failed.
+    After a signal every run has saved, and the exit code is the signal's; otherwise it is 1 if one failed.
     """
     seeds, folders = [plan.seed for plan in plans], [plan.folder for plan in plans]
-    trainings, failure = Trainings(seeds), None
-    with asked_to_stop() as stop:
+    runs, failure = SeedRuns(seeds), None
+    with stop_on_signals() as stop:
         jobs = [Job(plan.recipe, plan.seed) for plan in plans]
         records = together(jobs, plans[0].data, folders=folders, count=count, stop=stop, **settings)
         headline = display.headline(plans[0].recipe, f"{seeds[0]} to {seeds[-1]}", hardware(settings["device"]))
         try:
-            follow(records, console, headline, trainings)
-        except RunError as error:  # of those that failed, when the others have ended
+            follow(records, console, headline, runs)
+        except RunError as error:  # raised for failed runs once the others have ended
             failure = error
-    reason = trainings.stopped()
+    reason = runs.stopped()
     if reason is not None:
-        display.say(console, f"stopped by {reason}: {trainings.how_far()}; go on with the same command and --resume")
-    if results := trainings.results():
+        display.say(console, f"stopped by {reason}: {runs.progress_text()}; resume with the same command and --resume")
+    if results := runs.results():
         outcome(results, len(seeds), folders)
     if failure is not None:
-        fail(console, trainings, failure, stopped=reason is not None)
+        fail(console, runs, failure, stopped=reason is not None)
     if reason is not None:
-        raise typer.Exit(CODES[reason])
+        raise typer.Exit(EXIT_CODES[reason])
 
 
-class Trainings:
-    """Where each one is: which run, the steps that are done, and how those ended that have."""
+class SeedRuns:
+    """The state of the run of each seed: which are running, the steps done, and how they ended."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self.seeds = seeds
         self.running: set[int] = set()
         self.done = [0] * len(seeds)
-        self.steps = self.epochs = 0  # of each
+        self.steps = self.epochs = 0  # of each run
         self.ends: dict[int, End] = {}
 
-    def hear(self, number: int, record: Event) -> None:
+    def update(self, number: int, record: Event) -> None:
         match record:
             case Started():
                 self.running.add(number)
@@ -70,64 +70,64 @@ class Trainings:
                 self.ends[number] = record
 
     def completed(self) -> int:
-        """Steps, of all together. One that had finished before was not started now, and counts whole."""
+        """Steps done in all runs. A run that had finished before is not started, and counts as done."""
         whole = (isinstance(self.ends.get(number), Finished) for number in range(len(self.seeds)))
         return sum(self.steps if all_of_it else done for all_of_it, done in zip(whole, self.done, strict=True))
 
     def results(self) -> dict[int, Mapping[str, Any]]:
-        """By seed, of those that finished."""
+        """The results of finished runs, by seed."""
         ends = sorted(self.ends.items())
         return {self.seeds[number]: end.result for number, end in ends if isinstance(end, Finished)}
 
     def failed(self) -> dict[int, str]:
-        """By seed, what went wrong."""
+        """The errors of failed runs, by seed."""
         return {self.seeds[n]: end.what for n, end in sorted(self.ends.items()) if isinstance(end, Failed)}
 
     def stopped(self) -> str | None:
         return next((end.reason for end in self.ends.values() if isinstance(end, Stopped)), None)
 
-    def how_far(self) -> str:
-        """In words: seed 0 finished, seed 1 saved after step 133, seed 2 not begun."""
-        return ", ".join(f"seed {self.seeds[n]} {_how(end)}" for n, end in sorted(self.ends.items()))
+    def progress_text(self) -> str:
+        """As in: seed 0 finished, seed 1 saved after step 133, seed 2 not started."""
+        return ", ".join(f"seed {self.seeds[n]} {_end_text(end)}" for n, end in sorted(self.ends.items()))
 
 
-def _how(end: End) -> str:
+def _end_text(end: End) -> str:
     match end:
         case Finished():
             return "finished"
         case Failed():
             return "failed"
         case Stopped():
-            return f"saved after step {end.step}" if end.step else "not begun"
+            return f"saved after step {end.step}" if end.step else "not started"
 
 
-def fail(console: Console, trainings: Trainings, failure: RunError, *, stopped: bool) -> None:
-    """Name the seeds that failed; where all of them did because the request makes no sense, tell that alone."""
-    failed, cause = trainings.failed(), failure.__cause__
-    if len(failed) == len(trainings.seeds) and isinstance(cause, ValueError | TypeError):
+def fail(console: Console, runs: SeedRuns, failure: RunError, *, stopped: bool) -> None:
+    """Name the seeds that failed; if all failed because the request is invalid, raise that error alone."""
+    failed, cause = runs.failed(), failure.__cause__
+    if len(failed) == len(runs.seeds) and isinstance(cause, ValueError | TypeError):
         raise cause
     who = f"seed{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
-    text = f"{len(failed)} of {len(trainings.seeds)} trainings failed ({who}): {next(iter(failed.values()))}"
+    text = f"{len(failed)} of {len(runs.seeds)} runs failed ({who}): {next(iter(failed.values()))}"
     if not stopped:
         raise RunError(text) from cause
     display.say(console, text, style="red")
 
 
-def follow(records: Iterable[tuple[int, Event]], console: Console, headline: str, trainings: Trainings) -> None:
-    """Show the trainings until all have ended, a line for each epoch of each."""
-    seeds = trainings.seeds
+def follow(records: Iterable[tuple[int, Event]], console: Console, headline: str, runs: SeedRuns) -> None:
+    """Show the runs until all have ended, a line for each epoch of each."""
+    seeds = runs.seeds
     width = max(len(str(seed)) for seed in seeds)
     display.say(console, headline)
     with display.bars(console) as progress:
         task = progress.add_task("starting", total=None, numbers="")
         for number, record in records:
-            trainings.hear(number, record)
+            runs.update(number, record)
             who = f"seed {seeds[number]:{width}}"
             match record:
                 case Started() if record.step:
-                    display.say(console, f"{who}  going on after step {record.step} of {record.steps}")
+                    display.say(console, f"{who}  resumed after step {record.step} of {record.steps}")
                 case Epoch():
-                    display.say(console, f"{who}  {display.epoch_line(record.numbers, trainings.epochs)}")
+                    display.say(console, f"{who}  {display.epoch_line(record.numbers, runs.epochs)}")
                 case Note():
                     display.say(console, f"note: {who}: {record.text}", style="yellow")
                 case Failed():
@@ -135,15 +135,15 @@ def follow(records: Iterable[tuple[int, Event]], console: Console, headline: str
                     display.say(console, f"{who}  failed{when}: {record.what}", style="red")
             progress.update(
                 task,
-                completed=trainings.completed(),
-                total=len(seeds) * trainings.steps or None,
-                description=f"{len(trainings.ends)} of {len(seeds)} trainings",
-                numbers=f"{len(trainings.running)} at once",
+                completed=runs.completed(),
+                total=len(seeds) * runs.steps or None,
+                description=f"{len(runs.ends)} of {len(seeds)} runs",
+                numbers=f"{len(runs.running)} at once",
             )
 
 
 def outcome(results: Mapping[int, Mapping[str, Any]], count: int, folders: Sequence[Path]) -> None:
-    """The last epoch's numbers of every seed that finished, out of so many, and their means."""
+    """The last epoch's numbers of every finished seed, out of `count`, and their means."""
     console = Console(highlight=False, soft_wrap=True)
     which = split_of(next(iter(results.values())))
     table = Table(f"{which}, last epoch", *display.MEASURES.values(), box=None, pad_edge=False)
@@ -154,4 +154,4 @@ def outcome(results: Mapping[int, Mapping[str, Any]], count: int, folders: Seque
     means = (display.number(name, None if None in values else fmean(values)) for name, values in found.items())
     table.add_row(f"mean of {len(results)}{f' of {count}' if len(results) < count else ''}", *means)
     console.print(table)
-    display.say(console, f"all of it in {folders[0]} to {folders[-1]}")
+    display.say(console, f"everything is in {folders[0]} to {folders[-1]}")

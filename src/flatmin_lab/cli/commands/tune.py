@@ -1,4 +1,4 @@
-"""`flatmin tune`: a method's knobs on the validation split. Parsing, and what is shown; see tuning/ for the work."""
+"""`flatmin tune`: a method's hyper-parameters, tuned on the validation split. Its flags and output; see tuning/."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,21 +14,21 @@ from flatmin_lab import methods as all_methods
 from flatmin_lab.cli import display
 from flatmin_lab.cli import training_options as flags
 from flatmin_lab.cli.options import (
-    DATA,
+    DEFAULT_DATA_DIR,
     Address,
     DataDir,
     Debug,
     Download,
     Executor,
     Gpus,
+    open_executor,
     option,
-    reported,
-    settings_given,
-    workplace,
+    parse_settings,
+    report_errors,
 )
-from flatmin_lab.cli.request import place, read
-from flatmin_lab.cli.signals import CODES, asked_to_stop
-from flatmin_lab.cli.training_options import TRAINING, asked_for, check_milestones
+from flatmin_lab.cli.request import data_location, read_data
+from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
+from flatmin_lab.cli.training_options import TRAINING, check_milestones, recipe_changes
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.cluster.scheduler import Crew
 from flatmin_lab.recipes.defaults import default_recipe
@@ -43,25 +43,28 @@ from flatmin_lab.tuning.study import Draw, named
 from flatmin_lab.tuning.trial import is_pruned
 from flatmin_lab.tuning.tuner import tune as tuning
 
-HOW = "How"
+HOW = "How they run"
 TUNING = Path("tuning")
 
 
 def tune(
     data: flags.Data = None,
     method: Annotated[str, typer.Option(help=f"{', '.join(all_methods.METHODS)}.")] = "amp",
-    trials: Annotated[int, typer.Option(help="Trainings, those of an earlier call included.", min=1)] = 20,
+    trials: Annotated[int, typer.Option(help="Training runs, including those of an earlier call.", min=1)] = 20,
     measure: Annotated[
-        str, typer.Option(help="error or nll: of the validation split after the last epoch, the lower the better.")
+        str, typer.Option(help="What to minimise: error or nll of the validation split after the last epoch.")
     ] = "error",
     knobs: Annotated[
-        str | None, option("What is tuned, as in epsilon or lr,weight_decay; else all that is the method's own.")
+        str | None,
+        option("What to tune, as in epsilon or lr,weight_decay; default: all hyper-parameters of the method."),
     ] = None,
-    out: Annotated[Path | None, option("The tuning's folder; else tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
+    out: Annotated[Path | None, option("The tuning's folder; default: tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
     model: flags.Model = None,
     epochs: Annotated[
         int | None,
-        option("As many as you will train: the best radius grows with them. Else the data set's own.", panel=TRAINING),
+        option(
+            "As many as you will train: the best radius grows with them. Default: the data set's own.", panel=TRAINING
+        ),
     ] = None,
     batch_size: flags.BatchSize = None,
     lr: flags.Lr = None,
@@ -76,47 +79,50 @@ def tune(
     size: flags.Size = None,
     settings: Annotated[
         list[str] | None,
-        option("A setting of the method that is fixed, not tuned: inner_iter=2.", "--set", panel=TRAINING),
+        option("A setting of the method that is fixed, not tuned, as in inner_iter=2.", "--set", panel=TRAINING),
     ] = None,
     precision: flags.Precision = None,
     channels_last: flags.ChannelsLast = None,
     compile_: flags.Compile = None,
     deterministic: flags.Deterministic = None,
     seed: Annotated[
-        int, typer.Option(help="What is drawn, and the split and first weights of all trials.", rich_help_panel=HOW)
+        int,
+        typer.Option(
+            help="Seed of the sampled values, and of the split and initial weights of all trials.", rich_help_panel=HOW
+        ),
     ] = 0,
     no_pruning: Annotated[
-        bool, option("Train every trial to its end, also the bad ones.", "--no-pruning", panel=HOW)
+        bool, option("Train every trial to its end, even bad ones.", "--no-pruning", panel=HOW)
     ] = False,
-    device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; else all GPUs there are.", panel=HOW)] = None,
+    device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
     workers: Annotated[
         int | None,
         option(
-            "Trials at once, a process each; else one a GPU, one on a CPU, and what a cluster has room for.",
+            "Trials at once, a process each; default: one per GPU, one on a CPU, and what a cluster has room for.",
             min=1,
             panel=HOW,
         ),
     ] = None,
     storage: Annotated[
-        str | None, option("Where Optuna keeps the study; else sqlite:///OUT/study.db.", panel=HOW)
+        str | None, option("Where Optuna keeps the study; default: sqlite:///OUT/study.db.", panel=HOW)
     ] = None,
     checkpoint_epochs: Annotated[
-        int, typer.Option(help="A checkpoint of a trial every so many epochs.", min=1, rich_help_panel=HOW)
+        int, typer.Option(help="Epochs between checkpoints of a trial.", min=1, rich_help_panel=HOW)
     ] = 1,
-    data_dir: DataDir = DATA,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     executor: Executor = "local",
     address: Address = None,
     gpus: Gpus = None,
     debug: Debug = False,
 ) -> None:
-    """Choose AMP's ε and ζ, or another method's knobs, without the test set; killed, the same command goes on."""
-    with reported(debug):
+    """Tune AMP's ε and ζ, or another method's settings, without the test set. If killed, the same command resumes."""
+    with report_errors(debug):
         optuna: Any = need("optuna", "flatmin tune")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it did is said here
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # this command reports instead
         if data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
-        asked = asked_for(
+        asked = recipe_changes(
             model=model,
             epochs=epochs,
             batch_size=batch_size,
@@ -135,13 +141,13 @@ def tune(
             compile=compile_,
             deterministic=deterministic,
         )
-        fixed = settings_given(settings)
+        fixed = parse_settings(settings)
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
         tuned_for = knobs_of(method, names, fixed=[*fixed, *asked])
-        pictures = read(data, data_dir, download=download, size=size)
+        dataset = read_data(data, data_dir, download=download, size=size)
         search = Search(
             recipe=default_recipe(
-                place(data), pictures, method=method, settings=fixed, validation=True, **cast(Any, asked)
+                data_location(data), dataset, method=method, settings=fixed, validation=True, **cast(Any, asked)
             ),
             knobs=tuned_for,
             measure=cast(Measure, measure),
@@ -150,16 +156,16 @@ def tune(
             asked=asked,
         )
         check_milestones(milestones, search.recipe)
-        folder = out or TUNING / named(search.recipe, pictures)
+        folder = out or TUNING / named(search.recipe, dataset)
         console = display.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
-        with workplace(executor, **where, console=console) as there, asked_to_stop() as stop:
+        with open_executor(executor, **where, console=console) as there, stop_on_signals() as stop:
             crew, devices = (there, ["cpu"]) if isinstance(there, Crew) else (None, there)
             on = hardware(torch.device(devices[0])) if crew is None else crew.hardware
             display.say(console, headline(search, trials, on))
             records = tuning(
                 search,
-                pictures,
+                dataset,
                 folder=folder,
                 trials=trials,
                 storage=storage,
@@ -175,20 +181,20 @@ def tune(
         found = result_file.read(folder / FILE)
         outcome(found, folder, data_dir)
         if reason is not None and found.ended < trials:
-            display.say(console, f"stopped by {reason}; the same command goes on")
-            raise typer.Exit(CODES[reason])
+            display.say(console, f"stopped by {reason}; the same command resumes")
+            raise typer.Exit(EXIT_CODES[reason])
         if found.chosen is None:
             raise typer.Exit(1)
 
 
-# ---- what is shown
+# ---- output
 
 
 def headline(search: Search, trials: int, hardware: str) -> str:
     recipe = search.recipe
     ranges = (f"{knob.sign} from {knob.words(knob.low)} to {knob.words(knob.high)}" for knob in search.knobs)
     return (
-        f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {display.epochs_in_words(recipe.epochs)}, "
+        f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {display.epochs_text(recipe.epochs)}, "
         f"{recipe.model} on {recipe.data}, measured on a held-out tenth of the training set, {recipe.precision} on "
         f"{hardware}"
     )
@@ -197,7 +203,7 @@ def headline(search: Search, trials: int, hardware: str) -> str:
 def follow(records: Iterable[tuple[Draw, Event]], console: Console, search: Search, trials: int) -> None:
     """Show the trials until all have ended, a line for each."""
     epochs, width = search.recipe.epochs, len(str(trials - 1))
-    lines: dict[int, Mapping[str, Any]] = {}  # the last epochs
+    lines: dict[int, Mapping[str, Any]] = {}  # of the last epochs
     done: dict[int, int] = {}
     with display.bars(console) as progress:
         task = progress.add_task("tuning", total=None, numbers="")
@@ -207,20 +213,20 @@ def follow(records: Iterable[tuple[Draw, Event]], console: Console, search: Sear
                 lines[number], done[number] = record.numbers, record.epoch
             elif isinstance(record, Finished | Failed) or is_pruned(record):
                 done[number] = epochs
-            for text, style in said(record, lines.get(number, {}), epochs):
+            for text, style in event_lines(record, lines.get(number, {}), epochs):
                 who = f"trial {number:{width}}  {in_words(search.recipe.method, draw.settings)}"
                 display.say(console, f"{who}: {text}", style=style)
-            before = (max(done, default=-1) + 1 - len(done)) * epochs  # those of an earlier call
+            before = (max(done, default=-1) + 1 - len(done)) * epochs  # of trials of an earlier call
             progress.update(
                 task, completed=before + sum(done.values()), total=trials * epochs, numbers=f"trial {number}"
             )
 
 
-def said(record: Event, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
-    """Of a record: what is worth a line, and its colour."""
+def event_lines(record: Event, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
+    """The lines that an event is worth, and their colours."""
     match record:
         case Started() if record.step:
-            yield f"going on after step {record.step} of {record.steps}", ""
+            yield f"resumed after step {record.step} of {record.steps}", ""
         case Finished():
             yield f"{_measured(record.result)}; {record.result['seconds']:.0f} s", ""
         case Stopped() if is_pruned(record):
@@ -237,22 +243,22 @@ def _measured(found: Mapping[str, Any]) -> str:
 
 
 def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
-    """The trials, best first; what was chosen; and what trains with it."""
+    """The trials, best first; what was chosen; and the commands that train with it."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(table(found))
     display.say(console, f"\n{summary.chosen(found)}")
     if found.chosen is not None:
-        place = [] if data_dir == DATA else ["--data-dir", str(data_dir)]
+        place = [] if data_dir == DEFAULT_DATA_DIR else ["--data-dir", str(data_dir)]
         display.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")
         display.say(console, f"or\n  {shlex.join(['flatmin', 'train', '--tuned', str(folder / FILE), *place])}")
-    display.say(console, f"all of it in {folder}; flatmin report {shlex.quote(str(folder))} shows it")
+    display.say(console, f"everything is in {folder}; flatmin report {shlex.quote(str(folder))} shows it")
 
 
 def table(found: Tuning) -> Table:
     signs = (knob.sign for knob in found.knobs)
     shown = Table("trial", *signs, "validation error", "NLL", "epochs", "seconds", "", box=None, pad_edge=False)
     for trial in found.ranked():
-        drawn = trial.settings  # killed while it was drawn, a trial may lack some
+        drawn = trial.settings  # a trial that was killed while values were drawn may lack some
         settings = (knob.words(drawn[knob.name]) if knob.name in drawn else "" for knob in found.knobs)
         shown.add_row(
             str(trial.number),

@@ -2,8 +2,8 @@
 
 A pickle is a program for a small stack machine, and loading one calls whatever functions it names. Here the program is
 interpreted instruction by instruction, and only those that build numbers, strings, lists, dictionaries and numpy arrays
-are known. It never calls anything: what numpy writes to rebuild an array (its shape, type and bytes) is checked, and the
-bytes are viewed as an array. Anything else is refused where it is named.
+are known. It never calls anything: what numpy writes to rebuild an array (its shape, type and bytes) is checked, and
+the bytes are viewed as an array. Anything else is refused where it is named.
 
 Not pickle.Unpickler with a `find_class` that allows these names alone (tried with Python 3.11 and numpy 2.4). It guards
 what is named, not what the instructions do: 300 kB of tuples within tuples as a key end the process, a key of 308 bytes

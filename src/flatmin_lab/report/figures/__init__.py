@@ -1,4 +1,4 @@
-"""The paper's figures, and those of the report: each a function that gives a matplotlib figure and its numbers.
+"""The figures of the paper and of the report: functions that return a matplotlib figure with its numbers.
 
 drawn = figures.operational_region()
 drawn.figure.savefig("region.pdf")
@@ -11,7 +11,7 @@ with needed_by("flatmin_lab.report.figures"):  # matplotlib
     from flatmin_lab.report.figures.decision_boundary import boundaries
     from flatmin_lab.report.figures.landscapes import contours, lines, surfaces
     from flatmin_lab.report.figures.results import bars, curves, epsilon_sweep, reliability_diagram
-    from flatmin_lab.report.figures.style import Drawn
+    from flatmin_lab.report.figures.style import DrawnFigure
     from flatmin_lab.report.figures.theory import (
         gaussian_surface,
         gradient_penalty,
@@ -22,7 +22,7 @@ with needed_by("flatmin_lab.report.figures"):  # matplotlib
     from flatmin_lab.report.figures.tuning import tuning
 
 __all__ = [
-    "Drawn",
+    "DrawnFigure",
     "bars",
     "boundaries",
     "contours",

@@ -1,4 +1,4 @@
-"""Figure 6: the boundary that a network draws between the two arms of the spiral."""
+"""Figure 6: a network's decision boundary between the two arms of the spiral."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,32 +9,32 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from flatmin_lab.data.sources.spiral import Spiral
-from flatmin_lab.evaluation.post_training import PLANE_REACH, class_shares
-from flatmin_lab.report.figures.style import INK, Drawn, look
+from flatmin_lab.evaluation.post_training import PLANE_REACH, class_probabilities
+from flatmin_lab.report.figures.style import INK, DrawnFigure, styled
 from flatmin_lab.system.json_data import numbers
 
 COLOURS = ["#2a6f97", "#e07a3f"]
 
 
 class Panel(NamedTuple):
-    """What a network answers on a grid, and the points that it was trained on."""
+    """A network's probabilities on a grid, and its training points."""
 
-    side: Tensor  # of the grid
-    shares: Tensor  # of the second class, a row for each y
+    side: Tensor  # coordinates along a side of the grid
+    shares: Tensor  # probabilities of the second class, a row per y
     data: Spiral
 
 
-def boundaries(models: Mapping[str, tuple[nn.Module, Spiral]]) -> Drawn:
-    """A panel a model, under its title."""
-    return drawn({title: Panel(*class_shares(model), data) for title, (model, data) in models.items()})
+def boundaries(models: Mapping[str, tuple[nn.Module, Spiral]]) -> DrawnFigure:
+    """A panel per model, under its title."""
+    return draw_boundaries({title: Panel(*class_probabilities(model), data) for title, (model, data) in models.items()})
 
 
-def drawn(panels: Mapping[str, Panel]) -> Drawn:
-    """The share of the second class, its boundary, and the training points.
+def draw_boundaries(panels: Mapping[str, Panel]) -> DrawnFigure:
+    """The probability of the second class, the boundary, and the training points.
 
     The two classes differ in shape as well as colour; points with a wrong label are circled.
     """
-    with look():
+    with styled():
         figure = Figure(figsize=(4.4 * len(panels), 4.9), layout="constrained")
         places = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (title, panel) in zip(places, panels.items(), strict=True):
@@ -48,7 +48,7 @@ def drawn(panels: Mapping[str, Panel]) -> Drawn:
     points = {title: {"x": numbers(own.data.x), "y": own.data.y.tolist()} for title, own in panels.items()}
     shown = {title: numbers(panel.shares) for title, panel in panels.items()}
     side = numbers(next(iter(panels.values())).side)
-    return Drawn(
+    return DrawnFigure(
         figure,
         {"side": side, "shares": shown, "points": points},
         "The boundary between two spiral arms, as each network draws it",

@@ -1,4 +1,4 @@
-"""The loss around trained weights: along a line (figure 2), over a plane as contours and as a surface."""
+"""The loss around trained weights: along a line (figure 2), and over a plane as contours and as a surface."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from flatmin_lab.report.figures.style import INK, NAMES, STYLES, Drawn, line_of, look, short
+from flatmin_lab.report.figures.style import INK, LINE_STYLES, NAMES, DrawnFigure, line_style, shortened, styled
 
-Lines = Mapping[str, Mapping[str, Sequence[float | None]]]  # a split -> a model -> its losses
+Lines = Mapping[str, Mapping[str, Sequence[float | None]]]  # split -> model -> losses
 
 
 def lines(
@@ -18,18 +18,23 @@ def lines(
     methods: Mapping[str, str | None] | None = None,
     count: str = "",
     top: float | None = None,
-) -> Drawn:
-    """Figure 2: the loss along one direction, a line a model, a panel a split (training, test).
+) -> DrawnFigure:
+    """Figure 2: the loss along one direction, a line per model, a panel per split (training, test).
 
-    A model is known by its method, or `methods` says which one it is of, to draw it by. `count` says how many it is
-    of, as in "1,000 pictures".
+    A line has the style of its method: the model's name, or what `methods` gives for it. `count` is a caption such as
+    "1,000 images".
     """
-    with look():
+    with styled():
         figure = Figure(figsize=(3.6 * len(losses), 2.9), layout="constrained")
         panels = figure.subplots(1, len(losses), sharey=True, squeeze=False)[0]
         for axes, (split, models) in zip(panels, losses.items(), strict=True):
             for place, (name, values) in enumerate(models.items()):
-                axes.plot(alphas, _floats(values), **_style(name, place, methods), label=short(NAMES.get(name, name)))
+                axes.plot(
+                    alphas,
+                    _floats(values),
+                    **_model_line_style(name, place, methods),
+                    label=shortened(NAMES.get(name, name)),
+                )
             axes.set(xlabel="α", title=f"{split} loss at θ + α·δ", xlim=(alphas[0], alphas[-1]))
             axes.set_ylim(0, top or top_of([list(values) for values in models.values()]))
         panels[0].set_ylabel("loss")
@@ -37,7 +42,7 @@ def lines(
         if count:
             figure.supxlabel(count, fontsize=9)
     data = {"alphas": list(alphas), "losses": {split: dict(models) for split, models in losses.items()}}
-    return Drawn(figure, data, "The loss along a random direction through the weights, a line for each method")
+    return DrawnFigure(figure, data, "The loss along a random direction through the weights, a line for each method")
 
 
 def contours(
@@ -46,67 +51,67 @@ def contours(
     planes: Mapping[str, Any],
     *,
     levels: Sequence[float] | None = None,
-) -> Drawn:
-    """Figure 10: lines of equal loss over a plane through the weights, a panel a plane, all at the same levels."""
+) -> DrawnFigure:
+    """Figure 10: lines of equal loss over a plane through the weights, a panel per plane, all at the same levels."""
     heights = {title: _floats(plane) for title, plane in planes.items()}
     levels = levels_of(planes.values()) if levels is None else levels
-    with look():
+    with styled():
         figure = Figure(figsize=(3.1 * len(planes), 3.0), layout="constrained")
         panels = figure.subplots(1, len(planes), sharex=True, sharey=True, squeeze=False)[0]
         for axes, (title, plane) in zip(panels, heights.items(), strict=True):
             axes.contourf(xs, ys, plane, levels=levels, cmap="cividis", alpha=0.45, extend="both")
             drawn = axes.contour(xs, ys, plane, levels=levels, colors=INK, linewidths=0.7)
             axes.clabel(drawn, drawn.levels[1::2], fontsize=8, fmt="%.2g")
-            axes.plot(0, 0, "+", color=STYLES["erm"][0], ms=9, mew=2)
+            axes.plot(0, 0, "+", color=LINE_STYLES["erm"][0], ms=9, mew=2)
             axes.set(
-                title=short(title), xlabel="x", aspect="equal", xticks=[xs[0], 0, xs[-1]], yticks=[ys[0], 0, ys[-1]]
+                title=shortened(title), xlabel="x", aspect="equal", xticks=[xs[0], 0, xs[-1]], yticks=[ys[0], 0, ys[-1]]
             )
         panels[0].set_ylabel("y")
     data = {"xs": list(xs), "ys": list(ys), "losses": dict(planes), "levels": list(levels)}
-    return Drawn(figure, data, f"Lines of equal loss around the weights: {', '.join(planes)}")
+    return DrawnFigure(figure, data, f"Lines of equal loss around the weights: {', '.join(planes)}")
 
 
-def surfaces(xs: Sequence[float], ys: Sequence[float], planes: Mapping[str, Any]) -> Drawn:
-    """Figure 11: the loss over a plane through the weights as a surface, a panel a plane, cut off at one height."""
+def surfaces(xs: Sequence[float], ys: Sequence[float], planes: Mapping[str, Any]) -> DrawnFigure:
+    """Figure 11: the loss over a plane through the weights as a surface, a panel per plane, cut off at one height."""
     heights = {title: _floats(plane) for title, plane in planes.items()}
     top = max(top_of(list(plane)) for plane in heights.values())
     grid = np.meshgrid(np.asarray(xs), np.asarray(ys))
-    with look():
+    with styled():
         figure = Figure(figsize=(3.3 * len(planes), 3.1), layout="constrained")
         for number, (title, plane) in enumerate(heights.items(), start=1):
             axes: Any = figure.add_subplot(1, len(planes), number, projection="3d")
             cut = np.where(np.isfinite(plane), np.minimum(plane, top), top)
             axes.plot_surface(*grid, cut, cmap="cividis", rcount=41, ccount=41, vmin=0, vmax=top, edgecolor="none")
-            axes.set(title=short(title), zlim=(0, top), xticks=[xs[0], 0, xs[-1]], yticks=[ys[0], 0, ys[-1]])
+            axes.set(title=shortened(title), zlim=(0, top), xticks=[xs[0], 0, xs[-1]], yticks=[ys[0], 0, ys[-1]])
             axes.tick_params(labelsize=7.5, pad=-2)
     data = {"xs": list(xs), "ys": list(ys), "losses": dict(planes), "cut_at": top}
-    return Drawn(figure, data, f"The loss around the weights as a surface: {', '.join(planes)}")
+    return DrawnFigure(figure, data, f"The loss around the weights as a surface: {', '.join(planes)}")
 
 
-def _style(name: str, place: int, methods: Mapping[str, str | None] | None) -> dict[str, Any]:
-    """The method's line; a second model of a method, or one of no method, has the next style that is free."""
+def _model_line_style(name: str, place: int, methods: Mapping[str, str | None] | None) -> dict[str, Any]:
+    """The method's style; a second model of a method, or a model without one, gets the next free style."""
     known = [(methods or {}).get(other, other) for other in (methods or {name: name})]
     method = (methods or {}).get(name, name)
     taken = method is not None and known[:place].count(method) > 0
-    if method in STYLES and not taken:
-        return line_of(str(method))
-    free = [style for style in STYLES if style not in known] or list(STYLES)
-    return line_of(free[place % len(free)])
+    if method in LINE_STYLES and not taken:
+        return line_style(str(method))
+    free = [style for style in LINE_STYLES if style not in known] or list(LINE_STYLES)
+    return line_style(free[place % len(free)])
 
 
 def _floats(values: Any) -> Any:
-    """None, which stands for what is not finite, as nan."""
+    """As an array; None stands for a value that is not finite and becomes nan."""
     return np.array(values, dtype=float)
 
 
 def top_of(curves: Sequence[Sequence[float | None]]) -> float:
-    """A height that shows the valley: half of all points lie below it, or a little more."""
+    """A height that shows the valley: 2.5 times the median, so that at least half of the points lie below it."""
     finite = np.array([value for curve in curves for value in curve if value is not None and np.isfinite(value)])
     return float(max(2.5 * np.median(finite), 1.2 * finite.min(), 1e-9)) if len(finite) else 1.0
 
 
 def levels_of(planes: Iterable[Any]) -> list[float]:
-    """Levels in equal ratios, from a little above the lowest point to twice what half of all points lie below."""
+    """Levels in equal ratios, from a little above the minimum to twice the median."""
     finite = np.concatenate([plane[np.isfinite(plane)] for plane in map(_floats, planes)])
     if not len(finite):
         return [0.5, 1.0]

@@ -1,4 +1,4 @@
-"""Trainings compared: their curves, calibration bars and reliability, robustness, and what the radius does."""
+"""Figures that compare runs: training curves, bars of calibration and robustness, reliability, the sweep over ε."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
@@ -7,19 +7,29 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flatmin_lab.report.figures.style import BOLD, HATCHES, INK, NAMES, STYLES, Drawn, line_of, look, with_count
+from flatmin_lab.report.figures.style import (
+    BOLD,
+    HATCHES,
+    INK,
+    LINE_STYLES,
+    NAMES,
+    DrawnFigure,
+    line_style,
+    styled,
+    with_count,
+)
 
-Values = Mapping[str, Sequence[float]]  # a method -> a number a training
+Values = Mapping[str, Sequence[float]]  # method -> a number per run, or per epoch
 
 
-def curves(title: str, lines: Values, *, count: Mapping[str, int] | None = None) -> Drawn:
-    """A line a method, a point an epoch; those in BOLD over the others."""
-    with look():
+def curves(title: str, lines: Values, *, count: Mapping[str, int] | None = None) -> DrawnFigure:
+    """A line per method, a point per epoch; the methods in BOLD are drawn over the others."""
+    with styled():
         figure = Figure(figsize=(3.5, 2.7), layout="constrained")
         axes = figure.subplots()
         for method, values in sorted(lines.items(), key=lambda line: line[0] in BOLD):
             mark = "o" if len(values) < 3 else None
-            axes.plot(range(1, len(values) + 1), values, marker=mark, ms=4, **line_of(method))
+            axes.plot(range(1, len(values) + 1), values, marker=mark, ms=4, **line_style(method))
         axes.set_title(with_count(title, count))
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -28,18 +38,18 @@ def curves(title: str, lines: Values, *, count: Mapping[str, int] | None = None)
         "epochs": max(map(len, lines.values())),
         "lines": {method: list(values) for method, values in lines.items()},
     }
-    return Drawn(figure, data, f"{title} over the epochs, a line for each method")
+    return DrawnFigure(figure, data, f"{title} over the epochs, a line for each method")
 
 
-def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None) -> Drawn:
-    """The mean of each method with its deviation; a diamond where the paper has a value (figure 7: ECE)."""
+def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None) -> DrawnFigure:
+    """Each method's mean and standard deviation; a diamond is the paper's value (figure 7: ECE)."""
     shown = {method: own for method, own in values.items() if own}
-    with look():
+    with styled():
         figure = Figure(figsize=(3.8, 2.9), layout="constrained")
         axes = figure.subplots()
         for place, (method, own) in enumerate(shown.items()):
             spread = stdev(own) if len(own) > 1 else 0.0
-            colour = STYLES[method][0]
+            colour = LINE_STYLES[method][0]
             axes.bar(
                 place,
                 mean(own),
@@ -58,21 +68,23 @@ def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None
         axes.set(ylabel="%")
         axes.set_ylim(bottom=0)
     data = {"values": {method: list(own) for method, own in shown.items()}, "paper": dict(paper or {})}
-    return Drawn(figure, data, f"{title}: a bar for each method")
+    return DrawnFigure(figure, data, f"{title}: a bar for each method")
 
 
-def epsilon_sweep(losses: Mapping[str, Mapping[float, Sequence[float]]], erm: Mapping[str, Sequence[float]]) -> Drawn:
+def epsilon_sweep(
+    losses: Mapping[str, Mapping[float, Sequence[float]]], erm: Mapping[str, Sequence[float]]
+) -> DrawnFigure:
     """Figure 8: the loss of models trained with AMP over ε, on training and on test data; ERM's as a level line."""
-    with look():
+    with styled():
         figure = Figure(figsize=(3.6 * len(losses), 2.9), layout="constrained")
         panels = figure.subplots(1, len(losses), squeeze=False)[0]
         for axes, (split, sweep) in zip(panels, losses.items(), strict=True):
             radii = sorted(sweep)
             means = [mean(sweep[radius]) for radius in radii]
             spreads = [stdev(sweep[radius]) if len(sweep[radius]) > 1 else 0.0 for radius in radii]
-            axes.errorbar(radii, means, yerr=spreads, marker="o", ms=4, capsize=3, label="AMP", **line_of("amp"))
+            axes.errorbar(radii, means, yerr=spreads, marker="o", ms=4, capsize=3, label="AMP", **line_style("amp"))
             if erm.get(split):
-                axes.axhline(mean(erm[split]), label="ERM", color=STYLES["erm"][0], ls=(0, (5, 2)), lw=1.8)
+                axes.axhline(mean(erm[split]), label="ERM", color=LINE_STYLES["erm"][0], ls=(0, (5, 2)), lw=1.8)
             counts = {f"{radius:g}": len(sweep[radius]) for radius in radii}
             axes.set(xlabel="ε", title=with_count(f"{split} loss", counts))
         panels[0].set_ylabel("loss")
@@ -81,27 +93,27 @@ def epsilon_sweep(losses: Mapping[str, Mapping[float, Sequence[float]]], erm: Ma
         "amp": {split: {f"{radius:g}": list(own) for radius, own in sweep.items()} for split, sweep in losses.items()},
         "erm": {split: list(own) for split, own in erm.items()},
     }
-    return Drawn(figure, data, "The loss over the radius ε, on training and on test data")
+    return DrawnFigure(figure, data, "The loss over the radius ε, on training and on test data")
 
 
-def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, method: str) -> Drawn:
-    """Accuracy over confidence, a bar a bin; on the diagonal, confidence is honest."""
-    with look():
+def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, method: str) -> DrawnFigure:
+    """Accuracy over confidence, a bar per bin; a calibrated model lies on the diagonal."""
+    with styled():
         figure = Figure(figsize=(2.3, 2.3), layout="constrained")
         axes = figure.subplots()
-        _diagram(axes, parts, STYLES[method][0])
+        _diagram(axes, parts, LINE_STYLES[method][0])
         axes.set_title(title)
         axes.set_xlabel("confidence", fontsize=9.5)
         axes.set_ylabel("share right", fontsize=9.5)
     data = {name: list(values) for name, values in parts.items()}
-    return Drawn(figure, data, f"Reliability of {title}: the share of right answers over confidence")
+    return DrawnFigure(figure, data, f"Reliability of {title}: the share of right answers over confidence")
 
 
 def _diagram(axes: Axes, parts: Mapping[str, Sequence[float]], colour: str) -> None:
     count = len(parts["number"])
     total = max(sum(parts["number"]), 1)
     middles = [(i + 0.5) / count for i in range(count)]
-    # a bin with few answers is drawn pale: its height says little
+    # a bin with few predictions is drawn pale: its height says little
     for middle, number, accuracy in zip(middles, parts["number"], parts["accuracy"], strict=True):
         if number:
             strength = min(1.0, 0.4 + 5 * number / total)

@@ -1,8 +1,8 @@
-"""A figure and the numbers that it shows. How all of them look: readable in black and white and by the colour-blind.
+"""A figure with its numbers, and the style of all figures: readable in black and white and by the colour-blind.
 
-Drawn by matplotlib without its global state. The colours are Okabe and Ito's, made for the colour-blind. Lines differ
-in dash as well as colour, two stand out by width, bars differ in hatching. In a page, what is drawn in INK takes the
-page's own text colour, in light and dark.
+matplotlib is used without its global state. The colours are Okabe and Ito's, made for the colour-blind. Lines differ in
+dash as well as colour, two stand out by width, bars differ in hatching. In a page, INK becomes the page's own text
+colour, in light and dark.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-INK = "#010203"  # stands for the page's text colour
-STYLES: dict[str, tuple[str, Any]] = {
+INK = "#010203"  # replaced by the page's text colour
+LINE_STYLES: dict[str, tuple[str, Any]] = {
     "erm": ("#d55e00", "-"),
     "amp": ("#0072b2", "-"),
     "label_smoothing": ("#009e73", (0, (6, 2))),
@@ -27,7 +27,7 @@ STYLES: dict[str, tuple[str, Any]] = {
     "dropout": ("#8c7ae6", (0, (3, 1.5, 1, 1.5, 1, 1.5))),
     "rmp": ("#999999", (0, (2, 1))),
 }
-HATCHES = dict(zip(STYLES, ("", "", "//", "..", "xx", "\\\\", "++", "--"), strict=True))
+HATCHES = dict(zip(LINE_STYLES, ("", "", "//", "..", "xx", "\\\\", "++", "--"), strict=True))
 BOLD = ("erm", "amp")
 NAMES = {
     "erm": "ERM",
@@ -39,10 +39,10 @@ NAMES = {
     "dropout": "Dropout",
     "rmp": "RMP",
 }
-LOOK: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a name may hold a $
-    "svg.hashsalt": "flatmin",  # the same data gives the same file
+    "svg.hashsalt": "flatmin",  # the same data give the same file
     "font.family": "sans-serif",
     "font.size": 10.5,
     "text.color": INK,
@@ -63,37 +63,37 @@ LOOK: dict[Any, Any] = {
 }
 
 
-class Drawn(NamedTuple):
-    """The figure, its numbers, and what it shows in words."""
+class DrawnFigure(NamedTuple):
+    """The figure, its numbers, and a description in words."""
 
     figure: Figure
     data: dict[str, Any]
     words: str
 
 
-def look() -> AbstractContextManager[None]:
-    return mpl.rc_context(LOOK)
+def styled() -> AbstractContextManager[None]:
+    return mpl.rc_context(STYLE)
 
 
-def line_of(method: str) -> dict[str, Any]:
-    """How a method's line is drawn."""
-    colour, dash = STYLES[method]
+def line_style(method: str) -> dict[str, Any]:
+    """The arguments that draw a method's line."""
+    colour, dash = LINE_STYLES[method]
     return {"color": colour, "ls": dash, "lw": 2.4 if method in BOLD else 1.3}
 
 
-def sample(method: str) -> str:
-    """A piece of a method's line, for a legend."""
-    colour, dash = STYLES[method]
+def legend_sample(method: str) -> str:
+    """A piece of a method's line as SVG, for a legend."""
+    colour, dash = LINE_STYLES[method]
     dashes = "" if dash == "-" else f' stroke-dasharray="{" ".join(str(2 * part) for part in dash[1])}"'
     width = 4 if method in BOLD else 2.5
     line = f'<line x1="1" y1="5" x2="35" y2="5" stroke="{colour}" stroke-width="{width}"{dashes}/>'
     return f'<svg class="sample" viewBox="0 0 36 10" aria-hidden="true">{line}</svg>'
 
 
-def svg(drawn: Drawn) -> str:
-    """The drawing alone, scaled to the page's width, with words for those who cannot see it."""
+def svg(drawn: DrawnFigure) -> str:
+    """The figure as SVG, scaled to the page's width, with its description for screen readers."""
     buffer = io.StringIO()
-    with look():
+    with styled():
         drawn.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
@@ -105,28 +105,28 @@ def svg(drawn: Drawn) -> str:
         count=1,
     )
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return _named_apart(text)
+    return _with_unique_ids(text)
 
 
-def _named_apart(text: str) -> str:
-    """Parts that are referred to are named after this drawing, the others not at all: a page has many drawings."""
+def _with_unique_ids(text: str) -> str:
+    """Make the ids in use unique to this figure and drop the others: a page has many figures."""
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     mark = hashlib.sha256(text.encode()).hexdigest()[:8]
     text = re.sub(r' id="([^"]*)"', lambda m: f' id="{mark}-{m[1]}"' if m[1] in used else "", text)
     return re.sub(r'(href="|url\()#', rf"\g<1>#{mark}-", text)
 
 
-def short(name: str, most: int = 30) -> str:
-    """A name that leaves room for the drawing: the end of a path says most.
+def shortened(name: str, most: int = 30) -> str:
+    """A name short enough for a figure; it keeps the end, which says most in a path.
 
-    >>> short("a/very/long/path/to/the/weights-of-a-model.pt")
+    >>> shortened("a/very/long/path/to/the/weights-of-a-model.pt")
     '…/to/the/weights-of-a-model.pt'
     """
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def with_count(title: str, counts: Mapping[str, int] | None) -> str:
-    """A title that says how many trainings each method has.
+    """A title with the number of runs of each method.
 
     >>> with_count("ECE", {"erm": 3, "amp": 5})
     'ECE (n = 3 to 5)'

@@ -1,4 +1,4 @@
-"""The paper's figures about its theory: 1 (risk and AMP risk), 3 (the Gaussian surface), 4 (the operational region),
+"""The figures of the paper's theory: 1 (risk and AMP risk), 3 (the Gaussian surface), 4 (the operational region),
 9 (appendix C), and the penalty of Theorem 2.
 """
 
@@ -10,25 +10,25 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
 from flatmin import theory
-from flatmin_lab.report.figures.style import INK, STYLES, Drawn, line_of, look
+from flatmin_lab.report.figures.style import INK, LINE_STYLES, DrawnFigure, line_style, styled
 from flatmin_lab.system.json_data import numbers
 
-ERM, AMP = STYLES["erm"][0], STYLES["amp"][0]
+ERM, AMP = LINE_STYLES["erm"][0], LINE_STYLES["amp"][0]
 RATIOS = (0.25, 0.5, 1.0, 2.0)  # ε²/2σ₁²
 DASHES = ("-", (0, (6, 2)), (0, (3, 1.5)), (0, (1, 1.5)))
 
 
-def risk_and_amp_risk(*, epsilon: float = 0.5) -> Drawn:
+def risk_and_amp_risk(*, epsilon: float = 0.5) -> DrawnFigure:
     """Figure 1: a risk with a sharp and a flat minimum, and its AMP risk, the maximum over a window of width 2ε."""
     theta = torch.linspace(-4, 4, 1601, dtype=torch.float64)
     risk = theory.two_minima(theta)
     worst = theory.max_pooled(risk, spacing=float(theta[1] - theta[0]), epsilon=epsilon)
-    with look():
+    with styled():
         figure = Figure(figsize=(7.2, 3), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
-        left.plot(theta, risk, **line_of("erm"))
+        left.plot(theta, risk, **line_style("erm"))
         right.plot(theta, risk, color=ERM, lw=1.2, ls=(0, (3, 1.5)), label="risk")
-        right.plot(theta, worst, **line_of("amp"), label=f"AMP risk, ε = {epsilon:g}")
+        right.plot(theta, worst, **line_style("amp"), label=f"AMP risk, ε = {epsilon:g}")
         for axes, curve in ((left, risk), (right, worst)):
             best = int(curve.argmin())
             axes.plot(theta[best], curve[best], "o", color=INK, ms=6)
@@ -37,12 +37,12 @@ def risk_and_amp_risk(*, epsilon: float = 0.5) -> Drawn:
         right.set_title("AMP risk: the flat one is")
         right.legend(loc="lower right")
     data = {"theta": numbers(theta), "risk": numbers(risk), "amp_risk": numbers(worst), "epsilon": epsilon}
-    return Drawn(
+    return DrawnFigure(
         figure, data, "A risk with a sharp and a flat minimum, and its AMP risk, whose lowest point is the flat one"
     )
 
 
-def gaussian_surface(*, epsilon: float = 0.6, widths: tuple[float, float] = (0.6, 1.5)) -> Drawn:
+def gaussian_surface(*, epsilon: float = 0.6, widths: tuple[float, float] = (0.6, 1.5)) -> DrawnFigure:
     """Figure 3: an inverted Gaussian surface, and the worst point of the ball around its minimum."""
     turn = torch.tensor(math.pi / 6, dtype=torch.float64)
     q = torch.tensor([[turn.cos(), -turn.sin()], [turn.sin(), turn.cos()]], dtype=torch.float64)
@@ -52,7 +52,7 @@ def gaussian_surface(*, epsilon: float = 0.6, widths: tuple[float, float] = (0.6
     grid = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1)
     heights = surface.value(grid)
     worst = surface.worst(torch.zeros(2, dtype=torch.float64), epsilon).tolist()
-    with look():
+    with styled():
         figure = Figure(figsize=(7.2, 3.3), layout="constrained")
         left: Any = figure.add_subplot(1, 2, 1, projection="3d")
         left.plot_surface(
@@ -80,22 +80,22 @@ def gaussian_surface(*, epsilon: float = 0.6, widths: tuple[float, float] = (0.6
         "minimum": low,
         "amp_minimum": high,
     }
-    return Drawn(
+    return DrawnFigure(
         figure, data, "An inverted Gaussian surface; the worst point of the ball lies in its narrowest direction"
     )
 
 
-def operational_region(*, ratio: float = 1.0) -> Drawn:
-    """Figure 4: for which depth β and width r of a second minimum AMP takes it, and ERM does not."""
+def operational_region(*, ratio: float = 1.0) -> DrawnFigure:
+    """Figure 4: the depths β and widths r of a second minimum for which AMP takes it and ERM does not."""
     beta = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
     least = {value: theory.operational_boundary(beta, ratio=value) for value in (ratio, *RATIOS)}
     top = 8.0
-    with look():
+    with styled():
         figure = Figure(figsize=(7.2, 3.1), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         edge = least[ratio].clamp(max=2 * top)
         left.fill_between(beta, edge, top, where=(edge < top).tolist(), color=AMP, alpha=0.3, hatch="//", lw=0)
-        left.plot(beta, edge, **line_of("amp"))
+        left.plot(beta, edge, **line_style("amp"))
         left.axvline(math.exp(-ratio), color=INK, lw=0.9, ls=(0, (2, 2)))
         left.annotate(
             "β = exp(−ε²/2σ₁²)",
@@ -119,10 +119,12 @@ def operational_region(*, ratio: float = 1.0) -> Drawn:
         for axes in (left, right):
             axes.set(xlim=(0, 1), ylim=(1, top))
     data = {"beta": numbers(beta), "least_r": {f"{key:g}": numbers(value) for key, value in least.items()}}
-    return Drawn(figure, data, "The depths and widths of a second minimum for which AMP takes it and ERM does not")
+    return DrawnFigure(
+        figure, data, "The depths and widths of a second minimum for which AMP takes it and ERM does not"
+    )
 
 
-def kinked_losses(*, epsilon: float = 0.5) -> Drawn:
+def kinked_losses(*, epsilon: float = 0.5) -> DrawnFigure:
     """Figure 9: appendix C's example, where AMP's minimum is ε/3 and that of adversarial training 0."""
     theta = torch.linspace(-1, 1, 1201, dtype=torch.float64)
     curves = {
@@ -131,11 +133,11 @@ def kinked_losses(*, epsilon: float = 0.5) -> Drawn:
         "adversarial": theory.kinked_adversarial_loss(theta, epsilon=epsilon),
     }
     best = theory.kinked_amp_minimiser(epsilon=epsilon)
-    with look():
+    with styled():
         figure = Figure(figsize=(4.6, 3.2), layout="constrained")
         axes = figure.subplots()
         for name, curve in curves.items():
-            axes.plot(theta, curve, **line_of(name.lower()), label=name)
+            axes.plot(theta, curve, **line_style(name.lower()), label=name)
         axes.plot(0, 0, "o", color=ERM, ms=6)
         axes.plot(best, 4 * epsilon / 3, "s", color=AMP, ms=6)
         axes.annotate("ε/3", (best, 4 * epsilon / 3), (0, -14), textcoords="offset points", ha="center")
@@ -143,23 +145,23 @@ def kinked_losses(*, epsilon: float = 0.5) -> Drawn:
         axes.set(xlabel="θ", ylabel="loss", title=f"One example, x = 1; ε = {epsilon:g}")
         axes.legend(loc="upper right")
     data = {"theta": numbers(theta), **{name: numbers(curve) for name, curve in curves.items()}, "epsilon": epsilon}
-    return Drawn(figure, data, "The losses of appendix C: AMP's lowest point is ε/3, that of the others 0")
+    return DrawnFigure(figure, data, "The losses of appendix C: AMP's lowest point is ε/3, that of the others 0")
 
 
-def gradient_penalty(*, epsilon: float = 0.5, inner_lr: float = 1.0) -> Drawn:
-    """Theorem 2's penalty on the gradient's norm: the true one, a Huber function, and the one that is printed."""
+def gradient_penalty(*, epsilon: float = 0.5, inner_lr: float = 1.0) -> DrawnFigure:
+    """Theorem 2's penalty on the gradient's norm: the true one, a Huber function, and the printed one."""
     norm = torch.linspace(0, 2 * epsilon / inner_lr, 401, dtype=torch.float64)
     true, printed = (
         theory.gradient_norm_penalty(norm, epsilon=epsilon, inner_lr=inner_lr, as_printed=as_printed)
         for as_printed in (False, True)
     )
-    with look():
+    with styled():
         figure = Figure(figsize=(4.6, 3), layout="constrained")
         axes = figure.subplots()
-        axes.plot(norm, true, **line_of("amp"), label="true: a Huber function")
+        axes.plot(norm, true, **line_style("amp"), label="true: a Huber function")
         axes.plot(norm, printed, color=ERM, lw=1.6, ls=(0, (5, 2)), label="as printed")
         axes.axvline(epsilon / inner_lr, color=INK, lw=0.9, ls=(0, (2, 2)))
         axes.set(xlabel="‖∇J‖", ylabel="Ω", title=f"Theorem 2's penalty, ε = {epsilon:g}, ζ = {inner_lr:g}")
         axes.legend(loc="upper left")
     data = {"gradient_norm": numbers(norm), "true": numbers(true), "as_printed": numbers(printed)}
-    return Drawn(figure, data, "The penalty on the gradient's norm that a step of AMP amounts to")
+    return DrawnFigure(figure, data, "The penalty on the gradient's norm that a step of AMP amounts to")

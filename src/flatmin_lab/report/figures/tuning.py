@@ -1,4 +1,4 @@
-"""What a tuning found: the measure of every trial over each of the knobs."""
+"""What a tuning found: the measure of every trial over each hyper-parameter."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,73 +8,75 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from flatmin_lab.report.figures.style import INK, STYLES, Drawn, look
+from flatmin_lab.report.figures.style import INK, LINE_STYLES, DrawnFigure, styled
 
-WIDE = 20.0  # a range of values, highest over lowest, that is drawn by its logarithm
-MARKS: dict[str, dict[str, Any]] = {"finished": {}, "pruned": {"mfc": "none"}}  # filled and hollow
-PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.01, not a power of ten
+LOG_SCALE_RATIO = 20.0  # of the highest value to the lowest; above it the axis is logarithmic
+STATE_MARKS: dict[str, dict[str, Any]] = {"finished": {}, "pruned": {"mfc": "none"}}  # filled and hollow circles
+PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")  # 0.01, not a power of ten
 
 
-class Range(NamedTuple):
-    """Where a knob is looked for."""
+class SearchRange(NamedTuple):
+    """The range that is searched for a hyper-parameter."""
 
     low: float
     high: float
     log: bool
 
 
-def tuning(method: str, measure: str, knobs: Mapping[str, Range], trials: Sequence[Mapping[str, Any]]) -> Drawn:
-    """A panel a knob, a mark a trial, which has settings (by knob), value, state and chosen.
+def tuning(
+    method: str, measure: str, parameters: Mapping[str, SearchRange], trials: Sequence[Mapping[str, Any]]
+) -> DrawnFigure:
+    """A panel per hyper-parameter, a mark per trial; a trial has settings, value, state and chosen.
 
-    A pruned one stands at its last value, one that failed at the upper edge.
+    A pruned trial is drawn at its last value, a failed one at the upper edge.
     """
-    with look():
-        figure = Figure(figsize=(3.5 * len(knobs), 3.0), layout="constrained")
-        panels = figure.subplots(1, len(knobs), squeeze=False, sharey=True)[0]
-        for axes, (knob, searched) in zip(panels, knobs.items(), strict=True):
-            _marks(axes, knob, trials, STYLES[method][0])
-            axes.set(xlabel=knob, xlim=(searched.low, searched.high))
+    with styled():
+        figure = Figure(figsize=(3.5 * len(parameters), 3.0), layout="constrained")
+        panels = figure.subplots(1, len(parameters), squeeze=False, sharey=True)[0]
+        for axes, (parameter, searched) in zip(panels, parameters.items(), strict=True):
+            _draw_marks(axes, parameter, trials, LINE_STYLES[method][0])
+            axes.set(xlabel=parameter, xlim=(searched.low, searched.high))
             if searched.log:
                 axes.set_xscale("log")
-                _plain(axes.xaxis)
-        _heights(panels[0], [trial["value"] for trial in trials if trial["value"] is not None])
+                _label_plainly(axes.xaxis)
+        _set_value_scale(panels[0], [trial["value"] for trial in trials if trial["value"] is not None])
         panels[0].set_ylabel(measure)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=4)
     data = {
         "measure": measure,
-        "searched": {knob: searched._asdict() for knob, searched in knobs.items()},
+        "searched": {parameter: searched._asdict() for parameter, searched in parameters.items()},
         "trials": [dict(trial) for trial in trials],
     }
-    return Drawn(figure, data, f"{measure} over {' and '.join(knobs)}, a mark for each trial")
+    return DrawnFigure(figure, data, f"{measure} over {' and '.join(parameters)}, a mark for each trial")
 
 
-def _marks(axes: Axes, knob: str, trials: Sequence[Mapping[str, Any]], colour: str) -> None:
+def _draw_marks(axes: Axes, parameter: str, trials: Sequence[Mapping[str, Any]], colour: str) -> None:
     shape: dict[str, Any] = {"ls": "", "marker": "o", "ms": 5, "color": colour, "clip_on": False}
-    for state, mark in MARKS.items():
+    for state, mark in STATE_MARKS.items():
         own = [trial for trial in trials if trial["state"] == state and trial["value"] is not None]
         if own:
-            places = [trial["settings"][knob] for trial in own]
+            places = [trial["settings"][parameter] for trial in own]
             axes.plot(places, [trial["value"] for trial in own], label=state, **shape, **mark)
-    failed = [trial["settings"][knob] for trial in trials if trial["state"] == "failed"]
+    failed = [trial["settings"][parameter] for trial in trials if trial["state"] == "failed"]
     if failed:
-        edge = axes.get_xaxis_transform()  # heights in parts of the panel
+        edge = axes.get_xaxis_transform()  # heights as fractions of the panel
         axes.plot(failed, [0.98] * len(failed), "x", color=INK, ms=6, label="failed", transform=edge, clip_on=False)
     for trial in trials:
         if trial["chosen"]:
-            place = trial["settings"][knob]
+            place = trial["settings"][parameter]
             axes.plot(place, trial["value"], "D", color=INK, ms=10, mfc="none", label="chosen", clip_on=False)
 
 
-def _heights(axes: Axes, values: Sequence[float]) -> None:
-    """From 0, or by the logarithm where bad trials would press the others together."""
-    if values and 0 < WIDE * min(values) < max(values):
+def _set_value_scale(axes: Axes, values: Sequence[float]) -> None:
+    """Start at 0, or use a logarithmic axis if bad trials would squeeze the others together."""
+    if values and 0 < LOG_SCALE_RATIO * min(values) < max(values):
         axes.set_yscale("log")
-        _plain(axes.yaxis)
+        _label_plainly(axes.yaxis)
     else:
-        axes.set_ylim(0, 1.12 * max(values, default=0) or None)  # room for those that failed
+        axes.set_ylim(0, 1.12 * max(values, default=0) or None)  # room for failed trials
 
 
-def _plain(axis: Axis) -> None:
-    axis.set_major_formatter(PLAIN)
+def _label_plainly(axis: Axis) -> None:
+    axis.set_major_formatter(PLAIN_NUMBERS)
     axis.set_minor_formatter(NullFormatter())

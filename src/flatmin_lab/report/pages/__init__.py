@@ -1,9 +1,9 @@
-"""One file of HTML each: numbers in, a page or a section of one out.
+"""One file for each page or section: numbers in, HTML out.
 
 report.py         `flatmin report`
 demo.py           `flatmin demo`
 theory.py         `flatmin theory`
-landscape.py      `flatmin landscape`, and the report's section of landscapes
-tuning.py         the report's section of a tuning
-summary_text.py   sentences that the numbers allow
+landscape.py      `flatmin landscape`, and the report's landscape section
+tuning.py         the report's section about a tuning
+summary_text.py   the sentences that the numbers support
 """

@@ -1,4 +1,4 @@
-"""The page of `flatmin demo`, made from its numbers (demo.json) alone."""
+"""The page of `flatmin demo`, made only from its numbers (demo.json)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from flatmin_lab.report.figures import curves, reliability_diagram
-from flatmin_lab.report.figures.style import NAMES, sample, svg
-from flatmin_lab.report.html import percent, pooled, render
+from flatmin_lab.report.figures.style import NAMES, legend_sample, svg
+from flatmin_lab.report.html import percent, pool_bins, render
 
-WHAT = {
+METHOD_DESCRIPTIONS = {
     "erm": "ordinary training",
     "amp": "the worst weights in a ball of radius {epsilon:g}",
     "label_smoothing": "0.2 of the target spread over all classes",
@@ -27,24 +27,24 @@ def demo_page(demo: Mapping[str, Any]) -> str:
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in demo["runs"]:
         runs.setdefault(run["method"], []).append(run)
-    bins = {method: pooled([run["reliability"] for run in own]) for method, own in runs.items()}
+    bins = {method: pool_bins([run["reliability"] for run in own]) for method, own in runs.items()}
     return render(
         "demo.html.jinja",
         demo=demo,
         noisy=demo["noise"] > 0,
         rows=[row(method, own) for method, own in runs.items()],
-        words=in_words(demo, runs),
+        words=summary_sentence(demo, runs),
         facts={method: facts(own, bins[method]) for method, own in runs.items()},
         entropy=entropy(demo["noise"], classes=10),
-        flooding_is_erm=all(map(_same, _losses(runs["flooding"]), _losses(runs["erm"]))),
-        legend=[(Markup(sample(method)), NAMES[method]) for method in runs],
+        flooding_is_erm=all(map(_nearly_equal, _losses(runs["flooding"]), _losses(runs["erm"]))),
+        legend=[(Markup(legend_sample(method)), NAMES[method]) for method in runs],
         curves=[Markup(svg(curves(title, lines))) for title, lines in _over_epochs(runs).items()],
         reliability=[Markup(svg(reliability_diagram(NAMES[method], bins[method], method=method))) for method in runs],
     )
 
 
 class Facts(NamedTuple):
-    """Means over the seeds, which sentences are made of."""
+    """Means over the seeds, for the page's sentences."""
 
     error: float
     ece: float
@@ -71,7 +71,9 @@ def row(method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "method": method,
         "name": NAMES[method],
-        "what": WHAT[method].format(**runs[0]["settings"]) if method == "amp" else WHAT[method],
+        "what": METHOD_DESCRIPTIONS[method].format(**runs[0]["settings"])
+        if method == "amp"
+        else METHOD_DESCRIPTIONS[method],
         "error": values("test_error", 100),
         "nll": values("test_nll"),
         "ece": values("test_ece", 100),
@@ -81,7 +83,7 @@ def row(method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def entropy(noise: float, *, classes: int) -> float:
-    """The training loss of who knows the true classes, and how often labels are wrong, but not which ones.
+    """The training loss of a model that knows the true classes and how often labels are wrong, but not which ones.
 
     >>> round(entropy(0.2, classes=10), 2)
     0.94
@@ -95,8 +97,8 @@ def _errors(runs: Sequence[Mapping[str, Any]]) -> list[float]:
     return [run["test_error"] for run in runs]
 
 
-def _same(one: float, other: float) -> bool:
-    """But for rounding: |J − b| + b is not J to the last bit."""
+def _nearly_equal(one: float, other: float) -> bool:
+    """Equal up to rounding: |J − b| + b is not J to the last bit."""
     return math.isclose(one, other, rel_tol=1e-4)
 
 
@@ -104,8 +106,8 @@ def _losses(runs: Sequence[Mapping[str, Any]]) -> list[float]:
     return [line["train_loss"] for run in runs for line in run["lines"]]
 
 
-def in_words(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """One sentence that the numbers allow."""
+def summary_sentence(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """What the numbers say, in a few sentences."""
     means = {method: mean(_errors(own)) for method, own in runs.items()}
     if demo["noise"] == 0:
         low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
@@ -113,18 +115,18 @@ def in_words(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, A
             f"With true labels the eight mean errors lie between {percent(means[low], 2)} ({NAMES[low]}) and "
             f"{percent(means[high], 2)} ({NAMES[high]}); one test digit is {percent(1 / demo['test'], 2)}."
         )
-    told = (
+    sentence = (
         f"Ordinary training (ERM) gets {percent(means['erm'], 1)} of the test digits wrong, "
         f"AMP {percent(means['amp'], 1)}. "
         f"ERM has learnt {percent(mean(run['memorised'] for run in runs['erm']))} of the wrong labels by heart, "
         f"AMP {percent(mean(run['memorised'] for run in runs['amp']))}."
     )
     near = [NAMES[method] for method in runs if method != "amp" and _within_the_spread(runs[method], runs["amp"])]
-    return f"{told} Not told apart from AMP by these seeds: {', '.join(near)}." if near else told
+    return f"{sentence} Not told apart from AMP by these seeds: {', '.join(near)}." if near else sentence
 
 
 def _within_the_spread(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
-    """Do the means differ by less than the deviations together? Of a single training each, nothing can be said."""
+    """Do the means differ by less than the sum of the standard deviations? False with a single run each."""
     if len(one) < 2:
         return False
     return abs(mean(_errors(one)) - mean(_errors(other))) < stdev(_errors(one)) + stdev(_errors(other))

@@ -1,4 +1,4 @@
-"""The report: one page about finished runs and tunings, made from their files alone, in a second and without a GPU."""
+"""The report: one page about finished runs and tunings, made only from their files, in a second and without a GPU."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.report import figures
 from flatmin_lab.report.columns import COLUMNS, Column
 from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of
-from flatmin_lab.report.figures import decision_boundary as spiral_figure
-from flatmin_lab.report.figures.style import Drawn, sample, svg
-from flatmin_lab.report.html import link, pooled, render
+from flatmin_lab.report.figures import decision_boundary
+from flatmin_lab.report.figures.style import DrawnFigure, legend_sample, svg
+from flatmin_lab.report.html import data_link, pool_bins, render
 from flatmin_lab.report.labels import TITLES
-from flatmin_lab.report.loader import Collected, Run
+from flatmin_lab.report.loader import LoadedResults, Run
 from flatmin_lab.report.pages import landscape, summary_text, tuning
 from flatmin_lab.report.paper.evidence import evidence
 from flatmin_lab.report.schema import is_number
@@ -28,8 +28,8 @@ from flatmin_lab.report.stats import LEVEL
 from flatmin_lab.tuning.result import Tuning
 
 
-class Shown(NamedTuple):
-    """A figure in the page, and its numbers as a link to save."""
+class PageFigure(NamedTuple):
+    """A figure in the page, and a link that saves its numbers."""
 
     drawing: Markup
     link: str
@@ -37,7 +37,7 @@ class Shown(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Everything that the page says about a group."""
+    """Everything that the page shows of a group."""
 
     group: Group
     title: str
@@ -45,57 +45,57 @@ class Section(NamedTuple):
     first: list[Column]  # of the first table: error, calibration, cost
     second: list[Column]  # robustness, flatness
     conditions: list[str]
-    curves: list[Shown]
+    curves: list[PageFigure]
     legend: list[tuple[Markup, str]]
-    reliability: list[Shown]
-    bars: list[Shown]
-    sweep: Shown | None
-    boundaries: Shown | None
-    landscapes: landscape.Part | None
-    commands: list[str]  # that fill what is missing
+    reliability: list[PageFigure]
+    bars: list[PageFigure]
+    sweep: PageFigure | None
+    boundaries: PageFigure | None
+    landscapes: landscape.LandscapeSection | None
+    commands: list[str]  # that measure what is missing
 
 
-def report_page(found: Collected) -> str:
-    broken = list(found.broken)
-    shown_evidence = evidence(found, broken)
+def report_page(found: LoadedResults) -> str:
+    unusable = list(found.unusable)
+    shown_evidence = evidence(found, unusable)
     groups = groups_of(found.runs)
     sections = [_section(group, title) for group, title in zip(groups, titles_of(groups), strict=True)]
     made = [
         f"{before}{value}"
         for key, before in (("hardware", ""), ("torch", "torch "), ("commit", "commit "))
-        for value in sorted({str(told[key]) for told in _all_facts(found) if told.get(key)})
+        for value in sorted({str(facts[key]) for facts in _all_facts(found) if facts.get(key)})
     ]
     return render(
         "report.html.jinja",
         sections=sections,
         evidence=shown_evidence,
-        broken=broken,
-        tunings=[_tuning(*one) for one in found.tunings],
+        unusable=unusable,
+        tunings=[_tuning_with_figure(*one) for one in found.tunings],
         runs=len(found.runs),
         level=LEVEL,
         made=made,
         flatmin=flatmin.__version__,
-        colours=landscape.colours(),
-        script=landscape.script(),
-        compared=summary_text.compared,
+        colours=landscape.height_colours(),
+        script=landscape.surface_script(),
+        format_p=summary_text.format_p,
         titles=TITLES,
         paper_cost=paper_numbers,
         cost_blocks=BLOCKS,
     )
 
 
-def _all_facts(found: Collected) -> list[Mapping[str, Any]]:
-    """What each number was measured with."""
+def _all_facts(found: LoadedResults) -> list[Mapping[str, Any]]:
+    """The hardware, versions and commits behind the numbers."""
     return [*(run.result for run in found.runs), *(one.facts for _, one in found.tunings)]
 
 
-def _tuning(path: Path, found: Tuning) -> tuple[tuning.Part, Shown | None]:
-    part = tuning.part(path, found)
-    return part, shown(part.figure, f"{_slug(part.title)}-tuning") if part.figure else None
+def _tuning_with_figure(path: Path, found: Tuning) -> tuple[tuning.TuningSection, PageFigure | None]:
+    section = tuning.tuning_section(path, found)
+    return section, page_figure(section.figure, f"{_slug(section.title)}-tuning") if section.figure else None
 
 
-def shown(drawn: Drawn, file: str) -> Shown:
-    return Shown(Markup(svg(drawn)), link(drawn.data), f"{file}.json")
+def page_figure(drawn: DrawnFigure, file: str) -> PageFigure:
+    return PageFigure(Markup(svg(drawn)), data_link(drawn.data), f"{file}.json")
 
 
 def _section(group: Group, title: str) -> Section:
@@ -109,19 +109,19 @@ def _section(group: Group, title: str) -> Section:
         [column for column in shown_columns if not column.command],
         [column for column in shown_columns if column.command],
         _conditions(group),
-        [shown(drawn, f"{name}-{place}") for place, drawn in enumerate(_curves(rows, group.split))],
-        [(Markup(sample(row.method)), row.name) for row in rows],
-        [shown(drawn, f"{name}-reliability-{row.method}") for row in rows if (drawn := _reliability(row))],
-        [shown(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
+        [page_figure(drawn, f"{name}-{place}") for place, drawn in enumerate(_curves(rows, group.split))],
+        [(Markup(legend_sample(row.method)), row.name) for row in rows],
+        [page_figure(drawn, f"{name}-reliability-{row.method}") for row in rows if (drawn := _reliability(row))],
+        [page_figure(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
         _sweep(group, name),
         _boundaries(rows, group, name),
-        landscape.part([(row.name, row.method, _with_landscapes(row)) for row in rows]),
+        landscape.landscape_section([(row.name, row.method, _with_landscapes(row)) for row in rows]),
         _commands(group, rows),
     )
 
 
 def _is_shown(column: Column, group: Group) -> bool:
-    """Where it has something, or where a command would fill it; what every training measures always."""
+    """Show a column if it has values, if a command would measure it, or if every run has it."""
     cells = [row.cells[column.name] for row in group.rows]
     if any(cell.values for cell in cells):
         return True
@@ -129,7 +129,7 @@ def _is_shown(column: Column, group: Group) -> bool:
 
 
 def _commands(group: Group, rows: Sequence[Row]) -> list[str]:
-    """What measures all that the runs lack; then the landscapes, where there are none."""
+    """The commands that measure what the runs lack, and landscapes if there are none."""
     folders = [str(row.runs[0].path) for row in rows if row.runs[0].path.is_dir()]
     if not folders or any(run.landscape for row in rows for run in row.runs):
         return group.unmeasured
@@ -141,7 +141,7 @@ def _slug(text: str) -> str:
 
 
 def _one_a_method(group: Group) -> list[Row]:
-    """In a figure a method has one line: of several settings the one with the most runs, of as many the best."""
+    """One row per method, as figures have one line each: the setting with the most runs, then the lowest error."""
     methods = dict.fromkeys(row.method for row in group.rows)
     return [
         min(
@@ -153,7 +153,7 @@ def _one_a_method(group: Group) -> list[Row]:
 
 
 def _conditions(group: Group) -> list[str]:
-    """Under what conditions the extra columns were measured, in words."""
+    """Under what conditions the columns of the second table were measured, in words."""
     found = []
     evaluations = [run.evaluation for row in group.rows for run in row.runs]
     attack = next((e["attack"] for e in evaluations if "radius" in e.get("attack", {})), None)
@@ -175,8 +175,8 @@ def _conditions(group: Group) -> list[str]:
     return found
 
 
-def _curves(rows: Sequence[Row], split: str) -> list[Drawn]:
-    """Means over the runs of a row that have curves, epoch by epoch."""
+def _curves(rows: Sequence[Row], split: str) -> list[DrawnFigure]:
+    """Means, epoch by epoch, over a row's runs that have curves."""
     measures: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
         "training loss": lambda line: line.get("train_loss"),
         f"{split} NLL": lambda line: line.get(f"{split}_nll"),
@@ -202,20 +202,20 @@ def _over_epochs(runs: Sequence[Run], value: Callable[[Mapping[str, Any]], float
         here = [value(line) for line in lines]
         known = [number for number in here if number is not None]
         if len(known) < len(here):
-            break  # one of them has no number here
+            break  # a run has no number for this epoch
         found.append(mean(known))
     return found
 
 
-def _reliability(row: Row) -> Drawn | None:
-    """The bins of all runs together."""
+def _reliability(row: Row) -> DrawnFigure | None:
+    """The reliability diagram of all runs of a row together."""
     parts = [run.result["reliability"] for run in row.runs if run.result["reliability"]]
     if not parts:
         return None
-    return figures.reliability_diagram(f"{row.name}, n = {len(parts)}", pooled(parts), method=row.method)
+    return figures.reliability_diagram(f"{row.name}, n = {len(parts)}", pool_bins(parts), method=row.method)
 
 
-def _bars(rows: Sequence[Row]) -> dict[str, Drawn]:
+def _bars(rows: Sequence[Row]) -> dict[str, DrawnFigure]:
     titles = {
         "ece": "ECE",
         "fgsm_normalised": "FGSM, small radius",
@@ -232,8 +232,8 @@ def _bars(rows: Sequence[Row]) -> dict[str, Drawn]:
     return drawn
 
 
-def _sweep(group: Group, name: str) -> Shown | None:
-    """Where AMP was trained with three radii at least, else nothing."""
+def _sweep(group: Group, name: str) -> PageFigure | None:
+    """The figure over ε, if AMP was trained with at least three radii."""
     amps = [row for row in group.rows if row.method == "amp"]
     radii = [row.runs[0].result["settings"].get("epsilon") for row in amps]
     if not all(is_number(radius) for radius in radii) or len(set(radii)) < 3:
@@ -253,11 +253,11 @@ def _sweep(group: Group, name: str) -> Shown | None:
         level[split] = [v for run in (erm.runs if erm else []) if (v := value(run)) is not None]
     if not all(losses.values()):
         return None
-    return shown(figures.epsilon_sweep(losses, level), f"{name}-epsilon")
+    return page_figure(figures.epsilon_sweep(losses, level), f"{name}-epsilon")
 
 
-def _boundaries(rows: Sequence[Row], group: Group, name: str) -> Shown | None:
-    """Of each method its first training whose boundary is known, on the spiral that they were trained on."""
+def _boundaries(rows: Sequence[Row], group: Group, name: str) -> PageFigure | None:
+    """The decision boundary of each method's first run that has one, over the spiral's training points."""
     if group.setting["data"] != "spiral":
         return None
     panels = {}
@@ -266,8 +266,8 @@ def _boundaries(rows: Sequence[Row], group: Group, name: str) -> Shown | None:
         if run is not None and run.boundary is not None:
             title = f"{row.name}: {100 * run.result[f'{run.split}_error']:.1f} % {run.split} error"
             side, shares = (torch.tensor(run.boundary[key]) for key in ("side", "shares"))
-            panels[title] = spiral_figure.Panel(side, shares, spiral.training_points())
-    return shown(spiral_figure.drawn(panels), f"{name}-boundaries") if panels else None
+            panels[title] = decision_boundary.Panel(side, shares, spiral.training_points())
+    return page_figure(decision_boundary.draw_boundaries(panels), f"{name}-boundaries") if panels else None
 
 
 def _with_landscapes(row: Row) -> list[Mapping[str, Any]]:

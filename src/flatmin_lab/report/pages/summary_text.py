@@ -1,13 +1,13 @@
-"""Sentences that the numbers allow: what AMP did to error, calibration, robustness and flatness, and what it cost."""
+"""Sentences that the numbers support: AMP's effect on error, calibration, robustness and flatness, and its cost."""
 
 import math
 from statistics import mean
 
 from flatmin_lab.report.comparison import Cell, Group, Row
-from flatmin_lab.report.html import spread
-from flatmin_lab.report.stats import FEW, LEVEL
+from flatmin_lab.report.html import mean_and_std
+from flatmin_lab.report.stats import LEVEL, MIN_RUNS
 
-SHOWN = {
+SENTENCE_MEASURES = {
     "error": ("{split} error", "{:.2f}\u00a0%"),
     "nll": ("{split} NLL", "{:.3f}"),
     "ece": ("calibration error", "{:.2f}\u00a0%"),
@@ -20,7 +20,7 @@ SHOWN = {
 
 
 def summary(group: Group) -> list[str]:
-    """A few sentences about a group: AMP against ERM where both are there, else the best rows."""
+    """A few sentences about a group: AMP against ERM if it has both, else the best rows."""
     erm = group.row("erm")
     amps = [row for row in group.rows if row.method == "amp"]
     if erm is None or not amps:
@@ -29,14 +29,14 @@ def summary(group: Group) -> list[str]:
     chosen = ""
     if len(amps) > 1:
         chosen = f" Of {len(amps)} settings of AMP it has the lowest {group.split} error: chosen with the labels."
-    sentences = [_against(name, erm, amp, group.split) for name in SHOWN if _both(erm, amp, name)]
+    sentences = [_against(name, erm, amp, group.split) for name in SENTENCE_MEASURES if _both(erm, amp, name)]
     best = _best(group)
     if all(row.method not in ("amp", "erm") for row in best):
         sentences.append(_lowest(group, best))
     sentences += [
         f"The numbers of {row.name} are ERM's, digit for digit: its setting never took effect."
         for row in group.rows
-        if row is not erm and _same(row, erm)
+        if row is not erm and _same_numbers(row, erm)
     ]
     hardware = {run.result.get("hardware") for row in (erm, amp) for run in row.runs}
     if len(hardware) == 1 and None not in hardware and _both(erm, amp, "seconds"):
@@ -46,7 +46,7 @@ def summary(group: Group) -> list[str]:
 
 
 def error_of(row: Row) -> float:
-    """The mean of its trainings, in percent."""
+    """The mean over its runs, in percent."""
     return mean(row.cells["error"].values)
 
 
@@ -63,8 +63,8 @@ def _lowest(group: Group, best: list[Row]) -> str:
     )
 
 
-def _same(row: Row, erm: Row) -> bool:
-    """With the same seeds, and the same numbers. Errors tie by chance, so the others must be there."""
+def _same_numbers(row: Row, erm: Row) -> bool:
+    """Do both rows have the same seeds and numbers? Errors can tie by chance, so NLL and ECE must be there too."""
     seeds, own = ([run.result["seed"] for run in each.runs] for each in (erm, row))
     pairs = [(row.cells[name].values, erm.cells[name].values) for name in ("error", "nll", "ece")]
     return seeds == own and all(one and one == other for one, other in pairs)
@@ -75,7 +75,7 @@ def _both(erm: Row, amp: Row, name: str) -> bool:
 
 
 def _against(name: str, erm: Row, amp: Row, split: str) -> str:
-    label, form = SHOWN[name]
+    label, form = SENTENCE_MEASURES[name]
     one, other = erm.cells[name], amp.cells[name]
     ours, theirs = form.format(mean(other.values)), form.format(mean(one.values))
     label = label.format(split=split)
@@ -84,17 +84,17 @@ def _against(name: str, erm: Row, amp: Row, split: str) -> str:
 
 def _verdict(erm: Cell, amp: Cell) -> str:
     n = f"n\u00a0=\u00a0{len(amp.values)} and\u00a0{len(erm.values)}"
-    if min(len(amp.values), len(erm.values)) < FEW:
+    if min(len(amp.values), len(erm.values)) < MIN_RUNS:
         return f"too few trainings to tell ({n})"
     if amp.p is None:
         return f"no spread among the seeds to judge by ({n})"
     if amp.p >= LEVEL:
-        return f"no significant difference ({n}, p\u00a0{compared(amp.p)})"
-    return f"significantly {'lower' if amp.better else 'higher'} ({n}, p\u00a0{compared(amp.p)})"
+        return f"no significant difference ({n}, p\u00a0{format_p(amp.p)})"
+    return f"significantly {'lower' if amp.better else 'higher'} ({n}, p\u00a0{format_p(amp.p)})"
 
 
-def compared(p: float) -> str:
-    """A p-value as it is written after "p": with two digits or three, or below what they show."""
+def format_p(p: float) -> str:
+    """A p-value as written after "p": with two or three digits, or as a bound."""
     if p < 0.001:
         return "<\u00a00.001"
     return f"=\u00a0{p:.2f}" if p >= 0.1 else f"=\u00a0{p:.3f}"
@@ -103,7 +103,7 @@ def compared(p: float) -> str:
 def _without_both(group: Group) -> str:
     if len(group.rows) == 1:
         row = group.rows[0]
-        found = f"{row.name} alone, with a mean {group.split} error of {spread(row.cells['error'].values, 2)} %."
+        found = f"{row.name} alone, with a mean {group.split} error of {mean_and_std(row.cells['error'].values, 2)} %."
     else:
         found = _lowest(group, _best(group))
     return f"{found} For a comparison, train both erm and amp."

@@ -1,34 +1,34 @@
-"""What the report says of a tuning: what was chosen, every trial, and the measure over the knobs."""
+"""The report's section about a tuning: what was chosen, all trials, and the measure over each hyper-parameter."""
 
 import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 from flatmin_lab.report import figures
-from flatmin_lab.report.figures.style import NAMES, Drawn
-from flatmin_lab.report.figures.tuning import Range
+from flatmin_lab.report.figures.style import NAMES, DrawnFigure
+from flatmin_lab.report.figures.tuning import SearchRange
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.tuning import summary
 from flatmin_lab.tuning.result import Trial, Tuning
 from flatmin_lab.tuning.search_space import Knob
 
 
-class Part(NamedTuple):
+class TuningSection(NamedTuple):
     path: Path
     title: str
     words: str
-    knobs: int  # how many: a panel of the figure each
+    knobs: int  # how many hyper-parameters: each has a panel of the figure
     columns: list[str]
-    rows: list[tuple[list[str], bool]]  # the cells of a trial, and whether it is the chosen one
-    figure: Drawn | None  # none where no trial has a value
-    command: str  # that trains with what was chosen
+    rows: list[tuple[list[str], bool]]  # a trial's cells, and whether it was chosen
+    figure: DrawnFigure | None  # None if no trial has a value
+    command: str  # that trains with the chosen values
     note: str
 
 
-def part(path: Path, found: Tuning) -> Part:
+def tuning_section(path: Path, found: Tuning) -> TuningSection:
     signs = (knob.sign for knob in found.knobs)
     columns = ["trial", *signs, "validation error, %", "validation NLL", "epochs", "seconds", ""]
-    return Part(
+    return TuningSection(
         path,
         title(found),
         summary.chosen(found),
@@ -61,7 +61,7 @@ def _cells(trial: Trial, found: Tuning) -> list[str]:
     ]
 
 
-def _figure(found: Tuning) -> Drawn | None:
+def _figure(found: Tuning) -> DrawnFigure | None:
     scale, label = (100, "validation error, %") if found.measure == "error" else (1, "validation NLL")
     knobs = {_label(knob): knob for knob in found.knobs}
     if not any(trial.value is not None for trial in found.trials):
@@ -77,7 +77,9 @@ def _figure(found: Tuning) -> Drawn | None:
         for trial in found.trials
         if trial.state != "running"
     ]
-    ranges = {label: Range(knob.low / knob.unit, knob.high / knob.unit, knob.log) for label, knob in knobs.items()}
+    ranges = {
+        label: SearchRange(knob.low / knob.unit, knob.high / knob.unit, knob.log) for label, knob in knobs.items()
+    }
     return figures.tuning(found.method, label, ranges, trials)
 
 

@@ -1,7 +1,7 @@
 """Our results beside the paper's.
 
-tables.py       the paper's tables and figures, filled
-claims.py       what the paper says in words, held against our numbers
-deviations.py   what we did otherwise
-evidence.py     the section of the report that shows them
+tables.py       the paper's tables and figures, filled with our results
+claims.py       the paper's claims, tested on our results
+deviations.py   where our runs differ from the paper's
+evidence.py     the section of the report that shows all this
 """

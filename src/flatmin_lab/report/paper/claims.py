@@ -1,8 +1,8 @@
-"""What the paper says in words, held against our numbers, one protocol at a time.
+"""The paper's claims, tested on our results, one protocol at a time.
 
-A claim that one method has less of something than another is judged by Welch's test where there are three trainings of
-each, with Holm's rule over all claims that are tested. With fewer there is no test, and it is only said whether every
-value of one lies below every value of the other.
+A claim that one method has a lower value than another is tested by Welch's test if there are three runs of each, with
+Holm's correction over all tested claims. With fewer runs there is no test, only whether every value of one method lies
+below every value of the other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from flatmin_lab.recipes import paper_tables
 from flatmin_lab.recipes.paper_numbers import METHODS
 from flatmin_lab.recipes.paper_tables import AUGMENTATIONS, RESNET, SETS, Protocol
 from flatmin_lab.recipes.recipe import TABLE_2
-from flatmin_lab.report.columns import named
+from flatmin_lab.report.columns import column_named
 from flatmin_lab.report.figures.style import NAMES
-from flatmin_lab.report.html import spread
+from flatmin_lab.report.html import mean_and_std
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run
-from flatmin_lab.report.stats import FEW, LEVEL, holm, welch
+from flatmin_lab.report.stats import LEVEL, MIN_RUNS, holm, welch
 
 Runs = Mapping[str, Sequence[Run]]
-HOLDS, POINTS, OPEN, AGAINST, FAILS, UNREFUTED, ALIKE, NOTHING = (
+HOLDS, POINTS_THAT_WAY, UNDECIDED, POINTS_OTHER_WAY, FAILS, NOT_CONTRADICTED, NO_SPREAD, NO_DATA = (
     "holds",
     "points that way, too few to test",
     "not told apart",
@@ -35,7 +35,7 @@ HOLDS, POINTS, OPEN, AGAINST, FAILS, UNREFUTED, ALIKE, NOTHING = (
 )
 
 MEASURES = {"error": "a lower error", "nll": "a lower NLL", "ece": "better calibration"}
-FLATTER = {
+FLATNESS_MEASURES = {
     "landscape_rise": "the training loss one filter's length away",
     "worst_at_half": "the worst training loss within the radius 0.5",
     "eigenvalue": "largest eigenvalue of the training loss",
@@ -44,18 +44,20 @@ FLATTER = {
 
 @dataclass(frozen=True)
 class Claim:
-    """`lower` has less of a measure than `higher`; or, where `no_better`, it has not."""
+    """`lower` has a lower value of the measure than `higher`; with `no_better`, it does not."""
 
     says: str
     measure: str
-    lower: str  # names of recipes
+    lower: str  # both are names of recipes
     higher: str
     no_better: bool = False
-    ours: bool = False  # the paper does not say it, but a reader will ask
+    ours: bool = False  # not in the paper, but a reader will ask
 
 
 @dataclass(frozen=True)
-class Judged:
+class ClaimVerdict:
+    """A claim, and what our numbers say about it."""
+
     says: str
     verdict: str
     numbers: str  # both sides, in words
@@ -64,7 +66,7 @@ class Judged:
 
 
 def claims(protocol: Protocol) -> list[Claim]:
-    """The paper's own, by name."""
+    """All claims under a protocol, with the names of their recipes."""
 
     def cell(data: str, method: str, model: str = RESNET, augment: Kind = "vanilla") -> str:
         return paper_tables.cell(protocol, data, model, method, augment=augment).name
@@ -86,7 +88,7 @@ def claims(protocol: Protocol) -> list[Claim]:
         found.append(Claim(says, "ece", cell(data, "erm"), cell(data, "label_smoothing")))
         says = f"AMP is more robust than ERM on {title} (PGD)"
         found.append(Claim(says, "pgd_normalised", cell(data, "amp"), cell(data, "erm")))
-        for measure, words in FLATTER.items():
+        for measure, words in FLATNESS_MEASURES.items():
             says = f"AMP is flatter than ERM on {title} ({words})"
             ours = measure != "landscape_rise"
             found.append(Claim(says, measure, cell(data, "amp"), cell(data, "erm"), ours=ours))
@@ -108,63 +110,63 @@ def claims(protocol: Protocol) -> list[Claim]:
     return found
 
 
-def judged(runs: Runs, protocol: Protocol) -> list[Judged]:
-    """All claims, also those that wait for trainings."""
+def check_claims(runs: Runs, protocol: Protocol) -> list[ClaimVerdict]:
+    """The verdicts on all claims, including those without runs yet."""
     known = claims(protocol)
     tested = {}
     sides = [(_values(runs, claim.lower, claim), _values(runs, claim.higher, claim)) for claim in known]
     for number, (lower, higher) in enumerate(sides):
-        test = welch(lower, higher) if min(len(lower), len(higher)) >= FEW else None
+        test = welch(lower, higher) if min(len(lower), len(higher)) >= MIN_RUNS else None
         if test is not None:
             tested[number] = test.p
     adjusted = holm(tested)
-    return [_judge(claim, *sides[number], adjusted.get(number)) for number, claim in enumerate(known)]
+    return [_check_claim(claim, *sides[number], adjusted.get(number)) for number, claim in enumerate(known)]
 
 
 def _values(runs: Runs, name: str, claim: Claim) -> list[float]:
-    column = named(claim.measure)
+    column = column_named(claim.measure)
     return [value for run in runs.get(name, ()) if (value := column.value(run)) is not None]
 
 
-def _judge(claim: Claim, lower: list[float], higher: list[float], p: float | None) -> Judged:
-    digits, says, ours = named(claim.measure).digits, claim.says, claim.ours
-    numbers = f"{spread(lower, digits) if lower else '–'} and {spread(higher, digits) if higher else '–'}"
+def _check_claim(claim: Claim, lower: list[float], higher: list[float], p: float | None) -> ClaimVerdict:
+    digits, says, ours = column_named(claim.measure).digits, claim.says, claim.ours
+    numbers = f"{mean_and_std(lower, digits) if lower else '–'} and {mean_and_std(higher, digits) if higher else '–'}"
     numbers = numbers.replace(" ± ", "\u00a0±\u00a0") + f" (n\u00a0=\u00a0{len(lower)}\u00a0and\u00a0{len(higher)})"
     if not lower or not higher:
-        return Judged(says, NOTHING, numbers, ours=ours)
-    if p is None and min(len(lower), len(higher)) >= FEW:
-        return Judged(says, ALIKE, numbers, ours=ours)
+        return ClaimVerdict(says, NO_DATA, numbers, ours=ours)
+    if p is None and min(len(lower), len(higher)) >= MIN_RUNS:
+        return ClaimVerdict(says, NO_SPREAD, numbers, ours=ours)
     if p is None:
         below, above = max(lower) < min(higher), min(lower) > max(higher)
-        verdict = POINTS if below else AGAINST if above else OPEN
+        verdict = POINTS_THAT_WAY if below else POINTS_OTHER_WAY if above else UNDECIDED
         if claim.no_better:
-            verdict = AGAINST if below else UNREFUTED
-        return Judged(says, verdict, numbers, ours=ours)
+            verdict = POINTS_OTHER_WAY if below else NOT_CONTRADICTED
+        return ClaimVerdict(says, verdict, numbers, ours=ours)
     significant, below = p < LEVEL, mean(lower) < mean(higher)
     if claim.no_better:
-        verdict = FAILS if significant and below else UNREFUTED
+        verdict = FAILS if significant and below else NOT_CONTRADICTED
     else:
-        verdict = OPEN if not significant else HOLDS if below else FAILS
-    return Judged(says, verdict, numbers, p, ours)
+        verdict = UNDECIDED if not significant else HOLDS if below else FAILS
+    return ClaimVerdict(says, verdict, numbers, p, ours)
 
 
-# ---- the radius, which is no comparison of two
+# ---- the best radius, a claim that compares more than two
 
 
-def best_radius(runs: Runs, protocol: Protocol, data: str) -> Judged:
-    """Where the risk is lowest on the mean, of the sweep's radii, once all were tried; the paper: near 0.06."""
+def best_radius(runs: Runs, protocol: Protocol, data: str) -> ClaimVerdict:
+    """The radius of the sweep with the lowest mean risk, once all have run; the paper: near 0.06."""
     says = f"the risk on held-out pictures of {TITLES[data]} (the paper: on test pictures) is lowest near ε = 0.06"
     swept = [r for r in paper_tables.sweep(protocol).recipes if r.method == "amp" and original_name(r.data) == data]
     names = {float(recipe.settings["epsilon"]): recipe.name for recipe in swept}
     means = {
         radius: mean(values)
         for radius, name in names.items()
-        if (values := [v for run in runs.get(name, ()) if (v := named("nll").value(run)) is not None])
+        if (values := [v for run in runs.get(name, ()) if (v := column_named("nll").value(run)) is not None])
     }
     if len(means) < len(names):
-        return Judged(says, NOTHING, "")
+        return ClaimVerdict(says, NO_DATA, "")
     best = min(means, key=lambda radius: means[radius])
     numbers = ", ".join(f"{radius:g}: {value:.3f}" for radius, value in means.items())
     count = {len(runs[name]) for name in names.values()}
     counted = f"n = {min(count)}" if len(count) == 1 else f"n = {min(count)} to {max(count)}"
-    return Judged(says, f"lowest at {best:g}", f"NLL {numbers} ({counted} each, no test)")
+    return ClaimVerdict(says, f"lowest at {best:g}", f"NLL {numbers} ({counted} each, no test)")

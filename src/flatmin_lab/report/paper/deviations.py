@@ -1,10 +1,10 @@
-"""In what our trainings differ from the paper's, as far as their result files tell. The report states it by itself."""
+"""Where our runs differ from the paper's, as far as their result files tell. The report lists it automatically."""
 
 from collections.abc import Iterable, Sequence
 
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run
-from flatmin_lab.report.stats import TRIALS
+from flatmin_lab.report.stats import PAPER_TRIALS
 
 # data sets by their checksum, where they are not the official files
 COPIES = {
@@ -62,12 +62,12 @@ SMOKE = "Under the protocol “smoke” pictures are made on the spot and networ
 
 
 def deviations(runs: Sequence[Run]) -> list[str]:
-    """Sentences about these runs, those about single runs first."""
+    """Sentences about these runs, then those that hold for all runs."""
     found = []
     counts = _trials(runs)
-    if counts and min(counts) < TRIALS:
+    if counts and min(counts) < PAPER_TRIALS:
         most = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
-        found.append(f"Trials: {most} of each, where the paper has {TRIALS}.")
+        found.append(f"Trials: {most} of each, where the paper has {PAPER_TRIALS}.")
     if _has(runs, "short"):
         found.append(SHORT)
     if any(run.split == "validation" for run in runs):
@@ -87,7 +87,7 @@ def deviations(runs: Sequence[Run]) -> list[str]:
 
 
 def of_the_data(runs: Sequence[Run]) -> list[str]:
-    """Where what these runs were trained on is not the official data, or overlaps with what they are judged by."""
+    """Where the data are not the official files, or training and test data overlap."""
     checksums = {run.result.get("data_sha256") for run in runs}
     return [*(text for checksum, text in COPIES.items() if checksum in checksums), *_repeated(runs)]
 
@@ -104,7 +104,7 @@ def _trials(runs: Iterable[Run]) -> list[int]:
 
 
 def _repeated(runs: Sequence[Run]) -> list[str]:
-    """Test pictures that are in the training set too, and what they change."""
+    """Test images that are in the training set too, and what they change."""
     found = []
     for data in dict.fromkeys(str(run.result["data"]) for run in runs):
         own = [run.result for run in runs if run.result["data"] == data and run.result.get("test_repeated")]

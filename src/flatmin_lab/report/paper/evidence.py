@@ -1,4 +1,4 @@
-"""A part of the report: the paper's tables as far as they were trained, what it claims, what we did otherwise."""
+"""The report's section about the paper: its tables as far as they have runs, its claims, and where we differ."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,12 +8,12 @@ from typing import Any, get_args
 from flatmin_lab.recipes.paper_tables import EXPERIMENTS, SETS, Protocol
 from flatmin_lab.report.comparison import settings_of
 from flatmin_lab.report.labels import TITLES
-from flatmin_lab.report.loader import Broken, Collected, Failure, Run
-from flatmin_lab.report.paper.claims import NOTHING, Judged, best_radius, judged
+from flatmin_lab.report.loader import Failure, LoadedResults, Run, UnusableFile
+from flatmin_lab.report.paper.claims import NO_DATA, ClaimVerdict, best_radius, check_claims
 from flatmin_lab.report.paper.deviations import deviations
-from flatmin_lab.report.paper.tables import Filled, by_recipe, filled
+from flatmin_lab.report.paper.tables import FilledTable, fill_table, runs_by_recipe
 
-PAIRS = ("ball", "adversary", "first_version", "compute", "precision")  # each row beside another
+PAIRS = ("ball", "adversary", "first_version", "compute", "precision")  # tables that compare rows pairwise
 TABLES = (
     "table1",
     "table2",
@@ -28,42 +28,44 @@ TABLES = (
 
 
 @dataclass(frozen=True)
-class Under:
-    """What there is under one protocol."""
+class ProtocolEvidence:
+    """Tables and claims under one protocol."""
 
-    protocol: str
-    tables: list[Filled]
-    claims: list[Judged]
-    waiting: list[Judged]  # of which one side has not been trained, or not measured, yet
-    settings: list[str]  # of the methods, by network and augmentation
+    name: str
+    tables: list[FilledTable]
+    claims: list[ClaimVerdict]
+    waiting: list[ClaimVerdict]  # claims with a side that is not trained or measured yet
+    settings: list[str]  # of the methods, per network and augmentation
 
 
 @dataclass(frozen=True)
 class Evidence:
-    under: list[Under]
+    """The whole section."""
+
+    protocols: list[ProtocolEvidence]
     deviations: list[str]
-    planned: int  # trainings, before they ran
+    planned: int  # runs, recorded before they ran
     failed: int  # of these
     missing: list[str]  # of these
     failures: Sequence[Failure]
     costs: Sequence[Mapping[str, Any]]
 
 
-def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
-    """None where nothing of the paper's tables has been trained."""
-    runs = by_recipe(found.runs, broken)
+def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | None:
+    """The section; None if there is no run of the paper's tables."""
+    runs = runs_by_recipe(found.runs, unusable)
     if not runs:
         return None
     parts = []
     for protocol in get_args(Protocol):
-        tables = [filled(EXPERIMENTS[name](protocol), runs) for name in TABLES]
-        shown = [table for table in map(_with_something, tables) if table.rows]
+        tables = [fill_table(EXPERIMENTS[name](protocol), runs) for name in TABLES]
+        shown = [table for table in map(_without_empty, tables) if table.rows]
         if shown:
             radii = [best_radius(runs, protocol, data) for data in SETS]
-            said = [] if protocol == "smoke" else [*judged(runs, protocol), *radii]
-            told = [claim for claim in said if claim.verdict != NOTHING]
-            waiting = [claim for claim in said if claim.verdict == NOTHING]
-            parts.append(Under(protocol, shown, told, waiting, _settings(shown)))
+            said = [] if protocol == "smoke" else [*check_claims(runs, protocol), *radii]
+            decided = [claim for claim in said if claim.verdict != NO_DATA]
+            waiting = [claim for claim in said if claim.verdict == NO_DATA]
+            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown)))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
     missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done | failed]
@@ -71,8 +73,8 @@ def evidence(found: Collected, broken: list[Broken]) -> Evidence | None:
     return Evidence(parts, deviations(every), len(found.planned), len(failed), missing, found.failures, found.costs)
 
 
-def _settings(tables: Sequence[Filled]) -> list[str]:
-    """Of what was trained for the two large tables, by network and augmentation."""
+def _settings(tables: Sequence[FilledTable]) -> list[str]:
+    """Of the runs in the two large tables, per network and augmentation."""
     trained: dict[str, list[Run]] = {}
     for row in (row for table in tables if table.experiment.name in ("table1", "table2") for row in table.rows):
         _, model, augment = row.place
@@ -83,10 +85,10 @@ def _settings(tables: Sequence[Filled]) -> list[str]:
     return [f"{name}: {'; '.join(own)}." for name, own in knobs.items() if own]
 
 
-def _with_something(table: Filled) -> Filled:
-    """Only the places of a table, data and network, of which something has been trained; no empty rows and columns.
+def _without_empty(table: FilledTable) -> FilledTable:
+    """The table without empty rows and columns, and without data sets and networks that have no run.
 
-    Of pairs, only the data sets of which everything has been.
+    In pairwise tables, a data set is kept only if all its rows have runs.
     """
     rows = table.rows
     if table.experiment.name in PAIRS:
@@ -96,4 +98,4 @@ def _with_something(table: Filled) -> Filled:
     rows = [row for row in rows if row.place in places and (row.has_values or any(c.paper for c in row.cells))]
     there = [any(row.cells[n].values or row.cells[n].paper for row in rows) for n in range(len(table.columns))]
     rows = [replace(row, cells=list(compress(row.cells, there))) for row in rows]
-    return Filled(table.experiment, list(compress(table.columns, there)), rows)
+    return FilledTable(table.experiment, list(compress(table.columns, there)), rows)

@@ -1,4 +1,4 @@
-"""A table or figure of the paper, filled: what our results say, beside what the paper says.
+"""A table or figure of the paper, filled with our results beside the paper's.
 
 Rows are the experiment's recipes, cells the values of all seeds that are there. Where the protocol is the paper's own,
 a cell also tells whether the two agree (stats.py).
@@ -14,12 +14,12 @@ from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes.paper_numbers import Value, reported
 from flatmin_lab.recipes.paper_tables import Experiment, by_name
 from flatmin_lab.recipes.recipe import Job, Recipe, exceptions
-from flatmin_lab.report.columns import Column, as_in_paper, named
+from flatmin_lab.report.columns import Column, as_in_paper, column_named
 from flatmin_lab.report.figures.style import NAMES
-from flatmin_lab.report.html import spread
+from flatmin_lab.report.html import mean_and_std
 from flatmin_lab.report.labels import SIGNS
-from flatmin_lab.report.loader import Broken, Run, read_result
-from flatmin_lab.report.stats import LEVEL, against, agrees
+from flatmin_lab.report.loader import Run, UnusableFile, read_result
+from flatmin_lab.report.stats import LEVEL, agrees, p_values_against
 from flatmin_lab.runs.result_store import ResultStore, differs
 
 COLUMNS = {
@@ -33,26 +33,26 @@ COLUMNS = {
     "adversary": ("error", "nll", "fgsm_normalised", "pgd_normalised"),
     "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace"),
 }
-OTHERS = ("error", "nll", "ece")
+DEFAULT_COLUMNS = ("error", "nll", "ece")
 
 
 @dataclass(frozen=True)
 class Cell:
-    values: list[float]  # those that the paper's stands beside
+    values: list[float]  # comparable with the paper's
     paper: Value | None
-    agrees: bool | None  # None where it cannot be said
+    agrees: bool | None  # with the paper; None if unknown
     p: float | None = None  # against ERM, after Holm
-    better: bool | None = None  # than ERM; None where that cannot be said
-    compared: list[float] = field(default_factory=list)  # with other methods
+    better: bool | None = None  # than ERM; None if not significant
+    compared: list[float] = field(default_factory=list)  # compared between methods
 
     def shown(self, digits: int, mark: str = "") -> str:
-        """In words: what methods are compared by, and the other number where there is one."""
-        return f"{spread(self.compared, digits)}{mark} {self.smoothed(digits)}".rstrip()
+        """The value that methods are compared by, and the smoothed one if it differs."""
+        return f"{mean_and_std(self.compared, digits)}{mark} {self.smoothed(digits)}".rstrip()
 
     def smoothed(self, digits: int) -> str:
-        """In words, where the paper's stands beside another number than methods are compared by."""
+        """The value that compares with the paper's, if methods are compared by another."""
         apart = self.values and self.values != self.compared
-        return f"(smoothed: {spread(self.values, digits)})" if apart else ""
+        return f"(smoothed: {mean_and_std(self.values, digits)})" if apart else ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Row:
     runs: list[Run]
     cells: list[Cell]
     main: bool = True  # of the experiment itself
-    precision: str = ""  # where it is not that of the others
+    precision: str = ""  # if it differs from the other rows'
 
     @property
     def data(self) -> str:
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def count(self) -> int:
-        """Of trainings that have something of these columns."""
+        """Runs that have a value in these columns."""
         return max((len(cell.values) for cell in self.cells), default=0)
 
     @property
@@ -78,12 +78,12 @@ class Row:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What its neighbours share: data, model, augmentation."""
+        """What the rows of a block share: data, model, augmentation."""
         return self.data, self.recipe.model, self.recipe.augment
 
     @property
     def name(self) -> str:
-        """The method, and in what it differs from the paper's."""
+        """The method, and where it differs from the paper's."""
         apart = ", ".join(filter(None, [*exceptions(self.recipe.protocol), self.precision]))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
@@ -91,19 +91,19 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledTable:
     experiment: Experiment
     columns: list[Column]
     rows: list[Row]
 
     @property
     def in_paper(self) -> list[bool]:
-        """Of each column, whether the paper has any of it."""
+        """For each column, whether the paper has a value in it."""
         return [any(row.cells[place].paper for row in self.rows) for place in range(len(self.columns))]
 
     @property
     def with_agreement(self) -> list[bool]:
-        """Of each column, whether it can be said of any cell if it agrees with the paper's."""
+        """For each column, whether agreement with the paper is known for any cell."""
         return [any(row.cells[place].agrees is not None for row in self.rows) for place in range(len(self.columns))]
 
     @property
@@ -112,9 +112,9 @@ class Filled:
         return f"Table {name[-1]}: {title}" if name.startswith("table") else title[0].upper() + title[1:]
 
 
-def filled(experiment: Experiment, runs: Mapping[str, Sequence[Run]]) -> Filled:
-    """With all runs of its recipes that are there, by their recipes' names, whatever their seeds."""
-    columns = [named(name) for name in COLUMNS.get(experiment.name, OTHERS)]
+def fill_table(experiment: Experiment, runs: Mapping[str, Sequence[Run]]) -> FilledTable:
+    """The table with all runs of its recipes (`runs`: by recipe name), whatever their seeds."""
+    columns = [column_named(name) for name in COLUMNS.get(experiment.name, DEFAULT_COLUMNS)]
     rows = []
     for recipe in (*experiment.recipes, *(recipe for recipe in experiment.beside if recipe.name in runs)):
         own = list(runs.get(recipe.name, ()))
@@ -122,12 +122,12 @@ def filled(experiment: Experiment, runs: Mapping[str, Sequence[Run]]) -> Filled:
         variant = recipe.precision if recipe.precision != experiment.recipes[0].precision else ""
         rows.append(Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main, variant))
     places = list(dict.fromkeys(row.place for row in rows))
-    rows.sort(key=lambda row: places.index(row.place))  # those beside come under what they belong to
-    return Filled(experiment, columns, _with_tests(rows, columns))
+    rows.sort(key=lambda row: places.index(row.place))  # additional rows go below the block they belong to
+    return FilledTable(experiment, columns, _with_tests(rows, columns))
 
 
 def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
-    """Each cell against ERM's in the same place, with Holm's rule over the rows of that place and column.
+    """Test each cell against ERM's in the same block, with Holm's correction over the block's rows in that column.
 
     Rows that are beside the experiment are not tested: they would be more comparisons than the paper makes.
     """
@@ -139,35 +139,37 @@ def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
             if base is None or not column.compared:
                 continue
             others = {n: cells[n][number].compared for n in numbers if n != base}
-            for n, p in against(cells[base][number].compared, others).items():
+            for n, p in p_values_against(cells[base][number].compared, others).items():
                 lower = mean(cells[n][number].compared) < mean(cells[base][number].compared)
                 cells[n][number] = replace(cells[n][number], p=p, better=lower if p < LEVEL else None)
     return [replace(row, cells=own) for row, own in zip(rows, cells, strict=True)]
 
 
-def by_recipe(runs: Iterable[Run], broken: list[Broken]) -> dict[str, list[Run]]:
-    """Runs of the paper's recipes by name, in the order of seeds; those that are not what they say are left out.
+def runs_by_recipe(runs: Iterable[Run], unusable: list[UnusableFile]) -> dict[str, list[Run]]:
+    """Runs of the paper's recipes by name, sorted by seed; those that do not match their recipe are left out.
 
-    A seed counts once: the same training again is no further evidence. Of a data set with several contents the most
-    usual one counts.
+    A seed counts once: the same run again is no further evidence. If a data set comes with several checksums, only the
+    most common one counts.
     """
     known = by_name()
     found: dict[str, dict[int, Run]] = {}
-    usual = _usual_contents(runs := list(runs))
+    usual = _usual_checksums(runs := list(runs))
     for run in runs:
         recipe = known.get(str(run.result.get("recipe")))
         if recipe is None:
             continue
         if apart := differs(run.result, Job(recipe, run.result["seed"])):
-            broken.append(Broken(run.path, f"it is not {recipe.name}: {'; '.join(apart)}"))
+            unusable.append(UnusableFile(run.path, f"it is not {recipe.name}: {'; '.join(apart)}"))
         elif run.result.get("data_sha256") != usual[recipe.data]:
-            broken.append(Broken(run.path, f"it was trained on another {recipe.data} than most (another SHA-256)"))
+            unusable.append(
+                UnusableFile(run.path, f"it was trained on another {recipe.data} than most (another SHA-256)")
+            )
         else:
             found.setdefault(recipe.name, {}).setdefault(int(run.result["seed"]), run)
     return {name: [own[seed] for seed in sorted(own)] for name, own in found.items()}
 
 
-def _usual_contents(runs: Iterable[Run]) -> dict[str, object]:
+def _usual_checksums(runs: Iterable[Run]) -> dict[str, object]:
     counts: dict[str, Counter[object]] = {}
     for run in runs:
         counts.setdefault(str(run.result["data"]), Counter())[run.result.get("data_sha256")] += 1
@@ -178,9 +180,9 @@ def read_all(store: ResultStore) -> dict[str, list[Run]]:
     """Those of a result store that can be read, by name; the report says what is wrong with others."""
     found = []
     for file in sorted(store.results.rglob("*.json")):
-        with suppress(ValueError, OSError):  # a plan, a failure, a cost, or damaged
+        with suppress(ValueError, OSError):  # a plan, a failure, a cost, or a damaged file
             found.append(read_result(file))
-    return by_recipe(found, [])
+    return runs_by_recipe(found, [])
 
 
 def cell_of(recipe: Recipe, runs: Sequence[Run], column: Column) -> Cell:
