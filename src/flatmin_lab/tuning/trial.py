@@ -20,7 +20,7 @@ from flatmin_lab.tuning.study import Draw
 PRUNED = "pruned"  # why a training stopped, and the file in its folder that says so
 
 
-class Task(NamedTuple):
+class TrialTask(NamedTuple):
     """A trial's training, for whoever trains it."""
 
     draw: Draw
@@ -31,11 +31,11 @@ class Task(NamedTuple):
     root: str  # where the data are
     checkpoint_epochs: int
 
-    def places(self) -> list[Path]:
+    def paths(self) -> list[Path]:
         """All that is read and written for it."""
         return [self.folder]
 
-    def moved(self, folder: Path) -> "Task":
+    def moved_to(self, folder: Path) -> "TrialTask":
         """The same training in that folder."""
         return self._replace(folder=folder / self.folder.name)
 
@@ -44,19 +44,19 @@ def is_pruned(record: Record) -> bool:
     return isinstance(record, Stopped) and record.reason == PRUNED
 
 
-def work(task: Task, stop: Stop) -> Iterator[tuple[int, Record]]:
+def run_trial(task: TrialTask, stop: Stop) -> Iterator[tuple[int, Record]]:
     """In a process of its own."""
-    yield from on_data(task, _data(task.recipe.data, task.root, task.recipe.size), stop)
+    yield from run_trial_on_data(task, _load_data(task.recipe.data, task.root, task.recipe.size), stop)
 
 
-def on_data(task: Task, data: Dataset, stop: Stop) -> Iterator[tuple[int, Record]]:
+def run_trial_on_data(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[tuple[int, Record]]:
     """As it is trained, by its number."""
-    for record in trained(task, data, stop):
+    for record in train_trial(task, data, stop):
         if not isinstance(record, Progress):
             yield task.draw.number, record
 
 
-def trained(task: Task, data: Dataset, stop: Stop) -> Iterator[Record]:
+def train_trial(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[Record]:
     """A trial's training, from its beginning or from where it was left; epochs from before are told again."""
 
     def asked() -> str | None:
@@ -76,7 +76,7 @@ def trained(task: Task, data: Dataset, stop: Stop) -> Iterator[Record]:
     try:
         for record in records:
             if isinstance(record, Started | Finished) and not begun:
-                yield from _before(task.folder)
+                yield from _earlier_epochs(task.folder)
                 begun = True
             step = getattr(record, "step", step)
             yield record
@@ -86,7 +86,7 @@ def trained(task: Task, data: Dataset, stop: Stop) -> Iterator[Record]:
         yield failed
 
 
-def _before(folder: Path) -> Iterator[Epoch]:
+def _earlier_epochs(folder: Path) -> Iterator[Epoch]:
     path = folder / "metrics.jsonl"
     for text in path.read_text().splitlines() if path.exists() else ():
         line = json.loads(text)
@@ -94,5 +94,5 @@ def _before(folder: Path) -> Iterator[Epoch]:
 
 
 @lru_cache(maxsize=1)
-def _data(name: str, root: str, size: tuple[int, int] | None) -> Dataset:
+def _load_data(name: str, root: str, size: tuple[int, int] | None) -> Dataset:
     return load(name, root, size=size)

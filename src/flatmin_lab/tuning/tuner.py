@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.execution.cluster.scheduler import Crew
-from flatmin_lab.execution.process_pool import Died, Stop, in_processes
+from flatmin_lab.execution.cluster.scheduler import Scheduler
+from flatmin_lab.execution.process_pool import Stop, TaskFailure, run_in_pool
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import BusyError, Epoch, Failed, Finished, Record, RunError, Stopped
 from flatmin_lab.runs.result_store import tidy
@@ -29,12 +29,12 @@ from flatmin_lab.system.files import lock, sweep
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning import result_file
-from flatmin_lab.tuning.ray_trials import spread_trials
+from flatmin_lab.tuning.ray_trials import schedule_trials
 from flatmin_lab.tuning.result import Tuning
 from flatmin_lab.tuning.result_file import FILE, TRIAL
 from flatmin_lab.tuning.search_space import Search
 from flatmin_lab.tuning.study import Draw, Study, opened
-from flatmin_lab.tuning.trial import PRUNED, Task, is_pruned, trained, work
+from flatmin_lab.tuning.trial import PRUNED, TrialTask, is_pruned, run_trial, train_trial
 
 
 def tune(
@@ -48,7 +48,7 @@ def tune(
     workers: int | None = None,
     root: Path | str = "data",
     checkpoint_epochs: int = 1,
-    crew: Crew | None = None,
+    scheduler: Scheduler | None = None,
     stop: Stop = lambda: None,
 ) -> Iterator[tuple[Draw, Record]]:
     """The records of all trials as they come; a pruned one ends with Stopped("pruned").
@@ -57,8 +57,8 @@ def tune(
     their own, which read the data from `root`; on a CPU each has one thread. With the `crew` of a cluster they are
     trained there, as many at once as it has room for.
     """
-    here = devices[0] if crew is None else "cpu"
-    if crew is None or crew.device == here:
+    here = devices[0] if scheduler is None else "cpu"
+    if scheduler is None or scheduler.device == here:
         next(iter(train(search.recipe, data, seed=search.seed, device=here)))  # a recipe that cannot begin says so
     workers = workers or len(devices)
     with _held(folder), opened(search, data, folder=folder, storage=storage) as study:
@@ -67,22 +67,24 @@ def tune(
             data=data,
             folder=folder,
             wanted=trials,
-            devices=devices if crew is None else [crew.device],
+            devices=devices if scheduler is None else [scheduler.device],
             root=str(root),
             checkpoint_epochs=checkpoint_epochs,
             facts=facts(torch.device(here))
-            | ({"threads": 1} if workers > 1 or crew is not None else {})
-            | ({} if crew is None else {"hardware": crew.hardware}),
+            | ({"threads": 1} if workers > 1 or scheduler is not None else {})
+            | ({} if scheduler is None else {"hardware": scheduler.hardware}),
         )
         tuning.check()
         tasks = tuning.tasks()
-        told: Iterator[tuple[Task, tuple[int, Record] | Died]]
-        if crew is not None:
-            told = spread_trials(tasks, tuning.left(), data, crew, tuning.pruned, stop)
+        told: Iterator[tuple[TrialTask, tuple[int, Record] | TaskFailure]]
+        if scheduler is not None:
+            told = schedule_trials(tasks, tuning.left(), data, scheduler, tuning.pruned, stop)
         else:
-            told = _here(tasks, data, stop) if workers == 1 else in_processes(work, tasks, workers=workers, stop=stop)
+            told = (
+                _here(tasks, data, stop) if workers == 1 else run_in_pool(run_trial, tasks, workers=workers, stop=stop)
+            )
         for task, said in told:
-            if isinstance(said, Died):
+            if isinstance(said, TaskFailure):
                 raise RunError(f"trial {task.draw.number} cannot be trained: {said.why}")
             if (record := tuning.heard(task, said[1])) is not None:
                 yield task.draw, record
@@ -144,7 +146,7 @@ class _Tuning:
         """How many trials are to be trained, begun ones included."""
         return max(self.wanted - sum(trial.state != "running" for trial in self.study.all()), 0)
 
-    def tasks(self) -> Iterator[Task]:
+    def tasks(self) -> Iterator[TrialTask]:
         """One after the other, when someone is free to train it."""
         begun = self.study.begun()
         self.write()
@@ -153,16 +155,18 @@ class _Tuning:
         while (new := self.study.draw(self.wanted)) is not None:
             yield self._task(new)
 
-    def _task(self, draw: Draw) -> Task:
+    def _task(self, draw: Draw) -> TrialTask:
         device = min(self.devices, key=list(self.busy.values()).count)
         self.busy[draw.number] = device
         folder = self.folder / f"{TRIAL}{draw.number}"
         search = self.study.search
-        return Task(draw, search.trial(draw.settings), search.seed, folder, device, self.root, self.checkpoint_epochs)
+        return TrialTask(
+            draw, search.trial(draw.settings), search.seed, folder, device, self.root, self.checkpoint_epochs
+        )
 
     # ---- what is heard of it
 
-    def heard(self, task: Task, record: Record) -> Record | None:
+    def heard(self, task: TrialTask, record: Record) -> Record | None:
         """The record; a trial may have ended otherwise than its training thinks, and what came after does not count."""
         number = task.draw.number
         if isinstance(record, Epoch):
@@ -179,7 +183,7 @@ class _Tuning:
             self.write()
         return record
 
-    def _ended(self, task: Task, record: Finished | Failed | Stopped) -> Record:
+    def _ended(self, task: TrialTask, record: Finished | Failed | Stopped) -> Record:
         number = task.draw.number
         if number in self.pruned:
             return Stopped(PRUNED, 0)  # whatever its training did until it saw the file
@@ -193,7 +197,7 @@ class _Tuning:
                 self.study.end(number, "failed", self.last.get(number), record.what)
         return record
 
-    def _prune(self, task: Task, epoch: int) -> None:
+    def _prune(self, task: TrialTask, epoch: int) -> None:
         """The study is told first: what is pruned there is never trained on, whatever happens next."""
         number = task.draw.number
         self.pruned.add(number)
@@ -224,8 +228,8 @@ class _Tuning:
         result_file.write(self.folder, tuning)
 
 
-def _here(tasks: Iterator[Task], data: Dataset, stop: Stop) -> Iterator[tuple[Task, tuple[int, Record]]]:
+def _here(tasks: Iterator[TrialTask], data: Dataset, stop: Stop) -> Iterator[tuple[TrialTask, tuple[int, Record]]]:
     """In this process, one after the other."""
     while not stop() and (task := next(tasks, None)) is not None:
-        for record in trained(task, data, stop):
+        for record in train_trial(task, data, stop):
             yield task, (task.draw.number, record)

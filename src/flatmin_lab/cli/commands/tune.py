@@ -30,7 +30,7 @@ from flatmin_lab.cli.request import place, read
 from flatmin_lab.cli.signals import CODES, asked_to_stop
 from flatmin_lab.cli.training_options import TRAINING, asked_for, check_milestones
 from flatmin_lab.data import DATA_SETS
-from flatmin_lab.execution.cluster.scheduler import Crew
+from flatmin_lab.execution.cluster.scheduler import Scheduler
 from flatmin_lab.recipes.defaults import suited
 from flatmin_lab.runs.events import Epoch, Failed, Finished, Note, Record, Started, Stopped
 from flatmin_lab.system.machine import hardware
@@ -152,8 +152,8 @@ def tune(
         console = display.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
         with workplace(executor, **where, console=console) as there, asked_to_stop() as stop:
-            crew, devices = (there, ["cpu"]) if isinstance(there, Crew) else (None, there)
-            on = hardware(torch.device(devices[0])) if crew is None else crew.hardware
+            scheduler, devices = (there, ["cpu"]) if isinstance(there, Scheduler) else (None, there)
+            on = hardware(torch.device(devices[0])) if scheduler is None else scheduler.hardware
             display.say(console, headline(search, trials, on))
             records = tuning(
                 search,
@@ -165,7 +165,7 @@ def tune(
                 workers=workers,
                 root=data_dir,
                 checkpoint_epochs=checkpoint_epochs,
-                crew=crew,
+                scheduler=scheduler,
                 stop=stop,
             )
             follow(records, console, search, trials)
