@@ -124,7 +124,7 @@ def _places(path: Path) -> list[Path]:
 
 
 def _is_trial(folder: Path) -> bool:
-    return folder.name.startswith(result_file.TRIAL) and (folder.parent / result_file.FILE).is_file()
+    return folder.name.startswith(result_file.TRIAL_PREFIX) and (folder.parent / result_file.FILE).is_file()
 
 
 def _is_ours(path: Path) -> bool:
