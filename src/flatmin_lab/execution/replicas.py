@@ -31,7 +31,7 @@ from flatmin_lab.training.loop import check_asked, config_of, moments
 
 WARMUP_ROUNDS = 5  # before a measurement: the first steps of a replica capture its graph
 MEASURED_ROUNDS = 50  # that a measurement takes
-MAX_DISCARDED = 8  # measurements dropped because of something other than steps (an evaluation, a save); the next counts
+MAX_DISCARDED = 8  # measurements dropped because an epoch ended or a checkpoint was saved; the next one counts
 MIN_SPEEDUP = 1.03  # the factor by which the last replica must have raised the steps per second, to add another
 MEMORY_RESERVE = 0.05  # the fraction of the GPU's memory that stays free
 
@@ -199,9 +199,8 @@ class ReplicaLimit:
     def _decide(self, speed: float) -> None:
         free = self.free()
         if self.bytes_per_replica is None:
-            self.bytes_per_replica = max(
-                self.peak(), self.initial_free - free
-            )  # torch's peak leaves out what the driver takes
+            # torch's peak leaves out what the driver takes
+            self.bytes_per_replica = max(self.peak(), self.initial_free - free)
         if speed >= MIN_SPEEDUP * self.best_speed and 0 < self.bytes_per_replica <= free:
             self.best_speed, self.count = speed, self.count + 1
             self.discarded = self.rounds = 0

@@ -59,9 +59,7 @@ def tune(
     """
     here = devices[0] if scheduler is None else "cpu"
     if scheduler is None or scheduler.device == here:
-        next(
-            iter(train(search.recipe, data, seed=search.seed, device=here))
-        )  # a recipe that cannot be trained raises here
+        next(iter(train(search.recipe, data, seed=search.seed, device=here)))  # raises if it cannot be trained
     workers = workers or len(devices)
     with _locked(folder), open_study(search, data, folder=folder, storage=storage) as study:
         tracker = _TrialTracker(

@@ -212,7 +212,7 @@ def test_trials_are_those_of_one_machine_also_where_a_worker_is_killed(
     assert trials[0] == trials[1]
 
 
-def test_a_run_that_is_lost_three_times_has_failed_and_the_others_go_on(
+def test_a_run_that_is_lost_three_times_has_failed_and_the_others_continue(
     cluster: Any, add: Callable[..., Any], tmp_path: Path
 ) -> None:
     node = add()

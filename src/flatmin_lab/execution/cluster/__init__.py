@@ -1,9 +1,9 @@
 """Runs on the nodes of a Ray cluster: `flatmin reproduce` and `flatmin tune` with `--executor ray`.
 
-    nodes.py         which nodes there are, how many runs fit on each, and why a worker was lost
+    nodes.py         which nodes there are, how many workers fit on each, and why a worker was lost
     worker.py        a process on a node that runs one task at a time
     worker_pool.py   starts workers where there is room, checks and stops them
-    task_queue.py    what is said of a task, and how often it may be retried
+    task_queue.py    the interface of a queue of tasks, messages about a task, and when it is retried
     scheduler.py     assigns tasks to workers, receives their events, notices lost workers
     file_sync.py     copies folders to another machine, and their changes back
     run_queue.py     runs (recipe + seed → one result file) as tasks, retried when a worker is lost

@@ -181,9 +181,7 @@ def choose_device(nodes: Sequence[Node], device: str | None, gpus: float | None)
     return ("cpu" if where == "cpu" else "cuda:0"), share
 
 
-MAX_MESSAGE_LENGTH = (
-    300  # characters of Ray's message about a lost worker, which is long, coloured and full of Ray's own names
-)
+MAX_MESSAGE_LENGTH = 300  # characters: Ray's own messages are long, coloured and full of internal names
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

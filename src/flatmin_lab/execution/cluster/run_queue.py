@@ -68,9 +68,7 @@ class _RunQueue:
         held: ExitStack,
     ) -> None:
         self.runs, self.scheduler, self.datasets, self.stop, self.held = runs, scheduler, datasets, stop, held
-        self.options = (
-            options if scheduler.share.gpus else options._replace(at_once=1)
-        )  # a worker on the CPU has one core
+        self.options = options if scheduler.share.gpus else options._replace(at_once=1)  # a CPU worker has one core
         self.pending = list(range(len(runs)))  # in their order
         self.done: set[int] = set()
         self.losses = LossCounter()

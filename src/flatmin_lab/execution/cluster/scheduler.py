@@ -58,9 +58,7 @@ class Scheduler(WorkerPool):
         if self.max_workers is None or up <= self.max_workers:
             taken = queue.take(self.room(), worker.node.key, others=others)
             if taken is None and queue.waiting_count():
-                self.history(
-                    worker.node
-                ).record_loss()  # all that waits was lost there: no new worker there for a while
+                self.history(worker.node).record_loss()  # all that waits was lost there: no new workers for a while
         if taken is None:
             self.stop_worker(worker)  # others may need the node
             return

@@ -125,7 +125,7 @@ class Worker:
                 if isinstance(record, Saved | Measured | Finished | Stopped | Failed):
                     yield _collect_changes(watched)
                 if not isinstance(record, Progress):
-                    yield which, _with_reader_paths(record, names)
+                    yield which, _with_user_paths(record, names)
 
 
 def _remove_leftovers() -> None:
@@ -150,7 +150,7 @@ def _collect_changes(watched: Sequence[WatchedFolder]) -> FileChanges:
     return FileChanges({number: change for number, folder in enumerate(watched) if (change := folder.change())})
 
 
-def _with_reader_paths(record: Record, names: dict[str, str]) -> Record:
+def _with_user_paths(record: Record, names: dict[str, str]) -> Record:
     """The event with the paths of the user's machine in place of this node's."""
     match record:
         case Note():

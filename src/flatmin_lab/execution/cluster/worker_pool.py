@@ -23,7 +23,7 @@ START_TIMEOUT_SECONDS = 15.0  # then a worker that has not answered no longer co
 NODE_WAIT_SECONDS = 60.0  # without any usable node, before giving up: one may be starting
 COOLDOWN_SECONDS = 30.0  # without new workers for a node that lost one; doubled with every loss
 MAX_COOLDOWN_SECONDS = 600.0
-MAX_EARLY_LOSSES = 3  # workers in a row that die before they answer; then the node is not usable
+MAX_EARLY_LOSSES = 3  # workers in a row that die before they answer; then the node counts as unusable
 
 
 class NoNodeError(RunError):
