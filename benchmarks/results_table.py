@@ -80,8 +80,8 @@ def _measured(runs: Sequence[Run]) -> str:
     return (
         f"Test numbers of the last epoch: mean ± standard deviation over n seeds, fewer than three singly; the "
         f"paper's are of 10 runs with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {_precision(runs)}, "
-        f"commit {all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the paper, "
-        f"attacks, flatness, curves, and what we did otherwise. {' '.join(of_the_data(runs))}"
+        f"commit {all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the "
+        f"paper, attacks, flatness, curves, and what we did otherwise. {' '.join(of_the_data(runs))}"
     )
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from flatmin_lab.cli import display
-from flatmin_lab.execution.cluster.scheduler import Crew, joined
+from flatmin_lab.execution.cluster.scheduler import Scheduler, open_scheduler
 from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.machine import devices_named
 
@@ -77,7 +77,7 @@ def open_executor(
     device: str | None,
     workers: int | None,
     console: Console,
-) -> Iterator[Crew | list[str]]:
+) -> Iterator[Scheduler | list[str]]:
     """Where runs are executed: on these devices of this machine, or by the scheduler of a cluster."""
     if executor not in EXECUTORS:
         raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")
@@ -90,8 +90,8 @@ def open_executor(
     def say(text: str) -> None:
         display.say(console, f"cluster: {text}")
 
-    with joined(address, device=device, gpus=gpus, most=workers, say=say) as crew:
-        yield crew
+    with open_scheduler(address, device=device, gpus=gpus, max_workers=workers, say=say) as scheduler:
+        yield scheduler
 
 
 def parse_settings(pairs: list[str] | None) -> dict[str, Any]:

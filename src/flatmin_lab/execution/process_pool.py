@@ -1,8 +1,8 @@
-"""Many trainings side by side, each in a process of its own with one thread: a small network keeps one core busy.
+"""A pool of worker processes with one thread each: a small network keeps one core busy.
 
-With one thread a training gives the same bits whatever else runs, so results do not depend on the number of workers. A
-worker has a pipe of its own to its parent, and no lock with anyone: one that dies (killed, out of memory) takes its own
-task with it and nothing else.
+With one thread a run gives the same bits whatever else runs, so results do not depend on the number of workers. A
+worker has a pipe of its own to its parent and shares no lock: one that dies (killed, out of memory) loses its own task
+and nothing else.
 """
 
 import multiprocessing
@@ -24,23 +24,23 @@ from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Event, Progress, RunError
 from flatmin_lab.training.loop import train
 
-Task = TypeVar("Task")
-Stop = Callable[[], str | None]
-Work = Callable[[Task, Stop], Iterator[tuple[int, Event]]]
-PARENT = "the parent"  # who stopped it, as a worker sees it
-PATIENCE = 60.0  # seconds for a worker that was asked to stop
-IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to all processes of a group: what to do is the parent's business
+T = TypeVar("T")  # a task
+Stop = Callable[[], str | None]  # why to stop, or None
+TaskFunction = Callable[[T, Stop], Iterator[tuple[int, Event]]]
+PARENT = "the parent"  # why a worker stops, as its runs say it
+STOP_TIMEOUT_SECONDS = 60.0  # for a worker to save a checkpoint and end; then it is killed
+IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to the whole process group: the parent decides what to do
 
 
-class Died(NamedTuple):
-    """How a worker ended that did not finish its task."""
+class TaskFailure(NamedTuple):
+    """A task that was not finished: it raised an error, or its worker died."""
 
     why: str
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As a worker has it."""
+    """Torch with one thread, as in a worker."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -50,19 +50,19 @@ def one_thread() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def side_by_side(
+def train_in_pool(
     jobs: Sequence[Job], *, workers: int | None = None, root: Path | str = "data"
 ) -> Iterator[tuple[int, Event]]:
-    """The records of all jobs as they come, each with its job's number; those inside an epoch are left out."""
+    """Train all jobs: their events as they come, each with its job's number, without `Progress`."""
     tasks = [(number, job, str(root)) for number, job in enumerate(jobs)]
-    for _, said in in_processes(_train, tasks, workers=workers):
-        if isinstance(said, Died):
-            raise RunError(f"one of the trainings failed: {said.why}")
-        yield said
+    for _, message in run_in_pool(_train, tasks, workers=workers):
+        if isinstance(message, TaskFailure):
+            raise RunError(f"one of the runs failed: {message.why}")
+        yield message
 
 
 def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Event]]:
@@ -72,83 +72,84 @@ def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Event]
             yield number, record
 
 
-def in_processes(
-    work: Work[Task], tasks: Iterable[Task], *, workers: int | None = None, stop: Stop = lambda: None
-) -> Iterator[tuple[Task, tuple[int, Event] | Died]]:
-    """What `work(task, stop)` yields for each task, in so many processes; `Died` where it raised, or its process died.
+def run_in_pool(
+    work: TaskFunction[T], tasks: Iterable[T], *, workers: int | None = None, stop: Stop = lambda: None
+) -> Iterator[tuple[T, tuple[int, Event] | TaskFailure]]:
+    """What `work(task, stop)` yields for each task, in a pool of processes.
 
-    `work` is a function of a module. A task is taken when a worker is free for it, so it may follow from what was said
-    until then. Where `stop` gives a reason, those that work are asked to stop; no other task is begun.
+    A task that raises, or whose worker dies, ends with `TaskFailure`. `work` must be importable from a module. A task
+    is taken from the iterable when a worker is free for it, so it may depend on what was yielded until then. When
+    `stop` returns a reason, busy workers are asked to stop and no other task is started.
     """
-    context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads half alive
-    ending = context.RawValue("b", 0)  # read without a lock
-    waiting = iter(tasks)
-    crew: dict[Connection, _Worker[Task]] = {}
+    context = multiprocessing.get_context("spawn")  # a fork would inherit torch's thread pools in a broken state
+    stopping = context.RawValue("b", 0)  # read without a lock
+    pending = iter(tasks)
+    pool: dict[Connection, _WorkerProcess[T]] = {}
     try:
         while True:
-            while len(crew) < (workers or cores()) and (task := _following(waiting, stop)) is not None:
-                worker = _Worker(context, work, ending)
-                crew[worker.pipe] = worker
-                worker.give(task)
-            if not crew:
+            while len(pool) < (workers or cores()) and (task := _next_task(pending, stop)) is not None:
+                worker = _WorkerProcess(context, work, stopping)
+                pool[worker.pipe] = worker
+                worker.assign(task)
+            if not pool:
                 return
-            ending.value = bool(stop())
-            for pipe in wait(list(crew), timeout=0.1):
-                worker = crew[pipe]  # type: ignore[index]
-                said = worker.hear()
-                if said is not None:
-                    yield worker.task, said
-                if said is None or isinstance(said, Died):
-                    if worker.is_alive() and (task := _following(waiting, stop)) is not None:
-                        worker.give(task)
+            stopping.value = bool(stop())
+            for pipe in wait(list(pool), timeout=0.1):
+                worker = pool[pipe]  # type: ignore[index]
+                message = worker.receive()
+                if message is not None:
+                    yield worker.task, message
+                if message is None or isinstance(message, TaskFailure):
+                    if worker.is_alive() and (task := _next_task(pending, stop)) is not None:
+                        worker.assign(task)
                     else:
-                        crew.pop(worker.pipe).dismiss()
-    finally:  # whatever happened, nobody goes on working for nothing
-        ending.value = 1
-        for worker in crew.values():
-            worker.dismiss()
+                        pool.pop(worker.pipe).shut_down()
+    finally:  # whatever happened, no worker is left behind
+        stopping.value = 1
+        for worker in pool.values():
+            worker.shut_down()
 
 
-def _following(waiting: Iterator[Task], stop: Stop) -> Task | None:
-    return None if stop() else next(waiting, None)
+def _next_task(pending: Iterator[T], stop: Stop) -> T | None:
+    return None if stop() else next(pending, None)
 
 
-class _Worker(Generic[Task]):
-    """A process, seen from its parent."""
+class _WorkerProcess(Generic[T]):
+    """A worker process, seen from its parent."""
 
-    task: Task
-    heard = False  # has it said anything yet?
+    task: T
+    has_reported = False  # has it sent anything yet?
 
-    def __init__(self, context: SpawnContext, work: Work[Task], ending: Any) -> None:
+    def __init__(self, context: SpawnContext, work: TaskFunction[T], stopping: Any) -> None:
         self.pipe, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(there, work, ending))
-        with _deaf():  # which it inherits, so that it is deaf while it still imports
+        self.process = context.Process(target=_worker_main, args=(there, work, stopping))
+        with _sigint_ignored():  # inherited, so that Ctrl-C does not end it while it still imports
             self.process.start()
         there.close()  # so that the end of the process is the end of the pipe
 
-    def give(self, task: Task) -> None:
+    def assign(self, task: T) -> None:
         self.task = task
-        with suppress(BrokenPipeError):  # it has died: hear() will say so
+        with suppress(BrokenPipeError):  # it has died: receive() will say so
             self.pipe.send(task)
 
-    def hear(self) -> tuple[int, Event] | Died | None:
-        """What came of its task; None at its end."""
-        self.heard = True
+    def receive(self) -> tuple[int, Event] | TaskFailure | None:
+        """The next message about its task; None at the end of the task."""
+        self.has_reported = True
         try:
             return self.pipe.recv()  # type: ignore[no-any-return]
         except (EOFError, OSError):  # also in the middle of a message
             self.process.join()
-            return Died(f"its process ended with {_exit(self.process.exitcode)}")
+            return TaskFailure(f"its process ended with {_exit_reason(self.process.exitcode)}")
 
     def is_alive(self) -> bool:
         return self.process.exitcode is None and not self.pipe.closed
 
-    def dismiss(self) -> None:
-        """Let it end; one that takes too long loses what it does now, one that still imports has nothing to lose."""
+    def shut_down(self) -> None:
+        """Let it end. One that takes too long is killed; one that has sent nothing yet has nothing to lose: at once."""
         with suppress(OSError):
-            self.pipe.send(_Enough())
-        until = monotonic() + (PATIENCE if self.heard else 0)
-        while self.process.exitcode is None:  # it may be saying something, and wait for a reader
+            self.pipe.send(_NoMoreTasks())
+        until = monotonic() + (STOP_TIMEOUT_SECONDS if self.has_reported else 0)
+        while self.process.exitcode is None:  # it may be blocked on a full pipe
             if monotonic() > until:
                 self.process.kill()
             with suppress(EOFError, OSError):
@@ -158,20 +159,20 @@ class _Worker(Generic[Task]):
         self.pipe.close()
 
 
-class _Enough:
-    """There are no more tasks."""
+class _NoMoreTasks:
+    """Sent to a worker in place of a task: it ends."""
 
 
-def _exit(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code is not None and code < 0:
         return f"signal {-code} ({signal.Signals(-code).name})"
     return f"exit code {code}"
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """To Ctrl-C alone: for a moment, a signal that ends the parent must end it."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
+def _sigint_ignored() -> Iterator[None]:
+    """For a moment, and Ctrl-C alone: other signals must still end the parent."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -181,37 +182,37 @@ def _deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _serve(pipe: Connection, work: Work[Any], ending: Any) -> None:
-    """A worker's life: one thread, signals are the parent's business, and without a parent there is no work."""
-    for name in IGNORED:
+def _worker_main(pipe: Connection, work: TaskFunction[Any], stopping: Any) -> None:
+    """Receive tasks and run them, with one thread, ignoring signals, until the parent says so or dies."""
+    for name in IGNORED_SIGNALS:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    with suppress(EOFError, BrokenPipeError):  # the parent has gone, and nobody listens
-        while not isinstance(task := pipe.recv(), _Enough):
-            pipe.send(_done(pipe, work, task, ending))
+    with suppress(EOFError, BrokenPipeError):  # the parent has gone
+        while not isinstance(task := pipe.recv(), _NoMoreTasks):
+            pipe.send(_run_task(pipe, work, task, stopping))
 
 
-def _done(pipe: Connection, work: Work[Any], task: Any, ending: Any) -> Died | None:
-    """Do it, and say all that there is to say."""
+def _run_task(pipe: Connection, work: TaskFunction[Any], task: Any, stopping: Any) -> TaskFailure | None:
+    """Send all that a task yields; None at its end, or how it failed."""
     try:
-        for said in work(task, lambda: PARENT if ending.value else None):
-            pipe.send(said)
+        for message in work(task, lambda: PARENT if stopping.value else None):
+            pipe.send(message)
     except BrokenPipeError:
         raise
     except Exception as error:
-        return died_of(error)
+        return task_failure(error)
     return None
 
 
-def died_of(error: Exception) -> Died:
-    """What went wrong, in a line; of what is not expected to go wrong, also what kind of error it was."""
+def task_failure(error: Exception) -> TaskFailure:
+    """The error in one line; an unexpected kind of error is named too."""
     plain = isinstance(error, RunError | ValueError | OSError)
-    return Died(f"{'' if plain else type(error).__name__ + ': '}{error or type(error).__name__}")
+    return TaskFailure(f"{'' if plain else type(error).__name__ + ': '}{error or type(error).__name__}")
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,11 +1,11 @@
-"""Recipe + seed → one result file: trained, measured, written down. Finished ones are skipped, others gone on with.
+"""Recipe + seed → one result file: train, evaluate, store. Finished runs are skipped, interrupted ones are resumed.
 
-    for number, record in carry_out([Run(job, ("attack",))], How(store), devices=["cuda:0"]): ...
+    for number, record in run_all([Run(job, ("attack",))], RunOptions(store), devices=["cuda:0"]): ...
 
-On a GPU several trainings run at once (replicas.py), with several GPUs a process each. On a CPU there are processes
-with one thread each or, where one is enough, this one. Each training is measured when it has finished, from its last
-checkpoint. One that fails says so (`Failed`, which is written down unless it is `later`: nothing of its own), and the
-others go on.
+On a GPU several runs train at once (replicas.py); several GPUs have a process each. On the CPU there is a pool of
+processes with one thread each (process_pool.py) or, where one worker is enough, this process. Each run is evaluated
+when it has finished, from its last checkpoint. A run that fails ends with `Failed`, and the others continue; the
+failure is stored beside the results unless it is `later`, that is, not the run's own fault.
 """
 
 import json
@@ -20,8 +20,8 @@ import torch
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load
 from flatmin_lab.evaluation import load_run, post_training
-from flatmin_lab.execution.process_pool import Died, Stop, cores, in_processes, one_thread
-from flatmin_lab.execution.replicas import together
+from flatmin_lab.execution.process_pool import Stop, TaskFailure, cores, one_thread, run_in_pool
+from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.config import OtherRunError
 from flatmin_lab.runs.events import Event, Failed, Finished, Measured, RunError, Stopped
@@ -33,56 +33,61 @@ from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import config_of
 
 
-class How(NamedTuple):
-    """What every task needs to know, beside its trainings."""
+class RunOptions(NamedTuple):
+    """What all runs of a call have in common."""
 
     store: ResultStore
     root: str = "data"
-    at_once: int | None = None  # on a device; None: on a GPU as many as pay
+    at_once: int | None = None  # runs on one device; None: on a GPU as many as make it faster
     checkpoint_epochs: int = 10
     checkpoint_minutes: float = 10.0
 
 
 class Run(NamedTuple):
-    """A training, and what is to be measured of it."""
+    """A training run, and which measurements to take when it has finished."""
 
     job: Job
     parts: tuple[str, ...] = ()
 
 
-class Task(NamedTuple):
-    """Trainings on one device, by their numbers."""
+class RunTask(NamedTuple):
+    """Runs for one device, by their numbers."""
 
     runs: dict[int, Run]
     device: str
-    how: How
+    options: RunOptions
 
-    def places(self) -> list[Path]:
-        """All that is read and written for them."""
-        store, jobs = self.how.store, [run.job for run in self.runs.values()]
-        return [place for job in jobs for place in (store.folder(job), store.file(job))]
+    def paths(self) -> list[Path]:
+        """The folders and files that are read and written for them."""
+        store, jobs = self.options.store, [run.job for run in self.runs.values()]
+        return [path for job in jobs for path in (store.folder(job), store.file(job))]
 
-    def moved(self, folder: Path) -> "Task":
-        """The same trainings with all their places in that folder."""
+    def moved_to(self, folder: Path) -> "RunTask":
+        """The same runs, with all their paths in that folder."""
         store = ResultStore(folder / "results", folder / "runs")
-        return self._replace(how=self.how._replace(store=store))
+        return self._replace(options=self.options._replace(store=store))
 
 
-def carry_out(
-    runs: Sequence[Run], how: How, *, devices: Sequence[str], workers: int | None = None, stop: Stop = lambda: None
+def run_all(
+    runs: Sequence[Run],
+    options: RunOptions,
+    *,
+    devices: Sequence[str],
+    workers: int | None = None,
+    stop: Stop = lambda: None,
 ) -> Iterator[tuple[int, Event]]:
-    """The records of all runs as they come, each with its number; what fails is written down.
+    """The events of all runs as they come, each with its run's number; failures are stored.
 
-    Where `stop` gives a reason, those that were begun save and end, and the others are not begun. Where a process dies,
-    what it was training has failed, and the rest of its share goes to a new one.
+    When `stop` returns a reason, running runs save a checkpoint and end, and no others are started. When a process
+    dies, the runs it was training have failed, and the rest of its task goes to a new process.
     """
-    begun: set[int] = set()
+    started: set[int] = set()
     ended: set[int] = set()
 
-    def heard(number: int, record: Event) -> tuple[int, Event]:
+    def track(number: int, record: Event) -> tuple[int, Event]:
         if isinstance(record, Failed) and not record.later:
-            how.store.write_failure(runs[number].job, record.what, record.step, facts(torch.device(devices[0])))
-        begun.add(number)
+            options.store.write_failure(runs[number].job, record.what, record.step, facts(torch.device(devices[0])))
+        started.add(number)
         if isinstance(record, Finished | Failed | Stopped):
             ended.add(number)
         return number, record
@@ -90,46 +95,46 @@ def carry_out(
     while not stop() and len(ended) < len(runs):
         before = len(ended)
         left = {number: run for number, run in enumerate(runs) if number not in ended}
-        for number, record in _once(left, how, devices, workers, stop):
-            if not isinstance(record, Died):
-                yield heard(number, record)
-            elif number not in ended and number in begun:
-                yield heard(number, Stopped(stop() or "", 0) if stop() else Failed(record.why))
-        if len(ended) == before:  # a process that dies before it has begun anything would do so again
+        for number, record in _run_once(left, options, devices, workers, stop):
+            if not isinstance(record, TaskFailure):
+                yield track(number, record)
+            elif number not in ended and number in started:
+                yield track(number, Stopped(stop() or "", 0) if stop() else Failed(record.why))
+        if len(ended) == before:  # a process that dies before it starts a run would do so again
             for number in left.keys() - ended:
-                yield heard(number, Failed("its process ended before it had begun", later=True))
+                yield track(number, Failed("its process ended before it had started", later=True))
     for number in range(len(runs)):
         if number not in ended:
             yield number, Stopped(stop() or "asked to stop", 0)
 
 
-def _once(
-    runs: dict[int, Run], how: How, devices: Sequence[str], workers: int | None, stop: Stop
-) -> Iterator[tuple[int, Event | Died]]:
-    """All of them, as far as their processes live; of a dead one's share, each with how it died."""
-    tasks = _tasks(runs, how, devices)
+def _run_once(
+    runs: dict[int, Run], options: RunOptions, devices: Sequence[str], workers: int | None, stop: Stop
+) -> Iterator[tuple[int, Event | TaskFailure]]:
+    """The events of all runs, as long as their processes live; a process that dies is a failure of each of its runs."""
+    tasks = _make_tasks(runs, options, devices)
     count = (workers or cores()) if devices[0] == "cpu" else len(devices)
     if count == 1:
         for task in tasks:
-            with one_thread() if task.device == "cpu" else nullcontext():  # as in a process of its own: the same bits
-                yield from work(task, stop)
+            with one_thread() if task.device == "cpu" else nullcontext():  # the same bits as in a process of its own
+                yield from run_task(task, stop)
         return
-    for task, told in in_processes(work, tasks, workers=count, stop=stop):
-        if isinstance(told, Died):
-            yield from ((number, told) for number in task.runs)
+    for task, message in run_in_pool(run_task, tasks, workers=count, stop=stop):
+        if isinstance(message, TaskFailure):
+            yield from ((number, message) for number in task.runs)
         else:
-            yield told
+            yield message
 
 
-def _tasks(runs: dict[int, Run], how: How, devices: Sequence[str]) -> list[Task]:
-    """On a CPU one a training; on GPUs one a GPU, the trainings of each data set dealt out in turn."""
+def _make_tasks(runs: dict[int, Run], options: RunOptions, devices: Sequence[str]) -> list[RunTask]:
+    """On the CPU a task for each run; on GPUs a task for each GPU, with an equal part of the runs of each data set."""
     if devices[0] == "cpu":
-        return [Task({number: run}, "cpu", how) for number, run in runs.items()]
+        return [RunTask({number: run}, "cpu", options) for number, run in runs.items()]
     shares: list[dict[int, Run]] = [{} for _ in devices]
     for own in _by_data(runs):
-        for place, share in enumerate(shares):
-            share.update(list(own.items())[place :: len(shares)])
-    return [Task(share, device, how) for share, device in zip(shares, devices, strict=True) if share]
+        for index, share in enumerate(shares):
+            share.update(list(own.items())[index :: len(shares)])
+    return [RunTask(share, device, options) for share, device in zip(shares, devices, strict=True) if share]
 
 
 def _by_data(runs: dict[int, Run]) -> Iterator[dict[int, Run]]:
@@ -137,20 +142,20 @@ def _by_data(runs: dict[int, Run]) -> Iterator[dict[int, Run]]:
         yield {number: run for number, run in runs.items() if run.job.recipe.data == name}
 
 
-def work(task: Task, stop: Stop) -> Iterator[tuple[int, Event]]:
-    """All that a task says: of its trainings and, after each, of its measurement. One data set after the other."""
+def run_task(task: RunTask, stop: Stop) -> Iterator[tuple[int, Event]]:
+    """Train the runs of a task and evaluate each when it has finished, one data set after the other."""
     for own in _by_data(task.runs):
         name = next(iter(own.values())).job.recipe.data
-        yield from on_data(task._replace(runs=own), _data(name, task.how.root), stop)
+        yield from run_task_on_data(task._replace(runs=own), _load_data(name, task.options.root), stop)
 
 
-def on_data(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
-    """All that a task says whose trainings have one data set."""
-    how, device = task.how, torch.device(task.device)
-    data = pictures.to(device)
+def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
+    """The same for a task whose runs all have this data set."""
+    options, device = task.options, torch.device(task.device)
+    data = dataset.to(device)
     numbers, folders = [], []
     for number, (job, _) in task.runs.items():
-        folder = how.store.folder(job)
+        folder = options.store.folder(job)
         try:
             check(folder, config_of(job.recipe, data, job.seed, device), resume=True)
         except (ValueError, OSError, RunError) as error:
@@ -159,41 +164,41 @@ def on_data(task: Task, pictures: Dataset, stop: Stop) -> Iterator[tuple[int, Ev
         else:
             numbers.append(number)
             folders.append(folder)
-    records = together(
+    records = train_together(
         [task.runs[number].job for number in numbers],
         data,
         device=device,
         folders=folders,
-        count=how.at_once,
+        count=options.at_once,
         resume=True,
         stop=stop,
-        checkpoint_epochs=how.checkpoint_epochs,
-        checkpoint_minutes=how.checkpoint_minutes,
+        checkpoint_epochs=options.checkpoint_epochs,
+        checkpoint_minutes=options.checkpoint_minutes,
     )
     try:
-        for place, record in records:
-            number = numbers[place]
+        for index, record in records:
+            number = numbers[index]
             ended = isinstance(record, Finished)
-            for told in finished(task.runs[number], how, data, device, stop) if ended else [record]:
-                yield number, told
-    except RunError:  # of those that failed, each of which has said so
+            for each in evaluate_run(task.runs[number], options, data, device, stop) if ended else [record]:
+                yield number, each
+    except RunError:  # raised at the end if runs failed; each has yielded its own Failed
         pass
 
 
-def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop) -> Iterator[Event]:
-    """Measure what was trained, and write it down; what is in the result file already is not measured again."""
-    job, store = run.job, how.store
+def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.device, stop: Stop) -> Iterator[Event]:
+    """Evaluate a trained run and store the result; what the result file has already is not measured again."""
+    job, store = run.job, options.store
     folder = store.folder(job)
     try:
         weights = load_run.find_run(folder)
         if weights.describe()["epoch"] != job.recipe.epochs:
             (folder / "result.json").replace(folder / "result.json.damaged")
-            yield Failed("its last weights are damaged; the same command trains it on from those before", later=True)
+            yield Failed("its last checkpoint is damaged; the same command resumes it from the one before", later=True)
             return
-        known = store.result(job) or _whole(folder, at_once=how.at_once)
+        known = store.result(job) or _full_result(folder, at_once=options.at_once)
         subject = load_run.subject_of(weights, data, use_ema=False, device=device)
         if "clean_train_nll" not in known:
-            known = _added(store, job, known, post_training.measure_every_run(subject, job.recipe))
+            known = _write_merged(store, job, known, post_training.measure_every_run(subject, job.recipe))
             yield Measured("always")
         effort = post_training.EFFORTS.get(job.recipe.name.partition("/")[0], post_training.Effort())
         for part in run.parts:
@@ -201,28 +206,28 @@ def finished(run: Run, how: How, data: Dataset, device: torch.device, stop: Stop
                 yield Stopped(stop() or "", 0)
                 return
             if part not in known:
-                known = _added(store, job, known, post_training.measure(subject, part, effort))
+                known = _write_merged(store, job, known, post_training.measure(subject, part, effort))
                 yield Measured(part)
         remove_old_checkpoints(folder, weights.path)
         yield Finished(known)
     except Exception as error:
-        yield Failed(f"it was trained, and could not be measured: {type(error).__name__}: {error}", later=True)
+        yield Failed(f"it was trained, but could not be evaluated: {type(error).__name__}: {error}", later=True)
 
 
-def _added(store: ResultStore, job: Job, known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Write it down at once, beside what another process may have added meanwhile."""
+def _write_merged(store: ResultStore, job: Job, known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Store what was found at once, beside what another process may have added meanwhile."""
     whole = {**known, **(store.result(job) or {}), **found}
     store.write(job, whole)
     return whole
 
 
-def _whole(folder: Path, *, at_once: int | None) -> dict[str, Any]:
-    """result.json, with whom it shared its device, without which its seconds say nothing, and its curves."""
+def _full_result(folder: Path, *, at_once: int | None) -> dict[str, Any]:
+    """result.json with its curves, and with how many runs shared the device, without which its seconds say nothing."""
     result = read_json(folder / "result.json")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {**result, "at_once": at_once, "curves": curves_of(lines, split_of(result))}
 
 
 @lru_cache(maxsize=1)
-def _data(name: str, root: str) -> Dataset:
+def _load_data(name: str, root: str) -> Dataset:
     return load(name, root)

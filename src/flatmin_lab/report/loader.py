@@ -132,7 +132,7 @@ def _find_paths(path: Path) -> list[Path]:
 
 
 def _is_trial(folder: Path) -> bool:
-    return folder.name.startswith(result_file.TRIAL) and (folder.parent / result_file.FILE).is_file()
+    return folder.name.startswith(result_file.TRIAL_PREFIX) and (folder.parent / result_file.FILE).is_file()
 
 
 def _is_result_or_tuning(path: Path) -> bool:

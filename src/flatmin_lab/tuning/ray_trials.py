@@ -1,63 +1,65 @@
-"""The trials of a tuning over a cluster: drawn here one after the other, when a hand is free to train one.
+"""The trials of a tuning on a cluster: each is drawn on this machine when a worker is free to train it.
 
-Where a hand is lost, its trial is trained on from its last checkpoint by another; one whose third hand is lost has
-failed, and the others go on. A trial that is to be pruned is told so.
+When a worker is lost, another one resumes its trial from the last checkpoint. A trial that has lost three workers has
+failed, and the others continue. A trial that is to be pruned is asked to stop.
 """
 
 from collections.abc import Iterator, Set
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.execution.cluster.scheduler import Crew
-from flatmin_lab.execution.cluster.task_queue import Ended, Losses, Lost
-from flatmin_lab.execution.process_pool import Died, Stop
+from flatmin_lab.execution.cluster.scheduler import Scheduler
+from flatmin_lab.execution.cluster.task_queue import LossCounter, TaskEnd, WorkerLoss
+from flatmin_lab.execution.process_pool import Stop, TaskFailure
 from flatmin_lab.runs.events import Event, Note, Stopped
-from flatmin_lab.tuning.trial import PRUNED, Task, on_data
+from flatmin_lab.tuning.trial import PRUNED, TrialTask, run_trial_on_data
 
 
-def spread_trials(
-    tasks: Iterator[Task], count: int, data: Dataset, crew: Crew, pruned: Set[int], stop: Stop
-) -> Iterator[tuple[Task, tuple[int, Event] | Died]]:
-    """What is said of each of about so many tasks; where nobody is there to train them, `NoNodeError`.
+def schedule_trials(
+    tasks: Iterator[TrialTask], count: int, data: Dataset, scheduler: Scheduler, pruned: Set[int], stop: Stop
+) -> Iterator[tuple[TrialTask, tuple[int, Event] | TaskFailure]]:
+    """Train about `count` tasks on the cluster: their events as they come; `NoNodeError` if no node can train them.
 
-    Those that come to be in `pruned` are asked to stop.
+    Trials whose numbers are added to `pruned` are asked to stop.
     """
-    queue = _Trials(tasks, count, data, pruned, stop)
-    for task, said, node in crew.work(on_data, queue):
-        if isinstance(said, Lost):
+    queue = _TrialQueue(tasks, count, data, pruned, stop)
+    for task, message, node in scheduler.run(run_trial_on_data, queue):
+        if isinstance(message, WorkerLoss):
             if not stop():
-                yield task, (task.draw.number, queue.missed(task, said, node))
-        elif not isinstance(said, Ended):
-            yield task, said
+                yield task, (task.draw.number, queue.retry_or_fail(task, message, node))
+        elif not isinstance(message, TaskEnd):
+            yield task, message
 
 
-class _Trials:
-    def __init__(self, tasks: Iterator[Task], count: int, data: Dataset, pruned: Set[int], stop: Stop) -> None:
+class _TrialQueue:
+    """Trials that wait to be drawn, and those to be retried."""
+
+    def __init__(self, tasks: Iterator[TrialTask], count: int, data: Dataset, pruned: Set[int], stop: Stop) -> None:
         self.tasks, self.count, self.data, self.pruned, self.stop = tasks, count, data, pruned, stop
-        self.again: list[Task] = []
-        self.losses = Losses()
+        self.retries: list[TrialTask] = []
+        self.losses = LossCounter()
 
-    def waiting(self) -> int:
-        return 0 if self.stop() else self.count + len(self.again)
+    def waiting_count(self) -> int:
+        return 0 if self.stop() else self.count + len(self.retries)
 
-    def asked(self, errand: Task) -> str | None:
-        return self.stop() or (PRUNED if errand.draw.number in self.pruned else None)
+    def stop_reason(self, task: TrialTask) -> str | None:
+        return self.stop() or (PRUNED if task.draw.number in self.pruned else None)
 
-    def take(self, hands: int, node: str, *, others: bool) -> tuple[Task, Dataset] | None:
+    def take(self, workers: int, node: str, *, others: bool) -> tuple[TrialTask, Dataset] | None:
         if self.stop():
             return None
-        for task in self.again:
-            if not self.losses.barred(task.draw.number, node, others=others):
-                self.again.remove(task)
+        for task in self.retries:
+            if not self.losses.is_barred(task.draw.number, node, others=others):
+                self.retries.remove(task)
                 return task, self.data
         new = next(self.tasks, None)
         self.count = 0 if new is None else max(self.count - 1, 0)
         return None if new is None else (new, self.data)
 
-    def missed(self, task: Task, lost: Lost, node: str) -> Event:
-        """Its hand has gone: again, with another one."""
+    def retry_or_fail(self, task: TrialTask, loss: WorkerLoss, node: str) -> Event:
+        """Its worker was lost: it is retried on another one, unless it was pruned meanwhile or has failed."""
         if task.draw.number in self.pruned:
             return Stopped(PRUNED, 0)
-        told = self.losses.add(task.draw.number, lost, node)
-        if isinstance(told, Note):
-            self.again.append(task)
-        return told
+        outcome = self.losses.add(task.draw.number, loss, node)
+        if isinstance(outcome, Note):
+            self.retries.append(task)
+        return outcome

@@ -1,7 +1,7 @@
-"""What a tuning found: its trials, which of them is chosen, and what trains with it.
+"""What a tuning found: its trials, which of them is chosen, and the command that trains with its values.
 
-The chosen trial is the finished one with the lowest measure on the validation split; where several have it (an error is
-a whole number of pictures), the one of them with the lowest NLL.
+The chosen trial is the finished one with the lowest measure on the validation split; among several with the same one
+(an error is a whole number of images), the one with the lowest NLL.
 """
 
 import json
@@ -11,38 +11,38 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.tuning.search_space import Knob, Measure, apart, knobs_of
+from flatmin_lab.tuning.search_space import HyperParameter, Measure, hyper_parameters_of, split_settings
 
 State = Literal["finished", "pruned", "failed", "running"]
-FLAGS = ("epsilon", "inner_lr", "inner_iter", "ball", "norm")  # settings with a flag of their own
-FOLLOWING = ("nesterov",)  # fields without a flag: this follows from the momentum
+FLAGS = ("epsilon", "inner_lr", "inner_iter", "ball", "norm")  # settings of a method that have a flag of their own
+WITHOUT_FLAG = ("nesterov",)  # fields of the recipe: this one follows from the momentum
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A training with one choice of the knobs; its measures are those after its last epoch."""
+    """A run with one choice of the hyper-parameters; its measures are those after its last epoch."""
 
     number: int
-    settings: Mapping[str, float]  # by the knobs' names
+    settings: Mapping[str, float]  # by the names of the hyper-parameters
     state: State
     value: float | None  # what is tuned for
     error: float | None
     nll: float | None
-    epochs: int  # that it was trained
+    epochs: int  # it was trained for
     seconds: float | None
     seed: int
     why: str = ""  # it failed
 
     @property
     def rank(self) -> tuple[int, float, float, int]:
-        """Of two the lower one is better."""
+        """Sorts trials, the best first."""
         value, nll = (math.inf if number is None else number for number in (self.value, self.nll))
         return get_args(State).index(self.state), value, nll, self.number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """All that tuning.json holds."""
+    """The content of tuning.json."""
 
     method: str
     data: str
@@ -51,22 +51,23 @@ class Tuning:
     measure: Measure
     seed: int
     pruning: bool
-    wanted: int  # trials
+    wanted: int  # number of trials
     space: Mapping[str, Mapping[str, Any]]
-    asked: Mapping[str, Any]  # fields of the recipe that were asked for
-    recipe: Recipe  # of all trials, but for the knobs
+    asked: Mapping[str, Any]  # fields of the recipe that the user set
+    recipe: Recipe  # of all trials, but for the hyper-parameters
     data_sha256: str
     study: str  # its name in Optuna's storage
     trials: Sequence[Trial]
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def knobs(self) -> tuple[Knob, ...]:
-        """As they were looked for."""
-        return tuple(replace(knob, **self.space[knob.name]) for knob in knobs_of(self.method, list(self.space)))
+    def hyper_parameters(self) -> tuple[HyperParameter, ...]:
+        """With the ranges that were searched."""
+        known = hyper_parameters_of(self.method, list(self.space))
+        return tuple(replace(parameter, **self.space[parameter.name]) for parameter in known)
 
     def ranked(self) -> list[Trial]:
-        """Best first; then those that did not come to their end."""
+        """Finished trials, best first; then those that did not finish."""
         return sorted(self.trials, key=lambda trial: trial.rank)
 
     @property
@@ -81,29 +82,29 @@ class Tuning:
         return self.count("finished", "pruned", "failed")
 
     def settings(self) -> dict[str, Any]:
-        """The method's, with the chosen ones."""
-        own, _ = apart(self._chosen().settings)
+        """The method's settings, with the chosen values."""
+        own, _ = split_settings(self._chosen_trial().settings)
         return {**self.recipe.settings, **own}
 
     def changes(self) -> dict[str, Any]:
-        """What the recipe of a training with the chosen values has, beside its data and method."""
-        _, chosen = apart(self._chosen().settings)
+        """The fields of a recipe with the chosen values, beside its data, method and settings."""
+        _, chosen = split_settings(self._chosen_trial().settings)
         model = {"model": self.recipe.model, "model_settings": dict(self.recipe.model_settings)}
         return {**model, **self.asked, "epochs": self.epochs, **chosen}
 
     def command(self) -> list[str]:
-        """What trains with the chosen values, on the whole training set."""
+        """The command that trains with the chosen values, on the whole training set."""
         words = ["flatmin", "train", "--data", self.data, "--method", self.method]
-        _, chosen = apart(self._chosen().settings)
+        _, chosen = split_settings(self._chosen_trial().settings)
         for name, value in {**self.asked, "epochs": self.epochs, **chosen}.items():
-            words += _flag(name, value) if name not in FOLLOWING else []
+            words += _flag(name, value) if name not in WITHOUT_FLAG else []
         for name, value in self.settings().items():
-            words += _flag(name, value) if name in FLAGS else ["--set", f"{name}={_plain(value)}"]
+            words += _flag(name, value) if name in FLAGS else ["--set", f"{name}={_as_text(value)}"]
         return words
 
-    def _chosen(self) -> Trial:
+    def _chosen_trial(self) -> Trial:
         if self.chosen is None:
-            raise ValueError("no trial of this tuning has finished; go on with the same `flatmin tune`")
+            raise ValueError("no trial of this tuning has finished; resume it with the same `flatmin tune`")
         return self.chosen
 
     def as_json(self) -> dict[str, Any]:
@@ -117,9 +118,9 @@ def _flag(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag] if value else []
-    parts = [_plain(part) for part in (value if isinstance(value, list | tuple) else [value])]
+    parts = [_as_text(part) for part in (value if isinstance(value, list | tuple) else [value])]
     return [flag, *([",".join(parts)] if name == "milestones" else parts)]
 
 
-def _plain(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

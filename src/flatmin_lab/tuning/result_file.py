@@ -1,4 +1,4 @@
-"""tuning.json, beside the run folders of its trials: written after every trial, and checked when it is read."""
+"""tuning.json, beside the run folders of the trials: written after every trial, and checked when it is read."""
 
 import json
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.tuning.result import State, Trial, Tuning
-from flatmin_lab.tuning.search_space import Measure, knobs_of
+from flatmin_lab.tuning.search_space import Measure, hyper_parameters_of
 
 FILE = "tuning.json"
-TRIAL = "trial-"  # the run folders' names begin so
+TRIAL_PREFIX = "trial-"  # of the names of the run folders
 
 
 def write(folder: Path, tuning: Tuning) -> None:
@@ -22,7 +22,7 @@ def write(folder: Path, tuning: Tuning) -> None:
 
 
 def read(path: Path) -> Tuning:
-    """Checked, as anyone may have written it; a tuning's folder is understood too."""
+    """The file, or the one in that folder; checked, since anyone may have written it."""
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; give the {FILE} that `flatmin tune` wrote")
@@ -56,7 +56,7 @@ def _tuning(found: dict[str, Any]) -> Tuning:
     trials = [_trial(one, values["space"].keys()) for one in found["trials"]]
     facts = {key: value for key, value in found.items() if key not in known}
     tuning = Tuning(**values, recipe=recipe, trials=trials, facts=facts)
-    knobs_of(recipe.method, list(tuning.space))  # are they its knobs?
+    hyper_parameters_of(recipe.method, list(tuning.space))  # raises if they are not the method's
     return tuning
 
 
@@ -65,10 +65,10 @@ def _is_range(found: Mapping[str, Any]) -> bool:
     return len(found) == 3 and _is_number(low) and _is_number(high) and low < high and (low > 0 or log is False)
 
 
-def _trial(found: dict[str, Any], knobs: Any) -> Trial:
+def _trial(found: dict[str, Any], names: Any) -> Trial:
     trial = Trial(**found)
     numbers = [trial.value, trial.error, trial.nll, trial.seconds]
-    drawn = trial.settings.keys() == knobs or (trial.state == "running" and trial.settings.keys() <= knobs)
+    drawn = trial.settings.keys() == names or (trial.state == "running" and trial.settings.keys() <= names)
     whole = trial.state != "finished" or None not in (trial.value, trial.error)
     if (
         trial.state not in get_args(State)

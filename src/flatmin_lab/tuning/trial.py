@@ -1,6 +1,6 @@
-"""A trial's training, for whoever trains it: in a run folder of its own, from its beginning or from where it was left.
+"""One trial of a tuning: a training run in a folder of its own, started or resumed, in whichever process trains it.
 
-One that is to be pruned finds a file in its folder, and stops before the next step.
+A trial that is to be pruned finds a file in its folder, and stops before the next step.
 """
 
 import json
@@ -17,26 +17,26 @@ from flatmin_lab.runs.events import DivergedError, Epoch, Event, Failed, Finishe
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning.study import Draw
 
-PRUNED = "pruned"  # why a training stopped, and the file in its folder that says so
+PRUNED = "pruned"  # the reason why a trial stopped, and the name of the file that stops it
 
 
-class Task(NamedTuple):
-    """A trial's training, for whoever trains it."""
+class TrialTask(NamedTuple):
+    """What is needed to train a trial."""
 
     draw: Draw
     recipe: Recipe
     seed: int
     folder: Path
     device: str
-    root: str  # where the data are
+    root: str  # the folder of the data sets
     checkpoint_epochs: int
 
-    def places(self) -> list[Path]:
-        """All that is read and written for it."""
+    def paths(self) -> list[Path]:
+        """The folders that are read and written for it."""
         return [self.folder]
 
-    def moved(self, folder: Path) -> "Task":
-        """The same training in that folder."""
+    def moved_to(self, folder: Path) -> "TrialTask":
+        """The same trial, with its folder in that one."""
         return self._replace(folder=folder / self.folder.name)
 
 
@@ -44,22 +44,22 @@ def is_pruned(record: Event) -> bool:
     return isinstance(record, Stopped) and record.reason == PRUNED
 
 
-def work(task: Task, stop: Stop) -> Iterator[tuple[int, Event]]:
-    """In a process of its own."""
-    yield from on_data(task, _data(task.recipe.data, task.root, task.recipe.size), stop)
+def run_trial(task: TrialTask, stop: Stop) -> Iterator[tuple[int, Event]]:
+    """Train a trial in a worker process, which loads the data itself."""
+    yield from run_trial_on_data(task, _load_data(task.recipe.data, task.root, task.recipe.size), stop)
 
 
-def on_data(task: Task, data: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
-    """As it is trained, by its number."""
-    for record in trained(task, data, stop):
+def run_trial_on_data(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
+    """Train a trial: its events with its number, without `Progress`."""
+    for record in train_trial(task, data, stop):
         if not isinstance(record, Progress):
             yield task.draw.number, record
 
 
-def trained(task: Task, data: Dataset, stop: Stop) -> Iterator[Event]:
-    """A trial's training, from its beginning or from where it was left; epochs from before are told again."""
+def train_trial(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[Event]:
+    """Train a trial, or resume it; a resumed one yields the events of its earlier epochs again."""
 
-    def asked() -> str | None:
+    def stop_or_prune() -> str | None:
         return stop() or (PRUNED if (task.folder / PRUNED).exists() else None)
 
     records = train(
@@ -69,24 +69,24 @@ def trained(task: Task, data: Dataset, stop: Stop) -> Iterator[Event]:
         device=task.device,
         folder=task.folder,
         resume=True,
-        stop=asked,
+        stop=stop_or_prune,
         checkpoint_epochs=task.checkpoint_epochs,
     )
-    failed, step, begun = None, 0, False
+    failed, step, started = None, 0, False
     try:
         for record in records:
-            if isinstance(record, Started | Finished) and not begun:
-                yield from _before(task.folder)
-                begun = True
+            if isinstance(record, Started | Finished) and not started:
+                yield from _earlier_epochs(task.folder)
+                started = True
             step = getattr(record, "step", step)
             yield record
     except DivergedError as error:
         failed = Failed(error.what, step)
-    if failed is not None:  # here, where the training's memory is free
+    if failed is not None:  # here, where the memory of the run is free
         yield failed
 
 
-def _before(folder: Path) -> Iterator[Epoch]:
+def _earlier_epochs(folder: Path) -> Iterator[Epoch]:
     path = folder / "metrics.jsonl"
     for text in path.read_text().splitlines() if path.exists() else ():
         line = json.loads(text)
@@ -94,5 +94,5 @@ def _before(folder: Path) -> Iterator[Epoch]:
 
 
 @lru_cache(maxsize=1)
-def _data(name: str, root: str, size: tuple[int, int] | None) -> Dataset:
+def _load_data(name: str, root: str, size: tuple[int, int] | None) -> Dataset:
     return load(name, root, size=size)

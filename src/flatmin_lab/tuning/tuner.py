@@ -1,14 +1,14 @@
-"""Tuning: a method's knobs, such as AMP's ε and ζ, on the tenth of the training set that is held out for it.
+"""Tuning: chooses a method's hyper-parameters, such as AMP's ε and ζ, on a tenth of the training set that is held out.
 
     for draw, record in tune(search, data, folder=Path("tuning/digits"), trials=20): ...
-    tuning_file.read(Path("tuning/digits/tuning.json")).chosen
+    result_file.read(Path("tuning/digits/tuning.json")).chosen
 
-A trial is a training with one choice of the knobs, as long as the training that will follow, because the best radius
-grows with the length. It has a run folder of its own, so a tuning that was killed goes on where it was: trials that
-have ended stay, those that had begun are trained on, and no more are begun than were asked for.
+A trial is a training run with one choice of the hyper-parameters, as long as the final training, because the best
+radius grows with the length. It has a run folder of its own, so a killed tuning can be resumed: trials that have ended
+stay, unfinished ones are resumed, and no more are started than were asked for.
 
-This process alone talks to the study; others, if there are any, only train. One that is to be pruned finds a file in
-its folder, and stops. A trial that diverges has failed, and the others go on; any other error ends the tuning.
+Only this process talks to the study; workers, if there are any, only train. A trial that is to be pruned finds a file
+in its folder, and stops. A trial that diverges has failed, and the others continue; any other error ends the tuning.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.execution.cluster.scheduler import Crew
-from flatmin_lab.execution.process_pool import Died, Stop, in_processes
+from flatmin_lab.execution.cluster.scheduler import Scheduler
+from flatmin_lab.execution.process_pool import Stop, TaskFailure, run_in_pool
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import BusyError, Epoch, Event, Failed, Finished, RunError, Stopped
 from flatmin_lab.runs.result_store import remove_old_checkpoints
@@ -29,16 +29,16 @@ from flatmin_lab.system.files import lock, remove_temporary_files
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning import result_file
-from flatmin_lab.tuning.ray_trials import spread_trials
+from flatmin_lab.tuning.ray_trials import schedule_trials
 from flatmin_lab.tuning.result import Tuning
-from flatmin_lab.tuning.result_file import FILE, TRIAL
-from flatmin_lab.tuning.search_space import Search
-from flatmin_lab.tuning.study import Draw, Study, opened
-from flatmin_lab.tuning.trial import PRUNED, Task, is_pruned, trained, work
+from flatmin_lab.tuning.result_file import FILE, TRIAL_PREFIX
+from flatmin_lab.tuning.search_space import SearchSpace
+from flatmin_lab.tuning.study import Draw, Study, open_study
+from flatmin_lab.tuning.trial import PRUNED, TrialTask, is_pruned, run_trial, train_trial
 
 
 def tune(
-    search: Search,
+    search: SearchSpace,
     data: Dataset,
     *,
     folder: Path,
@@ -48,50 +48,52 @@ def tune(
     workers: int | None = None,
     root: Path | str = "data",
     checkpoint_epochs: int = 1,
-    crew: Crew | None = None,
+    scheduler: Scheduler | None = None,
     stop: Stop = lambda: None,
 ) -> Iterator[tuple[Draw, Event]]:
-    """The records of all trials as they come; a pruned one ends with Stopped("pruned").
+    """The events of all trials as they come; a pruned one ends with Stopped("pruned").
 
-    With one worker, which is the default for one device, the same call gives the same trials. More are processes of
-    their own, which read the data from `root`; on a CPU each has one thread. With the `crew` of a cluster they are
-    trained there, as many at once as it has room for.
+    With one worker, the default for one device, the same call gives the same trials. Several workers are processes of
+    their own, which read the data from `root`; on a CPU each has one thread. With the `scheduler` of a cluster the
+    trials are trained there, as many at once as it has room for.
     """
-    here = devices[0] if crew is None else "cpu"
-    if crew is None or crew.device == here:
-        next(iter(train(search.recipe, data, seed=search.seed, device=here)))  # a recipe that cannot begin says so
+    here = devices[0] if scheduler is None else "cpu"
+    if scheduler is None or scheduler.device == here:
+        next(iter(train(search.recipe, data, seed=search.seed, device=here)))  # raises if it cannot be trained
     workers = workers or len(devices)
-    with _held(folder), opened(search, data, folder=folder, storage=storage) as study:
-        tuning = _Tuning(
+    with _locked(folder), open_study(search, data, folder=folder, storage=storage) as study:
+        tracker = _TrialTracker(
             study=study,
             data=data,
             folder=folder,
             wanted=trials,
-            devices=devices if crew is None else [crew.device],
+            devices=devices if scheduler is None else [scheduler.device],
             root=str(root),
             checkpoint_epochs=checkpoint_epochs,
             facts=facts(torch.device(here))
-            | ({"threads": 1} if workers > 1 or crew is not None else {})
-            | ({} if crew is None else {"hardware": crew.hardware}),
+            | ({"threads": 1} if workers > 1 or scheduler is not None else {})
+            | ({} if scheduler is None else {"hardware": scheduler.hardware}),
         )
-        tuning.check()
-        tasks = tuning.tasks()
-        told: Iterator[tuple[Task, tuple[int, Event] | Died]]
-        if crew is not None:
-            told = spread_trials(tasks, tuning.left(), data, crew, tuning.pruned, stop)
+        tracker.check()
+        tasks = tracker.tasks()
+        messages: Iterator[tuple[TrialTask, tuple[int, Event] | TaskFailure]]
+        if scheduler is not None:
+            messages = schedule_trials(tasks, tracker.remaining(), data, scheduler, tracker.pruned, stop)
+        elif workers == 1:
+            messages = _in_this_process(tasks, data, stop)
         else:
-            told = _here(tasks, data, stop) if workers == 1 else in_processes(work, tasks, workers=workers, stop=stop)
-        for task, said in told:
-            if isinstance(said, Died):
-                raise RunError(f"trial {task.draw.number} cannot be trained: {said.why}")
-            if (record := tuning.heard(task, said[1])) is not None:
+            messages = run_in_pool(run_trial, tasks, workers=workers, stop=stop)
+        for task, message in messages:
+            if isinstance(message, TaskFailure):
+                raise RunError(f"trial {task.draw.number} cannot be trained: {message.why}")
+            if (record := tracker.receive(task, message[1])) is not None:
                 yield task.draw, record
-        tuning.write()
+        tracker.write()
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """The folder, for this process alone."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder for this process."""
     if run_config.exists(folder):
         raise FileExistsError(f"a tuning is a folder of runs, and {folder} is a run itself; choose another with --out")
     try:
@@ -109,8 +111,8 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Tuning:
-    """Which trial is where, and what the study is told of it."""
+class _TrialTracker:
+    """Hands out the trials, keeps track of those that run, and reports their events to the study."""
 
     study: Study
     data: Dataset
@@ -120,8 +122,8 @@ class _Tuning:
     root: str
     checkpoint_epochs: int
     facts: Mapping[str, Any]
-    busy: dict[int, str] = field(default_factory=dict)  # the devices of those that run
-    last: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # their last epochs
+    devices_in_use: dict[int, str] = field(default_factory=dict)  # of the running trials, by number
+    last_epochs: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # their metrics
     pruned: set[int] = field(default_factory=set)
 
     @property
@@ -129,76 +131,78 @@ class _Tuning:
         return f"validation_{self.study.search.measure}"
 
     def check(self) -> None:
-        """A file that tells of trials which the study does not know would be lost."""
+        """Raise if tuning.json has trials that the study does not know: they would be overwritten."""
         path = self.folder / FILE
         there = {trial.number for trial in result_file.read(path).trials} if path.exists() else set()
-        if missing := there - {trial.number for trial in self.study.all()}:
+        if missing := there - {trial.number for trial in self.study.all_trials()}:
             raise FileExistsError(
-                f"{path} tells of {len(missing)} trials that its study does not know; "
-                "give the --storage that it was made with, or choose another folder with --out"
+                f"{path} has {len(missing)} trials that its study does not know; "
+                "give the --storage it was made with, or choose another folder with --out"
             )
 
-    # ---- what is to be trained
+    # ---- tasks
 
-    def left(self) -> int:
-        """How many trials are to be trained, begun ones included."""
-        return max(self.wanted - sum(trial.state != "running" for trial in self.study.all()), 0)
+    def remaining(self) -> int:
+        """How many trials are still to be trained, unfinished ones included."""
+        return max(self.wanted - sum(trial.state != "running" for trial in self.study.all_trials()), 0)
 
-    def tasks(self) -> Iterator[Task]:
-        """One after the other, when someone is free to train it."""
-        begun = self.study.begun()
+    def tasks(self) -> Iterator[TrialTask]:
+        """One after the other, each drawn when a worker is free to train it."""
+        unfinished = self.study.unfinished()
         self.write()
-        for draw in begun:
+        for draw in unfinished:
             yield self._task(draw)
         while (new := self.study.draw(self.wanted)) is not None:
             yield self._task(new)
 
-    def _task(self, draw: Draw) -> Task:
-        device = min(self.devices, key=list(self.busy.values()).count)
-        self.busy[draw.number] = device
-        folder = self.folder / f"{TRIAL}{draw.number}"
+    def _task(self, draw: Draw) -> TrialTask:
+        device = min(self.devices, key=list(self.devices_in_use.values()).count)
+        self.devices_in_use[draw.number] = device
+        folder = self.folder / f"{TRIAL_PREFIX}{draw.number}"
         search = self.study.search
-        return Task(draw, search.trial(draw.settings), search.seed, folder, device, self.root, self.checkpoint_epochs)
+        return TrialTask(
+            draw, search.trial_recipe(draw.settings), search.seed, folder, device, self.root, self.checkpoint_epochs
+        )
 
-    # ---- what is heard of it
+    # ---- events
 
-    def heard(self, task: Task, record: Event) -> Event | None:
-        """The record; a trial may have ended otherwise than its training thinks, and what came after does not count."""
+    def receive(self, task: TrialTask, record: Event) -> Event | None:
+        """The event as it counts: a trial may be pruned before its run knows, and what comes after that is None."""
         number = task.draw.number
         if isinstance(record, Epoch):
             if number in self.pruned:
                 return None
-            self.last[number] = record.numbers
-            if self.study.is_bad(number, record.epoch, record.numbers[self.measure]):
+            self.last_epochs[number] = record.numbers
+            if self.study.should_prune(number, record.epoch, record.numbers[self.measure]):
                 self._prune(task, record.epoch)
         if isinstance(record, Finished | Failed | Stopped):
-            record = self._ended(task, record)
-            self.busy.pop(number)
+            record = self._end(task, record)
+            self.devices_in_use.pop(number)
             if not isinstance(record, Stopped) or is_pruned(record):
                 remove_old_checkpoints(task.folder)
             self.write()
         return record
 
-    def _ended(self, task: Task, record: Finished | Failed | Stopped) -> Event:
+    def _end(self, task: TrialTask, record: Finished | Failed | Stopped) -> Event:
         number = task.draw.number
         if number in self.pruned:
-            return Stopped(PRUNED, 0)  # whatever its training did until it saw the file
+            return Stopped(PRUNED, 0)  # whatever its run did until it saw the file
         match record:
             case Finished(result) if result[self.measure] is not None:
                 self.study.end(number, "finished", {**result, "epoch": result["epochs"]})
             case Finished():
                 record = Failed(f"its {self.measure.replace('_', ' ')} is not finite")
-                self.study.end(number, "failed", self.last.get(number), record.what)
+                self.study.end(number, "failed", self.last_epochs.get(number), record.what)
             case Failed():
-                self.study.end(number, "failed", self.last.get(number), record.what)
+                self.study.end(number, "failed", self.last_epochs.get(number), record.what)
         return record
 
-    def _prune(self, task: Task, epoch: int) -> None:
-        """The study is told first: what is pruned there is never trained on, whatever happens next."""
+    def _prune(self, task: TrialTask, epoch: int) -> None:
+        """First in the study: a trial that is pruned there is never resumed, whatever happens next."""
         number = task.draw.number
         self.pruned.add(number)
-        self.study.end(number, "pruned", self.last[number])
-        if task.folder.exists():  # or it is on another machine still, which is told otherwise
+        self.study.end(number, "pruned", self.last_epochs[number])
+        if task.folder.exists():  # else it is still on a node of a cluster, whose worker is asked to stop
             (task.folder / PRUNED).write_text(f"after epoch {epoch}: worse than the median of the finished trials\n")
 
     def write(self) -> None:
@@ -213,19 +217,21 @@ class _Tuning:
             seed=search.seed,
             pruning=search.pruning,
             wanted=self.wanted,
-            space=search.space(),
+            space=search.ranges(),
             asked=search.asked,
             recipe=recipe,
             data_sha256=self.data.checksum,
             study=self.study.study.study_name,
-            trials=self.study.all(),
+            trials=self.study.all_trials(),
             facts=self.facts,
         )
         result_file.write(self.folder, tuning)
 
 
-def _here(tasks: Iterator[Task], data: Dataset, stop: Stop) -> Iterator[tuple[Task, tuple[int, Event]]]:
-    """In this process, one after the other."""
+def _in_this_process(
+    tasks: Iterator[TrialTask], data: Dataset, stop: Stop
+) -> Iterator[tuple[TrialTask, tuple[int, Event]]]:
+    """Train the trials in this process, one after the other."""
     while not stop() and (task := next(tasks, None)) is not None:
-        for record in trained(task, data, stop):
+        for record in train_trial(task, data, stop):
             yield task, (task.draw.number, record)

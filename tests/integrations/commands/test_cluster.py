@@ -1,4 +1,4 @@
-"""A real Ray cluster of several nodes on this machine, whose nodes and workers are killed: all that is asked for comes.
+"""A real Ray cluster of several nodes on this machine, whose nodes and workers are killed: every run still ends.
 
 The head has no CPUs, so nothing is trained there; each test adds the nodes that it needs. A node is killed as a machine
 that loses its power: its Ray processes and its workers, all at once, with SIGKILL.
@@ -26,9 +26,9 @@ from tests.support.processes import flatmin, words
 from tests.support.small_runs import lasting, same, tiny_data, tiny_recipe
 
 from flatmin_lab.execution.cluster.nodes import Share
-from flatmin_lab.execution.cluster.run_queue import spread
-from flatmin_lab.execution.cluster.scheduler import Crew, joined
-from flatmin_lab.execution.runner import How, Run
+from flatmin_lab.execution.cluster.run_queue import schedule_runs
+from flatmin_lab.execution.cluster.scheduler import Scheduler, open_scheduler
+from flatmin_lab.execution.runner import Run, RunOptions
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
 from flatmin_lab.runs.open_folder import lock_folder
@@ -86,7 +86,7 @@ def kill(numbers: list[int]) -> None:
 
 def workers(node: Any) -> list[int]:
     """Those of its processes that train."""
-    return [pid for pid in processes(node) if b"ray::Hand" in words_of(pid)]
+    return [pid for pid in processes(node) if b"ray::Worker" in words_of(pid)]
 
 
 def words_of(pid: int) -> bytes:
@@ -162,7 +162,7 @@ def test_a_node_is_killed_in_the_middle_and_every_run_ends_once_with_the_bits_of
         add()
         assert process.wait(150) == 0, said(there)
     assert len(done) < 4
-    assert "lost on node" in said(there)
+    assert "worker lost on node" in said(there)
     assert "resumed after step" in said(there)
     assert ended(*asked, at=here) == 0, said(here)
     assert len(finishes(there)) == len(set(finishes(there))) == 4
@@ -207,22 +207,22 @@ def test_trials_are_those_of_one_machine_also_where_a_worker_is_killed(
         until(lambda: list(there.glob("tuning/trial-1/checkpoint-*")), process, there)
         kill(workers(node))
         assert process.wait(150) == 0, said(there)
-    assert "lost on node" in said(there)
+    assert "worker lost on node" in said(there)
     assert ended(*asked, at=here) == 0, said(here)
     trials = [timeless(json.loads((at / "tuning/tuning.json").read_text())["trials"]) for at in (here, there)]
     assert len(trials[0]) == 3
     assert trials[0] == trials[1]
 
 
-def test_a_run_that_is_lost_three_times_has_failed_and_the_others_go_on(
+def test_a_run_that_is_lost_three_times_has_failed_and_the_others_continue(
     cluster: Any, add: Callable[..., Any], tmp_path: Path
 ) -> None:
     node = add()
     runs = [Run(Job(tiny_recipe(name=name, epochs=epochs), 0)) for name, epochs in (("doomed", 2000), ("sound", 3))]
-    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
+    options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"))
     told: list[tuple[int, Event]] = []
-    with joined(cluster.address) as crew:
-        for number, record in spread(runs, how, crew, {"tiny": tiny_data()}):
+    with open_scheduler(cluster.address) as scheduler:
+        for number, record in schedule_runs(runs, options, scheduler, {"tiny": tiny_data()}):
             told.append((number, record))
             if number == 0 and isinstance(record, Started):
                 kill(workers(node))
@@ -230,9 +230,9 @@ def test_a_run_that_is_lost_three_times_has_failed_and_the_others_go_on(
     assert sorted(number for number, _ in ends) == [0, 1]
     failed = dict(ends)[0]
     assert isinstance(failed, Failed)
-    assert re.match("lost 3 times with its worker, at last on node .* try again with --retry", failed.what)
-    assert sum(isinstance(record, Note) and "tried again" in record.text for _, record in told) == 2
-    assert [how.store.state(run.job) for run in runs] == ["failed", "done"]
+    assert re.match("worker lost 3 times, the last time on node .* try again with --retry", failed.what)
+    assert sum(isinstance(record, Note) and "retried, attempt" in record.text for _, record in told) == 2
+    assert [options.store.state(run.job) for run in runs] == ["failed", "done"]
 
 
 def slow_runs(count: int, epochs: int = 600) -> list[Run]:
@@ -240,45 +240,43 @@ def slow_runs(count: int, epochs: int = 600) -> list[Run]:
     return [Run(Job(tiny_recipe(name="slow", epochs=epochs), seed)) for seed in range(count)]
 
 
-def test_a_node_that_kills_whatever_works_there_fails_no_run(
-    cluster: Any, add: Callable[..., Any], tmp_path: Path
-) -> None:
-    """As one does whose memory is too small: what it lost goes to another, and it rests."""
+def test_a_node_that_kills_every_worker_fails_no_run(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
+    """As one does whose memory is too small: its runs go to another node, and it gets no new workers for a while."""
     bad, _ = add(), add()
-    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"), checkpoint_epochs=100)
+    options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"), checkpoint_epochs=100)
     told: list[tuple[int, Event]] = []
-    with joined(cluster.address) as crew:
-        for number, record in spread(slow_runs(4), how, crew, {"tiny": tiny_data()}):
+    with open_scheduler(cluster.address) as scheduler:
+        for number, record in schedule_runs(slow_runs(4), options, scheduler, {"tiny": tiny_data()}):
             told.append((number, record))
             if isinstance(record, Started | Epoch):
                 kill(workers(bad))
     assert sorted(number for number, record in told if isinstance(record, Finished)) == [0, 1, 2, 3]
     assert not [record for _, record in told if isinstance(record, Failed)]
-    assert 1 <= sum(isinstance(record, Note) and "lost on node" in record.text for _, record in told) <= 3
+    assert 1 <= sum(isinstance(record, Note) and "worker lost on node" in record.text for _, record in told) <= 3
 
 
 def test_a_node_where_others_work_holds_nothing_up(
     cluster: Any, add: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatmin_lab.execution.cluster.worker_pool.SLOW", 3.0)
+    monkeypatch.setattr("flatmin_lab.execution.cluster.worker_pool.START_TIMEOUT_SECONDS", 3.0)
     full = add(num_cpus=2)
-    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
+    options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"))
     heard: list[str] = []
-    with joined(cluster.address, say=heard.append) as crew:
+    with open_scheduler(cluster.address, say=heard.append) as scheduler:
 
         class Other:
             def here(self) -> bool:
                 return True
 
-        other = crew.ray.remote(Other).options(num_cpus=2).remote()
-        assert crew.ray.get(other.here.remote())
+        other = scheduler.ray.remote(Other).options(num_cpus=2).remote()
+        assert scheduler.ray.get(other.here.remote())
         add()
-        leaves = threading.Timer(180, crew.ray.kill, [other])  # so that waiting for it would end
+        leaves = threading.Timer(180, scheduler.ray.kill, [other])  # so that waiting for it would end
         leaves.start()
-        told = list(spread(slow_runs(2, epochs=3), how, crew, {"tiny": tiny_data()}))
+        told = list(schedule_runs(slow_runs(2, epochs=3), options, scheduler, {"tiny": tiny_data()}))
         assert leaves.is_alive(), "the trainings waited for the full node"
         leaves.cancel()
-        crew.ray.kill(other)
+        scheduler.ray.kill(other)
     assert sorted(number for number, record in told if isinstance(record, Finished)) == [0, 1]
     assert not any(full.node_id[:6] in text for text in heard if "left out" in text)
 
@@ -327,9 +325,9 @@ def test_a_node_that_cannot_import_flatmin_is_left_out_and_named(
     add(env_vars={"PYTHONPATH": str(tmp_path / "empty")})
     heard: list[str] = []
     run = Run(Job(tiny_recipe(name="sound"), 0))
-    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
-    with joined(cluster.address, say=heard.append) as crew:
-        told = list(spread([run], how, crew, {"tiny": tiny_data()}))
+    options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"))
+    with open_scheduler(cluster.address, say=heard.append) as scheduler:
+        told = list(schedule_runs([run], options, scheduler, {"tiny": tiny_data()}))
     assert [type(record) for _, record in told] == [Failed]
     assert "ModuleNotFoundError" in heard[-1]
     assert "install flatmin[cluster] there" in heard[-1]
@@ -348,10 +346,10 @@ def test_an_address_that_does_not_answer_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gpus", "0.5"], "a training takes 1 CPU and 0.5 GPU of one node, and none of the cluster's 2 nodes"),
-        (["--device", "cuda"], "a training takes 1 CPU and 1 GPU of one node"),
-        (["--gpus", "2"], "a training takes one GPU or a fraction of one, above 0 and up to 1, got --gpus 2"),
-        (["--gpus", "0.5", "--device", "cpu"], "--gpus belongs to trainings on GPUs"),
+        (["--gpus", "0.5"], "a worker takes 1 CPU and 0.5 GPU of one node, and none of the cluster's 2 nodes"),
+        (["--device", "cuda"], "a worker takes 1 CPU and 1 GPU of one node"),
+        (["--gpus", "2"], "a worker takes one GPU or a fraction of one, above 0 and up to 1, got --gpus 2"),
+        (["--gpus", "0.5", "--device", "cpu"], "--gpus belongs to runs on GPUs"),
         (["--device", "cuda:1"], "on a cluster Ray chooses the GPU"),
     ],
 )
@@ -367,9 +365,9 @@ def test_a_share_that_does_not_fit_is_refused(
 def test_a_folder_that_another_process_has_is_left_to_it(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
     add()
     runs = [Run(Job(tiny_recipe(name="sound"), seed)) for seed in (0, 1)]
-    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
-    with lock_folder(how.store.folder(runs[0].job)), joined(cluster.address) as crew:
-        told = list(spread(runs, how, crew, {"tiny": tiny_data()}))
+    options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"))
+    with lock_folder(options.store.folder(runs[0].job)), open_scheduler(cluster.address) as scheduler:
+        told = list(schedule_runs(runs, options, scheduler, {"tiny": tiny_data()}))
     ends = {number: record for number, record in told if isinstance(record, Finished | Failed)}
     assert isinstance(ends[0], Failed)
     assert ends[0].busy
@@ -382,18 +380,18 @@ def test_a_folder_that_another_process_has_is_left_to_it(cluster: Any, add: Call
 def test_two_workers_share_a_gpu_and_each_has_its_part_of_the_runs(
     cluster: Any, add: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """A GPU that Ray believes in; the trainings themselves are on the CPU."""
+    """A GPU that Ray believes in; the runs themselves are on the CPU."""
     add(num_cpus=4, num_gpus=1)
     runs = [Run(Job(tiny_recipe(name="sound"), seed)) for seed in range(4)]
-    how = How(ResultStore(tmp_path / "results", tmp_path / "runs"))
+    options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"))
     most = 0
-    with joined(cluster.address, gpus=0.5) as found:
+    with open_scheduler(cluster.address, gpus=0.5) as found:
         assert (found.device, found.share, found.room()) == ("cuda:0", Share(gpus=0.5), 2)
-        crew = Crew(ray=found.ray, device="cpu", share=found.share)
+        scheduler = Scheduler(ray=found.ray, device="cpu", share=found.share)
         finished = []
-        for number, record in spread(runs, how, crew, {"tiny": tiny_data()}):
-            most = max(most, len(crew.hands))
+        for number, record in schedule_runs(runs, options, scheduler, {"tiny": tiny_data()}):
+            most = max(most, len(scheduler.workers))
             finished += [number] if isinstance(record, Finished) else []
     assert most == 2
     assert sorted(finished) == [0, 1, 2, 3]
-    assert next(crew.numbers) == 3  # errands: two runs, one, and one
+    assert next(scheduler.task_numbers) == 3  # tasks: two runs, one, and one

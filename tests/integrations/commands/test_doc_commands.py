@@ -126,7 +126,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(paper_tables.TRIALS, protocol, 1)
     monkeypatch.setattr(paper_tables, "METHODS", ("erm", "amp"))
     for module in (process_pool, runner, tuner):
-        monkeypatch.setattr(module, "in_processes", _at_once)
+        monkeypatch.setattr(module, "run_in_pool", _at_once)
     monkeypatch.setattr(demo, "run_demo", _with(demo.run_demo, seeds=TRIALS, epochs=EPOCHS))
     monkeypatch.setattr(tune, "tuning", _with(tuner.tune, trials=TRIALS))
     monkeypatch.setattr(landscapes, "landscape", _with(landscapes.landscape, points=3))

@@ -12,7 +12,7 @@ from tests.support.pages import text_of
 
 from flatmin_lab.cli.commands import demo
 from flatmin_lab.data import load
-from flatmin_lab.execution.process_pool import side_by_side
+from flatmin_lab.execution.process_pool import train_in_pool
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Job
@@ -153,7 +153,7 @@ def test_bins_of_several_seeds_are_pooled_by_their_answers() -> None:
 def test_a_worker_that_fails_ends_the_demo_with_its_reason() -> None:
     recipe = default_recipe("digits", load("digits"), batch_size=5000)
     with pytest.raises(RunError, match="the batch size must be"):
-        list(side_by_side([Job(recipe, 0), Job(recipe, 1)], workers=1))
+        list(train_in_pool([Job(recipe, 0), Job(recipe, 1)], workers=1))
 
 
 @pytest.mark.parametrize("wrong", [{"seeds": 0}, {"epochs": 0}, {"workers": 0}, {"noise": 1.5}, {"noise": 1e-4}])

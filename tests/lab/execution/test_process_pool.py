@@ -1,4 +1,4 @@
-"""Work in processes of its own: all of it is done, one that fails or dies takes nothing else with it."""
+"""A pool of worker processes: every task is done, and one that fails or dies takes no other with it."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from flatmin_lab.execution.process_pool import Died, Stop, _Worker, in_processes
+from flatmin_lab.execution.process_pool import Stop, TaskFailure, _WorkerProcess, run_in_pool
 from flatmin_lab.runs.events import Event, Note
 
 
@@ -37,29 +37,29 @@ def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Event]]:
 def test_all_is_done_and_what_fails_or_dies_says_so() -> None:
     acts = ["do", "raise", "signal", "die", "do", "do"]
     tasks = [(number, act, "") for number, act in enumerate(acts)]
-    ends: dict[int, Event | Died] = {}
-    for task, said in in_processes(work, tasks, workers=2):
-        ends[task[0]] = said if isinstance(said, Died) else said[1]
+    ends: dict[int, Event | TaskFailure] = {}
+    for task, said in run_in_pool(work, tasks, workers=2):
+        ends[task[0]] = said if isinstance(said, TaskFailure) else said[1]
     for number, act in enumerate(acts):
         end = ends[number]
         if act in ("do", "signal"):
             assert end == Note("done")
         else:
-            assert isinstance(end, Died)
+            assert isinstance(end, TaskFailure)
             assert ("no such thing" if act == "raise" else "SIGKILL") in end.why
 
 
-def test_whoever_works_is_asked_to_stop_and_nothing_else_is_begun(tmp_path: Path) -> None:
+def test_busy_workers_are_asked_to_stop_and_no_other_task_is_started(tmp_path: Path) -> None:
     flag = tmp_path / "working"
     tasks = [(0, "last", str(flag)), (1, "do", "")]
-    said = list(in_processes(work, tasks, workers=1, stop=lambda: "Ctrl-C" if flag.exists() else None))
+    said = list(run_in_pool(work, tasks, workers=1, stop=lambda: "Ctrl-C" if flag.exists() else None))
     assert [task[0] for task, _ in said] == [0, 0]
     assert said[-1][1] == (0, Note("stopped by the parent"))
 
 
-def test_a_caller_that_leaves_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_a_caller_that_leaves_early_leaves_no_worker_behind(tmp_path: Path) -> None:
     flag = tmp_path / "working"
-    records = in_processes(work, [(0, "last", str(flag))], workers=1)
+    records = run_in_pool(work, [(0, "last", str(flag))], workers=1)
     next(records)
     records.close()  # type: ignore[attr-defined]
     assert flag.read_text() == "stopped by the parent"  # and not by its own time-out
@@ -72,7 +72,7 @@ def test_a_death_in_the_middle_of_a_message_is_a_death() -> None:
         def recv(self) -> None:
             raise OSError("got end of file during message")
 
-    worker = object.__new__(_Worker)
+    worker = object.__new__(_WorkerProcess)
     worker.pipe = Broken()  # type: ignore[assignment]
     worker.process = SimpleNamespace(join=lambda: None, exitcode=-9)  # type: ignore[assignment]
-    assert worker.hear() == Died("its process ended with signal 9 (SIGKILL)")
+    assert worker.receive() == TaskFailure("its process ended with signal 9 (SIGKILL)")

@@ -1,4 +1,4 @@
-"""Trained together, by turns, each training is what it is alone: its records, its folder, its bits."""
+"""Trained together, in turns, each run is what it is alone: its events, its folder, its bits."""
 
 import weakref
 from collections import deque
@@ -15,7 +15,16 @@ from tests.support.small_runs import after, lasting, run, same, tiny_data, tiny_
 
 from flatmin_lab import methods
 from flatmin_lab.execution import replicas
-from flatmin_lab.execution.replicas import GAIN, SPOILT, WARM, WINDOW, Replica, Room, _by_turns, together
+from flatmin_lab.execution.replicas import (
+    MAX_DISCARDED,
+    MEASURED_ROUNDS,
+    MIN_SPEEDUP,
+    WARMUP_ROUNDS,
+    Replica,
+    ReplicaLimit,
+    _take_turns,
+    train_together,
+)
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Progress, RunError, Saved, Started, Stopped
 from flatmin_lab.system.rng import RandomScope
@@ -34,13 +43,13 @@ def folders(place: Path, count: int = len(JOBS)) -> list[Path]:
 
 
 def ends(records: Iterator[tuple[int, Event]]) -> dict[int, Event]:
-    """The last record of each."""
+    """The last event of each."""
     return dict(records)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each training leaves that has the process for itself."""
+    """What each run leaves when it has the process for itself."""
     place = tmp_path_factory.mktemp("alone")
     torch.set_num_threads(1)  # as for a test, which this comes before: bits depend on it
     for job, folder in zip(JOBS, folders(place), strict=True):
@@ -54,7 +63,7 @@ def test_each_is_the_same_as_alone(tmp_path: Path, alone: list[dict[str, Any]], 
     expected = torch.rand(4)
     torch.manual_seed(3)
     drawn = []
-    records = together(JOBS, tiny_data(), folders=folders(tmp_path), count=count)
+    records = train_together(JOBS, tiny_data(), folders=folders(tmp_path), count=count)
     for _, record in records:
         if isinstance(record, Finished):
             drawn.append(torch.rand(()))
@@ -65,7 +74,7 @@ def test_each_is_the_same_as_alone(tmp_path: Path, alone: list[dict[str, Any]], 
 def test_they_take_turns_and_the_next_one_starts_when_one_ends() -> None:
     heard = [
         (number, type(record))
-        for number, record in together(JOBS, tiny_data(), count=2)
+        for number, record in train_together(JOBS, tiny_data(), count=2)
         if not isinstance(record, Progress)
     ]
     assert heard[:2] == [(0, Started), (1, Started)]
@@ -75,7 +84,7 @@ def test_they_take_turns_and_the_next_one_starts_when_one_ends() -> None:
     assert [sum(kind is Finished for n, kind in heard if n == number) for number in range(4)] == [1] * 4
 
 
-def test_records_are_those_of_a_training_alone() -> None:
+def test_events_are_those_of_a_run_alone() -> None:
     def plain(record: Event) -> Any:
         if isinstance(record, Epoch):
             return replace(record, numbers={k: v for k, v in record.numbers.items() if k != "seconds"})
@@ -84,7 +93,7 @@ def test_records_are_those_of_a_training_alone() -> None:
         return record
 
     heard: list[list[Event]] = [[] for _ in JOBS]
-    for number, record in together(JOBS, tiny_data(), count=3):
+    for number, record in train_together(JOBS, tiny_data(), count=3):
         heard[number].append(record)
     for job, mine in zip(JOBS, heard, strict=True):
         expected = train(job.recipe, tiny_data(), seed=job.seed)
@@ -95,24 +104,24 @@ def test_records_are_those_of_a_training_alone() -> None:
 @pytest.mark.parametrize("first", [3, 11, 30])
 def test_stopped_all_save_and_go_on_to_the_same_bits(tmp_path: Path, alone: list[dict[str, Any]], first: int) -> None:
     settings: dict[str, Any] = {"folders": folders(tmp_path), "count": 2, "checkpoint_epochs": 99}
-    last = ends(together(JOBS, tiny_data(), stop=after(first), **settings))
+    last = ends(train_together(JOBS, tiny_data(), stop=after(first), **settings))
     stopped = [record for record in last.values() if isinstance(record, Stopped)]
     assert len(last) == len(JOBS)
     assert stopped
     assert isinstance(last[3], Stopped)
     assert last[3].step == 0  # not begun
     assert not folders(tmp_path)[3].exists()
-    again = ends(together(JOBS, tiny_data(), resume=True, **settings))
+    again = ends(train_together(JOBS, tiny_data(), resume=True, **settings))
     assert all(isinstance(record, Finished) for record in again.values())
     assert all(same(lasting(folder), one) for folder, one in zip(folders(tmp_path), alone, strict=True))
 
 
-def test_a_training_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     jobs = [JOBS[0], Job(tiny_recipe(lr=1e30, warmup=1.0, epochs=2, schedule="constant"), 1), JOBS[2]]
     heard: list[tuple[int, Event]] = []
-    with pytest.raises(RunError, match=r"1 of 3 trainings failed: the loss of step \d+"):
-        heard.extend(together(jobs, tiny_data(), folders=folders(tmp_path, 3), count=2))
-    for pair in together(jobs, tiny_data(), count=2):
+    with pytest.raises(RunError, match=r"1 of 3 runs failed: the loss of step \d+"):
+        heard.extend(train_together(jobs, tiny_data(), folders=folders(tmp_path, 3), count=2))
+    for pair in train_together(jobs, tiny_data(), count=2):
         heard.append(pair)
         if isinstance(pair[1], Failed):
             assert pair[0] == 1
@@ -128,15 +137,15 @@ Steps = Generator[Event | None, None, None]
 
 
 def turns(
-    trainings: list[Callable[[], Steps]], room: Room, stop: Callable[[], str | None] = lambda: None
+    runs: list[Callable[[], Steps]], limit: ReplicaLimit, stop: Callable[[], str | None] = lambda: None
 ) -> Iterator[tuple[int, Event]]:
-    """Made-up trainings by turns."""
+    """Made-up runs in turns."""
     idle: list[torch.cuda.Stream] = []
 
     def begin(number: int) -> Replica:
-        return Replica(number, trainings[number](), torch.device("cpu"), idle)
+        return Replica(number, runs[number](), torch.device("cpu"), idle)
 
-    return _by_turns(deque(range(len(trainings))), begin, room, stop)
+    return _take_turns(deque(range(len(runs))), begin, limit, stop)
 
 
 def good() -> Steps:
@@ -154,8 +163,8 @@ def good() -> Steps:
         (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
     ],
 )
-def test_any_error_is_that_training_s_own(error: Exception, said: str) -> None:
-    """In the end it is raised; what the training held is free long before."""
+def test_any_error_is_that_run_s_own(error: Exception, said: str) -> None:
+    """It is raised at the end; the memory that the run held is free long before."""
 
     class Memory:
         pass
@@ -166,7 +175,7 @@ def test_any_error_is_that_training_s_own(error: Exception, said: str) -> None:
         memory = Memory()
         held.append(weakref.ref(memory))
         yield Started(step=10, steps=30, epochs=1, parameters=1)
-        yield from [None] * WARM
+        yield from [None] * WARMUP_ROUNDS
         raise error
 
     heard: list[tuple[int, Event]] = []
@@ -177,11 +186,11 @@ def test_any_error_is_that_training_s_own(error: Exception, said: str) -> None:
         if isinstance(pair[1], Failed):
             free.append(held[0]() is None)
 
-    with pytest.raises(RunError, match=f"1 of 3 trainings failed: {said}") as raised:
-        deque(map(hears, turns([good, bad, good], Room(count=2))))
+    with pytest.raises(RunError, match=f"1 of 3 runs failed: {said}") as raised:
+        deque(map(hears, turns([good, bad, good], ReplicaLimit(count=2))))
     assert free == [True]
     assert raised.value.__cause__ is error
-    assert (1, Failed(said, 10 + WARM)) in heard
+    assert (1, Failed(said, 10 + WARMUP_ROUNDS)) in heard
     assert [number for number, record in heard if isinstance(record, Finished)] == [0, 2]
 
 
@@ -198,15 +207,15 @@ def test_one_that_finds_no_memory_beside_the_others_comes_later() -> None:
             raise torch.OutOfMemoryError("no memory")
         yield from good()
 
-    room = Room(count=3)
-    heard = list(turns([good, large, long], room))
+    limit = ReplicaLimit(count=3)
+    heard = list(turns([good, large, long], limit))
     assert len(tries) == 3
-    assert (room.count, room.settled) == (1, True)
+    assert (limit.count, limit.settled) == (1, True)
     assert [number for number, record in heard if isinstance(record, Finished)] == [0, 2, 1]
     assert not any(isinstance(record, Failed) for _, record in heard)
     tries.clear()
     with pytest.raises(RunError, match="no memory"):  # alone, it will not find any later
-        list(turns([large], Room()))
+        list(turns([large], ReplicaLimit()))
 
 
 def test_all_are_closed_although_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +227,7 @@ def test_all_are_closed_although_one_cannot_be(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError(f"number {self.number} cannot be closed")
 
     monkeypatch.setattr(Replica, "close", stubborn)
-    records = turns([good, good, good], Room(count=3))
+    records = turns([good, good, good], ReplicaLimit(count=3))
     next(records)
     with pytest.raises(RuntimeError, match="number 0"):
         records.close()  # type: ignore[attr-defined]  # it is a generator
@@ -248,32 +257,32 @@ def test_a_stream_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_makes_no_sense_is_refused_before_anything_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        together(JOBS, tiny_data(), count=0)
+        train_together(JOBS, tiny_data(), count=0)
     for wrong, message in (
-        (folders(tmp_path)[:2], "got 2 folders for 4 trainings"),
+        (folders(tmp_path)[:2], "got 2 folders for 4 runs"),
         ([*folders(tmp_path)[:3], tmp_path / "x" / ".." / "seed-1"], "seed-1 twice"),
     ):
         with pytest.raises(ValueError, match=f"a folder of its own, .*{message}"):
-            together(JOBS, tiny_data(), folders=wrong)
+            train_together(JOBS, tiny_data(), folders=wrong)
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="would lie in the file"):
-        together(JOBS, tiny_data(), folders=[*folders(tmp_path)[:3], tmp_path / "file" / "run"])
+        train_together(JOBS, tiny_data(), folders=[*folders(tmp_path)[:3], tmp_path / "file" / "run"])
     with pytest.raises(ValueError, match="--no-capture"):
-        together([*JOBS, Job(tiny_recipe(compile=True), 4)], tiny_data(), capture=False)
+        train_together([*JOBS, Job(tiny_recipe(compile=True), 4)], tiny_data(), capture=False)
     run(JOBS[3].recipe, folders(tmp_path)[3], seed=3)
     with pytest.raises(FileExistsError, match="--resume"):
-        together(JOBS, tiny_data(), folders=folders(tmp_path))
+        train_together(JOBS, tiny_data(), folders=folders(tmp_path))
     monkeypatch.setattr("flatmin_lab.runs.open_folder.os.access", lambda *_: False)
     with pytest.raises(RunError, match=r"cannot be written to \(no permission in .*; choose another folder"):
-        together(JOBS, tiny_data(), folders=folders(tmp_path))
+        train_together(JOBS, tiny_data(), folders=folders(tmp_path))
     assert not folders(tmp_path)[0].exists()
 
 
 def test_left_early_no_folder_stays_held(tmp_path: Path) -> None:
-    records = together(JOBS, tiny_data(), folders=folders(tmp_path), count=3)
+    records = train_together(JOBS, tiny_data(), folders=folders(tmp_path), count=3)
     assert any(isinstance(record, Saved) for _, record in records)
     records.close()  # type: ignore[attr-defined]  # it is a generator
-    again = ends(together(JOBS, tiny_data(), folders=folders(tmp_path), count=3, resume=True))
+    again = ends(train_together(JOBS, tiny_data(), folders=folders(tmp_path), count=3, resume=True))
     assert all(isinstance(record, Finished) for record in again.values())
 
 
@@ -302,22 +311,22 @@ class Machine:
     def __init__(self, speeds: list[float], fits: int) -> None:
         self.speeds, self.fits = speeds, fits
         self.now, self.replicas = 0.0, 0
-        self.room = Room(settled=False, free=lambda: 10 * (self.fits - self.replicas), clock=lambda: self.now)
+        self.limit = ReplicaLimit(settled=False, free=lambda: 10 * (self.fits - self.replicas), clock=lambda: self.now)
 
     def rounds(self, count: int, *, only_steps: bool = True, slow: float = 0.0) -> None:
         for _ in range(count):
-            self.replicas = self.room.count
+            self.replicas = self.limit.count
             self.now += self.replicas / self.speeds[self.replicas - 1] + slow
-            self.room.round(self.replicas, only_steps=only_steps)
+            self.limit.finish_round(self.replicas, only_steps=only_steps)
 
 
-class TestRoom:
+class TestReplicaLimit:
     @pytest.mark.parametrize(
         ("speeds", "fits", "expected"),
         [
             ([100.0, 190.0, 250.0, 251.0, 300.0], 9, 4),  # the fourth brings nothing, so there is no fifth
             ([100.0, 99.0, 300.0], 9, 2),
-            ([100.0, 100 * GAIN + 0.1, 100 * GAIN**2 + 0.3, 1.0], 9, 4),
+            ([100.0, 100 * MIN_SPEEDUP + 0.1, 100 * MIN_SPEEDUP**2 + 0.3, 1.0], 9, 4),
             ([100.0, 200.0, 300.0, 400.0], 3, 3),
             ([100.0, 200.0], 1, 1),
         ],
@@ -326,47 +335,47 @@ class TestRoom:
         self, speeds: list[float], fits: int, expected: int
     ) -> None:
         machine = Machine(speeds, fits)
-        machine.rounds(10 * (WARM + WINDOW))
-        assert machine.room.count == expected
-        assert machine.room.settled
+        machine.rounds(10 * (WARMUP_ROUNDS + MEASURED_ROUNDS))
+        assert machine.limit.count == expected
+        assert machine.limit.settled
 
     def test_there_must_be_memory_for_a_beginning_and_not_only_for_what_stays(self) -> None:
         for peak, expected in ((20, 4), (40, 2), (90, 1)):
             machine = Machine([100.0, 200.0, 300.0, 400.0, 500.0], 5)
-            machine.room.peak = lambda peak=peak: peak  # type: ignore[misc]
-            machine.rounds(10 * (WARM + WINDOW))
-            assert machine.room.count == expected
+            machine.limit.peak = lambda peak=peak: peak  # type: ignore[misc]
+            machine.rounds(10 * (WARMUP_ROUNDS + MEASURED_ROUNDS))
+            assert machine.limit.count == expected
 
     def test_a_need_that_cannot_be_known_ends_it(self) -> None:
         """Another process gave memory back meanwhile."""
         machine = Machine([100.0, 200.0], 5)
-        machine.room.at_first = 0
-        machine.rounds(WARM + WINDOW)
-        assert (machine.room.count, machine.room.settled) == (1, True)
+        machine.limit.initial_free = 0
+        machine.rounds(WARMUP_ROUNDS + MEASURED_ROUNDS)
+        assert (machine.limit.count, machine.limit.settled) == (1, True)
 
     def test_what_is_no_step_is_not_measured(self) -> None:
         """The end of an epoch in the middle of a measurement would make the replicas look slow."""
         machine = Machine([100.0, 200.0, 201.0], 9)
-        machine.rounds(WARM + WINDOW)
-        machine.rounds(WINDOW)
+        machine.rounds(WARMUP_ROUNDS + MEASURED_ROUNDS)
+        machine.rounds(MEASURED_ROUNDS)
         machine.rounds(1, only_steps=False, slow=100.0)
-        assert not machine.room.settled
-        machine.rounds(WARM + WINDOW)
-        assert machine.room.count == 3
+        assert not machine.limit.settled
+        machine.rounds(WARMUP_ROUNDS + MEASURED_ROUNDS)
+        assert machine.limit.count == 3
 
     def test_epochs_shorter_than_a_measurement_end_it_all_the_same(self) -> None:
         machine = Machine([100.0, 200.0, 201.0], 9)
-        for _ in range(3 * (SPOILT + WARM + WINDOW)):
+        for _ in range(3 * (MAX_DISCARDED + WARMUP_ROUNDS + MEASURED_ROUNDS)):
             machine.rounds(2)
             machine.rounds(1, only_steps=False)
-        assert machine.room.count == 3
-        assert machine.room.settled
+        assert machine.limit.count == 3
+        assert machine.limit.settled
 
     def test_a_number_that_is_given_stays(self) -> None:
         for count in (1, 4):
-            room = Room.on(torch.device("cpu"), count)
-            assert (room.count, room.settled) == (count, True)
-        assert Room.on(torch.device("cpu"), None).count == 1
+            limit = ReplicaLimit.for_device(torch.device("cpu"), count)
+            assert (limit.count, limit.settled) == (count, True)
+        assert ReplicaLimit.for_device(torch.device("cpu"), None).count == 1
 
 
 # ---- on a GPU
@@ -376,7 +385,7 @@ class TestRoom:
 @pytest.mark.parametrize("count", [None, 3, 8])
 def test_on_a_gpu_each_is_the_same_as_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int | None) -> None:
     """All methods at once, each on its stream with its graphs and its random numbers."""
-    monkeypatch.setattr(replicas, "WINDOW", 4)  # so that a measured number rises in so short a training
+    monkeypatch.setattr(replicas, "MEASURED_ROUNDS", 4)  # so that the count rises in so short a run
     jobs = [
         Job(tiny_recipe(method=method, deterministic=True, augment="vanilla"), seed)
         for seed, method in enumerate(methods.METHODS)
@@ -384,7 +393,7 @@ def test_on_a_gpu_each_is_the_same_as_alone(tmp_path: Path, monkeypatch: pytest.
     mine, alone = folders(tmp_path / "together", len(jobs)), folders(tmp_path / "alone", len(jobs))
     for job, folder in zip(jobs, alone, strict=True):
         run(job.recipe, folder, seed=job.seed, device="cuda")
-    last = ends(together(jobs, tiny_data(), device="cuda", folders=mine, count=count))
+    last = ends(train_together(jobs, tiny_data(), device="cuda", folders=mine, count=count))
     assert all(isinstance(record, Finished) for record in last.values())
     for job, one, other in zip(jobs, mine, alone, strict=True):
         assert same(lasting(one), lasting(other)), job.recipe.method
@@ -394,9 +403,9 @@ def test_on_a_gpu_each_is_the_same_as_alone(tmp_path: Path, monkeypatch: pytest.
 def test_on_a_gpu_stopped_all_go_on_to_the_same_bits(tmp_path: Path) -> None:
     jobs = [Job(replace(job.recipe, deterministic=True), job.seed) for job in JOBS]
     settings: dict[str, Any] = {"device": "cuda", "count": 3}
-    ends(together(jobs, tiny_data(), folders=folders(tmp_path / "whole"), **settings))
-    ends(together(jobs, tiny_data(), folders=folders(tmp_path / "torn"), stop=after(20), **settings))
-    again = ends(together(jobs, tiny_data(), folders=folders(tmp_path / "torn"), resume=True, **settings))
+    ends(train_together(jobs, tiny_data(), folders=folders(tmp_path / "whole"), **settings))
+    ends(train_together(jobs, tiny_data(), folders=folders(tmp_path / "torn"), stop=after(20), **settings))
+    again = ends(train_together(jobs, tiny_data(), folders=folders(tmp_path / "torn"), resume=True, **settings))
     assert all(isinstance(record, Finished) for record in again.values())
     for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path / "torn"), strict=True):
         assert same(lasting(one), lasting(other))

@@ -1,4 +1,4 @@
-"""Recipe + seed → one result file: trained as ever, measured, written down; what fails is, and stops nobody."""
+"""Recipe + seed → one result file: trained, evaluated, stored; a run that fails is stored too, and stops no other."""
 
 import json
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ import torch
 from flatmin_lab.data import load
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution import runner as runs_module
-from flatmin_lab.execution.process_pool import Died
-from flatmin_lab.execution.runner import How, Run, Task, _tasks, carry_out, work
+from flatmin_lab.execution.process_pool import TaskFailure
+from flatmin_lab.execution.runner import Run, RunOptions, RunTask, _make_tasks, run_all, run_task
 from flatmin_lab.recipes.paper_tables import cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs import checkpoint
@@ -35,14 +35,14 @@ def store(tmp_path: Path) -> ResultStore:
 def here(jobs: Sequence[Job], store: ResultStore, *parts: str) -> dict[int, Event]:
     """What came of each, in this process."""
     runs = {number: Run(job, parts) for number, job in enumerate(jobs)}
-    return dict(work(Task(runs, "cpu", How(store)), lambda: None))
+    return dict(run_task(RunTask(runs, "cpu", RunOptions(store)), lambda: None))
 
 
 def in_workers(jobs: Sequence[Job], store: ResultStore, *, workers: int, **more: Any) -> dict[int, Event]:
-    return dict(carry_out([Run(job) for job in jobs], How(store), devices=["cpu"], workers=workers, **more))
+    return dict(run_all([Run(job) for job in jobs], RunOptions(store), devices=["cpu"], workers=workers, **more))
 
 
-def test_a_run_is_the_training_and_more(store: ResultStore) -> None:
+def test_a_result_has_the_numbers_of_the_training_and_the_measurements(store: ResultStore) -> None:
     ends = here([Job(QUICK, 3)], store, "attack")
     assert isinstance(ends[0], Finished)
     stored = json.loads(store.file(Job(QUICK, 3)).read_text())
@@ -76,7 +76,7 @@ def test_what_is_there_is_not_trained_again_and_what_lacks_is_measured(store: Re
     assert store.state(job, ("flatness",)) == "without weights"
 
 
-def test_one_that_fails_is_written_down_and_the_others_go_on(store: ResultStore) -> None:
+def test_a_failure_is_stored_and_the_others_continue(store: ResultStore) -> None:
     jobs = [Job(DIVERGING, 0), Job(QUICK, 0)]
     ends = in_workers(jobs, store, workers=2)
     assert isinstance(ends[0], Failed)
@@ -135,7 +135,7 @@ def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultSt
     assert stored["clean_train_nll"] < 10
 
 
-def test_the_weights_of_another_training_are_not_measured_for_a_result(store: ResultStore) -> None:
+def test_the_weights_of_another_run_are_not_measured_for_a_result(store: ResultStore) -> None:
     """A result that came from elsewhere, and a folder of the same name that was trained here."""
     job = Job(QUICK, 0)
     here([job], store)
@@ -145,9 +145,7 @@ def test_the_weights_of_another_training_are_not_measured_for_a_result(store: Re
     assert store.state(job, ("attack",)) == "without weights"
 
 
-def test_what_two_processes_measure_of_one_training_is_all_kept(
-    store: ResultStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_two_processes_measure_of_one_run_is_all_kept(store: ResultStore, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(QUICK, 0)
     here([job], store)
     real = post_training.measure
@@ -161,47 +159,51 @@ def test_what_two_processes_measure_of_one_training_is_all_kept(
     assert {"attack", "flatness"} <= json.loads(store.file(job).read_text()).keys()
 
 
-def test_the_share_of_a_process_that_dies_goes_to_another(store: ResultStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it was training has failed; what it had not begun is done."""
+def test_the_rest_of_a_task_goes_to_another_process_when_one_dies(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs it was training have failed; those it had not started are done."""
     lives = [0]
 
     def processes(work: Any, tasks: Any, **more: Any) -> Any:
-        """A worker that finishes its first training and dies in its second, once."""
+        """A worker that finishes its first run and dies in its second, once."""
         lives[0] += 1
         for task in tasks:
             for place, number in enumerate(task.runs):
                 yield task, (number, Started(step=0, steps=1, epochs=1, parameters=1))
                 if place == 1 and lives[0] == 1:
-                    yield task, Died("signal 9")
+                    yield task, TaskFailure("signal 9")
                     break
                 yield task, (number, Finished({}))
 
-    monkeypatch.setattr(runs_module, "in_processes", processes)
+    monkeypatch.setattr(runs_module, "run_in_pool", processes)
     monkeypatch.setattr(runs_module, "facts", lambda device: {})
     jobs = [Run(Job(QUICK, seed)) for seed in range(8)]
-    ends = dict(carry_out(jobs, How(store), devices=["cuda:0", "cuda:1"]))
+    ends = dict(run_all(jobs, RunOptions(store), devices=["cuda:0", "cuda:1"]))
     assert sorted(number for number, end in ends.items() if isinstance(end, Failed)) == [2, 3]
     assert sum(isinstance(end, Finished) for end in ends.values()) == 6
     assert len(list(store.results.rglob("*.failed.json"))) == 2
 
 
-def test_processes_that_cannot_begin_are_not_begun_for_ever(
+def test_processes_that_cannot_start_are_not_started_for_ever(
     store: ResultStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs_module, "in_processes", lambda work, tasks, **_: ((task, Died("no")) for task in tasks))
-    ends = dict(carry_out([Run(Job(QUICK, 0))], How(store), devices=["cuda:0", "cuda:1"]))
+    monkeypatch.setattr(
+        runs_module, "run_in_pool", lambda work, tasks, **_: ((task, TaskFailure("no")) for task in tasks)
+    )
+    ends = dict(run_all([Run(Job(QUICK, 0))], RunOptions(store), devices=["cuda:0", "cuda:1"]))
     assert isinstance(ends[0], Failed)
     assert ends[0].later
     assert not list(store.results.rglob("*.json"))
 
 
-def test_asked_to_stop_what_was_not_begun_is_told(store: ResultStore) -> None:
+def test_when_asked_to_stop_runs_that_were_not_started_say_so(store: ResultStore) -> None:
     jobs = [Job(QUICK, seed) for seed in (0, 1)]
     ends = in_workers(jobs, store, workers=1, stop=lambda: "SIGTERM")
     assert ends == {0: Stopped("SIGTERM", 0), 1: Stopped("SIGTERM", 0)}
 
 
-def test_a_result_of_another_training_is_not_taken_for_it(store: ResultStore) -> None:
+def test_a_result_of_another_run_is_not_taken_for_it(store: ResultStore) -> None:
     job = Job(QUICK, 0)
     here([job], store)
     stored = json.loads(store.file(job).read_text())
@@ -232,7 +234,7 @@ def test_what_has_been_begun_cannot_be_planned_any_more(store: ResultStore) -> N
 def test_several_gpus_share_each_data_set() -> None:
     other = replace(QUICK, data="svhn-made")
     runs = dict(enumerate(Run(Job(recipe, seed)) for seed in range(3) for recipe in (QUICK, other)))
-    tasks = _tasks(runs, How(ResultStore(Path("r"), Path("w"))), ["cuda:0", "cuda:1"])
+    tasks = _make_tasks(runs, RunOptions(ResultStore(Path("r"), Path("w"))), ["cuda:0", "cuda:1"])
     assert [task.device for task in tasks] == ["cuda:0", "cuda:1"]
     assert sorted(number for task in tasks for number in task.runs) == list(range(6))
     for task in tasks:
@@ -253,7 +255,7 @@ def test_curves_are_named_without_the_split_and_cut_to_six_digits() -> None:
 def test_on_a_gpu_they_run_together_and_are_measured_there(store: ResultStore) -> None:
     jobs = [Job(replace(QUICK, name=f"smoke/{method}", method=method), 0) for method in ("erm", "amp", "dropout")]
     runs = [Run(job, ("attack", "flatness", "landscape")) for job in jobs]
-    ends = dict(carry_out(runs, How(store, at_once=2), devices=["cuda:0"]))
+    ends = dict(run_all(runs, RunOptions(store, at_once=2), devices=["cuda:0"]))
     assert all(isinstance(end, Finished) for end in ends.values())
     for job in jobs:
         stored = json.loads(store.file(job).read_text())

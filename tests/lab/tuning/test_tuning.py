@@ -30,8 +30,8 @@ from flatmin_lab.runs.events import BusyError, Epoch, Event, Finished, Stopped
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import State, Tuning
 from flatmin_lab.tuning.result_file import FILE
-from flatmin_lab.tuning.search_space import KNOBS, Knob, Search, knobs_of
-from flatmin_lab.tuning.study import DATABASE, FIRST, opened
+from flatmin_lab.tuning.search_space import HYPER_PARAMETERS, HyperParameter, SearchSpace, hyper_parameters_of
+from flatmin_lab.tuning.study import DATABASE, MIN_FINISHED_TRIALS, open_study
 from flatmin_lab.tuning.trial import is_pruned
 from flatmin_lab.tuning.tuner import tune
 
@@ -40,7 +40,7 @@ WAITS = 120.0  # seconds for a process that should have come so far
 
 
 def saved(path: Path, test: Split) -> Path:
-    """A few pictures in a file: a tenth of the training set is twelve of them."""
+    """A few images in a file: a tenth of the training set is twelve of them."""
     train = images(120, 0)
     arrays = {"x_train": train.x, "y_train": train.y, "x_test": test.x, "y_test": test.y}
     plain: dict[str, Any] = {name: tensor.numpy() for name, tensor in arrays.items()}
@@ -72,7 +72,7 @@ def study_of(out: Path) -> Any:
 
 
 def drawn_before(out: Path, draws: Iterable[dict[str, float]]) -> None:
-    """A study in which it is written what its first trials have, as Optuna's users do it."""
+    """A study whose first trials are enqueued, as Optuna's users do it."""
     out.mkdir(parents=True)
     study = optuna.create_study(storage=f"sqlite:///{out / DATABASE}", direction="minimize", study_name="mine")
     for draw in draws:
@@ -81,7 +81,7 @@ def drawn_before(out: Path, draws: Iterable[dict[str, float]]) -> None:
 
 @pytest.fixture(scope="module")
 def out(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tuning of four trials, for those who only look at it."""
+    """A tuning of four trials, for tests that only read it."""
     folder = tmp_path_factory.mktemp("tuning") / "amp"
     done = flatmin(*asked(data, folder, "--trials", 4, "--measure", "nll"))
     assert done.exit_code == 0, done.output
@@ -174,9 +174,9 @@ def test_every_method_can_be_tuned(data: Path, tmp_path: Path, method: str) -> N
     assert done.exit_code == 0, done.output
     found = tuning_of(tmp_path / "out")
     assert [trial.state for trial in found.trials] == ["finished"] * 2
-    for knob in KNOBS[method]:
+    for parameter in HYPER_PARAMETERS[method]:
         for trial in found.trials:
-            assert knob.low <= trial.settings[knob.name] <= knob.high
+            assert parameter.low <= trial.settings[parameter.name] <= parameter.high
     command = next(line for line in done.stdout.splitlines() if line.strip().startswith("flatmin train --data"))
     trained = flatmin(*command.split()[1:], "--out", tmp_path / "run")
     assert trained.exit_code == 0, trained.output
@@ -185,7 +185,7 @@ def test_every_method_can_be_tuned(data: Path, tmp_path: Path, method: str) -> N
 def test_erm_has_nothing_to_tune_but_what_every_recipe_has(data: Path, tmp_path: Path) -> None:
     done = flatmin(*asked(data, tmp_path / "out", "--method", "erm"))
     assert done.exit_code == 2
-    assert "erm has no knob of its own: there is nothing to tune" in words(done.stderr)
+    assert "erm has no hyper-parameter of its own: there is nothing to tune" in words(done.stderr)
     assert "--knobs lr,weight_decay" in words(done.stderr)
     assert not (tmp_path / "out").exists()
     more = ["--method", "erm", "--knobs", "lr,weight-decay", "--trials", 2]
@@ -230,21 +230,21 @@ def test_without_momentum_it_is_tuned_and_trained_without_nesterovs(data: Path, 
 
 
 def test_what_is_fixed_is_not_tuned() -> None:
-    assert [knob.name for knob in knobs_of("amp", fixed=["inner_lr", "inner_iter"])] == ["epsilon"]
-    with pytest.raises(ValueError, match="a number is fixed or tuned, got epsilon as both"):
-        knobs_of("amp", ["epsilon"], fixed=["epsilon"])
+    assert [parameter.name for parameter in hyper_parameters_of("amp", fixed=["inner_lr", "inner_iter"])] == ["epsilon"]
+    with pytest.raises(ValueError, match="a number is either fixed or tuned, got epsilon as both"):
+        hyper_parameters_of("amp", ["epsilon"], fixed=["epsilon"])
     with pytest.raises(ValueError, match="--knobs of rmp are epsilon, lr, weight_decay, got inner_lr"):
-        knobs_of("rmp", ["inner_lr"])
+        hyper_parameters_of("rmp", ["inner_lr"])
     with pytest.raises(ValueError, match="unknown method 'sam'"):
-        knobs_of("sam")
+        hyper_parameters_of("sam")
 
 
-# ---- trials that do not come to their end
+# ---- trials that do not finish
 
 
-def test_pruning_stops_a_bad_training_before_its_end(data: Path, tmp_path: Path) -> None:
+def test_pruning_stops_a_bad_trial_before_its_end(data: Path, tmp_path: Path) -> None:
     good, bad = {"epsilon": 0.02, "inner_lr": 1.0}, {"epsilon": 2.0, "inner_lr": 5.0}
-    drawn_before(tmp_path / "out", [good] * FIRST + [bad])
+    drawn_before(tmp_path / "out", [good] * MIN_FINISHED_TRIALS + [bad])
     done = flatmin(*asked(data, tmp_path / "out", "--epochs", 4, "--trials", 6, "--measure", "nll"))
     assert done.exit_code == 0, done.output
     *others, last = tuning_of(tmp_path / "out").trials
@@ -263,24 +263,26 @@ def test_nothing_is_pruned_in_the_first_half_nor_at_the_end_nor_before_five_have
 ) -> None:
     pictures_of = load(data)
     recipe = default_recipe(str(data), pictures_of, model="mlp", method="rmp", epochs=6, validation=True)
-    search = Search(recipe=recipe, knobs=knobs_of("rmp"), pruning=pruning)
-    with opened(search, pictures_of, folder=tmp_path, storage=None) as study:
+    search = SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("rmp"), pruning=pruning)
+    with open_study(search, pictures_of, folder=tmp_path, storage=None) as study:
         for number in range(7):
             draw = study.draw(7)
             assert draw is not None
             value = 0.1 + 0.01 * number  # each one worse than all before
-            bad = [study.is_bad(number, epoch, value) for epoch in range(1, 7)]
-            judged = pruning and number >= FIRST
-            assert bad == [False, False, False, judged, judged, False]
+            bad = [study.should_prune(number, epoch, value) for epoch in range(1, 7)]
+            pruned = pruning and number >= MIN_FINISHED_TRIALS
+            assert bad == [False, False, False, pruned, pruned, False]
             last = {"epoch": 6, "seconds": 1.0, "validation_error": value, "validation_nll": value}
             study.end(number, "finished", last)
         assert study.draw(7) is None
 
 
-def test_a_trial_that_diverges_has_failed_and_the_others_go_on(
+def test_a_trial_that_diverges_has_failed_and_the_others_continue(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatmin_lab.tuning.search_space.FIELDS", (Knob(name="lr", low=0.01, high=1e25),))
+    monkeypatch.setattr(
+        "flatmin_lab.tuning.search_space.RECIPE_FIELDS", (HyperParameter(name="lr", low=0.01, high=1e25),)
+    )
     drawn_before(tmp_path / "out", [{"lr": 1e25}, {"lr": 0.1}])
     done = flatmin(*asked(data, tmp_path / "out", "--method", "mixup", "--knobs", "lr", "--trials", 2))
     assert done.exit_code == 0, done.output
@@ -302,10 +304,10 @@ def test_where_all_fail_nothing_is_chosen(data: Path, tmp_path: Path) -> None:
     assert "nothing is chosen" in words(trained.stderr)
 
 
-# ---- killed and gone on with
+# ---- killed and resumed
 
 
-def test_killed_in_the_middle_it_goes_on_to_the_trials_it_would_have_had(data: Path, tmp_path: Path) -> None:
+def test_killed_in_the_middle_it_resumes_to_the_trials_it_would_have_had(data: Path, tmp_path: Path) -> None:
     flags = asked(data, tmp_path / "killed", "--trials", 3, "--epochs", 16)
     environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "flatmin_lab", *map(str, flags)]
@@ -334,7 +336,7 @@ def waiting_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_a_signal_stops_it_and_the_same_command_goes_on(
+def test_a_signal_stops_it_and_the_same_command_resumes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def follow(records: Iterable[tuple[Any, Event]], *_: object) -> None:
@@ -359,13 +361,13 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(
     assert flatmin(*flags).exit_code == 0  # all of them have ended
 
 
-def test_epochs_that_were_measured_but_not_told_are_told_when_it_goes_on(data: Path, tmp_path: Path) -> None:
+def test_epochs_missing_in_the_study_are_reported_when_it_is_resumed(data: Path, tmp_path: Path) -> None:
     """Killed between a checkpoint and the study, no epoch is missing there."""
     pictures_of = load(data)
     recipe = default_recipe(
         str(data), pictures_of, model="mlp", method="rmp", epochs=3, augment="none", validation=True
     )
-    search = Search(recipe=recipe, knobs=knobs_of("rmp"))
+    search = SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("rmp"))
     steps = len(pictures_of.train) // recipe.batch_size + 1
     stopped = list(tune(search, pictures_of, folder=tmp_path / "out", trials=1, stop=after(2 * steps + 6)))
     assert isinstance(stopped[-1][1], Stopped)
@@ -383,22 +385,23 @@ def test_epochs_that_were_measured_but_not_told_are_told_when_it_goes_on(data: P
     assert known.items() <= again.intermediate_values.items()
 
 
-def test_a_pruned_trial_is_known_by_its_last_record(data: Path, tmp_path: Path) -> None:
+def test_a_pruned_trial_is_known_by_its_last_event(data: Path, tmp_path: Path) -> None:
     """From Python; with measures that do not tell, nothing is pruned."""
     pictures_of = load(data)
     recipe = default_recipe(
         str(data), pictures_of, model="mlp", method="dropout", epochs=1, augment="none", validation=True
     )
-    search = Search(recipe=recipe, knobs=knobs_of("dropout"))
+    search = SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("dropout"))
     ends = [record for _, record in tune(search, pictures_of, folder=tmp_path / "out", trials=2)]
     assert sum(isinstance(record, Finished) for record in ends) == 2
     assert not any(is_pruned(record) for record in ends)
     with pytest.raises(ValueError, match="must not look at the test set"):
-        Search(
-            recipe=default_recipe(str(data), pictures_of, model="mlp", method="amp", epochs=1), knobs=knobs_of("amp")
+        SearchSpace(
+            recipe=default_recipe(str(data), pictures_of, model="mlp", method="amp", epochs=1),
+            hyper_parameters=hyper_parameters_of("amp"),
         )
     with pytest.raises(ValueError, match="unknown measure 'ece'; choose from error, nll"):
-        Search(recipe=recipe, knobs=knobs_of("dropout"), measure="ece")  # type: ignore[arg-type]
+        SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("dropout"), measure="ece")  # type: ignore[arg-type]
 
 
 def test_two_workers_train_two_trials_at_once(data: Path, tmp_path: Path) -> None:
@@ -428,7 +431,7 @@ def test_a_folder_belongs_to_one_tuning(data: Path, tmp_path: Path, out: Path) -
         assert (out / FILE).read_bytes() == before
     elsewhere = flatmin(*asked(data, out, "--measure", "nll", "--storage", f"sqlite:///{tmp_path / 'other.db'}"))
     assert elsewhere.exit_code == 2
-    assert "tells of 4 trials that its study does not know" in words(elsewhere.stderr)
+    assert "has 4 trials that its study does not know" in words(elsewhere.stderr)
     run = flatmin(*asked(data, out / "trial-0"))
     assert run.exit_code == 2
     assert "is a run itself" in words(run.stderr)
@@ -439,7 +442,7 @@ def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
     recipe = default_recipe(
         str(data), pictures_of, model="mlp", method="rmp", epochs=1, augment="none", validation=True
     )
-    search = Search(recipe=recipe, knobs=knobs_of("rmp"))
+    search = SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("rmp"))
     first = tune(search, pictures_of, folder=tmp_path / "out", trials=1)
     next(first)
     with pytest.raises(BusyError, match="another process is tuning in"):
@@ -461,11 +464,11 @@ def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
             "--milestones belongs to the schedule multi_step, got cosine",
         ),
         (["--storage", "nonsense"], "--storage takes a database's address"),
-        (["--set", "epsilon=0.1", "--set", "inner_lr=1"], "amp has all its knobs fixed"),
+        (["--set", "epsilon=0.1", "--set", "inner_lr=1"], "amp has all its hyper-parameters fixed"),
     ],
     ids=str,
 )
-def test_a_bad_request_says_so_before_anything_is_begun(
+def test_a_bad_request_is_refused_before_anything_starts(
     data: Path, tmp_path: Path, flags: list[str], message: str
 ) -> None:
     done = flatmin(*asked(data, tmp_path / "out", *flags))
@@ -526,7 +529,7 @@ def test_other_flags_win_over_the_tuning_and_another_length_is_said(out: Path, t
     assert (recipe["epochs"], recipe["settings"]["epsilon"], recipe["model"]) == (1, 0.07, "convnet")
 
 
-def test_a_training_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path) -> None:
+def test_a_run_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path) -> None:
     other = saved(tmp_path / "other.npz", images(9, 7))
     for flags, message in (
         (["--method", "erm"], "has --method amp, got erm"),

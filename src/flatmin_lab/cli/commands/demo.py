@@ -17,7 +17,7 @@ from rich.table import Table
 
 from flatmin_lab.cli.display import bars, say
 from flatmin_lab.data.sources.digits import load
-from flatmin_lab.execution.process_pool import cores, side_by_side
+from flatmin_lab.execution.process_pool import cores, train_in_pool
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Job
@@ -80,7 +80,7 @@ def train_all(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[
     results: list[dict[str, Any] | None] = [None] * len(jobs)
     with bars(console) as progress:
         task = progress.add_task("training", total=sum(job.recipe.epochs for job in jobs), numbers="")
-        for number, record in side_by_side(jobs, workers=workers):
+        for number, record in train_in_pool(jobs, workers=workers):
             if isinstance(record, Epoch):
                 lines[number].append(dict(record.numbers))
                 progress.advance(task)

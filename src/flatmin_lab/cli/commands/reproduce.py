@@ -35,10 +35,10 @@ from flatmin_lab.cli.request import read_data
 from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import post_training
-from flatmin_lab.execution.cluster.run_queue import spread
-from flatmin_lab.execution.cluster.scheduler import Crew
+from flatmin_lab.execution.cluster.run_queue import schedule_runs
+from flatmin_lab.execution.cluster.scheduler import Scheduler
 from flatmin_lab.execution.process_pool import Stop, cores, one_thread
-from flatmin_lab.execution.runner import How, Run, carry_out
+from flatmin_lab.execution.runner import Run, RunOptions, run_all
 from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Stopped
 from flatmin_lab.runs.result_store import PLANNED, ResultStore
@@ -127,9 +127,9 @@ def reproduce(
             if dry_run:
                 _dry_run(todo, selection, sets, where, workers, console)
                 return
-            how = How(store, str(data_dir), together, checkpoint_epochs)
+            options = RunOptions(store, str(data_dir), together, checkpoint_epochs)
             with stop_on_signals() as stop:
-                failed, reason = _follow(_records(todo, how, where, sets, workers, stop), todo, console, stop)
+                failed, reason = _follow(_records(todo, options, where, sets, workers, stop), todo, console, stop)
         for one in selection.trained:
             reproduce_view.show_table(one, store, selection)
         if reason is not None:
@@ -163,7 +163,7 @@ def _dry_run(
     todo: Sequence[Run],
     selection: Selection,
     sets: dict[str, Dataset],
-    where: Crew | list[str],
+    where: Scheduler | list[str],
     workers: int | None,
     console: Console,
 ) -> None:
@@ -181,7 +181,7 @@ def _dry_run(
     reproduce_view.show_dry_run(todo, selection, {job.key: took for job, took in zip(training, seconds, strict=True)})
     if not training:
         return
-    if isinstance(where, Crew):
+    if isinstance(where, Scheduler):
         beside, count = where.room(), f"{where.room()} at once, if the cluster's nodes are like this one"
     else:
         beside = min(workers or cores(), max(len(todo), 1)) if on_cpu else len(where)
@@ -195,23 +195,23 @@ def _dry_run(
     )
 
 
-def _first(where: Crew | list[str]) -> torch.device:
+def _first(where: Scheduler | list[str]) -> torch.device:
     """The device of this machine that steps are timed on."""
-    return torch.device(devices_named(None)[0] if isinstance(where, Crew) else where[0])
+    return torch.device(devices_named(None)[0] if isinstance(where, Scheduler) else where[0])
 
 
 def _records(
     todo: Sequence[Run],
-    how: How,
-    where: Crew | list[str],
+    options: RunOptions,
+    where: Scheduler | list[str],
     sets: Mapping[str, Dataset],
     workers: int | None,
     stop: Stop,
 ) -> Iterator[tuple[int, Event]]:
-    if isinstance(where, Crew):
-        return spread(todo, how, where, sets, stop=stop)
-    count = (workers or cores()) if where == ["cpu"] else how.at_once
-    return carry_out(todo, how._replace(at_once=count), devices=where, workers=workers, stop=stop)
+    if isinstance(where, Scheduler):
+        return schedule_runs(todo, options, where, sets, stop=stop)
+    count = (workers or cores()) if where == ["cpu"] else options.at_once
+    return run_all(todo, options._replace(at_once=count), devices=where, workers=workers, stop=stop)
 
 
 def _follow(

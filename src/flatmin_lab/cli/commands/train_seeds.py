@@ -12,7 +12,7 @@ from rich.table import Table
 from flatmin_lab.cli import display
 from flatmin_lab.cli.request import Plan
 from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
-from flatmin_lab.execution.replicas import together
+from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.runs.result import split_of
@@ -30,7 +30,7 @@ def train_seeds(plans: Sequence[Plan], console: Console, *, count: int | None, *
     runs, failure = SeedRuns(seeds), None
     with stop_on_signals() as stop:
         jobs = [Job(plan.recipe, plan.seed) for plan in plans]
-        records = together(jobs, plans[0].data, folders=folders, count=count, stop=stop, **settings)
+        records = train_together(jobs, plans[0].data, folders=folders, count=count, stop=stop, **settings)
         headline = display.headline(plans[0].recipe, f"{seeds[0]} to {seeds[-1]}", hardware(settings["device"]))
         try:
             follow(records, console, headline, runs)

@@ -30,7 +30,7 @@ from flatmin_lab.cli.request import data_location, read_data
 from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
 from flatmin_lab.cli.training_options import TRAINING, check_milestones, recipe_changes
 from flatmin_lab.data import DATA_SETS
-from flatmin_lab.execution.cluster.scheduler import Crew
+from flatmin_lab.execution.cluster.scheduler import Scheduler
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started, Stopped
 from flatmin_lab.system.machine import hardware
@@ -38,8 +38,8 @@ from flatmin_lab.system.optional_deps import need
 from flatmin_lab.tuning import result_file, summary
 from flatmin_lab.tuning.result import Tuning
 from flatmin_lab.tuning.result_file import FILE
-from flatmin_lab.tuning.search_space import Measure, Search, in_words, knobs_of
-from flatmin_lab.tuning.study import Draw, named
+from flatmin_lab.tuning.search_space import Measure, SearchSpace, describe_settings, hyper_parameters_of
+from flatmin_lab.tuning.study import Draw, default_name
 from flatmin_lab.tuning.trial import is_pruned
 from flatmin_lab.tuning.tuner import tune as tuning
 
@@ -143,25 +143,25 @@ def tune(
         )
         fixed = parse_settings(settings)
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
-        tuned_for = knobs_of(method, names, fixed=[*fixed, *asked])
+        tuned_for = hyper_parameters_of(method, names, fixed=[*fixed, *asked])
         dataset = read_data(data, data_dir, download=download, size=size)
-        search = Search(
+        search = SearchSpace(
             recipe=default_recipe(
                 data_location(data), dataset, method=method, settings=fixed, validation=True, **cast(Any, asked)
             ),
-            knobs=tuned_for,
+            hyper_parameters=tuned_for,
             measure=cast(Measure, measure),
             seed=seed,
             pruning=not no_pruning,
             asked=asked,
         )
         check_milestones(milestones, search.recipe)
-        folder = out or TUNING / named(search.recipe, dataset)
+        folder = out or TUNING / default_name(search.recipe, dataset)
         console = display.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
         with open_executor(executor, **where, console=console) as there, stop_on_signals() as stop:
-            crew, devices = (there, ["cpu"]) if isinstance(there, Crew) else (None, there)
-            on = hardware(torch.device(devices[0])) if crew is None else crew.hardware
+            scheduler, devices = (there, ["cpu"]) if isinstance(there, Scheduler) else (None, there)
+            on = hardware(torch.device(devices[0])) if scheduler is None else scheduler.hardware
             display.say(console, headline(search, trials, on))
             records = tuning(
                 search,
@@ -173,7 +173,7 @@ def tune(
                 workers=workers,
                 root=data_dir,
                 checkpoint_epochs=checkpoint_epochs,
-                crew=crew,
+                scheduler=scheduler,
                 stop=stop,
             )
             follow(records, console, search, trials)
@@ -190,9 +190,9 @@ def tune(
 # ---- output
 
 
-def headline(search: Search, trials: int, hardware: str) -> str:
+def headline(search: SearchSpace, trials: int, hardware: str) -> str:
     recipe = search.recipe
-    ranges = (f"{knob.sign} from {knob.words(knob.low)} to {knob.words(knob.high)}" for knob in search.knobs)
+    ranges = (f"{p.symbol} from {p.formatted(p.low)} to {p.formatted(p.high)}" for p in search.hyper_parameters)
     return (
         f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {display.epochs_text(recipe.epochs)}, "
         f"{recipe.model} on {recipe.data}, measured on a held-out tenth of the training set, {recipe.precision} on "
@@ -200,7 +200,7 @@ def headline(search: Search, trials: int, hardware: str) -> str:
     )
 
 
-def follow(records: Iterable[tuple[Draw, Event]], console: Console, search: Search, trials: int) -> None:
+def follow(records: Iterable[tuple[Draw, Event]], console: Console, search: SearchSpace, trials: int) -> None:
     """Show the trials until all have ended, a line for each."""
     epochs, width = search.recipe.epochs, len(str(trials - 1))
     lines: dict[int, Mapping[str, Any]] = {}  # of the last epochs
@@ -214,7 +214,7 @@ def follow(records: Iterable[tuple[Draw, Event]], console: Console, search: Sear
             elif isinstance(record, Finished | Failed) or is_pruned(record):
                 done[number] = epochs
             for text, style in event_lines(record, lines.get(number, {}), epochs):
-                who = f"trial {number:{width}}  {in_words(search.recipe.method, draw.settings)}"
+                who = f"trial {number:{width}}  {describe_settings(search.recipe.method, draw.settings)}"
                 display.say(console, f"{who}: {text}", style=style)
             before = (max(done, default=-1) + 1 - len(done)) * epochs  # of trials of an earlier call
             progress.update(
@@ -246,7 +246,7 @@ def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
     """The trials, best first; what was chosen; and the commands that train with it."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(table(found))
-    display.say(console, f"\n{summary.chosen(found)}")
+    display.say(console, f"\n{summary.describe_choice(found)}")
     if found.chosen is not None:
         place = [] if data_dir == DEFAULT_DATA_DIR else ["--data-dir", str(data_dir)]
         display.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")
@@ -255,18 +255,18 @@ def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
 
 
 def table(found: Tuning) -> Table:
-    signs = (knob.sign for knob in found.knobs)
-    shown = Table("trial", *signs, "validation error", "NLL", "epochs", "seconds", "", box=None, pad_edge=False)
+    symbols = (parameter.symbol for parameter in found.hyper_parameters)
+    shown = Table("trial", *symbols, "validation error", "NLL", "epochs", "seconds", "", box=None, pad_edge=False)
     for trial in found.ranked():
         drawn = trial.settings  # a trial that was killed while values were drawn may lack some
-        settings = (knob.words(drawn[knob.name]) if knob.name in drawn else "" for knob in found.knobs)
+        settings = (p.formatted(drawn[p.name]) if p.name in drawn else "" for p in found.hyper_parameters)
         shown.add_row(
             str(trial.number),
             *settings,
-            summary.number("error", trial.error),
-            summary.number("nll", trial.nll),
+            summary.format_measure("error", trial.error),
+            summary.format_measure("nll", trial.nll),
             str(trial.epochs),
             "" if trial.seconds is None else f"{trial.seconds:.1f}",
-            summary.ended(trial, found),
+            summary.describe_end(trial, found),
         )
     return shown

@@ -1,13 +1,13 @@
-"""Runs spread over the machines of a Ray cluster: `flatmin reproduce` and `flatmin tune` with `--executor ray`.
+"""Runs on the nodes of a Ray cluster: `flatmin reproduce` and `flatmin tune` with `--executor ray`.
 
-    nodes.py         which nodes there are, how many runs fit on each, and what Ray says of a lost worker
-    worker.py        a process on a node, which trains what it is given
-    worker_pool.py   workers are started where there is room, checked, and ended
-    task_queue.py    tasks that wait, and what is known of one that runs
-    scheduler.py     workers are given tasks, listened to, and replaced when they die
-    file_sync.py     folders on their way to another machine and back
-    run_queue.py     runs (Recipe + seed → one result file) as tasks, retried where a worker was lost
+    nodes.py         which nodes there are, how many workers fit on each, and why a worker was lost
+    worker.py        a process on a node that runs one task at a time
+    worker_pool.py   starts workers where there is room, checks and stops them
+    task_queue.py    the interface of a queue of tasks, messages about a task, and when it is retried
+    scheduler.py     assigns tasks to workers, receives their events, notices lost workers
+    file_sync.py     copies folders to another machine, and their changes back
+    run_queue.py     runs (recipe + seed → one result file) as tasks, retried when a worker is lost
 
-The process that was started by the user reads the data, keeps all folders and writes all results; a node needs neither
-the data set nor a shared disk, only Ray and the same flatmin.
+The user's process reads the data, keeps all run folders and writes all results; a node needs neither the data set nor a
+shared disk, only Ray and the same flatmin.
 """

@@ -1,7 +1,7 @@
-"""Which nodes a Ray cluster has, and how many trainings fit on each.
+"""Which nodes a Ray cluster has, how many workers fit on each, and why one was lost.
 
-A training takes one CPU, or on GPUs one CPU and a GPU or a fraction of one; how many share a GPU follows from that. Ray
-keeps the books of CPUs and GPUs only: whether the memory suffices is seen when it does not.
+A worker takes one CPU, or on GPUs one CPU and a GPU or a fraction of one; how many share a GPU follows from that. Ray
+accounts for CPUs and GPUs only: that the memory does not suffice shows when a worker runs out of it.
 """
 
 import os
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.optional_deps import need
 
-ANSWER = 5.0  # seconds that an address has to answer
-SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2 that says nothing; its fourth byte is its kind
+CONNECT_TIMEOUT_SECONDS = 5.0  # for an address to answer; Ray itself would try for minutes
+HTTP2_SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # an empty SETTINGS frame; its fourth byte is the type
 
 
 class Share(NamedTuple):
-    """What a training takes of a node."""
+    """What a worker takes of a node."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -38,33 +38,33 @@ class Node(NamedTuple):
     gpus: float
 
     def room(self, share: Share) -> int:
-        """For how many trainings, if nobody else worked there."""
+        """How many workers fit, if nobody else uses the node."""
         fits = int(self.cpus / share.cpus)
         if not share.gpus:
             return fits
-        return min(fits, int(self.gpus) * int(1 / share.gpus + 1e-6))  # no share is of two GPUs
+        return min(fits, int(self.gpus) * int(1 / share.gpus + 1e-6))  # no worker spans two GPUs
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[Any]:
-    """Ray, connected to the cluster at that address; without one, to RAY_ADDRESS, or to one that is started here."""
-    address = _named(address)
-    _check(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: it would report to its makers
+def ray_connection(address: str | None) -> Iterator[Any]:
+    """Ray, connected to the cluster at that address; without one, to RAY_ADDRESS, or to a cluster started here."""
+    address = _full_address(address)
+    _check_reachable(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before the import: Ray sends usage statistics by default
     ray: Any = need("ray", "--executor ray", extra="cluster")
     own = ray.is_initialized()
     if not own:
-        _open(ray, address)
+        _init_ray(ray, address)
     try:
         yield ray
     finally:
         if not own:
-            with suppress(Exception):  # a cluster that has gone cannot be left
+            with suppress(Exception):  # the cluster may have gone
                 ray.shutdown()
 
 
-def _named(address: str | None) -> str:
-    """Said in full. Ray itself would take any cluster that was ever started here, also one that is dead by now."""
+def _full_address(address: str | None) -> str:
+    """`auto` as HOST:PORT. Ray itself would take any cluster that was ever started here, even a dead one."""
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address != "auto":
         return address
@@ -74,18 +74,18 @@ def _named(address: str | None) -> str:
     return latest.read_text().strip()
 
 
-def _check(address: str) -> None:
-    """Does anything answer there? Ray itself would ask for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise within seconds if nothing answers there."""
     if address == "local":
         return
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise ValueError(
             f"--address takes HOST:PORT of a Ray cluster, or auto for the one on this machine, got {address!r}; "
-            "call it on a machine of the cluster"
+            "run the command on a machine of the cluster"
         )
     try:
-        _greet(host, int(port))
+        _check_http2(host, int(port))
     except (OSError, OverflowError) as error:
         raise RunError(
             f"no Ray cluster answers at {address} ({error}); see `ray status` there, start one with "
@@ -93,21 +93,21 @@ def _check(address: str) -> None:
         ) from error
 
 
-def _greet(host: str, port: int) -> None:
-    """Ray speaks gRPC, which is HTTP/2: whoever does answers a client's first words with its settings."""
-    with socket.create_connection((host, port), timeout=ANSWER) as there:
-        there.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS)
-        if there.recv(9)[3:4] != SETTINGS[3:4]:
-            raise ConnectionError("what answers there is no Ray")
+def _check_http2(host: str, port: int) -> None:
+    """Ray speaks gRPC over HTTP/2: such a server answers a client's preface with its own SETTINGS frame."""
+    with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_SECONDS) as server:
+        server.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS_FRAME)
+        if server.recv(9)[3:4] != HTTP2_SETTINGS_FRAME[3:4]:
+            raise ConnectionError("what answers there is not Ray")
 
 
-def _open(ray: Any, address: str) -> None:
+def _init_ray(ray: Any, address: str) -> None:
     started: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        # Ray would prefer that address; and what is started here must outlive a closed terminal until all is saved
-        with _without("RAY_ADDRESS"), _ignored("SIGHUP"):
+        # Ray prefers RAY_ADDRESS; and a cluster started here must outlive a closed terminal until all is saved
+        with _without_variable("RAY_ADDRESS"), _signal_ignored("SIGHUP"):
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
-    except Exception as error:  # of many kinds: what answers is no Ray, or another version of it
+    except Exception as error:  # of many kinds: not Ray, or another version of it
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise RunError(
             f"no Ray cluster can be joined at {address} ({reason}); where it asks for a token, set RAY_AUTH_MODE=token "
@@ -116,8 +116,8 @@ def _open(ray: Any, address: str) -> None:
 
 
 @contextmanager
-def _without(name: str) -> Iterator[None]:
-    """A variable of the environment, put aside."""
+def _without_variable(name: str) -> Iterator[None]:
+    """The environment without that variable."""
     value = os.environ.pop(name, None)
     try:
         yield
@@ -127,8 +127,8 @@ def _without(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _ignored(name: str) -> Iterator[None]:
-    """A signal, also for the processes that are started inside."""
+def _signal_ignored(name: str) -> Iterator[None]:
+    """A signal ignored here, and by the processes that are started inside."""
     number = getattr(signal, name, None)
     if number is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -140,7 +140,7 @@ def _ignored(name: str) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def alive(ray: Any) -> list[Node]:
+def alive_nodes(ray: Any) -> list[Node]:
     found = [node for node in ray.nodes() if node["Alive"]]
     return [
         Node(
@@ -153,7 +153,7 @@ def alive(ray: Any) -> list[Node]:
     ]
 
 
-def in_words(nodes: Sequence[Node]) -> str:
+def describe_nodes(nodes: Sequence[Node]) -> str:
     """How large a cluster is: "3 nodes with 12 CPUs and 4 GPUs"."""
     cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
     count = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}"
@@ -162,40 +162,40 @@ def in_words(nodes: Sequence[Node]) -> str:
     )
 
 
-def chosen(nodes: Sequence[Node], device: str | None, gpus: float | None) -> tuple[str, Share]:
-    """The device of a training, and its share of a node; an error where none has room for it."""
+def choose_device(nodes: Sequence[Node], device: str | None, gpus: float | None) -> tuple[str, Share]:
+    """The device of a worker and its share of a node; an error if no node has room for it."""
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"on a cluster Ray chooses the GPU: --device takes cpu or cuda there, got {device!r}")
     if gpus is not None and not 0 < gpus <= 1:
-        raise ValueError(f"a training takes one GPU or a fraction of one, above 0 and up to 1, got --gpus {gpus:g}")
+        raise ValueError(f"a worker takes one GPU or a fraction of one, above 0 and up to 1, got --gpus {gpus:g}")
     if gpus is not None and device == "cpu":
-        raise ValueError("--gpus belongs to trainings on GPUs, and --device is cpu; leave out one of the two")
+        raise ValueError("--gpus belongs to runs on GPUs, and --device is cpu; leave out one of the two")
     there = any(node.gpus > 0 for node in nodes)
     where = device or ("cuda" if there or gpus is not None else "cpu")
     share = Share() if where == "cpu" else Share(gpus=gpus or 1.0)
     if not any(node.room(share) for node in nodes):
         raise ValueError(
-            f"a training takes {share} of one node, and none of the cluster's {in_words(nodes)} has that; "
+            f"a worker takes {share} of one node, and none of the cluster's {describe_nodes(nodes)} has that; "
             f"{'give --device cpu, or ' if where == 'cuda' else ''}add nodes that have"
         )
     return ("cpu" if where == "cpu" else "cuda:0"), share
 
 
-MESSAGE_LETTERS = 300  # of what Ray says of a lost worker: its messages are long, coloured and full of its own names
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+MAX_MESSAGE_LENGTH = 300  # characters: Ray's own messages are long, coloured and full of internal names
+ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def told(error: Exception) -> str:
-    """What happened.
+def describe_loss(error: Exception) -> str:
+    """Why a worker was lost.
 
-    >>> told(RuntimeError("The actor died. Worker exit detail: Worker exits with code 1. Some common causes ..."))
+    >>> describe_loss(RuntimeError("The actor died. Worker exit detail: Worker exits with code 1. Common causes ..."))
     'its process ended (Worker exits with code 1)'
     """
     if type(error).__name__ == "ActorUnavailableError":
         return "the connection to it broke"
-    if (cause := getattr(error, "cause", None)) is not None:  # an error in what it did
-        return f"{type(cause).__name__}: {cause}"[:MESSAGE_LETTERS]
-    text = COLOURS.sub("", str(error)).strip()
+    if (cause := getattr(error, "cause", None)) is not None:  # an error that its code raised
+        return f"{type(cause).__name__}: {cause}"[:MAX_MESSAGE_LENGTH]
+    text = ANSI_COLOURS.sub("", str(error)).strip()
     detail = re.search(r"exit detail: ([^.\n]+)", text)
-    first = text.partition("\n")[0][:MESSAGE_LETTERS] or type(error).__name__
+    first = text.partition("\n")[0][:MAX_MESSAGE_LENGTH] or type(error).__name__
     return f"its process ended ({detail[1] if detail else first})"

@@ -1,173 +1,182 @@
-"""Runs (Recipe + seed → one result file) over a cluster: each ends exactly once, whatever dies in between.
+"""Runs (recipe + seed → one result file) on a cluster: each ends exactly once, whatever dies in between.
 
-    with joined("head:6379") as crew:
-        for number, record in spread(runs, how, crew, sets): ...
+    with open_scheduler("head:6379") as scheduler:
+        for number, record in schedule_runs(runs, options, scheduler, datasets): ...
 
-The folders of the runs are here, and held here; a hand has a copy, and what it changes comes back. Where a hand is
-lost, its runs are tried again from their last checkpoints, alone, so that none takes others with it a second time. A
-run whose third hand is lost has failed. As with processes of one machine, a run gives the same bits wherever it is
-trained.
+The run folders stay on this machine and are locked here; a worker has a copy, and its changes are sent back. When a
+worker is lost, its runs are retried from their last checkpoints, each alone, so that none takes others with it again. A
+run that has lost three workers has failed. As with the processes of one machine, a run gives the same bits wherever it
+is trained.
 """
 
 import math
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO, cast
+from typing import IO
 
 import torch
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.execution.cluster.scheduler import Crew
-from flatmin_lab.execution.cluster.task_queue import Ended, Losses, Lost, Said
+from flatmin_lab.execution.cluster.scheduler import Scheduler
+from flatmin_lab.execution.cluster.task_queue import LossCounter, TaskEnd, TaskMessage, WorkerLoss
 from flatmin_lab.execution.cluster.worker_pool import NoNodeError
-from flatmin_lab.execution.process_pool import Died, Stop
-from flatmin_lab.execution.runner import How, Run, Task, on_data
+from flatmin_lab.execution.process_pool import Stop, TaskFailure
+from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_data
 from flatmin_lab.runs.config import OtherRunError
 from flatmin_lab.runs.events import Event, Failed, Finished, RunError, Stopped
 from flatmin_lab.runs.open_folder import check, lock_folder
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import config_of
 
-TOGETHER = 4  # trainings that share a GPU in one process, at most: more gain little
+MAX_RUNS_PER_WORKER = 4  # that train together on a GPU: more gain little
 
 
-def spread(
-    runs: Sequence[Run], how: How, crew: Crew, sets: Mapping[str, Dataset], *, stop: Stop = lambda: None
+def schedule_runs(
+    runs: Sequence[Run],
+    options: RunOptions,
+    scheduler: Scheduler,
+    datasets: Mapping[str, Dataset],
+    *,
+    stop: Stop = lambda: None,
 ) -> Iterator[tuple[int, Event]]:
-    """The records of all runs as they come, each with its number; what fails is written down."""
+    """The events of all runs as they come, each with its run's number; failures are stored."""
     with ExitStack() as held:
-        queue = _Runs(runs, how, crew, sets, stop, held)
+        queue = _RunQueue(runs, options, scheduler, datasets, stop, held)
         try:
-            for task, said, node in crew.work(on_data, queue):
-                yield from queue.heard(task, said, node)
-                yield from queue.told()
+            for task, message, node in scheduler.run(run_task_on_data, queue):
+                yield from queue.receive(task, message, node)
+                yield from queue.take_unreported()
         except NoNodeError as error:
-            for number in queue.left():
-                yield queue.ended(number, Failed(str(error), later=True))
-        yield from queue.told()
-        for number in queue.left():
+            for number in queue.unfinished():
+                yield queue.end(number, Failed(str(error), later=True))
+        yield from queue.take_unreported()
+        for number in queue.unfinished():
             yield number, Stopped(stop() or "asked to stop", 0)
 
 
-class _Runs:
-    """Which runs wait, which have ended, and how many hands each has lost."""
+class _RunQueue:
+    """Which runs wait, run and have ended, and how many workers each has lost."""
 
     def __init__(
         self,
         runs: Sequence[Run],
-        how: How,
-        crew: Crew,
-        sets: Mapping[str, Dataset],
+        options: RunOptions,
+        scheduler: Scheduler,
+        datasets: Mapping[str, Dataset],
         stop: Stop,
         held: ExitStack,
     ) -> None:
-        self.runs, self.crew, self.sets, self.stop, self.held = runs, crew, sets, stop, held
-        self.how = how if crew.share.gpus else how._replace(at_once=1)  # a core of its own
+        self.runs, self.scheduler, self.datasets, self.stop, self.held = runs, scheduler, datasets, stop, held
+        self.options = options if scheduler.share.gpus else options._replace(at_once=1)  # a CPU worker has one core
         self.pending = list(range(len(runs)))  # in their order
         self.done: set[int] = set()
-        self.losses = Losses()
-        self.holding: dict[int, IO[bytes]] = {}
-        self.given: dict[int, Task] = {}  # those that are being trained, by whose errand
-        self.to_tell: list[tuple[int, Event]] = []
+        self.losses = LossCounter()
+        self.locks: dict[int, IO[bytes]] = {}
+        self.assigned: dict[int, RunTask] = {}  # the task of each run that is being trained
+        self.unreported: list[tuple[int, Event]] = []  # of runs that could not start
 
-    def left(self) -> list[int]:
+    def unfinished(self) -> list[int]:
         return [number for number in range(len(self.runs)) if number not in self.done]
 
-    def told(self) -> Iterator[tuple[int, Event]]:
-        while self.to_tell:
-            yield self.to_tell.pop(0)
+    def take_unreported(self) -> Iterator[tuple[int, Event]]:
+        while self.unreported:
+            yield self.unreported.pop(0)
 
-    # ---- what is to be done
+    # ---- tasks for the scheduler
 
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         return 0 if self.stop() else len(self.pending)
 
-    def asked(self, errand: Task) -> str | None:
+    def stop_reason(self, task: RunTask) -> str | None:
         return self.stop()
 
-    def take(self, hands: int, node: str, *, others: bool) -> tuple[Task, Dataset] | None:
-        """On a GPU some that have one data set, no more than leaves work for the other hands.
+    def take(self, workers: int, node: str, *, others: bool) -> tuple[RunTask, Dataset] | None:
+        """On a GPU several runs with one data set, but no more than leaves work for the other workers.
 
-        What a node has lost goes to another one, if there is one.
+        A run whose worker was lost goes to another node, if there is one.
         """
-        size = min(self.how.at_once or TOGETHER, math.ceil(len(self.pending) / max(hands, 1)))
+        size = min(self.options.at_once or MAX_RUNS_PER_WORKER, math.ceil(len(self.pending) / max(workers, 1)))
         taken: list[int] = []
-        for number in list(self.pending) if self.waiting() else ():
-            if len(taken) == (size if self.crew.share.gpus else 1) or (taken and not self._goes_with(number, taken[0])):
+        for number in list(self.pending) if self.waiting_count() else ():
+            full = len(taken) == (size if self.scheduler.share.gpus else 1)
+            if full or (taken and not self._can_share_worker(number, taken[0])):
                 break
-            if self.losses.barred(number, node, others=others):
+            if self.losses.is_barred(number, node, others=others):
                 continue
             self.pending.remove(number)
-            if self._may_begin(number):
+            if self._can_start(number):
                 taken.append(number)
         if not taken:
             return None
-        task = Task({number: self.runs[number] for number in taken}, self.crew.device, self.how)
-        self.given |= dict.fromkeys(taken, task)
-        return task, self._data(taken[0])
+        task = RunTask({number: self.runs[number] for number in taken}, self.scheduler.device, self.options)
+        self.assigned |= dict.fromkeys(taken, task)
+        return task, self._dataset(taken[0])
 
-    def _goes_with(self, number: int, other: int) -> bool:
-        return self._data(number) is self._data(other) and not self.losses.any(number) and not self.losses.any(other)
+    def _can_share_worker(self, number: int, other: int) -> bool:
+        lost = self.losses.has_any(number) or self.losses.has_any(other)
+        return self._dataset(number) is self._dataset(other) and not lost
 
-    def _data(self, number: int) -> Dataset:
-        return self.sets[self.runs[number].job.recipe.data]
+    def _dataset(self, number: int) -> Dataset:
+        return self.datasets[self.runs[number].job.recipe.data]
 
-    def _may_begin(self, number: int) -> bool:
-        """Is its folder this run's, and nobody else's at the moment? It is held from now on."""
-        job, data = self.runs[number].job, self._data(number)
-        folder = self.how.store.folder(job)
+    def _can_start(self, number: int) -> bool:
+        """Is its folder this run's, and not in use by another process? If so, it is locked from now on."""
+        job, data = self.runs[number].job, self._dataset(number)
+        folder = self.options.store.folder(job)
         try:
             check(folder, config_of(job.recipe, data, job.seed), resume=True)
-            if number not in self.holding:
-                self.holding[number] = self.held.enter_context(lock_folder(folder))
+            if number not in self.locks:
+                self.locks[number] = self.held.enter_context(lock_folder(folder))
         except (ValueError, OSError, RunError) as error:
             what = error.what if isinstance(error, OtherRunError) else str(error)
             way_out = "" if isinstance(error, RunError) else f" Move {folder} away, or give other --runs"
-            self.to_tell.append(self.ended(number, Failed(f"{what}{way_out}", later=True)))
+            self.unreported.append(self.end(number, Failed(f"{what}{way_out}", later=True)))
             return False
         return True
 
-    # ---- what becomes of it
+    # ---- messages from the workers
 
-    def heard(self, task: Task, said: Said, node: str) -> Iterator[tuple[int, Event]]:
-        if isinstance(said, Ended):
-            said = Lost(node[:6], "it ended without a word")
-        if isinstance(said, Lost | Died):
-            for number in [number for number, own in self.given.items() if own is task]:
-                died = isinstance(said, Died)
-                yield self.ended(number, Failed(said.why)) if died else self._missed(number, cast(Lost, said), node)
+    def receive(self, task: RunTask, message: TaskMessage, node: str) -> Iterator[tuple[int, Event]]:
+        if isinstance(message, TaskEnd):
+            message = WorkerLoss(node[:6], "its task ended without a result")
+        if isinstance(message, WorkerLoss | TaskFailure):
+            for number in [number for number, own in self.assigned.items() if own is task]:
+                if isinstance(message, TaskFailure):
+                    yield self.end(number, Failed(message.why))
+                else:
+                    yield self._retry_or_fail(number, message, node)
             return
-        number, record = said
-        if self.given.get(number) is not task:  # another hand has it by now
+        number, record = message
+        if self.assigned.get(number) is not task:  # another worker has it by now
             return
-        if isinstance(record, Failed) and record.later:  # nothing is wrong with it: that machine could not
-            yield self._missed(number, Lost(node[:6], record.what), node)
+        if isinstance(record, Failed) and record.later:  # not the run's own fault: that node could not train it
+            yield self._retry_or_fail(number, WorkerLoss(node[:6], record.what), node)
         else:
-            yield self.ended(number, record) if isinstance(record, Finished | Failed | Stopped) else (number, record)
+            yield self.end(number, record) if isinstance(record, Finished | Failed | Stopped) else (number, record)
 
-    def _missed(self, number: int, lost: Lost, node: str) -> tuple[int, Event]:
-        """Its hand has gone: again, from its last checkpoint, with another one."""
-        self.given.pop(number)
+    def _retry_or_fail(self, number: int, loss: WorkerLoss, node: str) -> tuple[int, Event]:
+        """Its worker was lost: back into the queue, to resume from its last checkpoint on another one."""
+        self.assigned.pop(number)
         if reason := self.stop():
-            return self.ended(number, Stopped(reason, 0))
-        told = self.losses.add(number, lost, node)
-        if isinstance(told, Failed):
+            return self.end(number, Stopped(reason, 0))
+        outcome = self.losses.add(number, loss, node)
+        if isinstance(outcome, Failed):
             way_out = "its last checkpoint is kept; look at that node's memory and disk, and try again with --retry"
-            return self.ended(number, Failed(f"{told.what}; {way_out}"))
+            return self.end(number, Failed(f"{outcome.what}; {way_out}"))
         insort(self.pending, number)
-        return number, told
+        return number, outcome
 
-    def ended(self, number: int, record: Event) -> tuple[int, Event]:
-        store, job = self.how.store, self.runs[number].job
+    def end(self, number: int, record: Event) -> tuple[int, Event]:
+        store, job = self.options.store, self.runs[number].job
         if isinstance(record, Finished):
             store.write(job, record.result)
         elif isinstance(record, Failed) and not record.later:
             store.write_failure(
-                job, record.what, record.step, {**facts(torch.device("cpu")), "hardware": self.crew.hardware}
+                job, record.what, record.step, {**facts(torch.device("cpu")), "hardware": self.scheduler.hardware}
             )
         self.done.add(number)
-        self.given.pop(number, None)
-        if number in self.holding:
-            self.holding[number].close()
+        self.assigned.pop(number, None)
+        if number in self.locks:
+            self.locks[number].close()
         return number, record

@@ -1,63 +1,67 @@
-"""Errands that wait to be done, and what is said of one that is being done.
+"""A queue of tasks for the scheduler, and the messages about a task that runs.
 
-Who has errands (a `Queue`) hands them out one by one, and decides what becomes of one whose hand was lost.
+A `TaskQueue` hands out tasks one by one and decides what happens to a task whose worker was lost: it is retried, and
+fails with the third loss (`LossCounter`).
 """
 
 from collections import defaultdict
 from typing import Any, NamedTuple, Protocol
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.execution.cluster.worker import Errand
-from flatmin_lab.execution.process_pool import Died
+from flatmin_lab.execution.cluster.worker import Task
+from flatmin_lab.execution.process_pool import TaskFailure
 from flatmin_lab.runs.events import Event, Failed, Note
 
-TRIES = 3  # hands that may be lost over one thing
+MAX_ATTEMPTS = 3  # workers lost with one task before it has failed: it may be what kills them
 
 
-class Lost(NamedTuple):
-    """A hand that died, or whose node did or could not go on, in the middle of its errand."""
+class WorkerLoss(NamedTuple):
+    """A worker died, or its node died or could not continue, in the middle of a task."""
 
-    where: str
+    where: str  # the node
     why: str
 
 
-class Ended(NamedTuple):
-    """An errand about which there is no more to say."""
+class TaskEnd(NamedTuple):
+    """The last message about a task."""
 
 
-Said = tuple[int, Event] | Died | Lost | Ended
+TaskMessage = tuple[int, Event] | TaskFailure | WorkerLoss | TaskEnd
 
 
-class Losses:
-    """How often each errand's number has lost its hand, and on which nodes: the third time is the last."""
+class LossCounter:
+    """How many workers were lost with each run or trial, by its number, and on which nodes."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, list[str]] = defaultdict(list)
 
-    def add(self, number: int, lost: Lost, node: str) -> Note | Failed:
-        """One more: it is to be tried again, or has failed."""
+    def add(self, number: int, loss: WorkerLoss, node: str) -> Note | Failed:
+        """Count one more: `Note` if it is to be retried, or `Failed`."""
         self.nodes[number].append(node)
         count = len(self.nodes[number])
-        if count == TRIES:
-            return Failed(f"lost {TRIES} times with its worker, at last on node {lost.where}: {lost.why}")
-        return Note(f"lost on node {lost.where}: {lost.why}; tried again, {count + 1} of {TRIES}")
+        if count == MAX_ATTEMPTS:
+            return Failed(f"worker lost {MAX_ATTEMPTS} times, the last time on node {loss.where}: {loss.why}")
+        return Note(f"worker lost on node {loss.where}: {loss.why}; retried, attempt {count + 1} of {MAX_ATTEMPTS}")
 
-    def any(self, number: int) -> bool:
+    def has_any(self, number: int) -> bool:
         return bool(self.nodes[number])
 
-    def barred(self, number: int, node: str, *, others: bool) -> bool:
-        """Was it lost there, and is there another node for it?"""
+    def is_barred(self, number: int, node: str, *, others: bool) -> bool:
+        """Was a worker lost with it on that node, and are there other nodes?"""
         return others and node in self.nodes[number]
 
 
-class Queue(Protocol):
-    """What is to be done."""
+class TaskQueue(Protocol):
+    """Where the scheduler gets its tasks from."""
 
-    def waiting(self) -> int:
-        """How many errands there are at the moment, about."""
+    def waiting_count(self) -> int:
+        """About how many tasks there are at the moment."""
 
-    def take(self, hands: int, node: str, *, others: bool) -> tuple[Errand, Dataset] | None:
-        """The next one for that node, where so many hands could work, on other nodes too or not; None: none for it."""
+    def take(self, workers: int, node: str, *, others: bool) -> tuple[Task, Dataset] | None:
+        """The next task for a worker on that node, or None if there is none for it.
 
-    def asked(self, errand: Any) -> str | None:
-        """Why an errand that is being done should stop."""
+        `workers` is how many fit on the cluster, `others` whether there are nodes beside this one.
+        """
+
+    def stop_reason(self, task: Any) -> str | None:
+        """Why a running task should stop, or None."""

@@ -1,8 +1,8 @@
-"""What works on a node of a cluster: a process that is given errands, one at a time, and says all that it does.
+"""A worker: a process on a node of the cluster that runs one task at a time and streams back all its events.
 
-An errand comes with its places as they are where it was given out. They are laid out in a folder of this machine, the
-work is done there, and whatever has changed goes back before the record that tells of it. So who gives out errands has
-all that is needed to give one out again: what is lost with a machine is what it did since its last checkpoint.
+A task comes with the content of its files and folders. They are copied into a temporary folder of the node, the task
+runs there, and every change is sent back before the event that reports it. So the scheduler always has what is needed
+to retry a task on another node: only what was done since the last checkpoint is lost with a worker.
 """
 
 import hashlib
@@ -20,41 +20,41 @@ import torch
 
 import flatmin
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.execution.cluster.file_sync import Change, Watched, put
-from flatmin_lab.execution.process_pool import Died, Stop, died_of, one_thread
+from flatmin_lab.execution.cluster.file_sync import Change, WatchedFolder, put
+from flatmin_lab.execution.process_pool import Stop, TaskFailure, one_thread, task_failure
 from flatmin_lab.runs.events import Event, Failed, Finished, Measured, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.system.machine import facts
 
-Own = TypeVar("Own")
-FOLDER = "flatmin-hand-"  # and the number of its process
+TaskT = TypeVar("TaskT")
+FOLDER_PREFIX = "flatmin-worker-"  # then the number of the process
 
 
-class Errand(Protocol):
-    """What is to be done, in some places: folders and files, the same ones in the same order wherever it is done."""
+class Task(Protocol):
+    """What a worker runs, on some files and folders: `paths` lists the same ones in the same order on every machine."""
 
     @property
     def device(self) -> str: ...
-    def places(self) -> Sequence[Path]: ...
-    def moved(self: Own, folder: Path) -> Own: ...
+    def paths(self) -> Sequence[Path]: ...
+    def moved_to(self: TaskT, folder: Path) -> TaskT: ...
 
 
-Do = Callable[[Any, Dataset, Stop], Iterator[tuple[int, Event]]]
+DataTaskFunction = Callable[[Any, Dataset, Stop], Iterator[tuple[int, Event]]]
 
 
-class Changed(NamedTuple):
-    """By the places' numbers."""
+class FileChanges(NamedTuple):
+    """What has changed in each of a task's paths, by the number of the path."""
 
     changes: dict[int, Change]
 
 
-class Unable(NamedTuple):
-    """A machine that cannot go on with it, because its disk is full or its memory gone. Another one may."""
+class NodeFailure(NamedTuple):
+    """The node could not continue a task, because its disk is full or it is out of memory; another node may."""
 
     why: str
 
 
-class Hello(NamedTuple):
-    """What a hand works with."""
+class WorkerInfo(NamedTuple):
+    """Which flatmin and which hardware a worker has."""
 
     flatmin: str
     source: str
@@ -65,13 +65,13 @@ class Hello(NamedTuple):
         return f"flatmin {self.flatmin} (source {self.source[:7]})"
 
 
-def introduced(device: str) -> Hello:
-    return Hello(flatmin.__version__, source(), facts(torch.device(device)))
+def worker_info(device: str) -> WorkerInfo:
+    return WorkerInfo(flatmin.__version__, source_digest(), facts(torch.device(device)))
 
 
 @cache
-def source() -> str:
-    """A digest of flatmin and the laboratory: two with the same version may be different all the same."""
+def source_digest() -> str:
+    """A digest of all source files of flatmin and flatmin_lab: equal versions may have different sources."""
     digest = hashlib.sha256()
     above = Path(flatmin.__file__).parents[1]
     for path in sorted(path for name in ("flatmin", "flatmin_lab") for path in (above / name).rglob("*.py")):
@@ -79,90 +79,90 @@ def source() -> str:
     return digest.hexdigest()
 
 
-class Hand:
-    """Ray makes it an actor with two threads: one works, the other hears that it should stop."""
+class Worker:
+    """A Ray actor with two threads: one runs a task, the other receives requests to stop it."""
 
     def __init__(self, commit: str | None) -> None:
-        if commit is not None:  # the same source, which may lie here without its history
+        if commit is not None:  # the source is the same, but may be here without its git history
             os.environ["FLATMIN_COMMIT"] = commit
-        self.asked: tuple[int, str] | None = None
+        self.stop_request: tuple[int, str] | None = None
 
-    def hello(self, device: str) -> Hello:
-        _sweep()
-        return introduced(device)
+    def info(self, device: str) -> WorkerInfo:
+        _remove_leftovers()
+        return worker_info(device)
 
     def stop(self, number: int, reason: str) -> None:
-        """Only that errand; the next one may have begun."""
-        self.asked = (number, reason)
+        """Stop that task only: the next one may have started."""
+        self.stop_request = (number, reason)
 
-    def do(
-        self, number: int, do: Do, errand: Errand, given: Sequence[Change], data: Dataset
-    ) -> Iterator[tuple[int, Event] | Changed | Died | Unable]:
-        """All that is said of an errand; `Died` where it cannot be done, `Unable` where it cannot be done here."""
+    def run(
+        self, number: int, function: DataTaskFunction, task: Task, contents: Sequence[Change], data: Dataset
+    ) -> Iterator[tuple[int, Event] | FileChanges | TaskFailure | NodeFailure]:
+        """A task's events and changes; `TaskFailure` if it cannot be done, `NodeFailure` if it cannot be done here."""
         names: dict[str, str] = {}
         try:
-            with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as folder:
-                here = errand.moved(Path(folder))
-                names = {str(there): str(name) for there, name in zip(here.places(), errand.places(), strict=True)}
-                for place, parts in zip(here.places(), given, strict=True):
-                    put(place, parts)
-                yield from self._done(number, do, here, data, names)
+            with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-") as folder:
+                here = task.moved_to(Path(folder))
+                names = {str(own): str(name) for own, name in zip(here.paths(), task.paths(), strict=True)}
+                for path, content in zip(here.paths(), contents, strict=True):
+                    put(path, content)
+                yield from self._run(number, function, here, data, names)
         except (OSError, RunError, MemoryError, torch.OutOfMemoryError) as error:
-            yield Unable(_with_names(died_of(error).why, names))
+            yield NodeFailure(_replace_paths(task_failure(error).why, names))
         except Exception as error:
-            yield Died(_with_names(died_of(error).why, names))
+            yield TaskFailure(_replace_paths(task_failure(error).why, names))
 
-    def _done(
-        self, number: int, do: Do, here: Errand, data: Dataset, names: dict[str, str]
-    ) -> Iterator[tuple[int, Event] | Changed]:
-        watched = [Watched(place) for place in here.places()]
+    def _run(
+        self, number: int, function: DataTaskFunction, here: Task, data: Dataset, names: dict[str, str]
+    ) -> Iterator[tuple[int, Event] | FileChanges]:
+        watched = [WatchedFolder(path) for path in here.paths()]
 
         def stop() -> str | None:
-            return self.asked[1] if self.asked is not None and self.asked[0] == number else None
+            return self.stop_request[1] if self.stop_request is not None and self.stop_request[0] == number else None
 
         with one_thread() if here.device == "cpu" else nullcontext():
-            for which, record in do(here, data, stop):
+            for which, record in function(here, data, stop):
                 if isinstance(record, Saved | Measured | Finished | Stopped | Failed):
-                    yield _changed(watched)
+                    yield _collect_changes(watched)
                 if not isinstance(record, Progress):
-                    yield which, _translated(record, names)
+                    yield which, _with_user_paths(record, names)
 
 
-def _sweep() -> None:
-    """Remove what hands that were killed have left on this machine."""
-    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        number = left.name.removeprefix(FOLDER).partition("-")[0]
-        if number.isdecimal() and not _lives(int(number)):
-            shutil.rmtree(left, ignore_errors=True)
+def _remove_leftovers() -> None:
+    """Remove the folders that killed workers have left on this node."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lives(number: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
-        os.kill(number, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # alive, but another user's
         pass
     return True
 
 
-def _changed(watched: Sequence[Watched]) -> Changed:
-    return Changed({number: change for number, place in enumerate(watched) if (change := place.change())})
+def _collect_changes(watched: Sequence[WatchedFolder]) -> FileChanges:
+    return FileChanges({number: change for number, folder in enumerate(watched) if (change := folder.change())})
 
 
-def _translated(record: Event, names: dict[str, str]) -> Event:
-    """With the names of places where the reader is, not here."""
+def _with_user_paths(record: Event, names: dict[str, str]) -> Event:
+    """The event with the paths of the user's machine in place of this node's."""
     match record:
         case Note():
-            return Note(_with_names(record.text, names))
+            return Note(_replace_paths(record.text, names))
         case Failed():
-            return replace(record, what=_with_names(record.what, names))
+            return replace(record, what=_replace_paths(record.what, names))
         case Saved():
-            return replace(record, path=Path(_with_names(str(record.path), names)))
+            return replace(record, path=Path(_replace_paths(str(record.path), names)))
     return record
 
 
-def _with_names(text: str, names: dict[str, str]) -> str:
-    for there, name in names.items():
-        text = text.replace(there, name)
+def _replace_paths(text: str, names: dict[str, str]) -> str:
+    for own, name in names.items():
+        text = text.replace(own, name)
     return text

@@ -1,8 +1,8 @@
-"""Hands are hired where there is room for them, greeted, and dismissed.
+"""The worker pool: starts workers on nodes with room, checks that each has this flatmin, and stops them.
 
-A hand counts when it has said hello and has the same source as we have; so a node that is full, dead without anyone
-knowing yet, or of another version holds nothing up. A node where hands are lost rests for a while, as long as there are
-others; one with another source is left out.
+A worker counts once it has answered and its source is the same as here. So a node that is full, has just died or has
+another version holds nothing up. A node where a worker was lost gets no new workers for a while, as long as there are
+other nodes; one with another source is excluded.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,134 +12,137 @@ from time import monotonic
 from typing import Any
 
 from flatmin_lab.execution.cluster import nodes
-from flatmin_lab.execution.cluster.nodes import Node, Share, told
-from flatmin_lab.execution.cluster.worker import Hand, Hello, introduced
+from flatmin_lab.execution.cluster.nodes import Node, Share, describe_loss
+from flatmin_lab.execution.cluster.worker import Worker, WorkerInfo, worker_info
 from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.machine import commit
 from flatmin_lab.system.optional_deps import need
 
-LOOK = 1.0  # seconds between two looks at the nodes
-SLOW = 15.0  # seconds after which a hand that has not said hello is not counted on: its node may be full
-GRACE = 60.0  # seconds in which a node must come up where there is none that could do the work
-REST, LONGEST = 30.0, 600.0  # seconds without work for a node where a hand was lost; twice as many each time, at most
-START = 3  # hands in a row that may die on a node before they have said hello
+POLL_SECONDS = 1.0  # between two looks at the nodes
+START_TIMEOUT_SECONDS = 15.0  # then a worker that has not answered no longer counts: its node may be full
+NODE_WAIT_SECONDS = 60.0  # without any usable node, before giving up: one may be starting
+COOLDOWN_SECONDS = 30.0  # without new workers for a node that lost one; doubled with every loss
+MAX_COOLDOWN_SECONDS = 600.0
+MAX_EARLY_LOSSES = 3  # workers in a row that die before they answer; then the node counts as unusable
 
 
 class NoNodeError(RunError):
-    """Nobody is there to do the work."""
+    """No node of the cluster can run the tasks."""
 
 
 @dataclass(eq=False)
-class Hired:
-    """A hand, seen from here."""
+class WorkerHandle:
+    """A worker, seen from the scheduler."""
 
     actor: Any
     node: Node
-    heard: Any  # its hello that is to come, or what it says of its errand
-    since: float = field(default_factory=monotonic)
-    hello: Hello | None = None
-    errand: Any = None
-    number: int = 0
-    asked_at: float | None = None
+    pending: Any  # what Ray will deliver: its info, or the stream of its task's messages
+    started_at: float = field(default_factory=monotonic)
+    info: WorkerInfo | None = None  # None: it has not answered yet
+    task: Any = None
+    task_number: int = 0
+    stop_asked_at: float | None = None
 
     @property
-    def busy(self) -> bool:
-        return self.errand is not None
+    def is_busy(self) -> bool:
+        return self.task is not None
 
     @property
-    def counts(self) -> bool:
-        """Is it here, or may it be here soon?"""
-        return self.hello is not None or monotonic() - self.since < SLOW
+    def is_up_or_starting(self) -> bool:
+        """Has it answered, or may it do so soon?"""
+        return self.info is not None or monotonic() - self.started_at < START_TIMEOUT_SECONDS
 
 
 @dataclass(eq=False)
-class Past:
-    """What is known of a node's past."""
+class NodeHistory:
+    """How often workers were lost on a node, and until when it gets no new ones."""
 
     losses: int = 0
-    early: int = 0  # of these, hands in a row that had not even said hello
+    early: int = 0  # of these, in a row, before the worker had answered
     lost_at: float = float("-inf")
-    rests_until: float = 0.0
+    cooldown_until: float = 0.0
 
-    def lost(self, *, early: bool = False) -> None:
-        """Hands that are lost together, with their node, are one loss."""
-        if monotonic() - self.lost_at > LOOK:
+    def record_loss(self, *, early: bool = False) -> None:
+        """Workers that are lost together, with their node, count as one loss."""
+        if monotonic() - self.lost_at > POLL_SECONDS:
             self.losses, self.early = self.losses + 1, self.early + early
             self.lost_at = monotonic()
-            self.rests_until = self.lost_at + min(REST * 2 ** (self.losses - 1), LONGEST)
+            self.cooldown_until = self.lost_at + min(COOLDOWN_SECONDS * 2 ** (self.losses - 1), MAX_COOLDOWN_SECONDS)
 
 
 @dataclass(eq=False, kw_only=True)
-class Hiring:
-    """The hands of a cluster."""
+class WorkerPool:
+    """The workers on a cluster."""
 
     ray: Any
     device: str
     share: Share
-    most: int | None = None  # hands at once
+    max_workers: int | None = None  # at once
     say: Callable[[str], object] = lambda _: None
-    hands: list[Hired] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)  # nodes that have another source, and which
-    past: dict[str, Past] = field(default_factory=dict)  # of nodes where hands were lost
-    looked_at: float = float("-inf")
-    able_at: float = field(default_factory=monotonic)  # when a node was last there that could do it
-    waits: bool = False  # has it been said that there is no room?
+    workers: list[WorkerHandle] = field(default_factory=list)
+    excluded: dict[str, str] = field(default_factory=dict)  # nodes with another source or without flatmin, and why
+    histories: dict[str, NodeHistory] = field(default_factory=dict)  # by node
+    polled_at: float = float("-inf")
+    usable_at: float = field(default_factory=monotonic)  # when there was last a usable node
+    has_said_waiting: bool = False  # was it said that there is no room?
 
     @property
     def hardware(self) -> str:
-        return f"a Ray cluster of {nodes.in_words(nodes.alive(self.ray))}"
+        return f"a Ray cluster of {nodes.describe_nodes(nodes.alive_nodes(self.ray))}"
 
     def room(self) -> int:
-        """For how many at once."""
-        there = sum(node.room(self.share) for node in self.able())
-        return min(there, self.most or there)
+        """How many workers fit on the cluster."""
+        total = sum(node.room(self.share) for node in self.usable_nodes())
+        return min(total, self.max_workers or total)
 
-    def able(self) -> list[Node]:
-        return [node for node in nodes.alive(self.ray) if node.room(self.share) and node.key not in self.refused]
+    def usable_nodes(self) -> list[Node]:
+        return [node for node in nodes.alive_nodes(self.ray) if node.room(self.share) and node.key not in self.excluded]
 
-    def record(self, node: Node) -> Past:
-        return self.past.setdefault(node.key, Past())
+    def history(self, node: Node) -> NodeHistory:
+        return self.histories.setdefault(node.key, NodeHistory())
 
-    def hire(self, wanted: int) -> None:
-        """As many as have something to do, where there is room; where hands were lost, only if there is no other."""
-        if monotonic() - self.looked_at < LOOK:
+    def start_workers(self, wanted: int) -> None:
+        """Up to so many idle workers, where there is room; on a node that lost one lately only if there is no other."""
+        if monotonic() - self.polled_at < POLL_SECONDS:
             return
-        self.looked_at = monotonic()
-        able = self.able()
-        self._check(able, wanted)
-        rested = [node for node in able if self.record(node).rests_until < monotonic()] or able
-        free = wanted - sum(hand.counts and not hand.busy for hand in self.hands)
-        for node in sorted(rested, key=lambda node: (self.record(node).losses, self._on(node))):
-            spare = (self.most or free + len(self.hands)) - sum(hand.counts for hand in self.hands)
-            for _ in range(min(node.room(self.share) - self._on(node), free, spare)):
-                self.hands.append(self._new(node))
+        self.polled_at = monotonic()
+        usable = self.usable_nodes()
+        self._check_usable(usable, wanted)
+        rested = [node for node in usable if self.history(node).cooldown_until < monotonic()] or usable
+        free = wanted - sum(worker.is_up_or_starting and not worker.is_busy for worker in self.workers)
+        for node in sorted(rested, key=lambda node: (self.history(node).losses, self._count_on(node))):
+            counted = sum(worker.is_up_or_starting for worker in self.workers)
+            spare = (self.max_workers or free + len(self.workers)) - counted
+            for _ in range(min(node.room(self.share) - self._count_on(node), free, spare)):
+                self.workers.append(self._start_worker(node))
                 free -= 1
 
-    def _check(self, able: Sequence[Node], wanted: int) -> None:
-        """Is anybody there, or to be waited for?"""
-        here = any(hand.hello is not None for hand in self.hands)
-        if here or any(self.record(node).early < START for node in able):
-            self.able_at = monotonic()
-        only_others = bool(self.refused) and not able
-        if wanted and (only_others or monotonic() - self.able_at > GRACE):
-            why = "; ".join(self.refused.values()) or (
-                f"whatever is started on {able[0].name} dies" if able else f"none has {self.share} any more"
+    def _check_usable(self, usable: Sequence[Node], wanted: int) -> None:
+        """Raise if no worker has answered and no node can start one, now or soon."""
+        up = any(worker.info is not None for worker in self.workers)
+        if up or any(self.history(node).early < MAX_EARLY_LOSSES for node in usable):
+            self.usable_at = monotonic()
+        only_excluded = bool(self.excluded) and not usable
+        if wanted and (only_excluded or monotonic() - self.usable_at > NODE_WAIT_SECONDS):
+            why = "; ".join(self.excluded.values()) or (
+                f"every worker started on node {usable[0].name} dies" if usable else f"none has {self.share} any more"
             )
             raise NoNodeError(
-                f"no node of the cluster can train it: {why}; add nodes that can, and give the same command"
+                f"no node of the cluster can train it: {why}; add nodes that can, and run the same command again"
             )
-        slow = [hand for hand in self.hands if not hand.counts]
-        if slow and not here and not self.waits:
-            self.waits = True
-            self.say(f"waiting for room: others work on {', '.join(sorted({hand.node.name for hand in slow}))}")
+        slow = [worker for worker in self.workers if not worker.is_up_or_starting]
+        if slow and not up and not self.has_said_waiting:
+            self.has_said_waiting = True
+            names = sorted({worker.node.name for worker in slow})
+            self.say(f"waiting for room: other jobs use node{'s' if len(names) > 1 else ''} {', '.join(names)}")
 
-    def _on(self, node: Node) -> int:
-        return sum(hand.node.key == node.key for hand in self.hands)
+    def _count_on(self, node: Node) -> int:
+        return sum(worker.node.key == node.key for worker in self.workers)
 
-    def _new(self, node: Node) -> Hired:
+    def _start_worker(self, node: Node) -> WorkerHandle:
         strategies = need("ray.util.scheduling_strategies", "--executor ray", extra="cluster")
         actor = (
-            self.ray.remote(Hand)
+            self.ray.remote(Worker)
             .options(
                 num_cpus=self.share.cpus,
                 num_gpus=self.share.gpus,
@@ -149,43 +152,43 @@ class Hiring:
             )
             .remote(commit())
         )
-        return Hired(actor, node, actor.hello.remote(self.device))
+        return WorkerHandle(actor, node, actor.info.remote(self.device))
 
-    def dismiss(self, hand: Hired) -> None:
-        """At once: what it had to say has been said."""
-        self.hands.remove(hand)
+    def stop_worker(self, worker: WorkerHandle) -> None:
+        """At once: all that it had to send has been received."""
+        self.workers.remove(worker)
         with suppress(Exception):
-            self.ray.kill(hand.actor)
+            self.ray.kill(worker.actor)
 
-    def greet(self, hand: Hired) -> None:
-        """The same source as here? Or it does not work with us."""
-        ours = introduced("cpu")
+    def check_worker(self, worker: WorkerHandle) -> None:
+        """It has answered, or died: it gets tasks if its source is the same as here, else its node is excluded."""
+        ours = worker_info("cpu")
         try:
-            hello: Hello = self.ray.get(hand.heard)
+            info: WorkerInfo = self.ray.get(worker.pending)
         except self.ray.exceptions.RayError as error:
-            self.dismiss(hand)
-            self._died_early(hand.node, error)
+            self.stop_worker(worker)
+            self._lose_early(worker.node, error)
             return
-        if hello.source != ours.source:
-            self._refuse(hand.node, f"it has {hello.version}, and here is {ours.version}; install the same one there")
+        if info.source != ours.source:
+            self._exclude(worker.node, f"it has {info.version}, and here is {ours.version}; install the same one there")
             return
-        here, there = ours.facts["torch"], hello.facts["torch"]
-        if here != there and not any(hand.node.key == other.node.key and other.hello for other in self.hands):
-            self.say(f"note: node {hand.node.name} has torch {there}, and here is {here}: not the same bits")
-        hand.hello, hand.heard = hello, None
-        self.record(hand.node).early = 0
+        here, there = ours.facts["torch"], info.facts["torch"]
+        if here != there and not any(worker.node.key == other.node.key and other.info for other in self.workers):
+            self.say(f"note: node {worker.node.name} has torch {there}, and here is {here}: not the same bits")
+        worker.info, worker.pending = info, None
+        self.history(worker.node).early = 0
 
-    def _died_early(self, node: Node, error: Exception) -> None:
+    def _lose_early(self, node: Node, error: Exception) -> None:
         text = str(error)
         if "ModuleNotFoundError" in text or "ImportError" in text:
-            missing = next((line for line in reversed(text.splitlines()) if "Error" in line), told(error))
-            self._refuse(node, f"{missing.strip()}; install flatmin[cluster] there, the same version as here")
+            missing = next((line for line in reversed(text.splitlines()) if "Error" in line), describe_loss(error))
+            self._exclude(node, f"{missing.strip()}; install flatmin[cluster] there, the same version as here")
         else:
-            self.record(node).lost(early=True)
+            self.history(node).record_loss(early=True)
 
-    def _refuse(self, node: Node, why: str) -> None:
-        if node.key not in self.refused:
-            self.refused[node.key] = f"node {node.name}: {why}"
-            self.say(f"left out: {self.refused[node.key]}")
-        for hand in [hand for hand in self.hands if hand.node.key == node.key and not hand.busy]:
-            self.dismiss(hand)
+    def _exclude(self, node: Node, why: str) -> None:
+        if node.key not in self.excluded:
+            self.excluded[node.key] = f"node {node.name}: {why}"
+            self.say(f"left out: {self.excluded[node.key]}")
+        for worker in [worker for worker in self.workers if worker.node.key == node.key and not worker.is_busy]:
+            self.stop_worker(worker)

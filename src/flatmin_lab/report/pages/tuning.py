@@ -10,7 +10,7 @@ from flatmin_lab.report.figures.tuning import SearchRange
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.tuning import summary
 from flatmin_lab.tuning.result import Trial, Tuning
-from flatmin_lab.tuning.search_space import Knob
+from flatmin_lab.tuning.search_space import HyperParameter
 
 
 class TuningSection(NamedTuple):
@@ -26,13 +26,13 @@ class TuningSection(NamedTuple):
 
 
 def tuning_section(path: Path, found: Tuning) -> TuningSection:
-    signs = (knob.sign for knob in found.knobs)
-    columns = ["trial", *signs, "validation error, %", "validation NLL", "epochs", "seconds", ""]
+    symbols = (parameter.symbol for parameter in found.hyper_parameters)
+    columns = ["trial", *symbols, "validation error, %", "validation NLL", "epochs", "seconds", ""]
     return TuningSection(
         path,
         title(found),
-        summary.chosen(found),
-        len(found.knobs),
+        summary.describe_choice(found),
+        len(found.hyper_parameters),
         columns,
         [(_cells(trial, found), trial == found.chosen) for trial in found.ranked()],
         _figure(found),
@@ -52,24 +52,24 @@ def title(found: Tuning) -> str:
 def _cells(trial: Trial, found: Tuning) -> list[str]:
     return [
         str(trial.number),
-        *(knob.words(trial.settings[knob.name]) if knob.name in trial.settings else "" for knob in found.knobs),
-        summary.number("error", trial.error).removesuffix(" %"),
-        summary.number("nll", trial.nll),
+        *(p.formatted(trial.settings[p.name]) if p.name in trial.settings else "" for p in found.hyper_parameters),
+        summary.format_measure("error", trial.error).removesuffix(" %"),
+        summary.format_measure("nll", trial.nll),
         str(trial.epochs),
         "" if trial.seconds is None else f"{trial.seconds:.1f}",
-        summary.ended(trial, found),
+        summary.describe_end(trial, found),
     ]
 
 
 def _figure(found: Tuning) -> DrawnFigure | None:
     scale, label = (100, "validation error, %") if found.measure == "error" else (1, "validation NLL")
-    knobs = {_label(knob): knob for knob in found.knobs}
+    parameters = {_label(parameter): parameter for parameter in found.hyper_parameters}
     if not any(trial.value is not None for trial in found.trials):
         return None
     trials = [
         {
             "number": trial.number,
-            "settings": {label: trial.settings[knob.name] / knob.unit for label, knob in knobs.items()},
+            "settings": {label: trial.settings[p.name] / p.unit for label, p in parameters.items()},
             "value": None if trial.value is None else scale * trial.value,
             "state": trial.state,
             "chosen": trial == found.chosen,
@@ -77,11 +77,9 @@ def _figure(found: Tuning) -> DrawnFigure | None:
         for trial in found.trials
         if trial.state != "running"
     ]
-    ranges = {
-        label: SearchRange(knob.low / knob.unit, knob.high / knob.unit, knob.log) for label, knob in knobs.items()
-    }
+    ranges = {label: SearchRange(p.low / p.unit, p.high / p.unit, p.log) for label, p in parameters.items()}
     return figures.tuning(found.method, label, ranges, trials)
 
 
-def _label(knob: Knob) -> str:
-    return knob.sign if knob.unit == 1 else f"{knob.sign}, in 255ths of a pixel's range"
+def _label(parameter: HyperParameter) -> str:
+    return parameter.symbol if parameter.unit == 1 else f"{parameter.symbol}, in 255ths of a pixel's range"
