@@ -1,15 +1,11 @@
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.cases import METHODS, MODELS, OPTIMIZERS, MakeBase, Method
-from tests.support.covering import covering
-
-BIG = 30  # a law with more cases than these is covered pairwise
+from tests.support.covering import mark_full_products
 
 
 @pytest.fixture(autouse=True)
@@ -52,21 +48,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def mark_full_products(items: list[pytest.Item]) -> None:
-    """Marks with `full` whatever a big law does not need for every pair of its parameters' values to run.
-
-    What needs a CUDA device is a table of its own: where it is skipped, every pair still runs on the CPU.
-    """
-    tables = defaultdict[tuple[str, bool], list[Any]](list)
-    for item in items:
-        if hasattr(item, "callspec"):
-            tables[item.nodeid.partition("[")[0], item.get_closest_marker("cuda") is not None].append(item)
-    for cases in tables.values():
-        if len(cases) > BIG:
-            # dicts and arrays have no hash: a value is told by its identity, which all cases with it share
-            chosen = set(covering([[id(value) for value in case.callspec.params.values()] for case in cases]))
-            for number, case in enumerate(cases):
-                if number not in chosen:
-                    case.add_marker(pytest.mark.full)

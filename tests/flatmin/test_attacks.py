@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.host_sync import without_sync
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flatmin.attacks import fgsm, pgd
 from flatmin.ball import NORMS, Norm
 from flatmin.core.model_state import eval_mode
+from tests.support.host_sync import without_sync
 
 norms = st.sampled_from(NORMS)
 

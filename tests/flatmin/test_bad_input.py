@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cases import METHODS, Setup, same, setup
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, SGD, SparseAdam
 
 import flatmin
+from tests.support.cases import METHODS, Setup, same, setup
 
 AMP: Any = flatmin.AMP  # so that the type checker lets the mistakes below be made
 RMP: Any = flatmin.RMP

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cases import METHODS, Method, Params, Setup, run, same, setup, tensors_in
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
 import flatmin
 from flatmin.ball import norms
+from tests.support.cases import METHODS, Method, Params, Setup, run, same, setup, tensors_in
 
 pytestmark = pytest.mark.cuda
 

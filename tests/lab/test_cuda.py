@@ -5,10 +5,6 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.lab.test_methods import losses_of
-from tests.support.host_sync import without_sync
-from tests.support.images import various
-from tests.support.official_files import made
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -19,6 +15,10 @@ from flatmin_lab.data import Batches, Dataset, Normalisation, Split, augmentatio
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.methods import METHODS
 from flatmin_lab.models import MODELS
+from tests.lab.test_methods import losses_of
+from tests.support.host_sync import without_sync
+from tests.support.images import various
+from tests.support.official_files import made
 
 pytestmark = pytest.mark.cuda
 kinds = pytest.mark.parametrize("kind", get_args(Kind))

@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-from tests.support.small_runs import lasting, run, same, tiny_recipe
-
 from flatmin_lab.runs.events import Finished, RunError
+from tests.support.small_runs import lasting, run, same, tiny_recipe
 
 
 def main(place: Path) -> None:

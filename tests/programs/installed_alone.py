@@ -12,10 +12,10 @@ from importlib.metadata import distributions, files, version
 from pathlib import Path
 
 import torch
-from tests.programs.torch_alone import canonical, required_by
 from torch import Tensor, nn
 
 import flatmin
+from tests.programs.torch_alone import canonical, required_by
 
 WAY_OUT = "pip install 'flatmin[lab]'"
 INSTALLERS = {"flatmin", "pip", "setuptools"}  # the last comes with a new environment before Python 3.12

@@ -25,11 +25,11 @@ from typing import Any, BinaryIO
 
 import sklearn.datasets  # noqa: F401  # not while the clock ticks
 import torch
-from tests.support.processes import forked
 
 from flatmin_lab.cli.app import app
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.system import files
+from tests.support.processes import forked
 
 import_module("torch._dynamo")  # which every optimizer imports when it is made
 if find_spec("tensorboard"):

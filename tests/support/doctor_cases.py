@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.support.cases import Tied, Unused, conv_batchnorm, dropout, frozen_layer, mlp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from flatmin import AMP, RMP
+from tests.support.cases import Tied, Unused, conv_batchnorm, dropout, frozen_layer, mlp
 
 Made = tuple[Any, ...]
 Wrap = Callable[[nn.Module], Optimizer]

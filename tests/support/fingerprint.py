@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.support.cases import MODELS, OPTIMIZERS, Setup, run, setup
 from torch import Tensor
 
 import flatmin
+from tests.support.cases import MODELS, OPTIMIZERS, Setup, run, setup
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20

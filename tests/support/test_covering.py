@@ -2,14 +2,14 @@
 
 import random
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import combinations_with_replacement, product
 from math import prod
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from tests.conftest import BIG, mark_full_products
-from tests.support.covering import covering
+
+from tests.support.covering import BIG, covering, mark_full_products
 
 
 def table(sizes: list[int]) -> list[tuple[int, ...]]:
@@ -23,7 +23,7 @@ def lacks(rows: list[tuple[int, ...]], chosen: list[int]) -> list[tuple[int, ...
         for row in rows
         if not all(
             any(rows[number][i] == row[i] and rows[number][j] == row[j] for number in chosen)
-            for i, j in combinations(range(len(row)), 2)
+            for i, j in combinations_with_replacement(range(len(row)), 2)
         )
     ]
 
@@ -59,7 +59,7 @@ def test_the_rows_depend_on_the_table_alone() -> None:
     assert covering(rows) == sorted(set(covering(rows)))
 
 
-def test_of_one_factor_of_two_or_of_a_table_of_columns_nothing_is_left_out() -> None:
+def test_of_one_factor_or_two_or_a_table_of_columns_nothing_is_left_out() -> None:
     assert covering(table([40])) == list(range(40))
     assert covering(table([4, 3])) == list(range(12))
     assert covering([(i, -i, i * i) for i in range(9)]) == list(range(9))

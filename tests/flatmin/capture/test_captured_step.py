@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
-from tests.support.host_sync import never_waiting
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.amp import GradScaler
@@ -32,6 +30,8 @@ from flatmin.capture.weight_swap import weights_cast_once
 from flatmin.core.cuda_graph import GENERATOR_REPLACEMENTS, CannotCaptureError, no_host_sync
 from flatmin.core.model_state import HostRandom
 from flatmin_lab.bench.timing import MIB, memory_in_use, peak_mib_since, release_memory, use_cublas_on_all_streams
+from tests.support.cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
+from tests.support.host_sync import never_waiting
 
 on_cuda = pytest.mark.cuda
 

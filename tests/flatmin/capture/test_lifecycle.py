@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cases import same
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
@@ -23,6 +22,7 @@ from flatmin.capture.functional_step import FunctionalStep, PassRandom, Substitu
 from flatmin.capture.graph import StateMissingError, _DeviceNumbers, _own_memory, _ScheduledSettings
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.core import multi_tensor
+from tests.support.cases import same
 
 STEPS = 14
 MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {

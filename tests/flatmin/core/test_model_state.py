@@ -6,13 +6,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tests.support.cases import Method, Setup, same, setup
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD
 
 import flatmin
 from flatmin.core.model_state import Snapshot
+from tests.support.cases import Method, Setup, same, setup
 
 
 @pytest.mark.parametrize("form", ["closure", "blocks"])

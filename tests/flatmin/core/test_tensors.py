@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cases import same
 from torch import Tensor
 
 from flatmin.core.tensors import Copies, plain, select_, select_at_once, select_one_by_one, zero_unless_
+from tests.support.cases import same
 
 SPECIAL = [0.0, -0.0, 1.0, -1.5, float("inf"), float("-inf"), float("nan"), 1e-40, 3.4e38]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]

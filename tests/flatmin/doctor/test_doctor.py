@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import ROOT
-from tests.support.cases import mlp, same
-from tests.support.doctor_cases import BROKEN, HEALTHY, Made, made, not_seeded
-from tests.support.processes import flatmin, words
 from torch.optim import SGD
 
 from flatmin import AMP, doctor
 from flatmin.doctor import Finding, examine
+from tests import ROOT
+from tests.support.cases import mlp, same
+from tests.support.doctor_cases import BROKEN, HEALTHY, Made, made, not_seeded
+from tests.support.processes import flatmin, words
 
 NAMES = [
     *("set-up", "mode", "loss", "GradScaler", "gradients", "parameters", "closure repeats", "zero_grad", "clipping"),

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.flatness_cases import DEVICES, Case
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from flatmin import flatness
+from tests.support.flatness_cases import DEVICES, Case
 
 # ---- left as it was
 

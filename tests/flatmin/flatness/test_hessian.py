@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.flatness_cases import CASES, DEVICES, Case, Quadratic, flat, itself, symmetric
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -12,6 +11,7 @@ from flatmin import flatness
 from flatmin.flatness.hessian import hessian_products
 from flatmin.flatness.risk import parts_of
 from flatmin.flatness.weights import Weights
+from tests.support.flatness_cases import CASES, DEVICES, Case, Quadratic, flat, itself, symmetric
 
 
 @pytest.fixture(params=CASES)

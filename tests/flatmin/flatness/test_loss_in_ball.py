@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.flatness_cases import CASES, Case, Quadratic, flat, itself, symmetric
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import flatmin
 from flatmin import flatness
 from flatmin.flatness.risk import parts_of
+from tests.support.flatness_cases import CASES, Case, Quadratic, flat, itself, symmetric
 
 
 @pytest.fixture(params=CASES)

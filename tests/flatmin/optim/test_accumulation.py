@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cases import MakeBase, Method, Setup, same, setup, tensors_in
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD
 
 import flatmin
 from flatmin.optim.accumulation import MeanGradient
+from tests.support.cases import MakeBase, Method, Setup, same, setup, tensors_in
 
 Closure = Callable[[], Tensor]
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.cases import Setup, same, setup
-from tests.support.plain_algorithm import Twin
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import flatmin
 from flatmin.ball import BALLS, NORMS, Ball, Norm
+from tests.support.cases import Setup, same, setup
+from tests.support.plain_algorithm import Twin
 
 INDICES = {"global": [[0, 1, 2, 3]], "group": [[0, 1], [2, 3]], "tensor": [[0], [1], [2], [3]]}
 

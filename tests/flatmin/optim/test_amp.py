@@ -6,13 +6,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.support.cases import MakeBase, Setup, run, same, setup
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 import flatmin
 from flatmin.ball import BALLS, NORMS, Ball, Norm
+from tests.support.cases import MakeBase, Setup, run, same, setup
 
 
 @pytest.mark.parametrize("off", [{"epsilon": 0.0}, {"epsilon": 0.1, "inner_iter": 0}])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.support.cases import MakeBase, Method, same, setup
 from torch.optim import SGD
 
 import flatmin
+from tests.support.cases import MakeBase, Method, same, setup
 
 
 def test_inside_a_block_the_weights_are_perturbed_and_outside_they_are_theta(method: Method) -> None:

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.flatmin.optim.test_perturbed import HostReads
-from tests.support.cases import OPTIMIZERS, MakeBase, Method, Setup, run, same, setup, tensors_in
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import SGD
 
 import flatmin
+from tests.flatmin.optim.test_perturbed import HostReads
+from tests.support.cases import OPTIMIZERS, MakeBase, Method, Setup, run, same, setup, tensors_in
 
 
 def scaled_closure(

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cases import METHODS, MakeBase, same, tensors_in
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 
 import flatmin
+from tests.support.cases import METHODS, MakeBase, same, tensors_in
 
 Choice = Callable[[str, nn.Parameter], bool]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cases import MakeBase, Method, Setup, run, same, setup, tensors_in
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatmin
+from tests.support.cases import MakeBase, Method, Setup, run, same, setup, tensors_in
 
 
 def test_weights_keep_their_storage_and_buffers_theirs(method: Method, make_base: MakeBase, model_name: str) -> None:

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from tests.support.cases import same
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
@@ -19,6 +18,7 @@ from torch.optim import SGD
 import flatmin
 from flatmin_lab.data import load
 from flatmin_lab.data.normalise import Normalisation
+from tests.support.cases import same
 
 
 @pytest.fixture(scope="module")

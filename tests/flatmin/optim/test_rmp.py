@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cases import run, same, setup
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import flatmin
 from flatmin.ball import BALLS, Ball, Norm
+from tests.support.cases import run, same, setup
 
 
 def draws(norm: Norm, dimension: int, n: int, seed: int = 0) -> Tensor:

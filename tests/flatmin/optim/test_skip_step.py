@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.support.cases import MakeBase, Setup, run, same, setup, tensors_in
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import flatmin
+from tests.support.cases import MakeBase, Setup, run, same, setup, tensors_in
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cases import MakeBase, Method, Setup, run, same, setup, tensors_in
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import flatmin
+from tests.support.cases import MakeBase, Method, Setup, run, same, setup, tensors_in
 
 
 def scheduler_for(optimizer: Optimizer) -> OneCycleLR:

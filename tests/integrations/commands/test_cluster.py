@@ -21,9 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import ROOT
-from tests.support.processes import flatmin, words
-from tests.support.small_runs import lasting, same, tiny_data, tiny_recipe
 
 from flatmin_lab.execution.cluster.nodes import Share
 from flatmin_lab.execution.cluster.run_queue import schedule_runs
@@ -33,6 +30,9 @@ from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
 from flatmin_lab.runs.open_folder import lock_folder
 from flatmin_lab.runs.result_store import ResultStore
+from tests import ROOT
+from tests.support.processes import flatmin, words
+from tests.support.small_runs import lasting, same, tiny_data, tiny_recipe
 
 SOURCE = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests import ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}

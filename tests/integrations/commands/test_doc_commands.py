@@ -17,11 +17,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from tests import ROOT
-from tests.support.doc_blocks import PAGES, blocks, commands
-from tests.support.official_files import cifar10_python, cifar100_python, svhn
-from tests.support.official_files import made as drawn
-from tests.support.processes import flatmin, words
 
 from flatmin_lab import models
 from flatmin_lab.bench import benchmark, time_estimate
@@ -32,6 +27,11 @@ from flatmin_lab.execution import process_pool, runner
 from flatmin_lab.recipes import paper_tables
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.tuning import tuner
+from tests import ROOT
+from tests.support.doc_blocks import PAGES, blocks, commands
+from tests.support.official_files import cifar10_python, cifar100_python, svhn
+from tests.support.official_files import made as drawn
+from tests.support.processes import flatmin, words
 
 NOT_RUN = {  # and why
     "make demo": "flatmin demo, in an environment that it makes first",

@@ -18,12 +18,12 @@ from runpy import run_path
 
 import pytest
 import typer
-from tests import ROOT
-from tests.support.pages import CONSOLE, SECONDS, found
 
 import flatmin
 from flatmin import attacks, ball, doctor, flatness, metrics, regularisers, theory
 from flatmin_lab.cli.app import app
+from tests import ROOT
+from tests.support.pages import CONSOLE, SECONDS, found
 
 pytest.importorskip("mkdocs", reason="installed with flatmin[docs]")
 material = pytest.importorskip("material", reason="installed with flatmin[docs]")

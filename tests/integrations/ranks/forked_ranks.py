@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import sklearn.datasets  # noqa: F401  # not while the clock ticks
-from tests.integrations.ranks import processes
-from tests.integrations.ranks.train_jobs import JOBS
-from tests.support.processes import forked
 
 import flatmin
 from flatmin_lab.cli.app import app
 from flatmin_lab.training.learner import Learner
+from tests.integrations.ranks import processes
+from tests.integrations.ranks.train_jobs import JOBS
+from tests.support.processes import forked
 
 import_module("torch._dynamo")
 LIMIT = 60.0

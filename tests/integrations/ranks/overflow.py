@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.support.cases import Setup
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
 from flatmin import AMP
 from flatmin.core.tensors import plain
+from tests.support.cases import Setup
 
 
 def whole(tensors: Iterable[Tensor]) -> list[Tensor]:

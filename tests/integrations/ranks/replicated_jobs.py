@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.integrations.ranks.overflow import overflow_once
-from tests.support.cases import METHODS, Setup, setup
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from flatmin import AMP
+from tests.integrations.ranks.overflow import overflow_once
+from tests.support.cases import METHODS, Setup, setup
 
 STEPS = 4
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.integrations.ranks.overflow import overflow_once, whole
-from tests.support.cases import Setup, setup
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
@@ -24,6 +22,8 @@ from torch.optim.lr_scheduler import StepLR
 from flatmin import AMP, RMP
 from flatmin.ball import BALLS, NORMS, norms, project_, uniform_
 from flatmin.core.tensors import plain
+from tests.integrations.ranks.overflow import overflow_once, whole
+from tests.support.cases import Setup, setup
 
 BASES: dict[str, Any] = {
     "sgd": partial(SGD, lr=0.1, momentum=0.9),

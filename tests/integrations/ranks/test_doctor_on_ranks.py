@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.integrations.ranks.processes import in_ranks
-from tests.support.cases import mlp
-from tests.support.doctor_cases import Made, closure_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from flatmin import AMP
 from flatmin.doctor import examine
+from tests.integrations.ranks.processes import in_ranks
+from tests.support.cases import mlp
+from tests.support.doctor_cases import Made, closure_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from tests.integrations.ranks.processes import in_ranks
 from tests.integrations.ranks.replicated_jobs import JOBS
 from tests.support.cases import METHODS, same

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from tests.integrations.ranks.processes import in_ranks
 from tests.integrations.ranks.sharded_jobs import BASES, FORMS, jobs, load, uninterrupted
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+
 from tests import PYTHONPATH
 from tests.integrations.ranks.train_jobs import APART, JOBS, METHODS
 from tests.programs.kill_training import differences, state_of

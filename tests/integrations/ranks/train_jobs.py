@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.support.small_runs import after, images, lasting, tiny_data, tiny_recipe
 from torch import Tensor
 
 from flatmin_lab.data import Normalisation
@@ -20,6 +19,7 @@ from flatmin_lab.training.evaluation import logits_of
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 from flatmin_lab.training.ranks import DistributedRankGroup, RankGroup
+from tests.support.small_runs import after, images, lasting, tiny_data, tiny_recipe
 
 MLP: dict[str, Any] = {"model": "mlp", "model_settings": {"side": 6}, "augment": "vanilla"}
 METHODS: dict[str, dict[str, Any]] = {

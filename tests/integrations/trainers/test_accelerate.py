@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 accelerate = pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from tests.support.cases import MODELS, same  # noqa: E402
 
 import flatmin  # noqa: E402
 from flatmin.integrations.accelerate import Window, check_strategy  # noqa: E402
+from tests.support.cases import MODELS, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
+
 from tests import ROOT
 
 # gloo, now and then, in a process that is done and leaves: with plain SGD in place of AMP too (1 of 19, torch 2.13)

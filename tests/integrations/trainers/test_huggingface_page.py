@@ -17,10 +17,11 @@ pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
 from tests import ROOT  # noqa: E402
 from tests.integrations.trainers.small_transformer import arguments, sentences, small_gpt, weights  # noqa: E402
 from tests.support.doc_blocks import blocks, code  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
 
 PAGE = ROOT / "docs" / "trainers_huggingface.md"
 SNIPPETS = code(PAGE)

@@ -16,9 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests import PYTHONPATH, ROOT
-from tests.support.cases import MODELS, OPTIMIZERS, fused_sgd, same
-from tests.support.doc_blocks import code
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
@@ -27,6 +24,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatmin
+from tests import PYTHONPATH, ROOT
+from tests.support.cases import MODELS, OPTIMIZERS, fused_sgd, same
+from tests.support.doc_blocks import code
 
 pytest.importorskip("lightning", reason="needs Lightning: pip install 'flatmin[lightning]'")
 
@@ -34,11 +34,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from tests.integrations.trainers import lightning_ranks
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from flatmin.integrations.lightning import FlatMinima, PerturbedOptimizer
+from tests.integrations.trainers import lightning_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

@@ -15,6 +15,9 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+import flatmin  # noqa: E402
+from flatmin.integrations.transformers import AMPTrainer  # noqa: E402
 from tests.integrations.trainers.small_transformer import (  # noqa: E402
     Seeds,
     arguments,
@@ -25,9 +28,6 @@ from tests.integrations.trainers.small_transformer import (  # noqa: E402
     windows,
 )
 from tests.support.cases import same  # noqa: E402
-
-import flatmin  # noqa: E402
-from flatmin.integrations.transformers import AMPTrainer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 ROWS = 14  # of batches of 2 and windows of 3, the last window has a single batch

@@ -21,13 +21,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
-from tests import PYTHONPATH
-from tests.integrations.trainers.small_transformer import arguments, sentences, small_gpt, weights
-from tests.support.cases import same
 
 import flatmin
 from flatmin.integrations.accelerate import Window
 from flatmin.integrations.transformers import AMPTrainer
+from tests import PYTHONPATH
+from tests.integrations.trainers.small_transformer import arguments, sentences, small_gpt, weights
+from tests.support.cases import same
 
 ROWS = 16
 SECONDS = 240  # for processes that wait for one another for ever

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests import ROOT
-from tests.support.processes import flatmin, words
 
 import cost_table
 import readme
@@ -27,6 +25,8 @@ from flatmin_lab.bench.timing import Runner, run_rounds
 from flatmin_lab.bench.workload import Workload, random_images
 from flatmin_lab.cli.commands import bench, bench_view
 from flatmin_lab.data import Normalisation, augmentation
+from tests import ROOT
+from tests.support.processes import flatmin, words
 
 BEGIN, END = readme.markers(cost_table.PART)
 CPU = torch.device("cpu")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.small_runs import learner_of, tiny_data, tiny_recipe
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +17,7 @@ from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Finished, Progress
 from flatmin_lab.training.loop import train
+from tests.support.small_runs import learner_of, tiny_data, tiny_recipe
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.support.pages import text_of
 
 from flatmin_lab.cli.commands import demo
 from flatmin_lab.data import load
@@ -21,6 +20,7 @@ from flatmin_lab.report.html import pool_bins
 from flatmin_lab.report.pages.demo import demo_page
 from flatmin_lab.runs.events import Finished, RunError
 from flatmin_lab.training.loop import train
+from tests.support.pages import text_of
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.processes import flatmin, words
 
 from flatmin_lab.report.pages.theory import theory_page
 from flatmin_lab.runs import checkpoint
+from tests.support.processes import flatmin, words
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
 MODULE = """

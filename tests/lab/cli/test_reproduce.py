@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import ROOT
-from tests.support.processes import flatmin, words
-from tests.support.report_files import write_result
 
 from flatmin_lab.data import load
 from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
 from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.training.loop import config_of
+from tests import ROOT
+from tests.support.processes import flatmin, words
+from tests.support.report_files import write_result
 
 SOME = ["--protocol", "smoke", "--data", "cifar10", "--models", "vgg16"]
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.support.processes import flatmin, words
 
 from flatmin import __version__
 from flatmin_lab.cli.commands.train_seeds import SeedRuns
@@ -20,6 +19,7 @@ from flatmin_lab.cli.request import Request
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Event, Failed, Finished, Progress, RunError, Started, Stopped
+from tests.support.processes import flatmin, words
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.support.official_files import made
 from torch.utils.data import DataLoader
 
 from flatmin_lab.data import Augmentation, Batches, Dataset, Normalisation, Split, augmentation, in_order, load
 from flatmin_lab.system.rng import generator
+from tests.support.official_files import made
 
 
 def images(count: int = 103) -> Dataset:

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.support import official_files
-from tests.support.official_files import made
 from torch import Tensor
 
 from flatmin_lab.data import DATA_SETS, Dataset, Split, augmentation, load
 from flatmin_lab.data.sources.spiral import Spiral
 from flatmin_lab.data.sources.spiral import load as load_spiral
+from tests.support import official_files
+from tests.support.official_files import made
 
 
 def test_digits_need_no_file_and_have_a_fixed_test_set() -> None:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.small_runs import tiny_data
 
 from flatmin_lab.data import load
 from flatmin_lab.data.label_noise import add_label_noise
+from tests.support.small_runs import tiny_data
 
 
 @settings(deadline=None, max_examples=30)

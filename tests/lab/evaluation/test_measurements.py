@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.small_runs import tiny_data
 from torch import Tensor, nn
 
 from flatmin import attacks, flatness, metrics
@@ -13,6 +12,7 @@ from flatmin_lab.data import load
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import landscapes, measurements, subject
 from flatmin_lab.evaluation.subject import Subject, user_subject
+from tests.support.small_runs import tiny_data
 
 
 class Net(nn.Module):

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.support.processes import flatmin, words
-from tests.support.small_runs import lasting, same, tiny_data, tiny_recipe
 
 from flatmin_lab.execution.cluster import file_sync, nodes, worker
 from flatmin_lab.execution.cluster.file_sync import WatchedFolder, content, put
@@ -23,6 +21,8 @@ from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_d
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Failed, Finished, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.runs.result_store import ResultStore
+from tests.support.processes import flatmin, words
+from tests.support.small_runs import lasting, same, tiny_data, tiny_recipe
 
 
 def tree(place: Path) -> dict[str, bytes]:

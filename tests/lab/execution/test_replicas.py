@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.small_runs import after, lasting, run, same, tiny_data, tiny_recipe
 
 from flatmin_lab import methods
 from flatmin_lab.execution import replicas
@@ -29,6 +28,7 @@ from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Progress, RunError, Saved, Started, Stopped
 from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.training.loop import train
+from tests.support.small_runs import after, lasting, run, same, tiny_data, tiny_recipe
 
 JOBS = [
     Job(tiny_recipe(method="dropout"), 0),

@@ -9,7 +9,6 @@ from typing import Any, get_args
 import pytest
 import torch
 from scipy import stats
-from tests.support.report_files import evaluation, write_result
 from torch.nn.functional import cross_entropy
 
 from flatmin.regularisers import label_smoothing
@@ -25,6 +24,7 @@ from flatmin_lab.report.paper.deviations import HELD_OUT, deviations
 from flatmin_lab.report.paper.tables import Cell, cell_of, fill_table, read_all, runs_by_recipe
 from flatmin_lab.report.stats import agrees, holm, tolerance
 from flatmin_lab.runs.result_store import ResultStore
+from tests.support.report_files import evaluation, write_result
 
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.small_runs import tiny_data
 
 from flatmin_lab import models
 from flatmin_lab.data import Dataset, load
@@ -14,6 +13,7 @@ from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.runs.events import Finished
 from flatmin_lab.training.loop import train
+from tests.support.small_runs import tiny_data
 
 CIFAR = replace(tiny_data(), name="cifar10")
 

@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import ROOT
-from tests.support import pages
-from tests.support.pages import text_of
-from tests.support.processes import flatmin
-from tests.support.report_files import evaluation, landscape, write_result
 
 import readme
 import results_table
@@ -23,6 +18,11 @@ from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.paper.deviations import COPIES
 from flatmin_lab.report.paper.tables import runs_by_recipe
 from flatmin_lab.runs.result_store import ResultStore
+from tests import ROOT
+from tests.support import pages
+from tests.support.pages import text_of
+from tests.support.processes import flatmin
+from tests.support.report_files import evaluation, landscape, write_result
 
 COST: dict[str, Any] = {
     "hardware": "a machine",

@@ -14,10 +14,6 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 from scipy import stats
-from tests.support import pages
-from tests.support.pages import text_of
-from tests.support.processes import flatmin
-from tests.support.report_files import ERRORS, evaluation, landscape, result, write, write_all
 
 from flatmin_lab.data import load
 from flatmin_lab.methods import METHODS
@@ -29,6 +25,10 @@ from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.runs.events import Stopped
 from flatmin_lab.runs.result import build_result
+from tests.support import pages
+from tests.support.pages import text_of
+from tests.support.processes import flatmin
+from tests.support.report_files import ERRORS, evaluation, landscape, result, write, write_all
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import pages
 
 from flatmin import theory
 from flatmin.theory import GaussianSurface
 from flatmin_lab.report.pages.theory import theory_page
+from tests.support import pages
 
 ANSWER = "const answer = (value) => { const at = document.createElement('pre'); at.id = 'answer';\
  at.textContent = JSON.stringify(value); document.body.append(at); };"

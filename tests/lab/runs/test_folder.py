@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import PYTHONPATH
-from tests.support.small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
 
 from flatmin_lab.runs import checkpoint, open_folder
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import Epoch, Finished, Note, RunError, Started
 from flatmin_lab.training.loop import config_of, train
+from tests import PYTHONPATH
+from tests.support.small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
 
 
 def contents(folder: Path) -> dict[str, bytes]:

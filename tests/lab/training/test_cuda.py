@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.host_sync import never_waiting, without_sync
-from tests.support.small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe
 from torch import Tensor, nn
 
 from flatmin_lab import methods, models
@@ -18,6 +16,8 @@ from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.evaluation import logits_of
 from flatmin_lab.training.loop import train, training_steps
+from tests.support.host_sync import never_waiting, without_sync
+from tests.support.small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe
 
 pytestmark = pytest.mark.cuda
 

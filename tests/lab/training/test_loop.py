@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.small_runs import after, images, lasting, learner_of, run, same, tiny_data, tiny_recipe
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
@@ -30,6 +29,7 @@ from flatmin_lab.training.build import ClippedSGD, build_model
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
+from tests.support.small_runs import after, images, lasting, learner_of, run, same, tiny_data, tiny_recipe
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"method": name} for name in methods.METHODS},

@@ -15,10 +15,6 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-from tests import ROOT
-from tests.support.processes import flatmin, words
-from tests.support.report_files import result, write
-from tests.support.small_runs import after, images
 
 from flatmin_lab.cli.commands import tune as tune_command
 from flatmin_lab.data import Split, load
@@ -34,6 +30,10 @@ from flatmin_lab.tuning.search_space import HYPER_PARAMETERS, HyperParameter, Se
 from flatmin_lab.tuning.study import DATABASE, MIN_FINISHED_TRIALS, open_study
 from flatmin_lab.tuning.trial import is_pruned
 from flatmin_lab.tuning.tuner import tune
+from tests import ROOT
+from tests.support.processes import flatmin, words
+from tests.support.report_files import result, write
+from tests.support.small_runs import after, images
 
 SRC = ROOT / "src"
 WAITS = 120.0  # seconds for a process that should have come so far

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.support.images import various
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,6 +14,7 @@ from flatmin_lab.data import Augmentation, AutoAugment, Batches, Normalisation, 
 from flatmin_lab.data.augment import autoaugment
 from flatmin_lab.data.augment.operations import OPERATIONS, SIGNED, TABLES
 from flatmin_lab.data.augment.policies import POLICIES, Operation
+from tests.support.images import various
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.support.images import various
 from torch import Tensor
 
 import pillow_loop
@@ -10,6 +9,7 @@ from flatmin_lab.data import AutoAugment
 from flatmin_lab.data.augment import operations
 from flatmin_lab.data.augment.operations import GEOMETRIC, LEVELS, OPERATIONS, SIGNED
 from flatmin_lab.data.augment.policies import Operation
+from tests.support.images import various
 
 NOTHING = Operation("invert", 0.0, 0)
 CASES = [(name, sign) for name in OPERATIONS for sign in ((1, -1) if name in SIGNED else (1,))]

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.images import various
 from torch import Tensor
 
 import pillow_loop
 from flatmin_lab.data import Augmentation, AutoAugment, Crop, Cutout, Dataset, Flip, Split, augmentation, load
 from flatmin_lab.data.augment.transforms import Stage, to_index
+from tests.support.images import various
 
 STAGES: list[Stage] = [Crop(4), Crop(2, fill=0), Crop(0), Flip(), Cutout(16), Cutout(8), Cutout(5), Cutout(20)]
 

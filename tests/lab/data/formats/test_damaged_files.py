@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support import official_files
-from tests.support.official_files import LAYOUTS, classes, made, packed
 
 from flatmin_lab.data import load
 from flatmin_lab.data.formats import mat, safe_pickle
+from tests.support import official_files
+from tests.support.official_files import LAYOUTS, classes, made, packed
 
 MIB = 1 << 20
 

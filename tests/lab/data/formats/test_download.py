@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from tests.support.official_files import cifar10_python, made, packed, svhn
 
 from flatmin_lab.data import load
 from flatmin_lab.data.formats import download
 from flatmin_lab.data.formats.download import REMOTE, Remote, fetch
 from flatmin_lab.data.formats.download_progress import download_bar
+from tests.support.official_files import cifar10_python, made, packed, svhn
 
 CONTENT = os.urandom(3_000_000)
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.io import loadmat, savemat
-from tests.support import official_files
-from tests.support.official_files import LAYOUTS, classes, made, packed
 from torch import Tensor
 
 from flatmin_lab.data import Dataset, load
 from flatmin_lab.data.formats import mat
+from tests.support import official_files
+from tests.support.official_files import LAYOUTS, classes, made, packed
 
 Pair = tuple[Tensor, Tensor]
 

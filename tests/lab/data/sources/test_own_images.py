@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.support.official_files import made
 from torch import Tensor
 
 from flatmin_lab.data import load
 from flatmin_lab.data.sources import image_folder
+from tests.support.official_files import made
 
 
 class TestNpz:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.support.official_files import made
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatmin_lab.data import from_torch
+from tests.support.official_files import made
 
 
 class Items(Dataset[Any]):
