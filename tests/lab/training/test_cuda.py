@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.host_sync import never_waiting, without_sync
+from tests.support.host_sync import fail_on_host_sync, run_without_host_sync
 from tests.support.small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe
 from torch import Tensor, nn
 
@@ -126,7 +126,7 @@ def test_the_host_never_waits_within_a_step(method: str, precision: Any, capture
     index, u = next(learner.batches.parts(0))
     for _ in range(3):
         learner.step(index, u, 0.1)
-    measured = without_sync(lambda: learner.step(index, u, 0.1))
+    measured = run_without_host_sync(lambda: learner.step(index, u, 0.1))
     assert all(isinstance(value, Tensor) and value.is_cuda for value in measured.values())
 
 
@@ -142,7 +142,7 @@ def test_the_host_never_waits_within_an_epoch(monkeypatch: pytest.MonkeyPatch, v
     done = quiet = told = 0
     while not isinstance(record, Finished):
         within = done > 10 and done % 5 != 0  # after two epochs all graphs are there
-        with never_waiting() if within else nullcontext():
+        with fail_on_host_sync() if within else nullcontext():
             record = next(records)
         done += record is None
         quiet += within and record is None
