@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from flatmin.attacks import fgsm, pgd
 from flatmin.ball import NORMS, Norm
 from flatmin.core.model_state import eval_mode
-from tests.support.host_sync import without_sync
+from tests.support.host_sync import run_without_host_sync
 
 norms = st.sampled_from(NORMS)
 
@@ -73,7 +73,7 @@ def test_the_result_is_in_the_ball_and_in_the_bounds(
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-3, 0.1, 0.5, 5.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_whole_pictures_stay_in_the_ball_after_rounding(epsilon: float, dtype: torch.dtype) -> None:
-    """3072 roundings to the nearest would take a float32 picture out of a small ball: 1e-3 by 2e-5 of it."""
+    """3072 roundings to the nearest would take a float32 image out of a small ball: 1e-3 by 2e-5 of it."""
     weights = torch.randn(3072, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = torch.rand(20, 3, 32, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     y = torch.arange(20) % 10
@@ -95,16 +95,16 @@ def test_whole_pictures_stay_in_the_ball_after_rounding(epsilon: float, dtype: t
 
 def test_fgsm_is_the_formula() -> None:
     model, (x, y) = network().eval(), batch()
-    asked = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(cross_entropy(model(asked), y), asked)
+    point = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(cross_entropy(model(point), y), point)
     expected = (x + 0.03 * gradient.sign()).clamp(0, 1)
     torch.testing.assert_close(fgsm(model, x, y, epsilon=0.03), expected, rtol=0, atol=1e-7)
 
 
 def test_fgsm_in_l2_is_one_step_of_length_epsilon_along_the_gradient() -> None:
     model, (x, y) = network().eval(), batch()
-    asked = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(cross_entropy(model(asked), y), asked)
+    point = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(cross_entropy(model(point), y), point)
     free = fgsm(model, x, y, epsilon=0.3, norm="l2", bounds=(-9, 9))
     torch.testing.assert_close(lengths(free - x), torch.full((7,), 0.3).double(), rtol=1e-6, atol=0)
     direction = gradient / gradient.flatten(1).norm(dim=1).view(7, 1, 1, 1)
@@ -133,7 +133,7 @@ class Normalise(nn.Module):
 
 
 def test_normalised_coordinates_are_the_same_attack() -> None:
-    """ε/std and the normalised bounds on the normalised picture, against the model with the normalisation inside."""
+    """ε/std and the normalised bounds on the normalised image, against the model with the normalisation inside."""
     model, (x, y) = network().eval().double(), batch()
     x = x.double()
     mean, std = (torch.tensor(numbers).double().view(3, 1, 1) for numbers in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.25)))
@@ -162,14 +162,14 @@ def test_the_model_is_left_as_it_was(norm: Norm, around: Callable[[], AbstractCo
     buffers = [buffer.clone() for buffer in model.buffers()]
     modes = [module.training for module in model.modules()]
     flags = [param.requires_grad for param in model.parameters()]
-    random, pictures = torch.get_rng_state(), x.clone()
+    random, images = torch.get_rng_state(), x.clone()
     with around():
         pgd(model, x, y, epsilon=0.1, step_size=0.05, steps=3, norm=norm)
     after = [param.grad for param in model.parameters() if param.grad is not None]
     assert len(before) == len(list(model.parameters())) - 1
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert flags == [param.requires_grad for param in model.parameters()]
-    assert torch.equal(pictures, x)
+    assert torch.equal(images, x)
     assert not x.requires_grad
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert modes == [module.training for module in model.modules()]
@@ -316,7 +316,7 @@ def test_radii_of_another_type_do_not_change_the_inputs(dtype: torch.dtype) -> N
 
 
 def test_in_half_precision_a_small_loss_still_moves_the_pictures() -> None:
-    """The mean over many pictures would be too small a gradient for float16."""
+    """The mean over many images would be too small a gradient for float16."""
     weights = torch.randn(12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float16)
     x = torch.rand(4096, 12, generator=torch.Generator().manual_seed(1)).half()
 
@@ -363,16 +363,16 @@ def test_a_gpu_finds_the_same_without_a_wait_and_stays_in_the_ball(norm: Norm, d
     attack = partial(pgd, epsilon=0.2, step_size=0.07, steps=5, norm=norm)
     expected = attack(model, x, y)
     model, there, labels = model.cuda(), x.cuda(), y.cuda()
-    found = without_sync(lambda: attack(model, there, labels))
+    found = run_without_host_sync(lambda: attack(model, there, labels))
     assert_inside(found.cpu(), x, 0.2, norm)
-    assert_inside(without_sync(lambda: attack(model, there, labels, random_start=True)).cpu(), x, 0.2, norm)
+    assert_inside(run_without_host_sync(lambda: attack(model, there, labels, random_start=True)).cpu(), x, 0.2, norm)
     if dtype == torch.float64:
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_inputs_out_of_bounds_stay_in_the_ball_too(norm: Any) -> None:
-    """Normalised pictures with the bounds of plain ones: a mistake, which must not move them by a whole unit."""
+    """Normalised images with the bounds of plain ones: a mistake, which must not move them by a whole unit."""
     torch.manual_seed(0)
     x, y = 3 * torch.randn(6, 4), torch.randint(0, 3, (6,))
     model = nn.Linear(4, 3)
@@ -401,7 +401,7 @@ def test_a_recurrent_network_is_attacked_on_a_gpu_in_eval_mode_and_the_start_is_
             return self.inside(x)[0][:, -1]
 
     model, x, y = Last().double(), torch.rand(5, 6, 4, dtype=torch.float64), torch.randint(0, 3, (5,))
-    knobs: dict[str, Any] = {"epsilon": 0.1, "step_size": 0.03, "steps": 3, "random_start": True}
-    here = pgd(model, x, y, generator=torch.Generator().manual_seed(0), **knobs)
-    there = pgd(model.cuda(), x.cuda(), y.cuda(), generator=torch.Generator().manual_seed(0), **knobs)
+    settings: dict[str, Any] = {"epsilon": 0.1, "step_size": 0.03, "steps": 3, "random_start": True}
+    here = pgd(model, x, y, generator=torch.Generator().manual_seed(0), **settings)
+    there = pgd(model.cuda(), x.cuda(), y.cuda(), generator=torch.Generator().manual_seed(0), **settings)
     assert torch.allclose(here, there.cpu(), atol=1e-9)

@@ -53,7 +53,7 @@ PLAIN: dict[str, Callable[[], Regulariser]] = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_at_its_zero_a_regulariser_is_cross_entropy(name: str) -> None:
-    """The same pictures, bit for bit, the same loss and the same gradient."""
+    """The same images, bit for bit, the same loss and the same gradient."""
     regulariser, model, (x, y) = PLAIN[name](), network(), batch()
     changed, target = regulariser.batch(model, x, y)
     assert torch.equal(changed, x)
@@ -112,7 +112,7 @@ def test_mixup_mixes_pictures_and_labels_alike(alpha: float, per: str) -> None:
     soft = share * one_hot(y, CLASSES) + (1 - share) * one_hot(target.partner, CLASSES)
     scores = logits(64)
     torch.testing.assert_close(regulariser.loss(scores, target), cross_entropy(scores, soft), rtol=1e-6, atol=0)
-    # the partner is another picture of the batch: solve for it and look it up
+    # the partner is another image of the batch: solve for it and look it up
     strong = target.share < 0.9999
     assert strong.any()
     weight = target.share[strong].view(-1, 1, 1, 1)
@@ -134,7 +134,7 @@ def test_mixups_share_is_beta_distributed(alpha: float) -> None:
 
 @pytest.mark.parametrize("alpha", [1e-4, 1e-2])
 def test_a_small_alpha_hardly_mixes(alpha: float) -> None:
-    """Beta(α, α) for α → 0 is a coin: all of one picture or all of the other."""
+    """Beta(α, α) for α → 0 is a coin: all of one image or all of the other."""
     regulariser = mixup(alpha, generator=torch.Generator().manual_seed(0))
     _, target = regulariser.batch(network(), torch.zeros(4000, 1), torch.zeros(4000, dtype=torch.int64))
     middle = ((target.share > 0.01) & (target.share < 0.99)).float().mean()
@@ -177,7 +177,7 @@ def test_a_mixture_of_one_is_the_label_itself() -> None:
     scores, y = logits(), batch()[1]
     certain = Mixed(y, y.flip(0), torch.ones(len(y)))
     torch.testing.assert_close(mixed_cross_entropy(scores, certain), cross_entropy(scores, y))
-    assert torch.equal(mixed_cross_entropy(scores, y), cross_entropy(scores, y))  # test pictures are not mixed
+    assert torch.equal(mixed_cross_entropy(scores, y), cross_entropy(scores, y))  # test images are not mixed
 
 
 class TestAdversarial:

@@ -16,7 +16,7 @@ from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.methods import METHODS
 from flatmin_lab.models import MODELS
 from tests.lab.test_methods import losses_of
-from tests.support.host_sync import without_sync
+from tests.support.host_sync import run_without_host_sync
 from tests.support.images import various
 from tests.support.official_files import made
 
@@ -87,7 +87,7 @@ def test_no_batch_makes_the_host_wait() -> None:
         batches = Batches(split=pets.train, batch_size=50, normalise=Normalisation.of(pets.train), augment=augment)
         plan = batches.plan(0)
         index, u = plan.order[:50], plan.u[:50]
-        x, y = without_sync(lambda batches=batches, index=index, u=u: batches.at(index, u))  # type: ignore[misc]
+        x, y = run_without_host_sync(lambda batches=batches, index=index, u=u: batches.at(index, u))  # type: ignore[misc]
         assert x.shape == (50, 3, 32, 32)
         assert torch.equal(y, pets.train.y[index])
 
@@ -136,8 +136,8 @@ def test_mixup_and_adversarial_examples_fit_into_a_cuda_graph() -> None:
             seen.append(changed.clone())
         assert not torch.equal(seen[0], x)
         assert torch.equal(seen[0], seen[1]) == (regulariser is not mixing)  # new shares in every replay
-        without_sync(lambda regulariser=regulariser: regulariser.batch(model, x, y))  # type: ignore[misc]
-    without_sync(lambda: pgd(model, x, y, epsilon=0.1, step_size=0.05, steps=3))
+        run_without_host_sync(lambda regulariser=regulariser: regulariser.batch(model, x, y))  # type: ignore[misc]
+    run_without_host_sync(lambda: pgd(model, x, y, epsilon=0.1, step_size=0.05, steps=3))
 
 
 def test_mixup_takes_a_generator_of_the_device() -> None:

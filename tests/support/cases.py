@@ -1,4 +1,4 @@
-"""The tables that every law runs over: base optimizers, models, perturbing optimizers, and how to step them."""
+"""The tables that every law runs over: base optimizers, models, perturbed optimizers, and how to step them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ class Setup:
         return closure
 
     def watched(self, optimizer: Optimizer, seen: list[list[Tensor]]) -> Callable[[], Tensor]:
-        """The closure, which also notes the weights of every pass."""
+        """The closure, which also records the weights of every pass."""
 
         def closure() -> Tensor:
             seen.append(self.weights())
@@ -170,7 +170,7 @@ def setup(model: str = "mlp", *, dtype: torch.dtype | None = None, seed: int = 0
 
 
 def run(case: Setup, optimizer: Optimizer, steps: int) -> list[Tensor]:
-    """That many steps on the case's batch; the weights after them."""
+    """Take this many steps on the case's batch; returns the weights after them."""
     for _ in range(steps):
         optimizer.step(case.closure(optimizer))  # type: ignore[arg-type]  # torch says float, everyone returns a tensor
     return case.weights()

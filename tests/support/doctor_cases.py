@@ -1,4 +1,4 @@
-"""Trainings as users write them, for the doctor: healthy ones, and ones that are broken in one way each."""
+"""What users' make_training functions return, for the doctor: healthy ones, and ones broken in one way each."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from flatmin import AMP, RMP
 from tests.support.cases import Tied, Unused, conv_batchnorm, dropout, frozen_layer, mlp
 
-Made = tuple[Any, ...]
+TrainingParts = tuple[Any, ...]
 Wrap = Callable[[nn.Module], Optimizer]
 
 
@@ -30,7 +30,7 @@ def amp(net: nn.Module, **settings: Any) -> AMP:
     return AMP(sgd(net), **{"epsilon": 0.1, "model": net, **settings})
 
 
-def made(make_model: Callable[[], nn.Module] = mlp, wrap: Wrap = amp, **ways: Any) -> Made:
+def make(make_model: Callable[[], nn.Module] = mlp, wrap: Wrap = amp, **ways: Any) -> TrainingParts:
     """A model, its optimizer and a closure on one batch; `ways` change the closure."""
     model = make_model()
     optimizer = wrap(model)
@@ -79,7 +79,7 @@ class Adapted(nn.Module):
         return out
 
 
-def in_half_precision(*, scaled: bool) -> Made:
+def in_half_precision(*, scaled: bool) -> TrainingParts:
     model = mlp()
     optimizer, (x, y) = amp(model), batch()
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
@@ -94,7 +94,7 @@ def in_half_precision(*, scaled: bool) -> Made:
     return model, optimizer, closure, scaler
 
 
-def unscaled_and_clipped_far_out() -> Made:
+def unscaled_and_clipped_far_out() -> TrainingParts:
     model = mlp()
     optimizer, scaler, (x, y) = amp(model), torch.amp.GradScaler("cpu"), batch()
 
@@ -109,7 +109,7 @@ def unscaled_and_clipped_far_out() -> Made:
     return model, optimizer, closure, scaler
 
 
-def accumulating() -> Made:
+def accumulating() -> TrainingParts:
     model = conv_batchnorm()
     optimizer, batches = amp(model), [batch(), batch()]
 
@@ -138,13 +138,13 @@ class Trainer:
         return {"loss": loss}
 
 
-def by_method() -> Made:
+def by_method() -> TrainingParts:
     trainer = Trainer()
     return trainer.model, trainer.optimizer, trainer.closure
 
 
 class Flagged(nn.Module):
-    """Has a buffer that tells whether it was ever called."""
+    """Has a buffer that says whether it was ever called."""
 
     called: Tensor
 
@@ -159,44 +159,44 @@ class Flagged(nn.Module):
         return out
 
 
-HEALTHY: dict[str, Callable[[], Made]] = {
+HEALTHY: dict[str, Callable[[], TrainingParts]] = {
     "numpy's numbers, put back": lambda: noisy(np.random.standard_normal),
     "Python's numbers, put back": lambda: noisy(random.random),
-    "a base that maximises": lambda: made(
+    "a base that maximises": lambda: make(
         wrap=lambda model: AMP(SGD(model.parameters(), lr=0.1, maximize=True), epsilon=0.1, model=model)
     ),
-    "a plain optimizer": lambda: made(wrap=sgd),
-    "AdamW": lambda: made(wrap=lambda model: AMP(AdamW(model.parameters()), epsilon=0.1)),
-    "BatchNorm": lambda: made(conv_batchnorm),
-    "dropout": lambda: made(dropout),
-    "a buffer of bool": lambda: made(Flagged),
-    "tied weights": lambda: made(Tied, data=lambda: (torch.ones(10, 6) / 3, torch.arange(10) % 6)),
-    "a frozen layer": lambda: made(frozen_layer),
-    "a low-rank adapter": lambda: made(Adapted),
-    "two ascents": lambda: made(dropout, lambda model: amp(model, inner_iter=2)),
-    "a ball a tensor": lambda: made(wrap=lambda model: amp(model, ball="tensor")),
-    "L∞": lambda: made(wrap=lambda model: amp(model, norm="linf", epsilon=0.01)),
-    "random": lambda: made(conv_batchnorm, lambda model: RMP(sgd(model), epsilon=0.1, model=model)),
-    "ε = 0": lambda: made(wrap=lambda model: amp(model, epsilon=0.0)),
-    "LBFGS, not perturbed": lambda: made(wrap=lambda model: AMP(LBFGS(model.parameters()), epsilon=0.0)),
+    "a plain optimizer": lambda: make(wrap=sgd),
+    "AdamW": lambda: make(wrap=lambda model: AMP(AdamW(model.parameters()), epsilon=0.1)),
+    "BatchNorm": lambda: make(conv_batchnorm),
+    "dropout": lambda: make(dropout),
+    "a buffer of bool": lambda: make(Flagged),
+    "tied weights": lambda: make(Tied, data=lambda: (torch.ones(10, 6) / 3, torch.arange(10) % 6)),
+    "a frozen layer": lambda: make(frozen_layer),
+    "a low-rank adapter": lambda: make(Adapted),
+    "two ascents": lambda: make(dropout, lambda model: amp(model, inner_iter=2)),
+    "a ball a tensor": lambda: make(wrap=lambda model: amp(model, ball="tensor")),
+    "L∞": lambda: make(wrap=lambda model: amp(model, norm="linf", epsilon=0.01)),
+    "random": lambda: make(conv_batchnorm, lambda model: RMP(sgd(model), epsilon=0.1, model=model)),
+    "ε = 0": lambda: make(wrap=lambda model: amp(model, epsilon=0.0)),
+    "LBFGS, not perturbed": lambda: make(wrap=lambda model: AMP(LBFGS(model.parameters()), epsilon=0.0)),
     "fp16 autocast": lambda: in_half_precision(scaled=False),
     "fp16 autocast, scaled": lambda: in_half_precision(scaled=True),
     "unscaled in the closure": unscaled_and_clipped_far_out,
     "accumulated gradients": accumulating,
     "a method": by_method,
-    "bfloat16 weights": lambda: made(lambda: mlp().bfloat16()),
+    "bfloat16 weights": lambda: make(lambda: mlp().bfloat16()),
 }
 
 
 # ---- broken in one way
 
 
-def from_a_loader() -> Made:
+def from_a_loader() -> TrainingParts:
     batches = itertools.cycle([batch() for _ in range(7)])
-    return made(data=lambda: next(batches))
+    return make(data=lambda: next(batches))
 
 
-def from_a_named_loader() -> Made:
+def from_a_named_loader() -> TrainingParts:
     model = mlp()
     optimizer, batches = amp(model), iter([batch() for _ in range(100)])
 
@@ -210,17 +210,17 @@ def from_a_named_loader() -> Made:
     return model, optimizer, closure
 
 
-def noisy(draw: Callable[[], float], **settings: Any) -> Made:
+def noisy(draw: Callable[[], float], **settings: Any) -> TrainingParts:
     x, y = batch()
-    return made(data=lambda: (x + draw(), y), **settings)
+    return make(data=lambda: (x + draw(), y), **settings)
 
 
-def asleep(model: nn.Module) -> AMP:
+def in_eval_mode(model: nn.Module) -> AMP:
     model.eval()
     return amp(model)
 
 
-def returning_the_scaled_loss() -> Made:
+def returning_the_scaled_loss() -> TrainingParts:
     model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**4)
     optimizer, (x, y) = amp(model), batch()
 
@@ -233,11 +233,11 @@ def returning_the_scaled_loss() -> Made:
     return model, optimizer, closure, scaler
 
 
-def forgetful(model: nn.Module) -> AMP:
+def without_model(model: nn.Module) -> AMP:
     return AMP(sgd(model), epsilon=0.1)
 
 
-def with_own_generator() -> Made:
+def with_own_generator() -> TrainingParts:
     model = mlp()
     optimizer, generator, (x, y) = amp(model), np.random.default_rng(0), batch()
 
@@ -250,38 +250,38 @@ def with_own_generator() -> Made:
     return model, optimizer, closure
 
 
-def scaled(*, told: bool, used: bool) -> Made:
+def scaled(*, passed: bool, used: bool) -> TrainingParts:
     scaler = torch.amp.GradScaler("cpu")
-    model, optimizer, closure = made(backward=lambda loss: (scaler.scale(loss) if used else loss).backward())
-    return (model, optimizer, closure, scaler) if told else (model, optimizer, closure)
+    model, optimizer, closure = make(backward=lambda loss: (scaler.scale(loss) if used else loss).backward())
+    return (model, optimizer, closure, scaler) if passed else (model, optimizer, closure)
 
 
-def clipped(clip: Callable[[Any], Any]) -> Made:
+def clipped(clip: Callable[[Any], Any]) -> TrainingParts:
     model = mlp()
     optimizer = amp(model)
     return model, optimizer, closure_of(model, optimizer, clip=lambda: clip(model.parameters()))
 
 
-def stepping() -> Made:
+def stepping() -> TrainingParts:
     model = mlp()
     base = sgd(model)
     return model, base, closure_of(model, base, clip=base.step)
 
 
-def without_the_head() -> Made:
-    return made(wrap=lambda model: AMP(SGD(model[0].parameters(), lr=0.1), epsilon=0.1))  # type: ignore[index]
+def without_the_head() -> TrainingParts:
+    return make(wrap=lambda model: AMP(SGD(model[0].parameters(), lr=0.1), epsilon=0.1))  # type: ignore[index]
 
 
-def not_seeded() -> Made:
-    model, optimizer, closure = made()
+def not_seeded() -> TrainingParts:
+    model, optimizer, closure = make()
     with torch.no_grad():
         for param in model.parameters():
             param.add_(random.SystemRandom().random())
     return model, optimizer, closure
 
 
-def crashing() -> Made:
-    return made(loss_of=lambda loss: loss + torch.ones(2) @ torch.ones(3))
+def crashing() -> TrainingParts:
+    return make(loss_of=lambda loss: loss + torch.ones(2) @ torch.ones(3))
 
 
 class Centred(nn.Module):
@@ -311,9 +311,9 @@ class Restless(AMP):
         return result
 
 
-def hooked() -> Made:
+def hooked() -> TrainingParts:
     """A hook of the base writes into the weights that it steps from."""
-    model, optimizer, closure = made()
+    model, optimizer, closure = make()
 
     def shrink(*_: object) -> None:
         with torch.no_grad():
@@ -323,55 +323,55 @@ def hooked() -> Made:
     return model, optimizer, closure
 
 
-# the set-up, the one finding that tells, its verdict, and words of it
-BROKEN: dict[str, tuple[Callable[[], Made], str, str, str]] = {
-    "zero_grad forgotten": (lambda: made(zero=False), "zero_grad", "warning", "begin the closure with optimizer.zero"),
+# make_training, the one finding about it, its verdict, and words of it
+BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
+    "zero_grad forgotten": (lambda: make(zero=False), "zero_grad", "warning", "begin the closure with optimizer.zero"),
     "a loader in the closure": (from_a_loader, "closure repeats", "error", "once a step, before the closure"),
     "a named iterator": (from_a_named_loader, "closure repeats", "error", "it takes from the iterator batches"),
     "numpy in the closure": (
-        lambda: noisy(np.random.standard_normal, wrap=forgetful),
+        lambda: noisy(np.random.standard_normal, wrap=without_model),
         "closure repeats",
         "error",
         "numpy.random",
     ),
     "random in the closure": (
-        lambda: noisy(random.random, wrap=forgetful),
+        lambda: noisy(random.random, wrap=without_model),
         "closure repeats",
         "error",
         "Python's random",
     ),
     "a generator of its own": (with_own_generator, "closure repeats", "error", "it draws from generator"),
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
-    "a buffer that the loss uses": (lambda: made(Centred), "closure repeats", "warning", "a pass changes (mean)"),
-    "an unused layer": (lambda: made(Unused), "gradients", "warning", "none in unused.weight, unused.bias"),
-    "no backward": (lambda: made(backward=lambda _: None), "gradients", "error", "call loss.backward()"),
-    "nan": (lambda: made(loss_of=lambda loss: loss * float("nan")), "gradients", "error", "not finite in 0.weight"),
-    "a loss times 0": (lambda: made(loss_of=lambda loss: loss * 0), "gradients", "error", "all are 0"),
+    "a buffer that the loss uses": (lambda: make(Centred), "closure repeats", "warning", "a pass changes (mean)"),
+    "an unused layer": (lambda: make(Unused), "gradients", "warning", "none in unused.weight, unused.bias"),
+    "no backward": (lambda: make(backward=lambda _: None), "gradients", "error", "call loss.backward()"),
+    "nan": (lambda: make(loss_of=lambda loss: loss * float("nan")), "gradients", "error", "not finite in 0.weight"),
+    "a loss times 0": (lambda: make(loss_of=lambda loss: loss * 0), "gradients", "error", "all are 0"),
     "a forgotten head": (without_the_head, "parameters", "warning", "2.weight, 2.bias"),
-    "eval mode": (lambda: made(wrap=asleep), "mode", "warning", "model.train()"),
+    "eval mode": (lambda: make(wrap=in_eval_mode), "mode", "warning", "model.train()"),
     "the scaled loss is returned": (returning_the_scaled_loss, "loss", "warning", "return the loss itself"),
-    "None is returned": (lambda: made(result=lambda _: None), "loss", "warning", "return loss"),
-    "a number is returned": (lambda: made(result=Tensor.item), "loss", "warning", "returns a float without a tensor"),
+    "None is returned": (lambda: make(result=lambda _: None), "loss", "warning", "return loss"),
+    "a number is returned": (lambda: make(result=Tensor.item), "loss", "warning", "returns a float without a tensor"),
     "BatchNorm without model=": (
-        lambda: made(conv_batchnorm, lambda model: amp(model, model=None)),
+        lambda: make(conv_batchnorm, lambda model: amp(model, model=None)),
         "BatchNorm",
         "warning",
         "2.num_batches_tracked grows by 2 in a step and by 1 in a pass",
     ),
     "a part as model=": (
-        lambda: made(conv_batchnorm, lambda model: amp(model, model=model[1])),  # type: ignore[index]
+        lambda: make(conv_batchnorm, lambda model: amp(model, model=model[1])),  # type: ignore[index]
         "BatchNorm",
         "warning",
         "model= is a Conv2d that lacks a part of the model",
     ),
     "dropout without model=": (
-        lambda: made(dropout, lambda model: amp(model, model=None)),
+        lambda: make(dropout, lambda model: amp(model, model=None)),
         "dropout",
         "warning",
         "flatmin.AMP(base, epsilon=…, model=model)",
     ),
-    "the scaler forgotten": (lambda: scaled(told=False, used=True), "GradScaler", "error", "step(closure, scaler="),
-    "a scaler not in use": (lambda: scaled(told=True, used=False), "GradScaler", "error", "does not use"),
+    "the scaler forgotten": (lambda: scaled(passed=False, used=True), "GradScaler", "error", "step(closure, scaler="),
+    "a scaler not in use": (lambda: scaled(passed=True, used=False), "GradScaler", "error", "does not use"),
     "clipping": (
         lambda: clipped(lambda params: nn.utils.clip_grad_norm_(params, 0.1)),
         "clipping",
@@ -385,40 +385,40 @@ BROKEN: dict[str, tuple[Callable[[], Made], str, str, str]] = {
         "the same largest number, 0.02",
     ),
     "bfloat16 weights and a tiny ε": (
-        lambda: made(lambda: mlp().bfloat16(), lambda model: amp(model, epsilon=1e-4)),
+        lambda: make(lambda: mlp().bfloat16(), lambda model: amp(model, epsilon=1e-4)),
         "rounding",
         "warning",
         "float32",
     ),
     "ε far too large": (
-        lambda: made(wrap=lambda model: amp(model, epsilon=30.0, inner_lr=100.0)),
+        lambda: make(wrap=lambda model: amp(model, epsilon=30.0, inner_lr=100.0)),
         "radius",
         "warning",
         "ε is too large",
     ),
     "ε beyond all numbers": (
-        lambda: made(dropout, lambda model: amp(model, epsilon=1e18, inner_lr=1e30)),
+        lambda: make(dropout, lambda model: amp(model, epsilon=1e18, inner_lr=1e30)),
         "radius",
         "error",
         "not finite in 5 of 5 steps",
     ),
     "another loss is returned": (
-        lambda: made(result=lambda loss: -loss),
+        lambda: make(result=lambda loss: -loss),
         "ascent",
         "warning",
         "does the closure return the loss it differentiates?",
     ),
     "a hook that writes weights": (hooked, "θ comes back", "error", "in 5 of 5 steps the base did not start from θ"),
     "an optimizer that does more": (
-        lambda: made(wrap=lambda model: Restless(sgd(model), epsilon=0.1, model=model)),
+        lambda: make(wrap=lambda model: Restless(sgd(model), epsilon=0.1, model=model)),
         "ε = 0",
         "error",
         "differ from the optimizer's own in",
     ),
     "weights from nowhere": (not_seeded, "set-up", "warning", "until then ε = 0 cannot be compared"),
-    "LBFGS": (lambda: made(wrap=lambda model: LBFGS(model.parameters())), "flatmin.AMP(optimizer)", "error", "LBFGS"),
+    "LBFGS": (lambda: make(wrap=lambda model: LBFGS(model.parameters())), "flatmin.AMP(optimizer)", "error", "LBFGS"),
     "AMP around LBFGS": (
-        lambda: made(wrap=lambda model: AMP(LBFGS(model.parameters()), epsilon=0.1)),
+        lambda: make(wrap=lambda model: AMP(LBFGS(model.parameters()), epsilon=0.1)),
         "make_training()",
         "error",
         "LBFGS evaluates its closure itself",

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Case:
-    """A model in float64 (in train mode, so that it is seen to be evaluated in eval mode) and its data."""
+    """A model in float64 (in train mode, which shows whether it is evaluated in eval mode) and its data."""
 
     def __init__(self, name: str, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float64) -> None:
         torch.manual_seed(seed)

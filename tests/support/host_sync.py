@@ -1,4 +1,4 @@
-"""Does the host wait for the device? Found out by torch, which raises where it does."""
+"""Does the host wait for the device? torch can raise where it does."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ import torch
 
 
 @contextmanager
-def never_waiting() -> Iterator[None]:
-    """Raises where what is inside makes the host wait for the device."""
+def fail_on_host_sync() -> Iterator[None]:
+    """Raises if anything inside makes the host wait for the device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "synchronization debug mode is a prototype feature"
         torch.cuda.set_sync_debug_mode("error")
@@ -20,9 +20,9 @@ def never_waiting() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def without_sync(work: Callable[[], Any]) -> Any:
-    """Raises where the work makes the host wait for the device."""
-    work()  # tables are made and copied once
+def run_without_host_sync(work: Callable[[], Any]) -> Any:
+    """Runs `work` twice; raises if the second run makes the host wait for the device."""
+    work()  # tables are built and copied once
     torch.cuda.synchronize()
-    with never_waiting():
+    with fail_on_host_sync():
         return work()

@@ -105,7 +105,7 @@ class CapturedStep:
         """Discard all graphs, and all reasons against capturing; the next call is an ordinary step."""
         self._forget()
         self.compile, capture = self._requested
-        self._failure = None if capture else "it was asked not to be"
+        self._failure = None if capture else "capture=False was given"
         self._with_state: list[Tensor] | None = None
         self._unused_captures = self._setting_changes = self._captures = self._replays = 0
 

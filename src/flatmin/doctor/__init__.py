@@ -1,11 +1,15 @@
-"""Is this training set up as AMP needs it? A doctor for loops of one's own.
+"""Does a training loop meet what AMP needs? A doctor for loops of one's own.
 
     for finding in flatmin.doctor.examine(make_training):
         print(finding.verdict, finding.name, finding.seen, finding.change)
 
 `make_training()` returns `(model, optimizer, closure)`, or `(model, optimizer, closure, scaler)`; it is called a few
-times, and what it returns is trained a few steps and thrown away. The examination goes from the closure to the step: an
-error on the way ends it, because what follows would tell nothing.
+times, and what it returns is trained for a few steps and thrown away. The examination goes from the closure to the step
+and ends at the first error, because what follows would show nothing.
+
+training.py             what make_training returned, wrapped in AMP; a snapshot of it
+closure_call.py         one call of the closure, observed
+check_*.py              the checks: each returns a `Finding` (finding.py)
 """
 
 from collections.abc import Iterator
@@ -41,7 +45,7 @@ __all__ = ["Crash", "Finding", "MakeTraining", "Verdict", "during", "examine", "
 
 
 def examine(make_training: MakeTraining) -> list[Finding]:
-    """What was found, in the order in which it was looked at.
+    """The findings, in the order in which they were checked.
 
     >>> import torch
     >>> def make_training():
@@ -79,15 +83,13 @@ def examine(make_training: MakeTraining) -> list[Finding]:
 
 
 def _stages(make_training: MakeTraining) -> Iterator[list[Finding]]:
-    """One part after the other, each with what the ones before it have shown to hold."""
+    """One stage after the other, each relying on what the ones before it have shown."""
     training, another = new_training(make_training), new_training(make_training)
     yield [check_make_training(training, another)]
-    if (
-        has_several_ranks()
-        and (finding := check_ranks.check_settings(check_ranks.all_gather(check_ranks.settings(training)))).verdict
-        != "ok"
-    ):
-        yield [finding]
+    if has_several_ranks():
+        finding = check_ranks.check_settings(check_ranks.all_gather(check_ranks.settings(training)))
+        if finding.verdict != "ok":
+            yield [finding]
     yield from _closure(training)
     del training  # a model may fill half of a device
     yield _steps(another)
@@ -97,7 +99,7 @@ def _stages(make_training: MakeTraining) -> Iterator[list[Finding]]:
 
 
 def _closure(training: Training) -> Iterator[list[Finding]]:
-    """Calls of the closure, all from one moment."""
+    """Calls of the closure, all from the same state."""
     settle_scale(training)
     snapshot = TrainingSnapshot(training)
     first = observe(training)

@@ -1,8 +1,8 @@
 """Can the closure be run twice? AMP runs it N + 1 times a step, and all of them must be about the same loss function.
 
-From one moment the closure is called again, with everything put back; then with one thing that AMP does not put back
-between two passes left as the first call left it: Python's and numpy's random numbers (without `model=`), or the
-buffers. What changes the gradient is the reason.
+The closure is called twice from the same state; then again with one thing as the first call left it, which AMP does not
+restore between two passes either: Python's and numpy's random numbers (without `model=`), or the buffers. Whatever
+changes the gradient is the reason.
 """
 
 import random
@@ -20,8 +20,8 @@ from flatmin.doctor.finding import Finding, first_few
 from flatmin.doctor.training import Training, TrainingSnapshot, same_bits
 
 NAME = "closure repeats"
-ROUNDING = {"cpu": 1e-6}  # the share by which two equal calls may differ
-GPU_ROUNDING = 2e-2  # kernels that add in any order, in half precision
+ROUNDING = {"cpu": 1e-6}  # the relative difference allowed between two equal calls
+GPU_ROUNDING = 2e-2  # on other devices: kernels add in any order, in half precision
 
 
 def rounding_of(training: Training) -> float:
@@ -29,7 +29,7 @@ def rounding_of(training: Training) -> float:
 
 
 def check_repeats(first: ClosureCall, training: Training, snapshot: TrainingSnapshot) -> Finding:
-    """`first` was called at `snapshot`, and nothing since."""
+    """Does the closure give the same result twice? `first` was called at `snapshot`, and nothing has run since."""
     if not snapshot.has_weights():
         change = "leave optimizer.step() to the loop: a closure zeroes gradients, runs forward and backward"
         return Finding(NAME, "error", "the closure itself changes the weights", change)
@@ -40,7 +40,7 @@ def check_repeats(first: ClosureCall, training: Training, snapshot: TrainingSnap
     allowed, gap = rounding_of(training), first.gap(again)
     if gap > allowed:
         return _differs(first, again, reasons(counted, dict(_marks(training))))
-    if drawn and training.optimizer.model is None:  # else AMP puts them back between passes
+    if drawn and training.optimizer.model is None:  # else AMP restores them between passes
         snapshot.put_back(host=False)
         if first.gap(other := observe(training)) > allowed:
             return _differs(first, other, [f"it draws random numbers from {' and '.join(drawn)}"])
@@ -78,16 +78,16 @@ def _both(first: ClosureCall, again: ClosureCall) -> str:
     return f"{losses}gradients {first.gap(again):.0%} apart"
 
 
-# ---- why: what the closure reaches, before and after a call
+# ---- the reason: what the closure refers to, before and after a call
 
 
 def reasons(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    """What has moved, in words; an iterator is taken to have."""
+    """What has changed, in words; an iterator is assumed to have."""
     iterators = [name for name, mark in before.items() if mark == "iterator"]
     generators = [name for name, mark in before.items() if isinstance(mark, bytes) and after.get(name) != mark]
     counters = [name for name, mark in before.items() if isinstance(mark, Number) and after.get(name) != mark]
-    told = {"it takes from the iterator": iterators, "it draws from": generators, "it changes": counters}
-    return [f"{what} {first_few(names)}" for what, names in told.items() if names]
+    causes = {"it takes from the iterator": iterators, "it draws from": generators, "it changes": counters}
+    return [f"{cause} {first_few(names)}" for cause, names in causes.items() if names]
 
 
 def _marks(training: Training) -> Iterator[tuple[str, object]]:
@@ -103,7 +103,7 @@ def _marks(training: Training) -> Iterator[tuple[str, object]]:
 
 
 def _reached(closure: Callable[..., Any]) -> Iterator[tuple[str, object]]:
-    """The things that a function names: free variables, globals, arguments given before, attributes of its object."""
+    """What a function refers to: free variables, globals, bound arguments, attributes of its object."""
     while isinstance(closure, partial):
         yield from closure.keywords.items()
         yield from ((f"argument {place}", value) for place, value in enumerate(closure.args))
@@ -112,13 +112,13 @@ def _reached(closure: Callable[..., Any]) -> Iterator[tuple[str, object]]:
         yield from ((f"self.{name}", value) for name, value in getattr(closure.__self__, "__dict__", {}).items())
     try:
         found = getclosurevars(closure)
-    except (TypeError, ValueError):  # no Python function
+    except (TypeError, ValueError):  # not a Python function
         return
     yield from {**found.globals, **found.nonlocals}.items()
 
 
 def _mark(value: object) -> object:
-    """Something small that changes when the thing moves; None for what cannot be told."""
+    """A small value that changes when the object does; None for what cannot be tracked."""
     if isinstance(value, Iterator):
         return "iterator"
     if isinstance(value, torch.Generator):

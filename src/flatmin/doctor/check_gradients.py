@@ -1,4 +1,4 @@
-"""What one call of the closure leaves: a loss, gradients, and a scaler that was used or not.
+"""Checks of the closure: its loss, its gradients, and whether it uses the GradScaler.
 
 Every finding is a function of one `ClosureCall`, or of a few at different weights.
 """
@@ -14,15 +14,15 @@ from flatmin.doctor.closure_call import ClosureCall, observe
 from flatmin.doctor.finding import Finding, first_few
 from flatmin.doctor.training import Training, TrainingSnapshot
 
-SCALES = (0.9, 1.1, 1.2)  # of the weights, where clipping is looked for
+SCALES = (0.9, 1.1, 1.2)  # of the weights, to look for clipping at different gradients
 
 
 def check_mode(training: Training) -> Finding:
-    """Seen after a call: a closure may switch it on."""
+    """Is the model in training mode? Checked after a call: a closure may switch it on."""
     if training.model.training:
         return Finding("mode", "ok", "the model is in training mode")
     seen = "the model is in eval mode: BatchNorm keeps its statistics and dropout drops nothing"
-    return Finding("mode", "warning", seen, "model.train() before the training")
+    return Finding("mode", "warning", seen, "call model.train() before training")
 
 
 def check_loss(call: ClosureCall) -> Finding:
@@ -39,7 +39,7 @@ def check_loss(call: ClosureCall) -> Finding:
         "loss",
         "warning",
         f"the closure returns {'None' if call.result is None else f'a {type(call.result).__name__} without a tensor'}, "
-        "so optimizer.last has no losses, and nobody sees whether the ascent climbs",
+        "so optimizer.last has no losses, and nothing shows whether the ascent raises the loss",
         "end the closure with `return loss`, the tensor itself",
     )
 
@@ -55,20 +55,20 @@ def check_scaler(call: ClosureCall, scaler: GradScaler | None) -> Finding:
         return Finding(
             "GradScaler",
             "error",
-            f"the closure scales its loss by {scale:g}, and the optimizer is not told: its gradients, of norm "
-            f"{call.norm:.3g}, are that much too large, and Δ always lies at the edge of the ball",
+            f"the closure scales its loss by {scale:g}, but the optimizer does not get the scaler: its gradients, of "
+            f"norm {call.norm:.3g}, are that much too large, and Δ always lies at the edge of the ball",
             "optimizer.step(closure, scaler=scaler); here, return (model, optimizer, closure, scaler)",
         )
     return Finding(
         "GradScaler",
         "error",
-        "one is handed over that the closure does not use: Δ and the step would be divided by its scale all the same",
+        "one is passed that the closure does not use: Δ and the step would be divided by its scale all the same",
         "scaler.scale(loss).backward() in the closure, or no scaler",
     )
 
 
 def check_gradients_exist(call: ClosureCall, training: Training) -> Finding:
-    """Has every parameter a gradient, and a finite one?"""
+    """Does every parameter have a gradient, and a finite one?"""
     names = training.names()
     frozen = [param for param in names if not param.requires_grad]
     unused = [name for param, name in names.items() if param.requires_grad and param not in call.gradients]
@@ -98,29 +98,32 @@ def check_gradients_exist(call: ClosureCall, training: Training) -> Finding:
 
 
 def check_parameters(training: Training) -> Finding:
-    """Has the optimizer the parameters of the model?"""
+    """Does the optimizer have all parameters of the model?"""
     known = set(training.params)
     wanted = {name: param for name, param in training.model.named_parameters() if param.requires_grad}
     missing = [name for name, param in wanted.items() if param not in known]
     if not missing:
-        return Finding("parameters", "ok", f"the optimizer has all {len(wanted)} of the model that want a gradient")
+        return Finding(
+            "parameters", "ok", f"the optimizer has all {len(wanted)} parameters of the model that require a gradient"
+        )
     return Finding(
         "parameters",
         "warning",
-        f"the optimizer lacks {len(missing)} of the model's {len(wanted)} that want a gradient: {first_few(missing)}",
+        f"the optimizer lacks {len(missing)} of the model's {len(wanted)} parameters that require a gradient: "
+        f"{first_few(missing)}",
         "give them to the optimizer; if they are to stay as they are, requires_grad_(False) saves their gradients",
     )
 
 
 def observe_on_top(first: ClosureCall, training: Training) -> ClosureCall:
-    """The closure called again, with the gradients of the first call still there."""
+    """A second call of the closure, with the gradients of the first still in place."""
     for param, gradient in first.gradients.items():
         param.grad = gradient.clone()
     return observe(training, zero=False)
 
 
 def check_zero_grad(first: ClosureCall, again: ClosureCall, training: Training, rounding: float) -> Finding:
-    """Does the closure zero the gradients? `again` was called on top of the first, at the same place."""
+    """Does the closure zero the gradients? `again` was called on top of the first, at the same weights."""
     left = [
         name for param, name in training.names().items() if param in first.gradients and _added(first, again, param)
     ]
@@ -141,7 +144,7 @@ def _added(first: ClosureCall, again: ClosureCall, param: Tensor) -> bool:
 
 
 def observe_elsewhere(training: Training, snapshot: TrainingSnapshot) -> list[ClosureCall]:
-    """The closure at other weights, made by scaling: no gradient of a network keeps its norm there."""
+    """Calls at scaled weights: the gradient of a network has another norm at each."""
     calls = []
     for scale in SCALES:
         snapshot.put_back()

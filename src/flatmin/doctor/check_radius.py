@@ -1,13 +1,13 @@
-"""Does the ascent climb, what do ε and ζ mean for this training, and a first guess of ε.
+"""Does the ascent raise the loss, what do ε and ζ mean for this training, and a first guess of ε.
 
-The ascent goes ζ‖∇J‖ far and is cut to ε, so where ε is larger it does nothing. Near θ the loss rises by ‖∇J‖·‖Δ‖.
-The guess is the radius at which that is a third of the loss,
+The ascent step is ζ‖∇J‖ long and is cut to ε, so a larger ε has no effect. Near θ the loss rises by ‖∇J‖·‖Δ‖. The guess
+is the radius at which that is a third of the loss,
 
     ε = L / (3‖∇J‖),   at most 0.1,
 
 a rule of thumb and not a law. What is known: PreActResNet18 on CIFAR-10 gains from ε = 0.1 in 40 epochs and from 0.5 in
-200 (the paper's), where 36 epochs lose with 0.5. Radius and length belong together, and the steps that are watched do
-not know the length.
+200 (the paper's), where 36 epochs lose with 0.5. Radius and length belong together, and a few observed steps do not
+show the length.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from flatmin.doctor.training import Training
 from flatmin.optim.amp import AMP
 
 NAME = "radius"
-MAX_GUESS = 0.1
-MAX_LOSS_RATIO = 3.0  # times the loss: beyond it Δ leaves the surroundings of θ
+MAX_GUESS = 0.1  # of ε: safe for most networks
+MAX_LOSS_RATIO = 3.0  # of the loss at θ + Δ to that at θ: beyond it Δ leaves the neighbourhood of θ
 
 
 def check_ascent(steps: Sequence[ObservedStep], training: Training) -> Finding:
@@ -30,7 +30,7 @@ def check_ascent(steps: Sequence[ObservedStep], training: Training) -> Finding:
     if not isinstance(training.optimizer, AMP):
         return Finding(name, "ok", f"{type(training.optimizer).__name__} does not climb: its Δ is random")
     if reason := _why_incomparable(steps):
-        return Finding(name, "cannot tell", reason, "repair that first")
+        return Finding(name, "cannot tell", reason, "fix that first")
     rises = [high - low for high, low in zip(_known(steps, "loss_perturbed"), _known(steps, "loss"), strict=True)]
     maximises = any(group.get("maximize") for group in training.base.param_groups)
     up = sum(rise < 0 if maximises else rise > 0 for rise in rises)
@@ -59,7 +59,7 @@ def check_ball(steps: Sequence[ObservedStep], training: Training) -> Finding:
     seen = f"‖Δ‖ is {longest:.4g} at most, and {bound:.4g} is the edge"
     if longest <= bound * (1 + 1e-6):
         return Finding("ball", "ok", seen)
-    return Finding("ball", "error", seen, "this must not be: is ε changed during a step?")
+    return Finding("ball", "error", seen, "this should never happen: is ε changed during a step?")
 
 
 def first_guess(loss: float, grad_norm: float) -> float:
@@ -111,7 +111,7 @@ def _advice(guess: float | None, training: Training) -> str:
     if training.optimizer.norm != "l2":
         return "there is no rule of thumb for L∞; tune ε at the length that you will train"
     start = f"a first guess, from these steps alone: ε = {guess:.2g}" if guess else "a first guess: ε = 0.1"
-    return f"{start}; a long training bears more (the paper: 0.5 for 200 epochs). Tune it at the length you will train"
+    return f"{start}; a long run can take more (the paper: 0.5 for 200 epochs). Tune it at the length you will train"
 
 
 def _bound(training: Training) -> float:
@@ -124,7 +124,7 @@ def _bound(training: Training) -> float:
 
 
 def _balls(training: Training) -> int:
-    """How many balls there are: in all of them together, ‖Δ‖ reaches ε times the root of that."""
+    """The number of balls: over all of them together, ‖Δ‖ reaches ε times its root."""
     groups = training.optimizer._perturbed_groups()
     return {"global": 1, "group": len(groups), "tensor": sum(len(group["params"]) for group in groups)}[
         training.optimizer.ball

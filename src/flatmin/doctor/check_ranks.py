@@ -1,4 +1,4 @@
-"""Several processes: they must take the same step, or they drift apart, or wait for each other for ever.
+"""Several ranks: they must take the same step, or they drift apart, or wait for each other for ever.
 
 All findings here compare what was gathered from every rank, so all ranks find the same.
 """
@@ -21,13 +21,13 @@ class OtherRankCrashError(Exception):
     """The user's code crashed on another rank."""
 
     def finding(self) -> Finding:
-        return Finding(NAME, "error", f"the examination crashed on {self}", "it is told there")
+        return Finding(NAME, "error", f"the examination crashed on {self}", "the error is reported there")
 
 
 def all_gather(thing: Any, *, crashed: bool = False) -> list[Any]:
-    """The thing of every rank; of this one alone where there is no other.
+    """The values of all ranks; of this one alone if there is no other.
 
-    Ranks always meet here, whatever they are at: so one that crashed says so in its place, and none waits for it.
+    Every rank calls this at every stage: one that crashed says so here, so that none waits for it.
     """
     if not has_several_ranks():
         return [thing]
@@ -44,7 +44,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def settings(training: Training) -> dict[str, Any]:
-    """What must be the same on all ranks."""
+    """The settings that must be the same on all ranks, and a checksum of the weights."""
     optimizer = training.optimizer
     own = {name: getattr(optimizer, name) for name in optimizer._same_on_ranks}
     groups = {
@@ -81,7 +81,7 @@ def gradients(call: ClosureCall, training: Training) -> dict[str, Any]:
 
 
 def check_synchronised(every: Sequence[dict[str, Any]]) -> Finding:
-    """Have the ranks the same gradients? Each has its own batch, so they have if the gradients were averaged."""
+    """Do the ranks have the same gradients? Each has its own batch, so only if the gradients were averaged."""
     odd = sorted(
         {name for there in every for name in there["with"]} - set.intersection(*(set(t["with"]) for t in every))
     )

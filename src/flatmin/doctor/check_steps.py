@@ -1,7 +1,7 @@
-"""A few real steps, watched from inside: what each pass starts from, and what the step leaves.
+"""A few real steps, observed from inside: what each pass starts from, and what the step leaves.
 
-The closure is wrapped to look at the weights, the buffers and the random generators of every pass; a hook of the base
-looks at the weights that it is about to move, which must be θ again.
+The closure is wrapped to record the weights, the buffers and the random generators of every pass; a hook of the base
+checks the weights that it is about to update, which must be θ again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +18,18 @@ from flatmin.doctor.finding import Finding, first_few
 from flatmin.doctor.training import Training, same_bits
 from flatmin.optim.step_info import Last
 
-STEPS = 5
+STEPS = 5  # enough for a median
 
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """One step, in numbers."""
+    """What was observed in one step."""
 
     passes: int
     same_masks: bool  # every pass began with the same random state
     counted: dict[str, tuple[int, int]]  # integer buffers: how much the first pass added, how much the step
     changed: list[str]  # buffers that are not as the first pass left them
-    came_back: bool | None  # θ, bit for bit and in its storage, when the base stepped; None: it did not
+    came_back: bool | None  # θ, bit for bit and in its storage, when the base stepped; None: it took no step
     moved: float  # ‖(θ + Δ) − θ‖ as the last pass saw it
     last: dict[str, float | None]
 
@@ -81,7 +81,7 @@ def _distance(training: Training, theta: Sequence[Tensor]) -> float:
 
 
 def _counts(buffers: dict[str, Tensor]) -> Iterator[tuple[str, int]]:
-    """The buffers that are one whole number, as BatchNorm's count of batches."""
+    """The buffers that are a single integer, such as BatchNorm's count of batches."""
     for name, buffer in buffers.items():
         if buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex():
             yield name, int(buffer)
@@ -92,7 +92,7 @@ def _numbers(last: Last) -> dict[str, float | None]:
 
 
 def _model_given(training: Training, example: str) -> str:
-    """How to hand over the model, or more of it."""
+    """How to pass the model, or all of it."""
     kind = type(training.optimizer).__name__
     if training.optimizer.model is None:
         return f"flatmin.{kind}(base, epsilon=…, model=model): {example}"
@@ -159,7 +159,7 @@ def check_rounding(steps: Sequence[ObservedStep], training: Training) -> Finding
         return Finding("rounding", "cannot tell", "Δ is 0", "see the findings about gradients")
     share = shares[len(shares) // 2]
     seen = f"weights in {dtypes}: of Δ's length {share:.1%} is left in θ + Δ"
-    if 0.5 < share < 2:  # rounding up and down evens out in the loss, as long as most of Δ is there
+    if 0.5 < share < 2:  # rounding up and down cancels in the loss, as long as most of Δ is left
         return Finding("rounding", "ok", seen)
     return Finding(
         "rounding",

@@ -12,18 +12,18 @@ from flatmin.ball import combine, norms
 from flatmin.doctor.training import Training
 from flatmin.optim.step_info import loss_in
 
-MAX_HALVINGS = 24  # from the usual first scale, 2¹⁶, to far below 1
+MAX_HALVINGS = 24  # of the scale: from the usual start, 2¹⁶, to far below 1
 
 
 @dataclass(frozen=True)
 class ClosureCall:
-    """The closure was called once."""
+    """What one call of the closure did."""
 
     result: Any
     loss: float | None
     gradients: dict[Tensor, Tensor]  # copies, dense
-    scalers: list[GradScaler]  # that scaled something in it
-    is_scaled: bool  # what it returned as the loss is what a scaler returned
+    scalers: list[GradScaler]  # that were used in it
+    is_scaled: bool  # the loss it returned is a scaler's output
 
     @property
     def norm(self) -> float:
@@ -37,7 +37,7 @@ class ClosureCall:
         return self.norm < float("inf")  # nan is not
 
     def gap(self, other: "ClosureCall") -> float:
-        """How far apart two calls are, as a share: of their gradients, or of their losses. 0: bit for bit."""
+        """The relative difference of two calls, in their gradients or their losses. 0: equal bit for bit."""
         if self.gradients.keys() != other.gradients.keys():
             return float("inf")
         apart = [other.gradients[param] - gradient for param, gradient in self.gradients.items()]
@@ -67,7 +67,7 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 def settle_scale(training: Training) -> None:
-    """Steps until the gradients do not overflow: a scaler begins high, and the first steps of a training halve it."""
+    """Take steps until the gradients do not overflow: a scale starts high, and the first steps halve it."""
     for _ in range(MAX_HALVINGS if training.scaler is not None else 0):
         call = observe(training)
         if call.is_finite() or training.scaler not in call.scalers:

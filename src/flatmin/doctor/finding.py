@@ -1,6 +1,6 @@
-"""A finding: what was looked at, how it stands, what was seen in numbers, and what to change.
+"""A finding: what was checked, the verdict, what was seen in numbers, and what to change.
 
-A crash of the user's code is a finding too, told with the user's own lines and with what was being done.
+A crash of the user's code is a finding too, reported with the user's own lines and with what was being done.
 """
 
 import traceback
@@ -11,7 +11,7 @@ from typing import Literal
 
 Verdict = Literal["ok", "warning", "error", "cannot tell"]
 
-LIBRARIES = (
+LIBRARIES = (  # whose lines in a traceback mean nothing to a user
     "flatmin",
     "flatmin_lab",
     "torch",
@@ -19,13 +19,13 @@ LIBRARIES = (
     "contextlib",
     "typer",
     "click",
-)  # whose lines tell a user nothing
-MAX_LINES = 3
+)
+MAX_LINES = 3  # of the user's, the innermost ones
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`change` is what to do about it; where all is well it is empty, or advice."""
+    """`change` is what to do about it; with the verdict "ok" it is empty, or advice."""
 
     name: str
     verdict: Verdict
@@ -41,16 +41,16 @@ class Crash(Exception):  # noqa: N818
         self.doing, self.error = doing, error
 
     def finding(self) -> Finding:
-        told = [
+        lines = [
             *traceback.format_list(own_lines(self.error)[-MAX_LINES:]),
             *traceback.format_exception_only(self.error),
         ]
-        return Finding(self.doing, "error", "".join(told).rstrip(), "it ends in this error: repair it first")
+        return Finding(self.doing, "error", "".join(lines).rstrip(), "it ends in this error: fix it first")
 
 
 @contextmanager
 def during(doing: str) -> Iterator[None]:
-    """What raises inside is the user's crash, and came while `doing`."""
+    """An exception inside is a crash of the user's code, while `doing` this."""
     try:
         yield
     except Crash:
@@ -78,7 +78,7 @@ def has_error(findings: Iterable[Finding]) -> bool:
 
 
 def first_few(names: Sequence[str], most: int = 4) -> str:
-    """The first of them, and how many more there are.
+    """The first names, and how many more there are.
 
     >>> first_few(["a", "b", "c"], most=2)
     'a, b and 1 more'

@@ -1,10 +1,10 @@
-"""A training of the user's, made anew for each examination, and moments of it that can be returned to.
+"""The user's training: model, optimizer and closure, made anew for each stage, and snapshots to return to.
 
 `make_training()` returns `(model, optimizer, closure)`, or with a GradScaler `(model, optimizer, closure, scaler)`. The
 closure is what `optimizer.step` is given; of a loop without one, it is the loop's forward and backward pass as a
 function that returns the loss. A plain optimizer is examined inside AMP.
 
-The generators are seeded before every call, so that two calls give two equal trainings.
+The generators are seeded before every call, so that two calls return the same training.
 """
 
 import random
@@ -30,13 +30,13 @@ from flatmin.optim.grad_scaler import forget_unscaled
 from flatmin.optim.perturbed import PerturbedOptimizer
 
 MakeTraining = Callable[[], Any]
-EPSILON = 0.1  # of an optimizer that is not wrapped yet
+EPSILON = 0.1  # for an optimizer that is not wrapped yet
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the user made, its optimizer wrapped."""
+    """What make_training returned, with its optimizer wrapped."""
 
     model: nn.Module
     optimizer: PerturbedOptimizer
@@ -57,16 +57,16 @@ class Training:
         return list({torch.device("cpu"): None, **{param.device: None for param in self.params}})
 
     def names(self) -> dict[Tensor, str]:
-        """Every parameter of the optimizer by the model's name for it."""
+        """The model's name for every parameter of the optimizer."""
         known: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
         return {param: known.get(param, f"parameter {n} of the optimizer") for n, param in enumerate(self.params)}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of the model's."""
+        """Copies of the model's buffers."""
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
     def call(self) -> Any:
-        """The closure alone, outside a step. Gradients that are there stay there."""
+        """Call the closure alone, outside a step. Existing gradients stay."""
         self._forget_unscaled()
         with torch.enable_grad(), during("calling the closure"):
             return self.closure()
@@ -81,7 +81,7 @@ class Training:
                 self.scaler.update()
 
     def step_base(self) -> None:
-        """A step as it would be taken without flatmin."""
+        """A step as it would be without flatmin."""
         self.base.zero_grad()
         with during("a step of the plain optimizer"):
             if self.scaler is None:
@@ -95,21 +95,21 @@ class Training:
             self.scaler.update()
 
     def _forget_unscaled(self) -> None:
-        """What an earlier call of the closure unscaled does not count for the next."""
+        """The gradients of the next call are scaled again, even if those of an earlier one were unscaled."""
         forget_unscaled(self.scaler, (self.optimizer, self.base))
 
     def is_idle(self) -> bool:
         return self.optimizer._is_idle()
 
     def wait(self) -> None:
-        """Until the devices have done what they were asked for."""
+        """Wait until the devices have finished."""
         for device in self.devices:
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize()
 
 
 def new_training(make_training: MakeTraining) -> Training:
-    """A new training; the same every time, if all that it draws comes from the usual generators."""
+    """A new training; the same every time, if it draws only from the usual generators."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     if "numpy.random" in sys.modules:
@@ -150,7 +150,7 @@ def _check(model: object, optimizer: object, closure: object, scaler: object) ->
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """The caller's random generators are afterwards as they were."""
+    """The caller's random generators are restored afterwards."""
     host, module = HostRandom(), torch.cuda
     devices = list(range(module.device_count())) if module.is_available() else []
     with torch.random.fork_rng(devices):
@@ -161,7 +161,7 @@ def preserve_generators() -> Iterator[None]:
 
 
 class TrainingSnapshot:
-    """Weights, buffers and random generators as they are now."""
+    """A training's weights, buffers and random generators as they are now."""
 
     def __init__(self, training: Training) -> None:
         self._params = training.params
@@ -173,7 +173,7 @@ class TrainingSnapshot:
         self._random = {device: random_state(device) for device in training.devices}
 
     def put_back(self, *, buffers: bool = True, host: bool = True) -> None:
-        """Return to it; without `host`, Python's and numpy's generators go on."""
+        """Restore them; without `host`, Python's and numpy's generators stay as they are."""
         self.weights.put_back({param: param for param in self._params})
         if buffers:
             self._buffers.put_back_buffers()
@@ -183,12 +183,12 @@ class TrainingSnapshot:
             set_random_state(device, state)
 
     def has_weights(self) -> bool:
-        """Are the weights the same to the last bit?"""
+        """Are the weights still the same, bit for bit?"""
         return all(same_bits(param, self.weights[param]) for param in self._params)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """To the last bit, also where both are nan."""
+    """Equal bit for bit, even where both are nan."""
     pair = [plain(tensor.detach()).contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*pair)
 
@@ -209,7 +209,7 @@ def check_make_training(one: Training, other: Training) -> Finding:
     return Finding(
         "set-up",
         "warning",
-        f"{seen}; two calls of make_training() give other weights ({apart} of {len(pairs)} tensors differ), "
+        f"{seen}; two calls of make_training() give different weights ({apart} of {len(pairs)} tensors differ), "
         "although the generators of torch, Python and numpy are seeded before each",
         "make the weights from these generators, or from a seed of your own; until then ε = 0 cannot be compared",
     )

@@ -1,4 +1,4 @@
-"""How flat is the minimum that a model lies in? The loss L around its weights θ, looked at in several ways:
+"""How flat is the minimum a model is in? The loss L around its weights θ, measured in several ways:
 
     line, plane        L(θ + αd) and L(θ + xd₁ + yd₂), along random directions scaled filter by filter
     worst_case_loss    max over ‖Δ‖ ≤ ε of L(θ + Δ), the AMP loss, from below
@@ -11,7 +11,7 @@
     loss = flatness.empirical_risk(x, y)
     flatness.worst_case_loss(model, loss, epsilon=0.1).loss
 
-The model is looked at in eval mode: BatchNorm's statistics are fixed, nothing is dropped. Afterwards, also after an
+The model is in eval mode meanwhile: BatchNorm's statistics are fixed, nothing is dropped. Afterwards, even after an
 exception, its weights, buffers, gradients and modes are bit for bit as they were.
 """
 

@@ -1,7 +1,7 @@
-"""The Hessian H = ∇²L(θ), known by its products with vectors: Hv = ∇(∇L·v), two passes each.
+"""The Hessian H = ∇²L(θ) through its products with vectors: Hv = ∇(∇L·v), two passes each.
 
-Vectors are flat: all parameters in a row, in float32 at least. A model with ReLU is made of smooth pieces: its Hessian
-is that of the piece which θ lies in.
+Vectors are flat: all parameters in a row, in float32 at least. A model with ReLU is piecewise smooth: its Hessian is
+that of the piece in which θ lies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +17,19 @@ from flatmin.flatness.risk import INDEPENDENT_LOSS, LossPart, check_loss, gradie
 from flatmin.flatness.weights import Weights, derived_generator
 
 Product = Callable[[Tensor], Tensor]
-_ROW = 4096
+_ROW = 4096  # numbers added at a time on the CPU (see `dot`)
 
 
 @contextmanager
 def hessian_products(weights: Weights, parts: Sequence[LossPart]) -> Iterator[Product]:
-    """The function v ↦ Hv. Where L has one part, the graph of its gradient is kept; of several, each is made anew."""
+    """The function v ↦ Hv. If L has one part, the graph of its gradient is kept; of several, each is rebuilt."""
     tensors, sizes = weights.tensors, [p.numel() for p in weights.tensors]
     home, dtype = tensors[0].device, compute_dtype(tensors[0])
 
     def gradient(part: LossPart) -> list[Tensor] | None:
         return gradient_of(check_loss(part(weights.model)), tensors, create_graph=True)
 
-    # the fast kernels of attention have no second derivative, and neither has what torch.compile makes
+    # the fast attention kernels have no second derivative, nor do compiled functions
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
         kept = gradient(parts[0]) if len(parts) == 1 else None
 
@@ -60,7 +60,7 @@ def hessian_products(weights: Weights, parts: Sequence[LossPart]) -> Iterator[Pr
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """The product a·b. On the CPU row by row: in one go, the sum of ten million float32 products loses three digits."""
+    """The product a·b. On the CPU row by row: a single sum of ten million float32 products loses three digits."""
     if a.device.type != "cpu":
         return a @ b
     even = a.numel() // _ROW * _ROW
@@ -73,8 +73,8 @@ def length(v: Tensor) -> Tensor:
 
 
 def orthogonal(w: Tensor, basis: Sequence[Tensor]) -> Tensor:
-    """What of w the basis does not span."""
-    for _ in range(2):  # once leaves what rounding put back
+    """The part of w that the basis does not span."""
+    for _ in range(2):  # once is not enough, because of rounding
         for q in basis:
             w = w - dot(q, w) * q
     return w

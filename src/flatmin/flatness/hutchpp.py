@@ -2,8 +2,8 @@
 
     tr H = tr QᵀHQ + E gᵀ(I − QQᵀ)H(I − QQᵀ)g,     g of random signs
 
-Q spans a few random HS, where most of a Hessian with a few large eigenvalues lies: there the trace is exact, and only
-what is left is estimated.
+Q spans H times a few random vectors, where most of a Hessian with a few large eigenvalues lies: there the trace is
+exact, and only the rest is estimated.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ def trace(
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Trace:
-    """The trace of the Hessian, from so many products; exact where there are not more parameters than that.
+    """The trace of the Hessian from this many products; exact if there are no more parameters than that.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> trace(layer, lambda model: (model(torch.tensor([[3.0, 4.0]])) ** 2).sum() / 2).value

@@ -1,11 +1,12 @@
 """The largest eigenvalues of the Hessian H, by Lanczos' method.
 
 It builds an orthonormal basis Q of {v, Hv, H²v, …}, v at random, in which H is tridiagonal: T = QᵀHQ. The largest
-eigenvalues of T come near those of H first. Let β be the length of what H leads out of the span, and s an eigenvector
-of T: some eigenvalue of H lies within β·|last entry of s| of its eigenvalue. That is the error which is given.
+eigenvalues of T converge to those of H first. Let β be the norm of the part of Hq, q the last vector, that is outside
+the span, and s an eigenvector of T: some eigenvalue of H lies within β·|last entry of s| of that of T. This is the
+error that is returned.
 
-Each new vector is made orthogonal to all before it, twice: without that, rounding lets the same eigenvalue appear again
-and again.
+Each new vector is made orthogonal to all before it, twice: otherwise rounding lets the same eigenvalue appear again and
+again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from flatmin.flatness.hessian import Product, RandomVectors, dot, hessian_produc
 from flatmin.flatness.risk import Loss, parts_of
 from flatmin.flatness.weights import Weights
 
-MIN_PRODUCTS = 10
+MIN_PRODUCTS = 10  # besides k: a random vector hardly sees one eigenvalue among many equal ones
 
 
 class Eigenvalues(NamedTuple):
@@ -27,7 +28,7 @@ class Eigenvalues(NamedTuple):
     values: Tensor
     errors: Tensor
     vectors: list[list[Tensor]]  # a direction for each, of length 1
-    products: int  # with the Hessian, that it took
+    products: int  # with the Hessian, taken in all
 
 
 def top_eigenvalue(
@@ -39,7 +40,7 @@ def top_eigenvalue(
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The largest eigenvalue of the Hessian; `top_eigenvalues` says how near it is.
+    """The largest eigenvalue of the Hessian; `top_eigenvalues` also returns its error.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> top_eigenvalue(layer, lambda model: (model(torch.tensor([[3.0, 4.0]])) ** 2).sum() / 2)      # xxᵀ
@@ -64,9 +65,9 @@ def top_eigenvalues(
     """The k largest eigenvalues, until each error is below `tolerance` times the largest of them.
 
     At least 10 + k products are taken, and at most `max_products`: a random vector hardly sees a single eigenvalue that
-    stands out among many equal ones, and too early an end would miss it. An eigenvalue that occurs twice is found once,
-    unless `max_products` reaches the number of parameters; let it be a few times k. For each product a vector is kept,
-    as long as all parameters.
+    stands out among many equal ones, and stopping early would miss it. An eigenvalue that occurs twice is found once,
+    unless `max_products` reaches the number of parameters; make it a few times k. Each product keeps a vector as large
+    as all parameters.
     """
     weights = Weights(model, parameters)
     dimension = weights.dimension
@@ -99,12 +100,12 @@ def _lanczos(
         left = float(length(w))
         values, turned = _of_tridiagonal(diagonal, off_diagonal)
         errors = left * turned[-1].abs()
-        reach = rounding * float(values.abs().max())  # nearer than this cannot be told
+        reach = rounding * float(values.abs().max())  # differences below this are rounding
         close = float(errors[:k].max()) <= max(tolerance * float(values[:k].abs().max()), reach)
-        # a spectrum that fits is taken whole: then an eigenvalue is found as often as it occurs
+        # if all products fit, take them all: then an eigenvalue is found as often as it occurs
         if len(diagonal) == most or (close and len(diagonal) >= least and most < random.dimension):
             break
-        ended = left <= reach  # the span holds all that the first vector leads to: go on with another
+        ended = left <= reach  # H maps the span to itself: continue with another vector
         basis.append(_orthonormal(random.normal(), basis) if ended else w / left)
         off_diagonal.append(0.0 if ended else left)
     vectors = []

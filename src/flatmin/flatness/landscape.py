@@ -3,12 +3,12 @@
     L(θ + αd),   L(θ + x d₁ + y d₂),   d = a random direction, each filter of it as long as the same filter of θ
 
 A network with ReLU and BatchNorm computes the same after a filter is doubled, so a step of length 1 means nothing until
-it is compared with the filter that it moves. A filter is weight[i], what one output of a layer is made of (of a
-transposed convolution: what one input goes to). Biases and BatchNorm's weights, one number a filter, stay where they
-are, or are scaled number by number.
+it is compared with the filter that it moves. A filter is weight[i], the weights of one output of a layer (of a
+transposed convolution: of one input). Biases and BatchNorm's weights, one number per filter, stay where they are, or
+are scaled number by number.
 
-Two models are looked at along the same directions if both are drawn with the same seed: the noise is drawn on the CPU,
-and scaled to each model's own filters.
+With the same seed two models are measured along the same directions: the noise is drawn on the CPU, and scaled to each
+model's own filters.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -98,9 +98,9 @@ def line(
 ) -> Line:
     """The loss along a direction: a random one, or the one given; 41 points from −1 to 1, or those given.
 
-    With `at_once` above 1, so many points go through the model together (torch.func.vmap), or fewer where there is no
-    memory or no kernel for so many. It gains little: on an H200 at best half the time of a network of 66,000 weights,
-    and nothing for a PreActResNet18; on a CPU it loses. `progress(n)`: n points are done.
+    With `at_once` above 1, that many points go through the model together (torch.func.vmap), or fewer if there is no
+    memory or no kernel for as many. It gains little: on an H200 at best half the time of a network of 66,000 weights,
+    and nothing for a PreActResNet18; on a CPU it is slower. `progress(n)` is called when n points are done.
     """
     weights = Weights(model, parameters)
     if direction is None:
@@ -168,15 +168,15 @@ def _losses(
             else:
                 try:
                     together = _together(weights, parts, chunk, along).unbind()
-                except RuntimeError:  # no memory for so many, or no kernel; alone, an error is the model's own
+                except RuntimeError:  # no memory or kernel for as many; with one point, an error is the model's own
                     at_once //= 2
                     continue
-                except AttributeError:  # the loss asks the model for more than its answer
+                except AttributeError:  # the loss uses more of the model than its output
                     at_once = 1
                     continue
                 far = max(range(len(chunk)), key=lambda n: max(map(abs, chunk[n])))
                 if not found and not _agree(together[far], _alone(weights, parts, chunk[far], along)):
-                    at_once = 1  # the loss, or the model, does not go through the weights that it is given
+                    at_once = 1  # the loss, or the model, ignores the weights it is given
                     continue
                 found += together
             if progress is not None:
@@ -185,7 +185,7 @@ def _losses(
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
-    """To rounding; what is not finite proves nothing."""
+    """Equal up to rounding; not if one of them is not finite."""
     share = 0.03 if torch.finfo(one.dtype).eps > 1e-6 else 1e-3
     return bool((one - other).abs() <= share * other.abs())
 
@@ -206,7 +206,7 @@ def _sum(point: Sequence[float], along: Sequence[Direction]) -> list[Tensor]:
 def _together(
     weights: Weights, parts: Sequence[LossPart], chunk: Sequence[Sequence[float]], along: Sequence[Direction]
 ) -> Tensor:
-    """The model for several weights in one pass: convolutions become grouped ones, matrix products batched ones."""
+    """The model at several weights in one pass: convolutions become grouped, matrix products batched."""
     names: dict[Tensor, str] = {p: name for name, p in weights.model.named_parameters()}
     if not names.keys() >= set(weights.tensors):
         raise ValueError("with at_once above 1 the parameters must be the model's own")

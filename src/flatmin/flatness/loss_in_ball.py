@@ -1,12 +1,12 @@
-"""The loss in the ball of radius ε around θ: its worst, its mean, and its rise along the gradient.
+"""The loss in the ball of radius ε around θ: its maximum, its mean, and its rise along the gradient.
 
     worst      max over ‖Δ‖ ≤ ε of L(θ + Δ): the AMP loss, found from below by projected ascent
     mean       of L(θ + Δ), Δ uniform in the ball
     sharpness  L(θ + ε∇L/‖∇L‖) − L(θ), the first step of SAM
 
-At a minimum the gradient is 0, and ascent from the centre finds nothing; so it starts from random points of the ball
-too. The best point of all is kept: a lower bound, which more starts and more steps can only raise. θ + Δ is rounded
-towards θ in the weights' own type, so it is in the ball; weights in half precision stay where they are if the ball is
+At a minimum the gradient is 0, and ascent from the centre finds nothing; so it also starts from random points of the
+ball. The highest loss of all is kept: a lower bound, which more starts and more steps can only raise. θ + Δ is rounded
+towards θ in the weights' own dtype, so it is in the ball; weights in half precision stay where they are if the ball is
 smaller than their spacing.
 """
 
@@ -22,21 +22,21 @@ from flatmin.flatness.weights import Weights, check_radius, derived_generator
 
 
 class WorstCase(NamedTuple):
-    """`loss`, the highest that was found; `centre`, L(θ); `starts`, the highest of each start, the gradient's first."""
+    """`loss`, the highest found; `centre`, L(θ); `starts`, the highest from each start, the centre first."""
 
     loss: Tensor
     centre: Tensor
     starts: Tensor
-    delta: list[Tensor]  # where it was found, a tensor for each parameter
+    delta: list[Tensor]  # where it was found, a tensor per parameter
 
     @property
     def rise(self) -> Tensor:
-        """Of the loss, from the centre to there."""
+        """How much higher the loss is there than at the centre."""
         return self.loss - self.centre
 
 
 class MeanLoss(NamedTuple):
-    """Mean and deviation of the losses at random points of the ball."""
+    """Mean and standard deviation of the losses at random points of the ball."""
 
     mean: Tensor
     deviation: Tensor
@@ -60,8 +60,8 @@ def worst_case_loss(
 
         Δ ← Π(Δ + α ∇L/‖∇L‖)         in L∞ the gradient's sign;   α is `step_size`, or ε
 
-    The step is long because the worst point lies on the edge, where short ones crawl: on small networks 20 steps of ε
-    found up to a third more loss than 20 of ε/8. It costs (1 + restarts) · (steps + 1) passes.
+    The step is long because the worst point lies on the edge, where short steps are slow: on small networks 20 steps of
+    ε found up to a third more loss than 20 of ε/8. It costs (1 + restarts) · (steps + 1) passes.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> found = worst_case_loss(layer, lambda model: (model(torch.ones(1, 1)) - 3).square().sum(), epsilon=0.5)
@@ -121,7 +121,7 @@ def _climb(
 
 @torch.no_grad()
 def _step_(delta: list[Tensor], gradient: list[Tensor], length: float, ball: Ball, norm: Norm) -> None:
-    """A step of that length uphill, in each ball; none where the gradient is 0."""
+    """A step of this length uphill, in each ball; none where the gradient is 0."""
     if norm == "linf":
         for d, g in zip(delta, gradient, strict=True):
             d.add_(g.sign(), alpha=length)

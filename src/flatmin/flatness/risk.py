@@ -1,9 +1,9 @@
-"""The loss that is looked at: a function of the model, or several whose sum it is.
+"""The loss to measure: a function of the model, or several that add up to it.
 
     loss = lambda model: cross_entropy(model(x), y)          one batch
     loss = empirical_risk(x, y, batch_size=500)              a set of any size, a batch at a time
 
-Of several parts only one graph is in memory at a time, so the set may be larger than the memory.
+With several parts only one graph is in memory at a time, so the set may be larger than the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Loss = LossPart | Sequence[LossPart]
 
 @dataclass(frozen=True)
 class _BatchLoss:
-    """The part of one batch in the mean over all examples."""
+    """One batch's share of the mean loss over all examples."""
 
     x: Tensor
     y: Any
@@ -71,7 +71,7 @@ def check_loss(loss: Any) -> Tensor:
 def value(model: Callable[..., Any], parts: Sequence[LossPart]) -> Tensor:
     """L at the weights as they are, on their device."""
     with torch.no_grad():
-        return total_loss(model, parts).clone()  # it may be a view of a weight, which will move
+        return total_loss(model, parts).clone()  # it may be a view of a weight, which will change
 
 
 def total_loss(model: Callable[..., Any], parts: Sequence[LossPart]) -> Tensor:
@@ -102,13 +102,13 @@ def value_and_gradient(
 
 
 INDEPENDENT_LOSS = (
-    "the loss must depend on the weights that are looked at, and it does not; compute it from the model that it is "
+    "the loss must depend on the weights that are moved, and it does not; compute it from the model that it is "
     "given, as in `lambda model: cross_entropy(model(x), y)`, without no_grad"
 )
 
 
 def gradient_of(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor] | None:
-    """∇L; None where L depends on no parameter. If no part of it does, that is a mistake: it would pass for flat."""
+    """∇L; None where L depends on no parameter. If no part of it does, that is a mistake: it would look flat."""
     if not loss.requires_grad:
         return None
     found = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)

@@ -1,10 +1,10 @@
-"""The weights θ of a model, which are moved to θ + Δ and always put back.
+"""The weights θ of a model, which are moved to θ + Δ and always restored.
 
-They are moved in place, so that any model will do, also a compiled one or one that keeps references to its weights.
-Copies of all of them are taken first and copied back: p + d − d ≠ p in floating point.
+They are moved in place, so any model will do, even a compiled one or one that keeps references to its weights. They are
+copied first and copied back, not subtracted: p + d − d ≠ p in floating point.
 
-A model that draws random numbers in eval mode draws the same ones at every point: the loss is one function of θ. An
-autocast around the call does not count, because it would reach the algebra here; put it into the loss.
+A model that draws random numbers in eval mode draws the same ones at every point, so the loss is a function of θ. An
+autocast around the call has no effect, because it would affect the algebra here; put it into the loss.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,7 +74,7 @@ class Weights:
 
     @torch.no_grad()
     def move_within(self, delta: Sequence[Tensor]) -> None:
-        """To θ + Δ, rounded towards θ, so that rounding takes no weight out of a ball; Δ becomes what it came to."""
+        """To θ + Δ, rounded towards θ, so that no weight is rounded out of a ball; Δ becomes the rounded difference."""
         for p, d in zip(self.tensors, delta, strict=True):
             theta = self._theta[p]
             p.copy_(moved_within(theta, d.to(theta.device)))
@@ -94,7 +94,7 @@ class Weights:
         return value_and_gradient(self.model, parts, self.tensors)
 
     def replay(self) -> None:
-        """The random numbers of the next pass are those of every other."""
+        """Reset the random state, so that every pass draws the same numbers."""
         self._random.put_back_random()
 
     def zeros(self) -> list[Tensor]:
@@ -118,7 +118,7 @@ def _check(p: object) -> None:
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Buffers that a pass changes, replaces or makes are put back; those that it leaves alone are not written to."""
+    """Buffers that a pass changes, replaces or adds are restored; the others are not written to."""
     modules = [(module, dict(module._buffers)) for module in model.modules()]
     known = [buffer for buffer in model.buffers() if not is_lazy(buffer) and not buffer.is_inference()]
     before = [(buffer, buffer._version, buffer.clone()) for buffer in known]
@@ -136,7 +136,7 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hooks_off(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks that a training put on parameters, to clip a gradient for example, have no part in what L is."""
+    """Without the parameters' hooks: one that clips gradients in training, for example, is not part of L."""
     hooks = [(p, p._backward_hooks) for p in tensors]
     try:
         for p, own in hooks:
@@ -155,9 +155,9 @@ def check_radius(epsilon: float) -> None:
 
 
 def derived_generator(generator: torch.Generator | None) -> torch.Generator:
-    """A generator of our own, on the CPU: with seed 0, or with a seed that the one given draws.
+    """A new generator on the CPU: with seed 0, or with a seed drawn from the given one.
 
-    The same numbers on every device; and a model that draws from the generator that was given cannot disturb them.
+    It gives the same numbers on every device, and a model that draws from the given generator cannot disturb them.
     """
     if generator is None:
         return torch.Generator().manual_seed(0)

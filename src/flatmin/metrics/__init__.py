@@ -1,16 +1,17 @@
-"""How good a classifier is, and how honest: pure functions of logits (N, K) and labels (N,), on their device.
+"""How accurate and how calibrated a classifier is: pure functions of logits (N, K) and labels (N,), on their device.
 
-    error          the share of wrong answers
+    error          the share of wrong predictions
     nll            the mean of −log p(label)
     brier          the mean of Σₖ (pₖ − [k = label])²
     ece            the mean gap between confidence and accuracy, over bins of equal width
-    adaptive_ece   the same over bins of equally many answers
+    adaptive_ece   the same over bins of equally many predictions
     reliability    what ece is made of: the bins
-    temperature    what to divide logits by to make their confidence honest
-    bootstrap      any of these with an interval: how far chance in the choice of the N rows may have moved it
+    temperature    what to divide logits by to calibrate their confidence
+    bootstrap      any of these with an interval: how much it may depend on the choice of the N rows
+    has_probabilities   which rows of logits can be measured at all
 
 The confidence is the largest probability. Bins are closed on the right, ((m−1)/M, m/M], as in the paper's appendix D.
-Everything is computed in float32 at least. A label that is no class and a row of logits that has no probabilities are
+Everything is computed in float32 at least. A label that is not a class and a row of logits without probabilities are
 errors, on every device.
 """
 

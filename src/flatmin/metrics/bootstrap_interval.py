@@ -1,9 +1,9 @@
-"""How far chance may have moved a measure: the bootstrap (Efron 1979).
+"""How much a measure depends on the choice of test rows: the bootstrap (Efron 1979).
 
-The N rows are one draw of many possible ones. Draw N of them again, with replacement, and measure: done often, the
-values spread about as the measure itself would over other test sets. The interval holds the middle of them.
+The N rows are one sample of many possible ones. Resample N of them with replacement, and measure: done often, the
+values vary about as much as the measure itself would over other test sets. The interval holds the middle of them.
 
-    low, high = the (1−level)/2 and (1+level)/2 quantiles of measure(rows drawn again)
+    low, high = the (1−level)/2 and (1+level)/2 quantiles of measure(resampled rows)
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ __all__ = ["Interval", "bootstrap"]
 
 
 class Interval(NamedTuple):
-    """A measured value, and between what it may well lie."""
+    """A measured value, and the interval in which it probably lies."""
 
     value: Tensor
     low: Tensor
@@ -35,15 +35,15 @@ def bootstrap(
     level: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> Interval:
-    """The measure with its percentile interval, from rows drawn again `samples` times.
+    """The measure with its percentile interval, from `samples` resamplings of the rows.
 
-    It is about the choice of test rows, not about the training: another seed may well lie outside. A sum of absolute
-    gaps, as in ece, is larger where chance makes gaps, so its interval lies high: for 1000 rows of a calibrated model,
-    0.034 to 0.077 around 0.039 on average, and it left out the value itself in 9 of 40 data sets.
+    It is about the choice of test rows, not about training: another seed may well lie outside. A sum of absolute gaps,
+    as in ece, grows with noise, so its interval lies high: for 1000 rows of a calibrated model, 0.034 to 0.077 around
+    0.039 on average, and it did not contain the value itself in 9 of 40 data sets.
 
-    The ends are two of the values found, the outer ones where a quantile falls between. Without a generator the rows
-    are those of seed 0, so the same call gives the same interval, and torch's own random numbers are left alone. A
-    generator of the CPU draws the same rows for data on any device.
+    The ends are two of the values found, the outer ones if a quantile falls between. Without a generator the rows are
+    those of seed 0, so the same call gives the same interval, and torch's own random numbers are not touched. A CPU
+    generator draws the same rows for data on any device.
 
     >>> from flatmin.metrics import error
     >>> half = bootstrap(error, torch.tensor([[1.0, 0.0]] * 100), torch.arange(100) % 2)

@@ -1,10 +1,10 @@
-"""What a classifier answered: logits (N, K) and the labels (N,) that were right, checked before anything is measured.
+"""The inputs of every metric, checked before anything is measured: logits (N, K) and labels (N,).
 
-A row of logits is an answer if its largest number is finite. Then every probability is a number: −inf excludes a class,
-whose probability is 0, and cannot exclude them all. A row with nan or +inf has no probabilities.
+A row of logits has probabilities if its largest number is finite: −inf excludes a class, whose probability is 0, and
+cannot exclude them all. A row with nan or +inf has none.
 
-The values are looked at, so the host waits for the device once a measure. Without the look, a wrong label would end the
-whole process on a GPU, and a nan would count as some answer.
+The check reads the values, so the host waits for the device once per metric. Without it, a wrong label would end the
+whole process on a GPU, and a nan would count as some prediction.
 """
 
 from torch import Tensor
@@ -23,7 +23,7 @@ def has_probabilities(logits: Tensor) -> Tensor:
 
 
 def check_inputs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Labels as int64, one of 0 … K−1 for each row of logits, and each row an answer."""
+    """Labels as int64, one of 0 … K−1 for each row of logits; raises if a row has no probabilities."""
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not logits.numel():
         raise ValueError(
             "logits must be (N, K) and labels (N,) with N and K at least 1, "
@@ -49,6 +49,6 @@ def check_inputs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _first(flags: Tensor) -> tuple[int, int]:
-    """The first place where a flag holds, and how many there are."""
+    """The first index where a flag holds, and how many there are."""
     places = flags.nonzero()
     return int(places[0]), len(places)

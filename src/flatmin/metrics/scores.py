@@ -1,10 +1,10 @@
-"""Error, likelihood and calibration of a classifier's answers: pure functions of logits (N, K) and labels (N,).
+"""Error, likelihood and calibration of a classifier: pure functions of logits (N, K) and labels (N,).
 
-    error          the share of wrong answers
+    error          the share of wrong predictions
     nll            the mean of −log p(label)
     brier          the mean of Σₖ (pₖ − [k = label])²
     ece            the mean gap between confidence and accuracy, over bins of equal width
-    adaptive_ece   the same over bins of equally many answers
+    adaptive_ece   the same over bins of equally many predictions
     reliability    what ece is made of: the bins
 
 The confidence is the largest probability. Bins are closed on the right, ((m−1)/M, m/M], as in the paper's appendix D.
@@ -22,7 +22,7 @@ from flatmin.metrics.inputs import check_inputs
 
 
 def error(logits: Tensor, labels: Tensor) -> Tensor:
-    """The share of wrong answers, a fraction.
+    """The share of wrong predictions, a fraction.
 
     >>> error(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
     tensor(0.5000)
@@ -32,7 +32,7 @@ def error(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood, the mean of −log p(label): cross-entropy. It is infinite if a label was excluded.
+    """Negative log-likelihood, the mean of −log p(label): cross-entropy. It is infinite if a label has a logit of −inf.
 
     >>> nll(torch.zeros(1, 10), torch.tensor([3]))      # ln 10
     tensor(2.3026)
@@ -53,7 +53,7 @@ def brier(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Reliability(NamedTuple):
-    """Per bin, (M,) each: how many answers, their mean confidence, the share that is right; 0 where a bin is empty."""
+    """Per bin, (M,) each: number of predictions, their mean confidence, the share that is right; 0 in an empty bin."""
 
     number: Tensor
     confidence: Tensor
@@ -61,7 +61,7 @@ class Reliability(NamedTuple):
 
 
 def reliability(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Reliability:
-    """The answers sorted by confidence into bins of equal width.
+    """The predictions sorted by confidence into bins of equal width.
 
     >>> reliability(torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1]), bins=2)
     Reliability(number=tensor([0, 2]), confidence=tensor([0.0000, 0.9999]), accuracy=tensor([0.0000, 0.5000]))
@@ -84,12 +84,12 @@ def ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
 
 
 def adaptive_ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
-    """The same sum over bins of equally many answers, least confident first (Nguyen and O'Connor 2015).
+    """The same sum over bins of equally many predictions, least confident first (Nguyen and O'Connor 2015).
 
         Bₘ = {i : (m−1)/M ≤ rank(i)/n < m/M},   ranks 0 … n−1, so that sizes differ by one at most
 
-    A good network's answers crowd into the last bin of ece; here they are told apart. Answers of equal confidence are
-    all as right as they are on average, so it does not matter in which order they come, nor where a bin cuts them.
+    A good network's predictions crowd into the last bin of ece; here they are in all bins. Those of equal confidence
+    count with their mean accuracy, so neither their order nor where a bin cuts them matters.
 
     >>> adaptive_ece(torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1]), bins=2)    # off by ½, and by 1
     tensor(0.7499)
@@ -97,7 +97,9 @@ def adaptive_ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
     confidence, right = _confidence(logits, labels, bins)
     confidence, order = confidence.sort()
     _, tie, size = confidence.unique_consecutive(return_inverse=True, return_counts=True)
-    right_of = torch.zeros_like(size).index_add_(0, tie, right[order].to(size.dtype))  # whole numbers: in any order
+    right_of = torch.zeros_like(size).index_add_(
+        0, tie, right[order].to(size.dtype)
+    )  # integers: the same sum in any order
     accuracy = (right_of.to(confidence.dtype) / size)[tie]
     bin_of = torch.arange(len(labels), device=logits.device) * bins // len(labels)
     return _gap(_binned(bin_of, confidence, accuracy, bins))
@@ -113,7 +115,9 @@ def _confidence(logits: Tensor, labels: Tensor, bins: int) -> tuple[Tensor, Tens
 
 
 def _binned(bin_of: Tensor, confidence: Tensor, accuracy: Tensor, bins: int) -> Reliability:
-    member = bin_of == torch.arange(bins, device=bin_of.device)[:, None]  # (M, N); sums of it have one order everywhere
+    member = (
+        bin_of == torch.arange(bins, device=bin_of.device)[:, None]
+    )  # (M, N); its sums have the same order on every device
     number = member.sum(dim=1)
 
     def mean(values: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Temperature scaling (Guo et al. 2017): one number that makes a classifier's confidence honest, and no answer another.
+"""Temperature scaling (Guo et al. 2017): one number that calibrates a classifier and changes no prediction.
 
     T = argmin nll(logits / T)        over validation data
 
 With β = 1/T and the margins mₖ = zₖ − z_label, the loss is E log Σₖ exp(β mₖ). It is convex in β: its slope E Σₖ pₖ mₖ
-rises, at the rate E Var m. So the place where the slope is 0 lies between any β of negative and any of positive slope,
-and Newton's step is taken where it stays in between; where it does not, β is halved in its logarithm.
+increases, at the rate E Var m. So the zero of the slope lies between any β of negative and any of positive slope, and
+Newton's step is taken if it stays in between; if not, the interval of log β is bisected.
 """
 
 import math
@@ -17,20 +17,20 @@ from flatmin.metrics.inputs import check_inputs
 
 __all__ = ["temperature"]
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3  # where the optimum is 0 or infinite
 
 
 @torch.no_grad()
 def temperature(logits: Tensor, labels: Tensor) -> Tensor:
     """The T between 0.001 and 1000 for which nll(logits / T) is least, found in float64.
 
-    Fit it on data that the model was not trained on (there it is too sure to tell) and that you do not report on (there
-    it would be chosen with the test labels). T > 1 says that the model was too sure.
+    Fit it on data that the model was not trained on (there it is over-confident) and that you do not report on (that
+    would be choosing it with the test labels). T > 1 means that the model was over-confident.
 
-    If no answer is wrong, being surer is always better and T is 0.001; if the answers are no better than chance, being
-    less sure is, and T is 1000. If all logits of every row are equal, T changes nothing and is 1.
+    If no prediction is wrong, more confidence is always better and T is 0.001; if they are no better than chance, less
+    confidence is, and T is 1000. If all logits of every row are equal, T has no effect and is 1.
 
-    >>> four = torch.tensor([[2.0, 0.0]] * 4)                          # sure to 88 %
+    >>> four = torch.tensor([[2.0, 0.0]] * 4)                          # 88 % confident
     >>> temperature(four, torch.tensor([0, 0, 0, 1]))                  # right in 75 %: 2 / ln 3
     tensor(1.8205)
     """
@@ -42,7 +42,7 @@ def temperature(logits: Tensor, labels: Tensor) -> Tensor:
             "no temperature can be fitted where a label has a logit of −inf: its likelihood is 0 at every T; "
             f"got {int((margins == math.inf).any(dim=1).sum())} such rows"
         )
-    moments = margins.masked_fill(margins.isneginf(), 0)  # an excluded class has no part: 0 · −inf would be nan
+    moments = margins.masked_fill(margins.isneginf(), 0)  # an excluded class has p = 0: 0 · −inf would be nan
     return torch.tensor(1 / _inverse_temperature(margins, moments), dtype=compute_dtype(logits), device=logits.device)
 
 
@@ -60,7 +60,7 @@ def _inverse_temperature(margins: Tensor, moments: Tensor) -> float:
         slope, rise = _slope(margins, moments, beta)
         low, high = (beta, high) if slope < 0 else (low, beta)
         newton = beta - slope / rise if rise > 0 else math.nan
-        # fifty halvings alone would do, so a Newton that creeps is not waited for
+        # fifty bisections are enough, so a slow Newton iteration is given up
         following = newton if low < newton < high and turn < 50 else math.sqrt(low * high)
         if abs(following - beta) <= 1e-9 * beta:
             return following

@@ -241,7 +241,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         # ε = 0 is the base's step bit for bit, so with the gradients of the clean pass, which are saved here
         # (with a perturbation per rank those were not synchronised; the block's, also at θ, are)
         synced = self.sync_perturbation or not self._process_groups
-        aside = (
+        saved = (
             GradientSnapshot(self._params(), scaler, self._owners) if idle and self._starts_clean and synced else None
         )
         with self._pass(undo=self._at_clean):
@@ -257,8 +257,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 yield
             self._check_gradients("the perturbed() block")
             self._return_to_theta()
-        if aside is not None:
-            aside.put_back()
+        if saved is not None:
+            saved.put_back()
         self._blocks += 1
         self._scaler_of_blocks = scaler
 

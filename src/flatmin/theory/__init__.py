@@ -1,6 +1,6 @@
 """The paper's theorems as functions: why the worst loss in a ball prefers a flat minimum.
 
-Near a minimum μ the risk is taken for an inverted Gaussian, as wide in each direction as κ says:
+Near a minimum μ the risk is modelled as an inverted Gaussian, with widths given by κ:
 
     γ(θ) = C − A·exp(−E(θ)),   E(θ) = (θ−μ)ᵀκ⁻¹(θ−μ)/2,   γ_AMP(θ) = max γ(θ+Δ) over ‖Δ‖ ≤ ε
 
@@ -9,9 +9,9 @@ Near a minimum μ the risk is taken for an inverted Gaussian, as wide in each di
     Corollary 2   and if C₁ = C₂ this happens for these depths β and widths r          in_operational_region
     Theorem 2     a step of AMP is a step on J + Ω, Ω a penalty on ‖∇J‖                gradient_norm_penalty
     Figure 1      the AMP risk in one dimension is a sliding maximum                   max_pooled
-    Appendix C    AMP is not adversarial training: a kinked loss tells them apart      kinked
+    Appendix C    AMP is not adversarial training: a kinked loss shows the difference  kinked
 
-Everything is computed in float64. C − A·exp(−E) is C to the last bit from E = 37 on, so the exponents can be had too.
+Everything is computed in float64. C − A·exp(−E) is C to the last bit from E = 37 on, so there are exponents too.
 """
 
 from flatmin.theory.examples import (

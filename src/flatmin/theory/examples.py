@@ -1,5 +1,5 @@
-"""In one dimension: the AMP risk as a sliding maximum (figure 1), and a loss that tells AMP from adversarial training
-(appendix C, figure 9).
+"""Examples in one dimension: the AMP risk as a sliding maximum (figure 1), and a loss on which AMP and adversarial
+training have different minima (appendix C, figure 9).
 """
 
 import math
@@ -14,9 +14,9 @@ from flatmin.theory.surface import Number, double, radius_of
 def max_pooled(risk: Tensor, *, spacing: float, epsilon: float) -> Tensor:
     """Figure 1: the AMP risk of a one-dimensional risk, given (..., n) on an even grid: its maximum over [θ−ε, θ+ε].
 
-    The maximum is over the grid's own points. ε counts in whole spacings, rounded down, so the result can be too low by
-    what the risk rises over one spacing. At the ends the window stops with the grid: within ε of an end, what lies
-    beyond it is not seen.
+    The maximum is over the grid's own points. ε is rounded down to whole spacings, so the result can be too low by what
+    the risk rises over one spacing. The window stops at the ends of the grid: within ε of an end, the risk beyond it is
+    not included.
 
     >>> max_pooled(torch.tensor([3.0, 0.0, 3.0, 2.0, 1.0, 2.0, 3.0]), spacing=1.0, epsilon=1.0)
     tensor([3., 3., 3., 3., 2., 3., 3.], dtype=torch.float64)

@@ -31,7 +31,7 @@ from flatmin.core.cuda_graph import GENERATOR_REPLACEMENTS, CannotCaptureError, 
 from flatmin.core.model_state import HostRandom
 from flatmin_lab.bench.timing import MIB, memory_in_use, peak_mib_since, release_memory, use_cublas_on_all_streams
 from tests.support.cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
-from tests.support.host_sync import never_waiting
+from tests.support.host_sync import fail_on_host_sync
 
 on_cuda = pytest.mark.cuda
 
@@ -418,7 +418,7 @@ class Replacing(nn.Module):
         return out
 
 
-def test_a_look_leaves_nothing_behind() -> None:
+def test_a_rehearsal_leaves_nothing_behind() -> None:
     batch = setup()
     case = Setup(Replacing(), batch.x, batch.y)
     generator = torch.Generator().manual_seed(3)
@@ -427,7 +427,7 @@ def test_a_look_leaves_nothing_behind() -> None:
     centred = nn.BatchNorm1d(6)
     step = aside(case, optimizer)
 
-    def look() -> None:
+    def run() -> None:
         with rehearsal(spec_of(case, optimizer, batch=centred)):
             step()
             centred(case.x)
@@ -436,7 +436,7 @@ def test_a_look_leaves_nothing_behind() -> None:
             np.random.rand()
 
     with pytest.raises(CannotCaptureError, match="in the place of a buffer"):
-        look()
+        run()
     assert case.model.mean is buffer
     assert buffer == 0
     assert torch.equal(generator.get_state(), drawn)
@@ -479,7 +479,7 @@ def test_the_modes_and_buffers_of_a_loss_that_is_a_module_are_seen() -> None:
     assert step._current_addresses() != addresses
 
 
-def test_a_generator_that_was_replaced_makes_every_step_look_again() -> None:
+def test_a_replaced_generator_makes_every_step_capture_again() -> None:
     case = setup()
     step = captured_step(case.model, loss_fn, SGD(case.model.parameters(), lr=0.1))
     step._prepare_capture()
@@ -575,7 +575,7 @@ def six_steps(model: str, method: Method, base: str, *, captured: bool) -> list[
         seen.append(step(case.x, case.y))
         assert step.captured == (captured and number > 0)
         seen += [value for value in vars(optimizer.last).values() if value is not None]
-        seen.append(torch.rand(3, device="cuda"))  # the random state goes on alike
+        seen.append(torch.rand(3, device="cuda"))  # the random state advances alike
     return [*seen, *case.weights(), *case.buffers(), *tensors_in(optimizer)]
 
 
@@ -955,7 +955,7 @@ def test_no_step_waits_for_the_device() -> None:
         step, _ = steps_of(case, optimizer, 3)
         torch.cuda.synchronize()
         optimizer.param_groups[0]["lr"] = 0.01
-        with never_waiting():
+        with fail_on_host_sync():
             step(case.x, case.y)
         assert step.captured
 

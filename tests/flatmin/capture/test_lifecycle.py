@@ -1,7 +1,7 @@
 """What happens to a captured step in its life: frozen layers, new groups, loaded states, other modes.
 
-A graph holds fast what it saw, so the step must notice whatever changes. That is Python, and the same with and without
-a GPU: here a recording that replays nothing, but runs its passes again, stands in for a CUDA graph.
+A graph repeats what it was captured with, so the step must notice whatever changes. That is Python, and the same with
+and without a GPU: here a substitute that captures nothing, and runs its passes again, takes the place of a CUDA graph.
 """
 
 import copy
@@ -35,8 +35,8 @@ MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-class Again:
-    """In the place of a recording: what was seen at first is what is done again."""
+class RepeatedStep:
+    """In place of a CapturedGraph: it repeats what was given at its construction."""
 
     def __init__(
         self,
@@ -108,18 +108,18 @@ def sgd_by_torch(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Ten
 
 @pytest.fixture
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatmin.capture.captured_step.CapturedGraph", Again)
+    monkeypatch.setattr("flatmin.capture.captured_step.CapturedGraph", RepeatedStep)
     monkeypatch.setattr("flatmin.capture.captured_step.Workspace", lambda spec: SubstituteTensors())
     monkeypatch.setattr(CapturedStep, "reason", property(lambda step: step._failure))
     monkeypatch.setattr(multi_tensor, "sgd", sgd_by_torch)
     real = CapturedStep._prepare_capture
 
-    def look(step: CapturedStep) -> None:
+    def prepare(step: CapturedStep) -> None:
         real(step)
         step._fits_sgd_kernel = True  # for our kernel, where the base is SGD
         step._addresses = step._current_addresses()
 
-    monkeypatch.setattr(CapturedStep, "_prepare_capture", look)
+    monkeypatch.setattr(CapturedStep, "_prepare_capture", prepare)
 
 
 def network() -> nn.Sequential:

@@ -14,7 +14,7 @@ from flatmin import AMP, doctor
 from flatmin.doctor import Finding, examine
 from tests import ROOT
 from tests.support.cases import mlp, same
-from tests.support.doctor_cases import BROKEN, HEALTHY, Made, made, not_seeded
+from tests.support.doctor_cases import BROKEN, HEALTHY, TrainingParts, make, not_seeded
 from tests.support.processes import flatmin, words
 
 NAMES = [
@@ -46,10 +46,10 @@ def test_a_healthy_training_gets_no_warning(name: str) -> None:
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_training_is_found_by_the_one_finding_that_names_it(name: str) -> None:
     make_training, which, verdict, text = BROKEN[name]
-    told = [finding for finding in examine(make_training) if finding.verdict in ("warning", "error")]
-    assert [(finding.name, finding.verdict) for finding in told] == [(which, verdict)]
-    assert text in f"{told[0].seen} {told[0].change}"
-    assert told[0].change
+    problems = [finding for finding in examine(make_training) if finding.verdict in ("warning", "error")]
+    assert [(finding.name, finding.verdict) for finding in problems] == [(which, verdict)]
+    assert text in f"{problems[0].seen} {problems[0].change}"
+    assert problems[0].change
 
 
 def test_what_cannot_be_told_is_not_guessed() -> None:
@@ -67,7 +67,7 @@ def test_numbers_are_those_of_the_training() -> None:
     assert "for 3 passes; memory beyond it: 2 times the parameters" in named(findings, "cost").seen
     assert "ε = 0.1, ζ = 1" in named(findings, "radius").seen
     assert "100% of the steps" in named(findings, "radius").seen
-    lazy = named(examine(lambda: made(wrap=lambda model: AMP(SGD(model.parameters(), lr=0.1), epsilon=9.0))), "radius")
+    lazy = named(examine(lambda: make(wrap=lambda model: AMP(SGD(model.parameters(), lr=0.1), epsilon=9.0))), "radius")
     assert "ε is never reached: ζ does the work" in lazy.seen
     assert "in 0% of the steps" in lazy.seen
     assert "4 are frozen" not in named(findings, "gradients").seen
@@ -83,7 +83,7 @@ def test_the_first_guess_is_a_round_number_and_no_larger_than_is_safe(loss: floa
 
 
 def test_an_examination_leaves_the_world_as_it_was() -> None:
-    model, *_ = made()
+    model, *_ = make()
     before = [param.detach().clone() for param in model.parameters()]
     drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
     scale = torch.amp.GradScaler.scale
@@ -105,7 +105,7 @@ def test_a_crash_is_told_with_the_user_s_lines_alone() -> None:
     assert "Traceback" not in crash.seen
 
 
-def sparse() -> Made:
+def sparse() -> TrainingParts:
     model: Any = torch.nn.Sequential(torch.nn.Embedding(6, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(8, 3))
     optimizer = AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
     x, y = torch.randint(0, 6, (10, 2)), torch.randint(0, 3, (10,))

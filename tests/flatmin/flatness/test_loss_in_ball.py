@@ -48,15 +48,15 @@ def test_at_a_minimum_the_gradient_finds_nothing_and_the_restarts_do() -> None:
 @pytest.mark.parametrize("norm", flatmin.ball.NORMS)
 @pytest.mark.parametrize("ball", flatmin.ball.BALLS)
 def test_the_worst_case_is_in_its_ball_and_at_least_the_mean(case: Case, ball: Any, norm: Any) -> None:
-    knobs: dict[str, Any] = {"epsilon": 0.3, "ball": ball, "norm": norm}
-    found = flatness.worst_case_loss(case.model, case.loss, steps=10, restarts=2, **knobs)
+    settings: dict[str, Any] = {"epsilon": 0.3, "ball": ball, "norm": norm}
+    found = flatness.worst_case_loss(case.model, case.loss, steps=10, restarts=2, **settings)
     lengths = flatmin.ball.norms(found.delta, norm=norm)
     radius = lengths.max() if ball == "tensor" else flatmin.ball.combine(lengths, norm=norm)
     assert radius.item() <= 0.3 * (1 + 1e-6)
     assert found.loss.item() == pytest.approx(case.at(case.theta() + flat(found.delta)).item(), rel=1e-9)
     assert found.rise > 0
     assert found.loss >= found.starts.max()
-    assert found.loss > flatness.mean_loss(case.model, case.loss, **knobs).losses.max()
+    assert found.loss > flatness.mean_loss(case.model, case.loss, **settings).losses.max()
 
 
 def test_more_restarts_never_find_less(case: Case) -> None:
@@ -182,10 +182,10 @@ def test_a_part_of_the_loss_may_be_independent_of_the_weights_but_not_all_of_it(
         return torch.ones((), dtype=torch.float64)
 
     parts = [*parts_of(case.loss), constant]
-    for looked in (flatness.gradient_norm, flatness.top_eigenvalue):
-        assert looked(case.model, parts).item() == pytest.approx(looked(case.model, case.loss).item(), rel=1e-9)
+    for measure in (flatness.gradient_norm, flatness.top_eigenvalue):
+        assert measure(case.model, parts).item() == pytest.approx(measure(case.model, case.loss).item(), rel=1e-9)
         with pytest.raises(ValueError, match="must depend on"):
-            looked(case.model, [constant, constant])
+            measure(case.model, [constant, constant])
 
 
 def test_an_autocast_around_the_call_does_not_reach_the_algebra() -> None:

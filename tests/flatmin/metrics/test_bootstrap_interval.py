@@ -30,7 +30,7 @@ def test_an_error_rate_has_the_binomial_interval(count: int, level: float) -> No
 
 
 def test_the_truth_lies_inside_as_often_as_it_says() -> None:
-    """400 data sets of 200 answers, a fifth of which are wrong but for chance."""
+    """400 data sets of 200 predictions, each wrong with a probability of a fifth."""
     generator = torch.Generator().manual_seed(0)
     inside = 0
     for _ in range(400):
@@ -68,7 +68,7 @@ def test_it_is_the_same_every_time_and_leaves_torchs_random_numbers_alone() -> N
     assert seeded[2] != once
     generator = torch.Generator().manual_seed(0)
     assert bootstrap(error, logits, labels, samples=50, generator=generator) == once
-    assert bootstrap(error, logits, labels, samples=50, generator=generator) != once  # it has gone on
+    assert bootstrap(error, logits, labels, samples=50, generator=generator) != once  # the generator has moved
 
 
 def test_a_narrower_level_lies_within_and_the_ends_are_values_that_were_found() -> None:

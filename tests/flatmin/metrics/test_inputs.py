@@ -1,4 +1,4 @@
-"""Logits and labels are looked at before they are measured: a wrong one is named, on every device."""
+"""Logits and labels are checked before they are measured: a wrong one is named, on every device."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_a_label_that_is_no_class_is_named(measure: Callable[..., object], devic
         labels = torch.tensor([0, 2, wrong, 1, wrong], device=device)
         with pytest.raises(ValueError, match=f"0 to 2 for 3 classes, got {wrong} in row 2, the first of 2 such rows"):
             measure(torch.zeros(5, 3, device=device), labels)
-        measure(torch.zeros(5, 3, device=device), labels.clamp(0, 2))  # the device goes on
+        measure(torch.zeros(5, 3, device=device), labels.clamp(0, 2))  # the device still works
 
 
 @every_measure

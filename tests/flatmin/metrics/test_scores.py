@@ -18,7 +18,7 @@ from flatmin import metrics
 MEASURES = (metrics.error, metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece)
 
 
-def answers(count: int, classes: int, seed: int, *, sharpness: float = 3.0) -> tuple[Tensor, Tensor]:
+def predictions(count: int, classes: int, seed: int, *, sharpness: float = 3.0) -> tuple[Tensor, Tensor]:
     """About half of them right."""
     generator = torch.Generator().manual_seed(seed)
     logits = sharpness * torch.randn(count, classes, generator=generator)
@@ -27,13 +27,13 @@ def answers(count: int, classes: int, seed: int, *, sharpness: float = 3.0) -> t
 
 
 def pairs(logits: Tensor, labels: Tensor) -> list[tuple[float, int]]:
-    """The confidence of each answer, and 1 where it is right."""
+    """The confidence of each prediction, and 1 where it is right."""
     probability = logits.softmax(dim=1)
     return [(float(p.max()), int(p.argmax() == y)) for p, y in zip(probability, labels, strict=True)]
 
 
 def ece_by_hand(logits: Tensor, labels: Tensor, bins: int) -> float:
-    """The definition, an answer at a time; the edges as float32 has them."""
+    """The definition, one prediction at a time; the edges as float32 has them."""
     edges = [float(torch.tensor(m / bins)) for m in range(bins + 1)]
     total = 0.0
     for low, high in pairwise(edges):
@@ -43,23 +43,23 @@ def ece_by_hand(logits: Tensor, labels: Tensor, bins: int) -> float:
 
 
 def adaptive_ece_by_hand(logits: Tensor, labels: Tensor, bins: int) -> float:
-    """The answers in order, a bin at a time; those of equal confidence as right as they are on average."""
-    answered = sorted(pairs(logits, labels))
+    """The predictions in order, bin by bin; those of equal confidence count with their mean accuracy."""
+    ordered = sorted(pairs(logits, labels))
     share = {}
-    for sure, _ in answered:
-        alike = [right for other, right in answered if other == sure]
+    for sure, _ in ordered:
+        alike = [right for other, right in ordered if other == sure]
         share[sure] = sum(alike) / len(alike)
     total = 0.0
     for m in range(bins):
-        inside = [sure for rank, (sure, _) in enumerate(answered) if rank * bins // len(answered) == m]
+        inside = [sure for rank, (sure, _) in enumerate(ordered) if rank * bins // len(ordered) == m]
         total += abs(sum(share[sure] - sure for sure in inside))
-    return total / len(answered)
+    return total / len(ordered)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("bins", [1, 7, 15, 300])
 def test_ece_and_adaptive_ece_are_their_definitions(seed: int, bins: int) -> None:
-    logits, labels = answers(200, 5, seed)
+    logits, labels = predictions(200, 5, seed)
     assert metrics.ece(logits, labels, bins=bins).item() == pytest.approx(ece_by_hand(logits, labels, bins), abs=1e-6)
     tied = torch.cat([logits, logits[:90]]), torch.cat([labels, (labels[:90] + 1) % 5])  # and the other way round
     for given_ in ((logits, labels), tied):
@@ -68,7 +68,7 @@ def test_ece_and_adaptive_ece_are_their_definitions(seed: int, bins: int) -> Non
 
 
 def test_torchmetrics_and_torch_agree_on_any_logits() -> None:
-    """Sure and unsure ones, ties, exact ones and zeros, one answer, empty bins, every type of float."""
+    """Confident and unsure ones, ties, exact ones and zeros, one prediction, empty bins, every float dtype."""
     pytest.importorskip("torchmetrics", reason="an oracle, installed with flatmin[dev]")
     largest: dict[str, float] = {}
     theirs: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -88,7 +88,7 @@ def test_torchmetrics_and_torch_agree_on_any_logits() -> None:
     )
     @settings(max_examples=150, deadline=None, derandomize=True)
     def compare(count: int, classes: int, sharpness: float, whole: bool, dtype: torch.dtype, seed: int) -> None:
-        logits, labels = answers(count, classes, seed, sharpness=sharpness)
+        logits, labels = predictions(count, classes, seed, sharpness=sharpness)
         logits = (logits.round() if whole else logits).to(dtype)
         for name, oracle in theirs.items():
             expected = float(oracle(logits.to(torch.promote_types(dtype, torch.float32)), labels))
@@ -129,7 +129,7 @@ def test_a_confidence_on_an_edge_belongs_to_the_bin_below(dtype: torch.dtype) ->
 
 
 def test_the_bins_hold_every_answer_once() -> None:
-    logits, labels = answers(500, 10, 0)
+    logits, labels = predictions(500, 10, 0)
     parts = metrics.reliability(logits, labels, bins=15)
     assert parts.number.sum() == 500
     right = (logits.argmax(dim=1) == labels).sum().item()
@@ -146,8 +146,8 @@ def orders(count: int) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_order_of_the_answers_plays_no_part(whole: bool) -> None:
-    """To the bit in adaptive_ece, also where many answers are equally sure and a bin cuts through them."""
-    logits, labels = answers(300, 3, 0, sharpness=2.0)
+    """To the bit in adaptive_ece, also where many predictions are equally confident and a bin cuts through them."""
+    logits, labels = predictions(300, 3, 0, sharpness=2.0)
     logits = logits.round() if whole else logits
     for order in orders(300):
         assert torch.equal(metrics.adaptive_ece(logits[order], labels[order]), metrics.adaptive_ece(logits, labels))
@@ -156,7 +156,7 @@ def test_the_order_of_the_answers_plays_no_part(whole: bool) -> None:
 
 
 def test_adaptive_bins_of_one_confidence_have_one_accuracy() -> None:
-    """300 answers that are equally sure: the gap is that of all, in however many bins."""
+    """300 equally confident predictions: the gap is that of all, in however many bins."""
     logits = torch.tensor([[1.0, 0.0]]).repeat(300, 1)
     labels = (torch.arange(300) >= 120).long()
     gap = abs(1 / (1 + math.exp(-1)) - 120 / 300)
@@ -165,7 +165,7 @@ def test_adaptive_bins_of_one_confidence_have_one_accuracy() -> None:
 
 
 def test_in_one_bin_both_are_the_gap_of_all_answers_and_with_few_answers_each_is_its_own_bin() -> None:
-    logits, labels = answers(7, 3, 4)
+    logits, labels = predictions(7, 3, 4)
     torch.testing.assert_close(metrics.adaptive_ece(logits, labels, bins=1), metrics.ece(logits, labels, bins=1))
     gaps = [abs(right - sure) for sure, right in pairs(logits, labels)]
     assert metrics.adaptive_ece(logits, labels, bins=15).item() == pytest.approx(sum(gaps) / 7, abs=1e-6)
@@ -174,7 +174,7 @@ def test_in_one_bin_both_are_the_gap_of_all_answers_and_with_few_answers_each_is
 
 
 def test_error_nll_and_brier_are_their_definitions_in_float64() -> None:
-    logits, labels = answers(300, 4, 1)
+    logits, labels = predictions(300, 4, 1)
     probability = logits.double().softmax(dim=1)
     assert metrics.error(logits, labels).item() == pytest.approx(
         sum(int(p.argmax()) != int(y) for p, y in zip(probability, labels, strict=True)) / 300
@@ -187,7 +187,7 @@ def test_error_nll_and_brier_are_their_definitions_in_float64() -> None:
 
 
 def test_half_precision_logits_are_measured_in_float32() -> None:
-    logits, labels = answers(100, 3, 2)
+    logits, labels = predictions(100, 3, 2)
     rough = logits.bfloat16()
     for measure in (*MEASURES, metrics.temperature):
         assert measure(rough, labels).dtype == torch.float32
@@ -207,7 +207,7 @@ def test_there_is_at_least_one_bin() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_gpu_measures_the_same(dtype: torch.dtype) -> None:
-    logits, labels = answers(5000, 10, 0)
+    logits, labels = predictions(5000, 10, 0)
     logits = logits.to(dtype)
     for measure in (*MEASURES, metrics.temperature):
         found = measure(logits.cuda(), labels.cuda())

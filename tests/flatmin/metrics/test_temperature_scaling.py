@@ -45,7 +45,7 @@ def test_it_is_scipys_minimum_whatever_the_logits() -> None:
         logits = (scale * logits).to(dtype)
         found = float(temperature(logits, labels))
         if torch.equal(logits.argmax(dim=1), labels) or slope(1e3, logits, labels) <= 0:
-            assert found == pytest.approx(1e-3)  # with no answer wrong, autograd's slope is rounding: 1e-290
+            assert found == pytest.approx(1e-3)  # with no prediction wrong, autograd's slope is rounding: 1e-290
         elif slope(1e-3, logits, labels) >= 0:
             assert found == pytest.approx(1e3)
         else:

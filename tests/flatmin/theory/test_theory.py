@@ -60,7 +60,7 @@ def problem(size: int, generator: torch.Generator) -> Problem:
 
 @cache
 def problems() -> dict[int, list[Problem]]:
-    """By dimension. Asked for by tests, not a fixture of the module: that would be made before threads are limited."""
+    """By dimension. Called by tests, not a module fixture: that would be made before threads are limited."""
     generator = torch.Generator().manual_seed(0)
     return {size: [problem(size, generator) for _ in range(SURFACES)] for size in range(1, 7)}
 
@@ -311,14 +311,14 @@ def agrees_with_corollary_1(first: GaussianSurface, second: GaussianSurface, eps
 
 def test_corollary_1_holds_in_both_directions_for_surfaces_at_random() -> None:
     draw = random.Random(0)
-    answers = []
+    verdicts = []
     for _ in range(3000):
         pair = [
             GaussianSurface(0.0, 10 ** draw.uniform(-2, 2), 10 ** draw.uniform(-1, 1), draw.uniform(-1, 1))
             for _ in range(2)
         ]
-        answers.append(agrees_with_corollary_1(pair[0], pair[1], 10 ** draw.uniform(-3, 2)))
-    assert 0.05 < sum(answers) / len(answers) < 0.95
+        verdicts.append(agrees_with_corollary_1(pair[0], pair[1], 10 ** draw.uniform(-3, 2)))
+    assert 0.05 < sum(verdicts) / len(verdicts) < 0.95
 
 
 @pytest.mark.parametrize("exponents", [(1e-12, 1e-6), (1e-3, 1.0), (1.0, 60.0), (60.0, 700.0)], ids=str)
@@ -331,25 +331,25 @@ def test_corollary_1_changes_its_answer_at_its_boundary(exponents: tuple[float, 
         gap = exact_minimum_difference(second, first, 1.0)
         if first.A < second.A and gap < 0:
             continue
-        answers = []
+        verdicts = []
         for side in (-1e-6, 1e-6):
             tilt = GaussianSurface(0.0, first.kappa, first.A, float(gap) * (1 + math.copysign(side, side * float(gap))))
-            answers.append(agrees_with_corollary_1(tilt, second, 1.0))
-        assert answers in ([False, True], [False, False])  # twice no, where the second is the deeper one
+            verdicts.append(agrees_with_corollary_1(tilt, second, 1.0))
+        assert verdicts in ([False, True], [False, False])  # twice no, where the second is the deeper one
 
 
 def test_corollary_1_holds_where_the_exponential_underflows() -> None:
     draw = random.Random(2)
-    answers = []
+    verdicts = []
     for _ in range(1000):
         one = math.exp(draw.uniform(math.log(60), math.log(1e6)))
         depth, share = 10 ** draw.uniform(-1, 1), draw.uniform(0.1, 0.999)
         two = (one + math.log(share)) * draw.choice([1 - 1e-6, 1 + 1e-6, 0.5, 2.0])  # around A₁·exp(·) = A₂·exp(·)
         first, second = (GaussianSurface(0.0, 1 / (2 * e), a, 0.0) for e, a in ((one, depth), (two, depth * share)))
-        answers.append(agrees_with_corollary_1(first, second, 1.0))
+        verdicts.append(agrees_with_corollary_1(first, second, 1.0))
         for height in (1e-300, -1e-300, 1e-5, -1e-5):
             agrees_with_corollary_1(GaussianSurface(0.0, first.kappa, first.A, height), second, 1.0)
-    assert 0.3 < sum(answers) / len(answers) < 0.7
+    assert 0.3 < sum(verdicts) / len(verdicts) < 0.7
 
 
 def test_without_a_radius_nothing_is_preferred_over_the_deeper_minimum() -> None:

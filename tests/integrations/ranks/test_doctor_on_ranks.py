@@ -14,14 +14,14 @@ from flatmin import AMP
 from flatmin.doctor import examine
 from tests.integrations.ranks.processes import in_ranks
 from tests.support.cases import mlp
-from tests.support.doctor_cases import Made, closure_of
+from tests.support.doctor_cases import TrainingParts, closure_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 
 
 def parallel(
     rank: int, *, epsilon: float = 0.1, average: bool = True, spare: bool = False, one_for_all: bool = True
-) -> Made:
+) -> TrainingParts:
     torch.manual_seed(0)
     model: Any = mlp()
     whole: Any = DistributedDataParallel(model) if average else model
@@ -31,7 +31,7 @@ def parallel(
     return whole, optimizer, closure_of(whole[:1] if spare and rank else whole, optimizer)
 
 
-def crashing(rank: int, where: str) -> Made:
+def crashing(rank: int, where: str) -> TrainingParts:
     model, optimizer, closure = parallel(rank, average=False)[:3]
 
     def broken() -> Any:
@@ -44,7 +44,7 @@ def crashing(rank: int, where: str) -> Made:
     return (model, optimizer) if where == "answer" and rank else (model, optimizer, broken)  # type: ignore[return-value]
 
 
-TRAININGS: dict[str, tuple[Callable[[int], Made], str]] = {
+TRAININGS: dict[str, tuple[Callable[[int], TrainingParts], str]] = {
     "alike": (parallel, ""),
     "a perturbation a rank": (partial(parallel, one_for_all=False), ""),
     "one has its own": (lambda rank: parallel(rank, one_for_all=not rank), "sync_perturbation is True, False"),

@@ -1,4 +1,4 @@
-"""A rank of trainings with Lightning's DDP, started as torchrun would; it writes the weights after every step.
+"""One rank of training runs with Lightning's DDP, started as torchrun would; it writes the weights after every step.
 
 RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 ... python lightning_ranks.py FOLDER mlp batchnorm
 """

@@ -290,7 +290,7 @@ def test_accumulation_equals_one_large_batch() -> None:
 
 
 def fp16(scale: float = 2.0**12) -> MixedPrecision:
-    """Lightning's own plugin; asked for "16-mixed" on a CPU, the Trainer would take bf16 instead."""
+    """Lightning's own plugin; given "16-mixed" on a CPU, the Trainer would take bf16 instead."""
     return MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=scale))
 
 

@@ -69,7 +69,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def trainings(folder: Path, processes: int) -> list[dict[str, Any]]:
+def runs(folder: Path, processes: int) -> list[dict[str, Any]]:
     """What each process saw."""
     common = {
         "OMP_NUM_THREADS": "1",
@@ -100,7 +100,7 @@ def trainings(folder: Path, processes: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return trainings(tmp_path_factory.mktemp("two"), 2)
+    return runs(tmp_path_factory.mktemp("two"), 2)
 
 
 JOBS = ["trainer", "trainer-n2", "accelerate", "trainer-apart", "accelerate-apart", "accelerate-still"]
@@ -125,7 +125,7 @@ def test_two_processes_are_one_with_batches_twice_as_large(seen: list[dict[str, 
 
 
 def test_each_way_of_training_is_one_of_its_own(seen: list[dict[str, Any]]) -> None:
-    """So that the law above compares trainings in which something happened."""
+    """So that the law above compares runs in which something happened."""
     first, _ = seen
     assert not same(first["trainer"]["weights"], first["trainer-n2"]["weights"])
     assert not same(first["trainer-n2"]["weights"], first["trainer-apart"]["weights"])

@@ -16,7 +16,7 @@ from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.evaluation import logits_of
 from flatmin_lab.training.loop import train, training_steps
-from tests.support.host_sync import never_waiting, without_sync
+from tests.support.host_sync import fail_on_host_sync, run_without_host_sync
 from tests.support.small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe
 
 pytestmark = pytest.mark.cuda
@@ -126,7 +126,7 @@ def test_the_host_never_waits_within_a_step(method: str, precision: Any, capture
     index, u = next(learner.batches.parts(0))
     for _ in range(3):
         learner.step(index, u, 0.1)
-    measured = without_sync(lambda: learner.step(index, u, 0.1))
+    measured = run_without_host_sync(lambda: learner.step(index, u, 0.1))
     assert all(isinstance(value, Tensor) and value.is_cuda for value in measured.values())
 
 
@@ -142,7 +142,7 @@ def test_the_host_never_waits_within_an_epoch(monkeypatch: pytest.MonkeyPatch, v
     done = quiet = told = 0
     while not isinstance(event, Finished):
         within = done > 10 and done % 5 != 0  # after two epochs all graphs are there
-        with never_waiting() if within else nullcontext():
+        with fail_on_host_sync() if within else nullcontext():
             event = next(events)
         done += event is None
         quiet += within and event is None

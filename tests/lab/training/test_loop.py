@@ -338,7 +338,7 @@ def test_a_step_that_cannot_be_captured_is_a_note_and_no_warning(monkeypatch: py
 
     assert not any(isinstance(event, Note) for event in run(tiny_recipe(epochs=1)))
     monkeypatch.setattr(CapturedStep, "reason", property(lambda step: step._failure))  # as on a GPU
-    monkeypatch.setattr(CapturedStep, "_recording", refused)
+    monkeypatch.setattr(CapturedStep, "_graph_for", refused)
     notes = [event for event in run(tiny_recipe(epochs=1)) if isinstance(event, Note)]
     assert [note.text for note in notes] == [
         "this step cannot be captured in a CUDA graph, and runs eagerly: it prints"
