@@ -152,14 +152,14 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(two: Seen, name: str) -> N
     for rank in (results["refused"] for results in two):
         kind, text = rank["found"][name]
         assert REFUSED[name] in text
-        assert kind in ("ValueError", "TypeError", "FileExistsError", "RefusedElsewhereError")
+        assert kind in ("ValueError", "TypeError", "FileExistsError", "OtherRankRefusedError")
         assert not rank["begun"]
 
 
 def test_a_folder_that_cannot_be_written_ends_all(two: Seen) -> None:
     first, other = (results["full disk"] for results in two)
     assert first["found"] == ["RunError", first["found"][1]]
-    assert other["found"] == ["ElsewhereError", f"rank 0 of 2: {first['found'][1]}"]
+    assert other["found"] == ["OtherRankError", f"rank 0 of 2: {first['found'][1]}"]
     assert first["epochs"] == other["epochs"] == 1
 
 
