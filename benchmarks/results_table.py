@@ -78,8 +78,8 @@ def _measured(runs: Sequence[Run]) -> str:
             "and the other methods have the paper's settings for 200, unless a row says otherwise."
         )
     return (
-        f"Test numbers of the last epoch: mean ± standard deviation over n seeds, fewer than three singly; the "
-        f"paper's are of 10 runs with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {_precision(runs)}, "
+        f"Test numbers of the last epoch: mean ± standard deviation over n seeds, fewer than three singly; the paper's "
+        f"are of 10 runs with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {_precision(runs)}, "
         f"commit {all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the "
         f"paper, attacks, flatness, curves, and what we did otherwise. {' '.join(of_the_data(runs))}"
     )

@@ -224,7 +224,7 @@ def _show_flatness(console: Console, found: Mapping[str, Any], kind: str) -> Non
     table.add_row("trace of the Hessian", f"{_figure(found['trace'])} ± {_figure(found['trace_error'])}")
     console.print(table)
     starts = ", ".join(map(_figure, found["worst_case_starts"]))
-    say(console, f"worst case, started at the centre and then at random points of the ball: {starts}")
+    say(console, f"worst loss by ascent from the centre, then from random points of the ball: {starts}")
 
 
 def _table(*columns: str) -> Table:

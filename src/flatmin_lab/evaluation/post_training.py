@@ -121,7 +121,7 @@ def find_repeated(train: Split, test: Split) -> Tensor:
     """The indices in `test` of images or points that are in `train` too, whatever their labels.
 
     >>> train = Split(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]))
-    >>> repeated(train, Split(torch.tensor([[3.0], [2.0]]), torch.tensor([0, 0])))
+    >>> find_repeated(train, Split(torch.tensor([[3.0], [2.0]]), torch.tensor([0, 0])))
     tensor([1])
     """
     known = set(_row_bytes(train))

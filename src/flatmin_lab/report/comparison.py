@@ -96,9 +96,11 @@ class Group:
 def _without_method_settings(protocol: str) -> str:
     """Without the method's settings, which the rows name.
 
-    >>> _without_knobs("short, but epsilon 0.03, validation"), _without_knobs("paper, but ball tensor")
-    ('short, but validation', 'paper')
-    >>> _without_knobs("paper, but ball tensor, no Nesterov, clipped to 50")
+    >>> _without_method_settings("short, but epsilon 0.03, validation")
+    'short, but validation'
+    >>> _without_method_settings("paper, but ball tensor")
+    'paper'
+    >>> _without_method_settings("paper, but ball tensor, no Nesterov, clipped to 50")
     'paper, but no Nesterov, clipped to 50'
     """
     left = [one for one in exceptions(protocol) if one.partition(" ")[0] not in METHOD_SETTINGS]

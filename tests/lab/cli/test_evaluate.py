@@ -209,8 +209,8 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["evaluate"], "name a run's folder or a checkpoint, or a model of your own"),
-        (["landscape"], "name a run's folder or a checkpoint, or a model of your own"),
+        (["evaluate"], "name a run folder or a checkpoint, or your own model"),
+        (["landscape"], "name a run folder or a checkpoint, or your own model"),
         (["evaluate", "--model", "mymodule:make_model"], "--model needs --data"),
         (
             ["evaluate", "--model", "mymodule:make_model", "--data", "own.npz", "--averaged"],

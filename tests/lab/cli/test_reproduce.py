@@ -128,9 +128,12 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
     ("arguments", "message"),
     [
         (["--planned"], "has no plan; record one with --plan"),
-        (["table1", "--planned"], "without tables, figures, --protocol and --plan, or without it"),
-        (["--planned", "--protocol", "short"], "without tables, figures, --protocol and --plan, or without it"),
-        (["--planned", "--plan"], "without tables, figures, --protocol and --plan, or without it"),
+        (["table1", "--planned"], "leave out tables, figures, --protocol and --plan, or leave out --planned"),
+        (
+            ["--planned", "--protocol", "short"],
+            "leave out tables, figures, --protocol and --plan, or leave out --planned",
+        ),
+        (["--planned", "--plan"], "leave out tables, figures, --protocol and --plan, or leave out --planned"),
         (["cost", "--methods", "erm"], "this trains nothing: leave out --seeds, --methods"),
         (["table1", "--measure", "boundary", "--protocol", "smoke"], "--measure boundary is for points of a plane"),
         (["table1", "--runs", str(ROOT / "README.md" / "runs")], "choose other places with --results and --runs"),
@@ -160,7 +163,7 @@ def test_what_failed_is_told_and_tried_again_when_asked(tmp_path: Path) -> None:
     failure.write_text(json.dumps({"name": recipe.name, "seed": 0, "error": "no memory"}))
     arguments = ["reproduce", "table1", *SOME, "--methods", "erm", "--seeds", "0", *places(tmp_path)]
     shown = flatmin(*arguments)
-    assert "1 failed before (try them again with --retry)" in shown.stderr
+    assert "1 failed before (retry them with --retry)" in shown.stderr
     assert failure.exists()
     again = flatmin(*arguments, "--retry", "--workers", "1")
     assert again.exit_code == 0, again.output

@@ -227,7 +227,7 @@ def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
         (["--nonsense"], "nonsense"),
         (["--checkpoint-epochs", "0"], "checkpoint-epochs"),
         (["--seeds", "0"], "--seeds"),
-        (["--together", "2"], "--together needs --seeds of 2 or more"),
+        (["--together", "2"], "--together needs --seeds 2 or more"),
         (["--seeds", "2", "--together", "0"], "--together"),
         (["--seeds", "2", "--batch-size", "1437"], "BatchNorm needs batches of two"),
         (["--compile", "--no-capture"], "leave out --compile or --no-capture"),

@@ -533,7 +533,7 @@ def test_a_run_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path)
     other = saved(tmp_path / "other.npz", images(9, 7))
     for flags, message in (
         (["--method", "erm"], "has --method amp, got erm"),
-        (["--data", "digits"], "got digits; leave one of the two flags out"),
+        (["--data", "digits"], "got digits; leave out one of the two flags"),
         (["--data", other], "was tuned on"),
     ):
         done = flatmin("train", "--tuned", out / FILE, "--out", tmp_path / "run", *flags)
