@@ -15,7 +15,7 @@ from flatmin_lab import methods, models
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.methods import METHODS
 
-# deep and wide ones in small, for the CPU; in full size on a GPU (test_lab_cuda.py)
+# deep and wide ones in small, for the CPU; in full size on a GPU (test_cuda.py)
 NETWORKS = (
     "preactresnet18",
     "preactresnet34",

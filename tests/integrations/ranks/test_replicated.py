@@ -17,7 +17,7 @@ Seen = list[dict[str, Any]]
 
 @pytest.fixture(scope="module", params=[2, 4])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What every job of replicated.py returned, for each rank."""
+    """What every job of replicated_jobs.py returned, for each rank."""
     return in_ranks(JOBS, request.param, tmp_path_factory.mktemp("ranks"))
 
 
