@@ -167,7 +167,8 @@ def test_what_finished_is_shown_although_others_failed_or_were_stopped(
     finished = Finished({"test_error": 0.25, "test_nll": 0.5, "test_ece": 0.125})
     asked = [*FAST, "--seed", 5, "--seeds", 3, "--out", tmp_path / "runs"]
     monkeypatch.setattr(
-        "flatmin_lab.cli.commands.train_seeds.together", made_up(finished, Failed("the disk is full", 7), finished)
+        "flatmin_lab.cli.commands.train_seeds.train_together",
+        made_up(finished, Failed("the disk is full", 7), finished),
     )
     result = flatmin(*asked)
     assert result.exit_code == 1
@@ -175,7 +176,7 @@ def test_what_finished_is_shown_although_others_failed_or_were_stopped(
     assert "seed 6 failed after step 7: the disk is full" in words(result.stderr)
     assert "flatmin: 1 of 3 runs failed (seed 6): the disk is full" in words(result.stderr)
     ends = (finished, Stopped("SIGTERM", 133), Failed("the disk is full"), Stopped("SIGTERM", 0))
-    monkeypatch.setattr("flatmin_lab.cli.commands.train_seeds.together", made_up(*ends))
+    monkeypatch.setattr("flatmin_lab.cli.commands.train_seeds.train_together", made_up(*ends))
     stopped = flatmin(*asked, "--seeds", 4)
     assert stopped.exit_code == 143
     assert "mean of 1 of 4" in words(stopped.stdout)
