@@ -29,12 +29,12 @@ def measure_cost(
         runs = {
             method: stack.enter_context(endless_run(recipe, data, device=device)) for method, recipe in recipes.items()
         }
-        for records in runs.values():
-            take_steps(records, WARMUP_STEPS, device)
+        for events in runs.values():
+            take_steps(events, WARMUP_STEPS, device)
         for _ in range(BLOCKS):
-            for method, records in runs.items():
+            for method, events in runs.items():
                 start = perf_counter()
-                take_steps(records, steps, device)
+                take_steps(events, steps, device)
                 times[method].append((perf_counter() - start) / steps)
     found: dict[str, Any] = {}
     for method, recipe in recipes.items():

@@ -48,18 +48,18 @@ def endless_run(recipe: Recipe, data: Dataset, *, device: torch.device) -> Itera
     nothing: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     saving: dict[str, Any] = {"checkpoint_epochs": 1, "checkpoint_minutes": 1e9}
     endless = replace(recipe, epochs=1_000_000)
-    records = training_steps(endless, data, seed=0, device=device, step_by_step=True, **saving, **nothing)
+    events = training_steps(endless, data, seed=0, device=device, step_by_step=True, **saving, **nothing)
     try:
-        yield records
+        yield events
     finally:
-        records.close()
+        events.close()
 
 
-def take_steps(records: TrainingSteps, steps: int, device: torch.device) -> None:
+def take_steps(events: TrainingSteps, steps: int, device: torch.device) -> None:
     """Take so many steps, and wait until the device has finished them."""
     left = steps
     while left:
-        left -= next(records) is None
+        left -= next(events) is None
     _wait(device)
 
 
@@ -83,15 +83,15 @@ def seconds_per_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> 
     """The mean; steps that include the evaluation after an epoch count only if there are no others."""
     plain: list[float] = []
     others: list[float] = []
-    with endless_run(recipe, data, device=device) as records:
-        take_steps(records, WARMUP_STEPS, device)
+    with endless_run(recipe, data, device=device) as events:
+        take_steps(events, WARMUP_STEPS, device)
         start = perf_counter()
         while len(plain) + len(others) < MAX_TIMED_STEPS and (
             perf_counter() - start < TIMED_SECONDS or not (plain or others)
         ):
             begin, times = perf_counter(), plain
-            while (record := next(records)) is not None:
-                times = others if isinstance(record, Epoch) else times
+            while (event := next(events)) is not None:
+                times = others if isinstance(event, Epoch) else times
             _wait(device)
             times.append(perf_counter() - begin)
     return fmean(plain or others)

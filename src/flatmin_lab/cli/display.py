@@ -109,40 +109,40 @@ def bars(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-def follow(records: Iterable[Event], console: Console, headline: str) -> Finished | Stopped:
+def follow(events: Iterable[Event], console: Console, headline: str) -> Finished | Stopped:
     """Show a run until it ends, and return how it ended; the headline appears once it has started."""
     with bars(console) as progress:
         task = progress.add_task("starting", total=None, numbers="")
         epochs = 0
-        for record in records:
-            match record:
+        for event in events:
+            match event:
                 case Started():
-                    epochs = record.epochs
+                    epochs = event.epochs
                     say(console, headline)
                     progress.reset(
-                        task, total=record.steps, completed=record.step
+                        task, total=event.steps, completed=event.step
                     )  # earlier steps do not count for the speed
-                    if record.step:
-                        say(console, f"resumed after step {record.step} of {record.steps}")
+                    if event.step:
+                        say(console, f"resumed after step {event.step} of {event.steps}")
                 case Done():
                     shown = "  ".join(
-                        f"{label} {number(name, record.numbers[name])}"
+                        f"{label} {number(name, event.numbers[name])}"
                         for name, label in LABELS.items()
-                        if name in record.numbers
+                        if name in event.numbers
                     )
                     progress.update(
                         task,
-                        completed=record.step,
-                        description=f"epoch {record.epoch}/{epochs}",
+                        completed=event.step,
+                        description=f"epoch {event.epoch}/{epochs}",
                         numbers=shown,
                     )
                 case Epoch():
-                    progress.update(task, completed=record.step, description=f"epoch {record.epoch}/{epochs}")
-                    say(console, epoch_line(record.numbers, epochs))
+                    progress.update(task, completed=event.step, description=f"epoch {event.epoch}/{epochs}")
+                    say(console, epoch_line(event.numbers, epochs))
                 case Note():
-                    say(console, f"note: {record.text}", style="yellow")
+                    say(console, f"note: {event.text}", style="yellow")
                 case Finished() | Stopped():
-                    return record
+                    return event
     raise AssertionError("a run ends with Finished or Stopped")
 
 

@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and a closed terminal, turned into a flag that a run checks between two steps.
 
     with stop_on_signals() as stop:
-        for record in train(..., stop=stop): ...
+        for event in train(..., stop=stop): ...
 
 After the first signal the run saves and ends; a second one interrupts it at once.
 """

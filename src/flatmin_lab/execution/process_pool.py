@@ -67,9 +67,9 @@ def train_in_pool(
 
 def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Event]]:
     number, job, root = task
-    for record in train(job.recipe, load(job.recipe.data, root), seed=job.seed, stop=stop):
-        if not isinstance(record, Progress):
-            yield number, record
+    for event in train(job.recipe, load(job.recipe.data, root), seed=job.seed, stop=stop):
+        if not isinstance(event, Progress):
+            yield number, event
 
 
 def run_in_pool(

@@ -1,6 +1,6 @@
 """Many training runs at once in one process, in turns: a step of the first, a step of the second, …
 
-    for number, record in train_together([Job(recipe, seed) for seed in range(8)], data, device="cuda"): ...
+    for number, event in train_together([Job(recipe, seed) for seed in range(8)], data, device="cuda"): ...
 
 A small network leaves most of a GPU idle. Replicas share the process and one copy of the data, and each has a CUDA
 stream, graphs and random generators of its own: the host starts a step on each in turn, and the GPU runs them in
@@ -74,8 +74,8 @@ def train_together(
     def start(number: int) -> Replica:
         job, again = jobs[number], resume or number in started  # started, but out of memory: the folder is its own
         started.add(number)
-        records = training_steps(job.recipe, on_device, seed=job.seed, folder=paths[number], resume=again, **settings)
-        return Replica(number, records, where, idle)
+        events = training_steps(job.recipe, on_device, seed=job.seed, folder=paths[number], resume=again, **settings)
+        return Replica(number, events, where, idle)
 
     return _take_turns(deque(range(len(jobs))), start, ReplicaLimit.for_device(where, count), stop)
 
@@ -102,11 +102,11 @@ class Replica:
     def __init__(
         self,
         number: int,
-        records: Generator[Event | None, None, None],
+        events: Generator[Event | None, None, None],
         device: torch.device,
         idle: list[torch.cuda.Stream],
     ) -> None:
-        self.number, self.records, self.idle = number, records, idle
+        self.number, self.events, self.idle = number, events, idle
         self.step: int | None = None  # how many the run has done, once it has started
         self.steps_taken = 0  # of these, in this process
         self.stream: torch.cuda.Stream | None = None
@@ -117,12 +117,12 @@ class Replica:
     def next(self) -> Event | None:
         """The next event, or None for a step; StopIteration at the end."""
         with self._on_stream():
-            record = next(self.records)
-        if isinstance(record, Started):
-            self.step = record.step
-        elif record is None:
+            event = next(self.events)
+        if isinstance(event, Started):
+            self.step = event.step
+        elif event is None:
             self.step, self.steps_taken = (self.step or 0) + 1, self.steps_taken + 1
-        return record
+        return event
 
     def close(self) -> None:
         try:
@@ -131,7 +131,7 @@ class Replica:
                 self.idle.append(self.stream)
         finally:
             with self._on_stream():
-                self.records.close()
+                self.events.close()
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
@@ -226,17 +226,17 @@ def _take_turns(
                 break
             only_steps = True
             for replica in tuple(active):
-                record, error = _turn(replica, active)
+                event, error = _turn(replica, active)
                 if error is not None and active and _is_out_of_memory(replica, error):
                     limit.lower()
                     insort(waiting, replica.number)
-                    record = Note("not enough memory beside the other runs; it waits until one of them has ended")
+                    event = Note("not enough memory beside the other runs; it waits until one of them has ended")
                 elif error is not None:
                     failed.append(error)
-                    record = Failed(_describe_error(error), replica.step, later=_is_transient(error))
-                only_steps &= record is None or isinstance(record, Progress)
-                if record is not None:
-                    yield replica.number, record
+                    event = Failed(_describe_error(error), replica.step, later=_is_transient(error))
+                only_steps &= event is None or isinstance(event, Progress)
+                if event is not None:
+                    yield replica.number, event
             if waiting:
                 limit.finish_round(len(active), only_steps=only_steps)
         for number in waiting:

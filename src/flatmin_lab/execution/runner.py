@@ -1,6 +1,6 @@
 """Recipe + seed → one result file: train, evaluate, store. Finished runs are skipped, interrupted ones are resumed.
 
-    for number, record in run_all([Run(job, ("attack",))], RunOptions(store), devices=["cuda:0"]): ...
+    for number, event in run_all([Run(job, ("attack",))], RunOptions(store), devices=["cuda:0"]): ...
 
 On a GPU several runs train at once (replicas.py); several GPUs have a process each. On the CPU there is a pool of
 processes with one thread each (process_pool.py) or, where one worker is enough, this process. Each run is evaluated
@@ -84,22 +84,22 @@ def run_all(
     started: set[int] = set()
     ended: set[int] = set()
 
-    def track(number: int, record: Event) -> tuple[int, Event]:
-        if isinstance(record, Failed) and not record.later:
-            options.store.write_failure(runs[number].job, record.what, record.step, facts(torch.device(devices[0])))
+    def track(number: int, event: Event) -> tuple[int, Event]:
+        if isinstance(event, Failed) and not event.later:
+            options.store.write_failure(runs[number].job, event.what, event.step, facts(torch.device(devices[0])))
         started.add(number)
-        if isinstance(record, Finished | Failed | Stopped):
+        if isinstance(event, Finished | Failed | Stopped):
             ended.add(number)
-        return number, record
+        return number, event
 
     while not stop() and len(ended) < len(runs):
         before = len(ended)
         left = {number: run for number, run in enumerate(runs) if number not in ended}
-        for number, record in _run_once(left, options, devices, workers, stop):
-            if not isinstance(record, TaskFailure):
-                yield track(number, record)
+        for number, event in _run_once(left, options, devices, workers, stop):
+            if not isinstance(event, TaskFailure):
+                yield track(number, event)
             elif number not in ended and number in started:
-                yield track(number, Stopped(stop() or "", 0) if stop() else Failed(record.why))
+                yield track(number, Stopped(stop() or "", 0) if stop() else Failed(event.why))
         if len(ended) == before:  # a process that dies before it starts a run would do so again
             for number in left.keys() - ended:
                 yield track(number, Failed("its process ended before it had started", later=True))
@@ -164,7 +164,7 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
         else:
             numbers.append(number)
             folders.append(folder)
-    records = train_together(
+    events = train_together(
         [task.runs[number].job for number in numbers],
         data,
         device=device,
@@ -176,10 +176,10 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
         checkpoint_minutes=options.checkpoint_minutes,
     )
     try:
-        for index, record in records:
+        for index, event in events:
             number = numbers[index]
-            ended = isinstance(record, Finished)
-            for each in evaluate_run(task.runs[number], options, data, device, stop) if ended else [record]:
+            ended = isinstance(event, Finished)
+            for each in evaluate_run(task.runs[number], options, data, device, stop) if ended else [event]:
                 yield number, each
     except RunError:  # raised at the end if runs failed; each has yielded its own Failed
         pass

@@ -40,8 +40,8 @@ class TrialTask(NamedTuple):
         return self._replace(folder=folder / self.folder.name)
 
 
-def is_pruned(record: Event) -> bool:
-    return isinstance(record, Stopped) and record.reason == PRUNED
+def is_pruned(event: Event) -> bool:
+    return isinstance(event, Stopped) and event.reason == PRUNED
 
 
 def run_trial(task: TrialTask, stop: Stop) -> Iterator[tuple[int, Event]]:
@@ -51,9 +51,9 @@ def run_trial(task: TrialTask, stop: Stop) -> Iterator[tuple[int, Event]]:
 
 def run_trial_on_data(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
     """Train a trial: its events with its number, without `Progress`."""
-    for record in train_trial(task, data, stop):
-        if not isinstance(record, Progress):
-            yield task.draw.number, record
+    for event in train_trial(task, data, stop):
+        if not isinstance(event, Progress):
+            yield task.draw.number, event
 
 
 def train_trial(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[Event]:
@@ -62,7 +62,7 @@ def train_trial(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[Event]:
     def stop_or_prune() -> str | None:
         return stop() or (PRUNED if (task.folder / PRUNED).exists() else None)
 
-    records = train(
+    events = train(
         task.recipe,
         data,
         seed=task.seed,
@@ -74,12 +74,12 @@ def train_trial(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[Event]:
     )
     failed, step, started = None, 0, False
     try:
-        for record in records:
-            if isinstance(record, Started | Finished) and not started:
+        for event in events:
+            if isinstance(event, Started | Finished) and not started:
                 yield from _earlier_epochs(task.folder)
                 started = True
-            step = getattr(record, "step", step)
-            yield record
+            step = getattr(event, "step", step)
+            yield event
     except DivergedError as error:
         failed = Failed(error.what, step)
     if failed is not None:  # here, where the memory of the run is free

@@ -1,6 +1,6 @@
 """Tuning: chooses a method's hyper-parameters, such as AMP's ε and ζ, on a tenth of the training set that is held out.
 
-    for draw, record in tune(search, data, folder=Path("tuning/digits"), trials=20): ...
+    for draw, event in tune(search, data, folder=Path("tuning/digits"), trials=20): ...
     result_file.read(Path("tuning/digits/tuning.json")).chosen
 
 A trial is a training run with one choice of the hyper-parameters, as long as the final training, because the best
@@ -86,8 +86,8 @@ def tune(
         for task, message in messages:
             if isinstance(message, TaskFailure):
                 raise RunError(f"trial {task.draw.number} cannot be trained: {message.why}")
-            if (record := tracker.receive(task, message[1])) is not None:
-                yield task.draw, record
+            if (event := tracker.receive(task, message[1])) is not None:
+                yield task.draw, event
         tracker.write()
 
 
@@ -166,36 +166,36 @@ class _TrialTracker:
 
     # ---- events
 
-    def receive(self, task: TrialTask, record: Event) -> Event | None:
+    def receive(self, task: TrialTask, event: Event) -> Event | None:
         """The event as it counts: a trial may be pruned before its run knows, and what comes after that is None."""
         number = task.draw.number
-        if isinstance(record, Epoch):
+        if isinstance(event, Epoch):
             if number in self.pruned:
                 return None
-            self.last_epochs[number] = record.numbers
-            if self.study.should_prune(number, record.epoch, record.numbers[self.measure]):
-                self._prune(task, record.epoch)
-        if isinstance(record, Finished | Failed | Stopped):
-            record = self._end(task, record)
+            self.last_epochs[number] = event.numbers
+            if self.study.should_prune(number, event.epoch, event.numbers[self.measure]):
+                self._prune(task, event.epoch)
+        if isinstance(event, Finished | Failed | Stopped):
+            event = self._end(task, event)
             self.devices_in_use.pop(number)
-            if not isinstance(record, Stopped) or is_pruned(record):
+            if not isinstance(event, Stopped) or is_pruned(event):
                 remove_old_checkpoints(task.folder)
             self.write()
-        return record
+        return event
 
-    def _end(self, task: TrialTask, record: Finished | Failed | Stopped) -> Event:
+    def _end(self, task: TrialTask, event: Finished | Failed | Stopped) -> Event:
         number = task.draw.number
         if number in self.pruned:
             return Stopped(PRUNED, 0)  # whatever its run did until it saw the file
-        match record:
+        match event:
             case Finished(result) if result[self.measure] is not None:
                 self.study.end(number, "finished", {**result, "epoch": result["epochs"]})
             case Finished():
-                record = Failed(f"its {self.measure.replace('_', ' ')} is not finite")
-                self.study.end(number, "failed", self.last_epochs.get(number), record.what)
+                event = Failed(f"its {self.measure.replace('_', ' ')} is not finite")
+                self.study.end(number, "failed", self.last_epochs.get(number), event.what)
             case Failed():
-                self.study.end(number, "failed", self.last_epochs.get(number), record.what)
-        return record
+                self.study.end(number, "failed", self.last_epochs.get(number), event.what)
+        return event
 
     def _prune(self, task: TrialTask, epoch: int) -> None:
         """First in the study: a trial that is pruned there is never resumed, whatever happens next."""
@@ -233,5 +233,5 @@ def _in_this_process(
 ) -> Iterator[tuple[TrialTask, tuple[int, Event]]]:
     """Train the trials in this process, one after the other."""
     while not stop() and (task := next(tasks, None)) is not None:
-        for record in train_trial(task, data, stop):
-            yield task, (task.draw.number, record)
+        for event in train_trial(task, data, stop):
+            yield task, (task.draw.number, event)

@@ -222,16 +222,16 @@ def test_a_run_that_is_lost_three_times_has_failed_and_the_others_continue(
     options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"))
     told: list[tuple[int, Event]] = []
     with open_scheduler(cluster.address) as scheduler:
-        for number, record in schedule_runs(runs, options, scheduler, {"tiny": tiny_data()}):
-            told.append((number, record))
-            if number == 0 and isinstance(record, Started):
+        for number, event in schedule_runs(runs, options, scheduler, {"tiny": tiny_data()}):
+            told.append((number, event))
+            if number == 0 and isinstance(event, Started):
                 kill(workers(node))
-    ends = [(number, record) for number, record in told if isinstance(record, Finished | Failed)]
+    ends = [(number, event) for number, event in told if isinstance(event, Finished | Failed)]
     assert sorted(number for number, _ in ends) == [0, 1]
     failed = dict(ends)[0]
     assert isinstance(failed, Failed)
     assert re.match("worker lost 3 times, the last time on node .* try again with --retry", failed.what)
-    assert sum(isinstance(record, Note) and "retried, attempt" in record.text for _, record in told) == 2
+    assert sum(isinstance(event, Note) and "retried, attempt" in event.text for _, event in told) == 2
     assert [options.store.state(run.job) for run in runs] == ["failed", "done"]
 
 
@@ -246,13 +246,13 @@ def test_a_node_that_kills_every_worker_fails_no_run(cluster: Any, add: Callable
     options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"), checkpoint_epochs=100)
     told: list[tuple[int, Event]] = []
     with open_scheduler(cluster.address) as scheduler:
-        for number, record in schedule_runs(slow_runs(4), options, scheduler, {"tiny": tiny_data()}):
-            told.append((number, record))
-            if isinstance(record, Started | Epoch):
+        for number, event in schedule_runs(slow_runs(4), options, scheduler, {"tiny": tiny_data()}):
+            told.append((number, event))
+            if isinstance(event, Started | Epoch):
                 kill(workers(bad))
-    assert sorted(number for number, record in told if isinstance(record, Finished)) == [0, 1, 2, 3]
-    assert not [record for _, record in told if isinstance(record, Failed)]
-    assert 1 <= sum(isinstance(record, Note) and "worker lost on node" in record.text for _, record in told) <= 3
+    assert sorted(number for number, event in told if isinstance(event, Finished)) == [0, 1, 2, 3]
+    assert not [event for _, event in told if isinstance(event, Failed)]
+    assert 1 <= sum(isinstance(event, Note) and "worker lost on node" in event.text for _, event in told) <= 3
 
 
 def test_a_node_where_others_work_holds_nothing_up(
@@ -277,7 +277,7 @@ def test_a_node_where_others_work_holds_nothing_up(
         assert leaves.is_alive(), "the trainings waited for the full node"
         leaves.cancel()
         scheduler.ray.kill(other)
-    assert sorted(number for number, record in told if isinstance(record, Finished)) == [0, 1]
+    assert sorted(number for number, event in told if isinstance(event, Finished)) == [0, 1]
     assert not any(full.node_id[:6] in text for text in heard if "left out" in text)
 
 
@@ -328,7 +328,7 @@ def test_a_node_that_cannot_import_flatmin_is_left_out_and_named(
     options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"))
     with open_scheduler(cluster.address, say=heard.append) as scheduler:
         told = list(schedule_runs([run], options, scheduler, {"tiny": tiny_data()}))
-    assert [type(record) for _, record in told] == [Failed]
+    assert [type(event) for _, event in told] == [Failed]
     assert "ModuleNotFoundError" in heard[-1]
     assert "install flatmin[cluster] there" in heard[-1]
 
@@ -368,7 +368,7 @@ def test_a_folder_that_another_process_has_is_left_to_it(cluster: Any, add: Call
     options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"))
     with lock_folder(options.store.folder(runs[0].job)), open_scheduler(cluster.address) as scheduler:
         told = list(schedule_runs(runs, options, scheduler, {"tiny": tiny_data()}))
-    ends = {number: record for number, record in told if isinstance(record, Finished | Failed)}
+    ends = {number: event for number, event in told if isinstance(event, Finished | Failed)}
     assert isinstance(ends[0], Failed)
     assert ends[0].busy
     assert isinstance(ends[1], Finished)
@@ -389,9 +389,9 @@ def test_two_workers_share_a_gpu_and_each_has_its_part_of_the_runs(
         assert (found.device, found.share, found.room()) == ("cuda:0", Share(gpus=0.5), 2)
         scheduler = Scheduler(ray=found.ray, device="cpu", share=found.share)
         finished = []
-        for number, record in schedule_runs(runs, options, scheduler, {"tiny": tiny_data()}):
+        for number, event in schedule_runs(runs, options, scheduler, {"tiny": tiny_data()}):
             most = max(most, len(scheduler.workers))
-            finished += [number] if isinstance(record, Finished) else []
+            finished += [number] if isinstance(event, Finished) else []
     assert most == 2
     assert sorted(finished) == [0, 1, 2, 3]
     assert next(scheduler.task_numbers) == 3  # tasks: two runs, one, and one

@@ -78,7 +78,7 @@ def test_a_step_that_comes_after_the_end_of_an_epoch_counts_only_where_all_do(mo
     clock = [0.0]
     monkeypatch.setattr(time_estimate, "perf_counter", lambda: clock[0])
 
-    def records(steps: int) -> Iterator[Event | None]:
+    def events(steps: int) -> Iterator[Event | None]:
         """A step takes 1 ms, an evaluation of the test set 100."""
         for epoch in count(1):
             for _ in range(steps):
@@ -89,7 +89,7 @@ def test_a_step_that_comes_after_the_end_of_an_epoch_counts_only_where_all_do(mo
             yield Epoch(epoch=epoch, step=1, numbers={})
 
     for steps, expected in ((4, 0.001), (1, 0.101)):
-        monkeypatch.setattr(time_estimate, "endless_run", lambda *_, steps=steps, **__: nullcontext(records(steps)))
+        monkeypatch.setattr(time_estimate, "endless_run", lambda *_, steps=steps, **__: nullcontext(events(steps)))
         found = time_estimate.seconds_per_step(tiny_recipe(), tiny_data(), device=torch.device("cpu"))
         assert found == pytest.approx(expected)
 

@@ -153,12 +153,12 @@ def test_many_seeds_go_on_with_nothing_but_their_folder(tmp_path: Path) -> None:
 def made_up(*ends: Event) -> Callable[..., Iterator[tuple[int, Event]]]:
     """In place of `together`: runs that end so."""
 
-    def records(*_: object, **__: object) -> Iterator[tuple[int, Event]]:
+    def events(*_: object, **__: object) -> Iterator[tuple[int, Event]]:
         yield from enumerate(ends)
         if any(isinstance(end, Failed) for end in ends):
             raise RunError("failed") from OSError("failed")
 
-    return records
+    return events
 
 
 def test_what_finished_is_shown_although_others_failed_or_were_stopped(

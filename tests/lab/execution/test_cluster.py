@@ -96,7 +96,7 @@ def make_task(tmp_path: Path, **changes: Any) -> RunTask:
 def test_a_worker_trains_what_this_process_trains(tmp_path: Path) -> None:
     """To the same bits, in folders made only from what it sends."""
     here, there = make_task(tmp_path / "here"), make_task(tmp_path / "there")
-    own = [record for _, record in run_task_on_data(here, tiny_data(), lambda: None)]
+    own = [event for _, event in run_task_on_data(here, tiny_data(), lambda: None)]
     events: list[Any] = []
     for said in Worker(None).run(0, run_task_on_data, there, [content(place) for place in there.paths()], tiny_data()):
         if isinstance(said, FileChanges):
@@ -104,14 +104,12 @@ def test_a_worker_trains_what_this_process_trains(tmp_path: Path) -> None:
                 put(there.paths()[number], change)
         else:
             events.append(said)
-    assert [type(record) for _, record in events] == [
-        type(record) for record in own if not isinstance(record, Progress)
-    ]
+    assert [type(event) for _, event in events] == [type(event) for event in own if not isinstance(event, Progress)]
     assert {number for number, _ in events} == {7}
     folders = [each.options.store.folder(each.runs[7].job) for each in (here, there)]
     assert same(lasting(folders[0]), lasting(folders[1]))
     assert {path.name for path in folders[0].iterdir()} - {".lock"} == {path.name for path in folders[1].iterdir()}
-    saved = next(record for _, record in events if isinstance(record, Saved))
+    saved = next(event for _, event in events if isinstance(event, Saved))
     assert saved.path.parent == folders[1]  # the path on the user's machine
 
 
@@ -257,7 +255,7 @@ def test_runs_that_were_lost_together_are_retried_alone_and_not_for_ever(tmp_pat
         assert list(task.runs) == [0, 1, 2]
         assert next(queue.receive(task, (1, Finished({"seed": 1})), "here"))[0] == 1
         events = list(queue.receive(task, WorkerLoss("far", "it burnt"), "here"))
-        assert [(number, type(record)) for number, record in events] == [(0, Note), (2, Note)]
+        assert [(number, type(event)) for number, event in events] == [(0, Note), (2, Note)]
         assert taken(queue, 1) == []  # not on the same node, where there are others
         assert list(queue.receive(task, TaskEnd(), "here")) == []
         assert list(queue.receive(task, (0, Note("from the dead")), "here")) == []
@@ -286,9 +284,9 @@ def test_a_folder_of_another_run_is_not_touched_and_named(tmp_path: Path) -> Non
         folder.mkdir(parents=True)
         (folder / "letter.txt").write_text("dear")
         assert taken(queue, 1) == [[1]]
-        number, record = next(queue.take_unreported())
-        assert (number, type(record)) == (0, Failed)
-        assert isinstance(record, Failed)
-        assert record.later
-        assert f"Move {folder} away" in record.what
+        number, event = next(queue.take_unreported())
+        assert (number, type(event)) == (0, Failed)
+        assert isinstance(event, Failed)
+        assert event.later
+        assert f"Move {folder} away" in event.what
         assert tree(folder) == {"letter.txt": b"dear"}

@@ -59,9 +59,9 @@ def test_busy_workers_are_asked_to_stop_and_no_other_task_is_started(tmp_path: P
 
 def test_a_caller_that_leaves_early_leaves_no_worker_behind(tmp_path: Path) -> None:
     flag = tmp_path / "working"
-    records = run_in_pool(work, [(0, "last", str(flag))], workers=1)
-    next(records)
-    records.close()  # type: ignore[attr-defined]
+    events = run_in_pool(work, [(0, "last", str(flag))], workers=1)
+    next(events)
+    events.close()  # type: ignore[attr-defined]
     assert flag.read_text() == "stopped by the parent"  # and not by its own time-out
 
 

@@ -42,9 +42,9 @@ def folders(place: Path, count: int = len(JOBS)) -> list[Path]:
     return [place / f"seed-{number}" for number in range(count)]
 
 
-def ends(records: Iterator[tuple[int, Event]]) -> dict[int, Event]:
+def ends(events: Iterator[tuple[int, Event]]) -> dict[int, Event]:
     """The last event of each."""
-    return dict(records)
+    return dict(events)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def test_each_is_the_same_as_alone(tmp_path: Path, alone: list[dict[str, Any]], 
     expected = torch.rand(4)
     torch.manual_seed(3)
     drawn = []
-    records = train_together(JOBS, tiny_data(), folders=folders(tmp_path), count=count)
-    for _, record in records:
-        if isinstance(record, Finished):
+    events = train_together(JOBS, tiny_data(), folders=folders(tmp_path), count=count)
+    for _, event in events:
+        if isinstance(event, Finished):
             drawn.append(torch.rand(()))
     assert torch.equal(torch.stack(drawn), expected)  # the caller's numbers are its own
     assert all(same(lasting(folder), one) for folder, one in zip(folders(tmp_path), alone, strict=True))
@@ -73,9 +73,9 @@ def test_each_is_the_same_as_alone(tmp_path: Path, alone: list[dict[str, Any]], 
 
 def test_they_take_turns_and_the_next_one_starts_when_one_ends() -> None:
     heard = [
-        (number, type(record))
-        for number, record in train_together(JOBS, tiny_data(), count=2)
-        if not isinstance(record, Progress)
+        (number, type(event))
+        for number, event in train_together(JOBS, tiny_data(), count=2)
+        if not isinstance(event, Progress)
     ]
     assert heard[:2] == [(0, Started), (1, Started)]
     assert heard.index((2, Started)) > heard.index((0, Finished))
@@ -85,16 +85,16 @@ def test_they_take_turns_and_the_next_one_starts_when_one_ends() -> None:
 
 
 def test_events_are_those_of_a_run_alone() -> None:
-    def plain(record: Event) -> Any:
-        if isinstance(record, Epoch):
-            return replace(record, numbers={k: v for k, v in record.numbers.items() if k != "seconds"})
-        if isinstance(record, Finished):
-            return {key: value for key, value in record.result.items() if key != "seconds"}
-        return record
+    def plain(event: Event) -> Any:
+        if isinstance(event, Epoch):
+            return replace(event, numbers={k: v for k, v in event.numbers.items() if k != "seconds"})
+        if isinstance(event, Finished):
+            return {key: value for key, value in event.result.items() if key != "seconds"}
+        return event
 
     heard: list[list[Event]] = [[] for _ in JOBS]
-    for number, record in train_together(JOBS, tiny_data(), count=3):
-        heard[number].append(record)
+    for number, event in train_together(JOBS, tiny_data(), count=3):
+        heard[number].append(event)
     for job, mine in zip(JOBS, heard, strict=True):
         expected = train(job.recipe, tiny_data(), seed=job.seed)
         without = [[plain(r) for r in found if not isinstance(r, Progress)] for found in (mine, expected)]
@@ -105,14 +105,14 @@ def test_events_are_those_of_a_run_alone() -> None:
 def test_stopped_all_save_and_go_on_to_the_same_bits(tmp_path: Path, alone: list[dict[str, Any]], first: int) -> None:
     settings: dict[str, Any] = {"folders": folders(tmp_path), "count": 2, "checkpoint_epochs": 99}
     last = ends(train_together(JOBS, tiny_data(), stop=after(first), **settings))
-    stopped = [record for record in last.values() if isinstance(record, Stopped)]
+    stopped = [event for event in last.values() if isinstance(event, Stopped)]
     assert len(last) == len(JOBS)
     assert stopped
     assert isinstance(last[3], Stopped)
     assert last[3].step == 0  # not begun
     assert not folders(tmp_path)[3].exists()
     again = ends(train_together(JOBS, tiny_data(), resume=True, **settings))
-    assert all(isinstance(record, Finished) for record in again.values())
+    assert all(isinstance(event, Finished) for event in again.values())
     assert all(same(lasting(folder), one) for folder, one in zip(folders(tmp_path), alone, strict=True))
 
 
@@ -191,7 +191,7 @@ def test_any_error_is_that_run_s_own(error: Exception, said: str) -> None:
     assert free == [True]
     assert raised.value.__cause__ is error
     assert (1, Failed(said, 10 + WARMUP_ROUNDS)) in heard
-    assert [number for number, record in heard if isinstance(record, Finished)] == [0, 2]
+    assert [number for number, event in heard if isinstance(event, Finished)] == [0, 2]
 
 
 def test_one_that_finds_no_memory_beside_the_others_comes_later() -> None:
@@ -211,8 +211,8 @@ def test_one_that_finds_no_memory_beside_the_others_comes_later() -> None:
     heard = list(turns([good, large, long], limit))
     assert len(tries) == 3
     assert (limit.count, limit.settled) == (1, True)
-    assert [number for number, record in heard if isinstance(record, Finished)] == [0, 2, 1]
-    assert not any(isinstance(record, Failed) for _, record in heard)
+    assert [number for number, event in heard if isinstance(event, Finished)] == [0, 2, 1]
+    assert not any(isinstance(event, Failed) for _, event in heard)
     tries.clear()
     with pytest.raises(RunError, match="no memory"):  # alone, it will not find any later
         list(turns([large], ReplicaLimit()))
@@ -223,14 +223,14 @@ def test_all_are_closed_although_one_cannot_be(monkeypatch: pytest.MonkeyPatch) 
 
     def stubborn(self: Replica) -> None:
         closed.append(self.number)
-        self.records.close()
+        self.events.close()
         raise RuntimeError(f"number {self.number} cannot be closed")
 
     monkeypatch.setattr(Replica, "close", stubborn)
-    records = turns([good, good, good], ReplicaLimit(count=3))
-    next(records)
+    events = turns([good, good, good], ReplicaLimit(count=3))
+    next(events)
     with pytest.raises(RuntimeError, match="number 0"):
-        records.close()  # type: ignore[attr-defined]  # it is a generator
+        events.close()  # type: ignore[attr-defined]  # it is a generator
     assert closed == [0, 1, 2]
 
 
@@ -279,11 +279,11 @@ def test_what_makes_no_sense_is_refused_before_anything_begins(tmp_path: Path, m
 
 
 def test_left_early_no_folder_stays_held(tmp_path: Path) -> None:
-    records = train_together(JOBS, tiny_data(), folders=folders(tmp_path), count=3)
-    assert any(isinstance(record, Saved) for _, record in records)
-    records.close()  # type: ignore[attr-defined]  # it is a generator
+    events = train_together(JOBS, tiny_data(), folders=folders(tmp_path), count=3)
+    assert any(isinstance(event, Saved) for _, event in events)
+    events.close()  # type: ignore[attr-defined]  # it is a generator
     again = ends(train_together(JOBS, tiny_data(), folders=folders(tmp_path), count=3, resume=True))
-    assert all(isinstance(record, Finished) for record in again.values())
+    assert all(isinstance(event, Finished) for event in again.values())
 
 
 def test_a_data_set_that_is_there_is_not_copied() -> None:
@@ -394,7 +394,7 @@ def test_on_a_gpu_each_is_the_same_as_alone(tmp_path: Path, monkeypatch: pytest.
     for job, folder in zip(jobs, alone, strict=True):
         run(job.recipe, folder, seed=job.seed, device="cuda")
     last = ends(train_together(jobs, tiny_data(), device="cuda", folders=mine, count=count))
-    assert all(isinstance(record, Finished) for record in last.values())
+    assert all(isinstance(event, Finished) for event in last.values())
     for job, one, other in zip(jobs, mine, alone, strict=True):
         assert same(lasting(one), lasting(other)), job.recipe.method
 
@@ -406,7 +406,7 @@ def test_on_a_gpu_stopped_all_go_on_to_the_same_bits(tmp_path: Path) -> None:
     ends(train_together(jobs, tiny_data(), folders=folders(tmp_path / "whole"), **settings))
     ends(train_together(jobs, tiny_data(), folders=folders(tmp_path / "torn"), stop=after(20), **settings))
     again = ends(train_together(jobs, tiny_data(), folders=folders(tmp_path / "torn"), resume=True, **settings))
-    assert all(isinstance(record, Finished) for record in again.values())
+    assert all(isinstance(event, Finished) for event in again.values())
     for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path / "torn"), strict=True):
         assert same(lasting(one), lasting(other))
 

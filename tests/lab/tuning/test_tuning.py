@@ -339,9 +339,9 @@ def waiting_until(holds: Callable[[], bool]) -> None:
 def test_a_signal_stops_it_and_the_same_command_resumes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def follow(records: Iterable[tuple[Any, Event]], *_: object) -> None:
-        for draw, record in records:
-            if isinstance(record, Epoch) and (draw.number, record.epoch) == (1, 2):
+    def follow(events: Iterable[tuple[Any, Event]], *_: object) -> None:
+        for draw, event in events:
+            if isinstance(event, Epoch) and (draw.number, event.epoch) == (1, 2):
                 signal.raise_signal(signal.SIGTERM)
 
     flags = asked(data, tmp_path / "out", "--trials", 3)
@@ -392,9 +392,9 @@ def test_a_pruned_trial_is_known_by_its_last_event(data: Path, tmp_path: Path) -
         str(data), pictures_of, model="mlp", method="dropout", epochs=1, augment="none", validation=True
     )
     search = SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("dropout"))
-    ends = [record for _, record in tune(search, pictures_of, folder=tmp_path / "out", trials=2)]
-    assert sum(isinstance(record, Finished) for record in ends) == 2
-    assert not any(is_pruned(record) for record in ends)
+    ends = [event for _, event in tune(search, pictures_of, folder=tmp_path / "out", trials=2)]
+    assert sum(isinstance(event, Finished) for event in ends) == 2
+    assert not any(is_pruned(event) for event in ends)
     with pytest.raises(ValueError, match="must not look at the test set"):
         SearchSpace(
             recipe=default_recipe(str(data), pictures_of, model="mlp", method="amp", epochs=1),

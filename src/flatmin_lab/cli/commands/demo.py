@@ -80,12 +80,12 @@ def train_all(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[
     results: list[dict[str, Any] | None] = [None] * len(jobs)
     with bars(console) as progress:
         task = progress.add_task("training", total=sum(job.recipe.epochs for job in jobs), numbers="")
-        for number, record in train_in_pool(jobs, workers=workers):
-            if isinstance(record, Epoch):
-                lines[number].append(dict(record.numbers))
+        for number, event in train_in_pool(jobs, workers=workers):
+            if isinstance(event, Epoch):
+                lines[number].append(dict(event.numbers))
                 progress.advance(task)
-            elif isinstance(record, Finished):
-                results[number] = {**record.result, "lines": lines[number]}
+            elif isinstance(event, Finished):
+                results[number] = {**event.result, "lines": lines[number]}
                 progress.update(task, numbers=f"{sum(r is not None for r in results)} of {len(jobs)} runs")
                 _say_if_complete(jobs[number].recipe.method, [r for r in results if r], jobs, console)
     return [result for result in results if result is not None]

@@ -146,9 +146,9 @@ def landscape(
                     lines_only=lines_only,
                     progress=lambda n: progress.update(task, completed=number * count + n),  # noqa: B023
                 )
-                record = {**evaluated.description, **found, "facts": facts(evaluated.subject.device)}
-                _keep(evaluated, evaluation_files.LANDSCAPE, record)
-                seen.append((evaluated.name, evaluated.method, record))
+                event = {**evaluated.description, **found, "facts": facts(evaluated.subject.device)}
+                _keep(evaluated, evaluation_files.LANDSCAPE, event)
+                seen.append((evaluated.name, evaluated.method, event))
         _write(out, need("flatmin_lab.report.pages.landscape", "flatmin landscape").landscape_page(seen))
 
 

@@ -215,7 +215,7 @@ def _records(
 
 
 def _follow(
-    records: Iterable[tuple[int, Event]], todo: Sequence[Run], console: Console, stop: Stop
+    events: Iterable[tuple[int, Event]], todo: Sequence[Run], console: Console, stop: Stop
 ) -> tuple[int, str | None]:
     """Show all runs until they have ended; how many failed, and what stopped them."""
     failed, reason = 0, None
@@ -226,19 +226,19 @@ def _follow(
         task = progress.add_task("runs", total=sum(run.job.recipe.epochs for run in todo), numbers="")
         done = [0] * len(todo)
         ended = 0
-        for number, record in records:
+        for number, event in events:
             job = todo[number].job
             who = f"{job.recipe.name:{width}} seed {job.seed}"
-            for text, style in reproduce_view.event_lines(record, todo[number]):
+            for text, style in reproduce_view.event_lines(event, todo[number]):
                 display.say(console, f"{who}  {text}", style=style)
-            match record:
+            match event:
                 case Epoch():
-                    done[number] = record.epoch
+                    done[number] = event.epoch
                 case Finished() | Failed():
                     done[number], ended = job.recipe.epochs, ended + 1
-                    failed += isinstance(record, Failed) and not record.busy
+                    failed += isinstance(event, Failed) and not event.busy
                 case Stopped():
-                    reason = record.reason
+                    reason = event.reason
             progress.update(task, completed=sum(done), numbers=f"{ended} of {len(todo)} runs")
         reason = stop() if reason is not None else None
     return failed, reason

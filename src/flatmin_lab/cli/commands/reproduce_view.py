@@ -64,28 +64,26 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def event_lines(record: Event, run: Run) -> Iterator[tuple[str, str]]:
+def event_lines(event: Event, run: Run) -> Iterator[tuple[str, str]]:
     """The lines that an event is worth, and their colours."""
     epochs = run.job.recipe.epochs
-    match record:
-        case Started() if record.step:
-            yield f"resumed after step {record.step} of {record.steps}", ""
-        case Epoch() if (
-            epochs >= SHOWN_TENTHS and record.epoch % (epochs // SHOWN_TENTHS) == 0 and record.epoch < epochs
-        ):
-            yield display.epoch_line(record.numbers, epochs), ""
+    match event:
+        case Started() if event.step:
+            yield f"resumed after step {event.step} of {event.steps}", ""
+        case Epoch() if epochs >= SHOWN_TENTHS and event.epoch % (epochs // SHOWN_TENTHS) == 0 and event.epoch < epochs:
+            yield display.epoch_line(event.numbers, epochs), ""
         case Finished():
-            which = split_of(record.result)
+            which = split_of(event.result)
             said = ", ".join(
-                f"{label} {display.number(name, record.result[f'{which}_{name}'])}"
+                f"{label} {display.number(name, event.result[f'{which}_{name}'])}"
                 for name, label in (("error", "error"), ("nll", "NLL"), ("ece", "ECE"))
             )
             measured = f"; measured: {', '.join(run.parts)}" if run.parts else ""
-            yield f"{which} {said}; trained in {record.result['seconds']:.0f} s{measured}", ""
+            yield f"{which} {said}; trained in {event.result['seconds']:.0f} s{measured}", ""
         case Failed():
-            yield f"{'not now' if record.later else 'failed'}: {record.what}", "yellow" if record.later else "red"
+            yield f"{'not now' if event.later else 'failed'}: {event.what}", "yellow" if event.later else "red"
         case Note():
-            yield f"note: {record.text}", "yellow"
+            yield f"note: {event.text}", "yellow"
 
 
 def show_table(experiment: Experiment, store: ResultStore, selection: Selection) -> None:

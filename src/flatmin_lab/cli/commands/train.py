@@ -187,8 +187,8 @@ def train(
 def _train(plan: Plan, ranks: RankGroup, console: Console, **how: Any) -> Finished | Stopped:
     headline = display.headline(plan.recipe, plan.seed, f"{in_words(ranks)}{hardware(how['device'])}")
     with stop_on_signals() as stop:
-        records = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, ranks=ranks, **how)
-        return display.follow(records, console, headline)
+        events = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, ranks=ranks, **how)
+        return display.follow(events, console, headline)
 
 
 def _saved_text(ended: Stopped, plan: Plan, ranks: RankGroup, data_dir: Path) -> str:

@@ -30,10 +30,10 @@ def train_seeds(plans: Sequence[Plan], console: Console, *, count: int | None, *
     runs, failure = SeedRuns(seeds), None
     with stop_on_signals() as stop:
         jobs = [Job(plan.recipe, plan.seed) for plan in plans]
-        records = train_together(jobs, plans[0].data, folders=folders, count=count, stop=stop, **settings)
+        events = train_together(jobs, plans[0].data, folders=folders, count=count, stop=stop, **settings)
         headline = display.headline(plans[0].recipe, f"{seeds[0]} to {seeds[-1]}", hardware(settings["device"]))
         try:
-            follow(records, console, headline, runs)
+            follow(events, console, headline, runs)
         except RunError as error:  # raised for failed runs once the others have ended
             failure = error
     reason = runs.stopped()
@@ -57,17 +57,17 @@ class SeedRuns:
         self.steps = self.epochs = 0  # of each run
         self.ends: dict[int, End] = {}
 
-    def update(self, number: int, record: Event) -> None:
-        match record:
+    def update(self, number: int, event: Event) -> None:
+        match event:
             case Started():
                 self.running.add(number)
-                self.steps, self.epochs = record.steps, record.epochs
-                self.done[number] = record.step
+                self.steps, self.epochs = event.steps, event.epochs
+                self.done[number] = event.step
             case Progress() | Epoch():
-                self.done[number] = record.step
+                self.done[number] = event.step
             case Finished() | Stopped() | Failed():
                 self.running.discard(number)
-                self.ends[number] = record
+                self.ends[number] = event
 
     def completed(self) -> int:
         """Steps done in all runs. A run that had finished before is not started, and counts as done."""
@@ -113,26 +113,26 @@ def fail(console: Console, runs: SeedRuns, failure: RunError, *, stopped: bool) 
     display.say(console, text, style="red")
 
 
-def follow(records: Iterable[tuple[int, Event]], console: Console, headline: str, runs: SeedRuns) -> None:
+def follow(events: Iterable[tuple[int, Event]], console: Console, headline: str, runs: SeedRuns) -> None:
     """Show the runs until all have ended, a line for each epoch of each."""
     seeds = runs.seeds
     width = max(len(str(seed)) for seed in seeds)
     display.say(console, headline)
     with display.bars(console) as progress:
         task = progress.add_task("starting", total=None, numbers="")
-        for number, record in records:
-            runs.update(number, record)
+        for number, event in events:
+            runs.update(number, event)
             who = f"seed {seeds[number]:{width}}"
-            match record:
-                case Started() if record.step:
-                    display.say(console, f"{who}  resumed after step {record.step} of {record.steps}")
+            match event:
+                case Started() if event.step:
+                    display.say(console, f"{who}  resumed after step {event.step} of {event.steps}")
                 case Epoch():
-                    display.say(console, f"{who}  {display.epoch_line(record.numbers, runs.epochs)}")
+                    display.say(console, f"{who}  {display.epoch_line(event.numbers, runs.epochs)}")
                 case Note():
-                    display.say(console, f"note: {who}: {record.text}", style="yellow")
+                    display.say(console, f"note: {who}: {event.text}", style="yellow")
                 case Failed():
-                    when = "" if record.step is None else f" after step {record.step}"
-                    display.say(console, f"{who}  failed{when}: {record.what}", style="red")
+                    when = "" if event.step is None else f" after step {event.step}"
+                    display.say(console, f"{who}  failed{when}: {event.what}", style="red")
             progress.update(
                 task,
                 completed=runs.completed(),

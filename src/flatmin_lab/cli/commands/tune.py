@@ -163,7 +163,7 @@ def tune(
             scheduler, devices = (there, ["cpu"]) if isinstance(there, Scheduler) else (None, there)
             on = hardware(torch.device(devices[0])) if scheduler is None else scheduler.hardware
             display.say(console, headline(search, trials, on))
-            records = tuning(
+            events = tuning(
                 search,
                 dataset,
                 folder=folder,
@@ -176,7 +176,7 @@ def tune(
                 scheduler=scheduler,
                 stop=stop,
             )
-            follow(records, console, search, trials)
+            follow(events, console, search, trials)
             reason = stop()
         found = result_file.read(folder / FILE)
         outcome(found, folder, data_dir)
@@ -200,20 +200,20 @@ def headline(search: SearchSpace, trials: int, hardware: str) -> str:
     )
 
 
-def follow(records: Iterable[tuple[Draw, Event]], console: Console, search: SearchSpace, trials: int) -> None:
+def follow(events: Iterable[tuple[Draw, Event]], console: Console, search: SearchSpace, trials: int) -> None:
     """Show the trials until all have ended, a line for each."""
     epochs, width = search.recipe.epochs, len(str(trials - 1))
     lines: dict[int, Mapping[str, Any]] = {}  # of the last epochs
     done: dict[int, int] = {}
     with display.bars(console) as progress:
         task = progress.add_task("tuning", total=None, numbers="")
-        for draw, record in records:
+        for draw, event in events:
             number = draw.number
-            if isinstance(record, Epoch):
-                lines[number], done[number] = record.numbers, record.epoch
-            elif isinstance(record, Finished | Failed) or is_pruned(record):
+            if isinstance(event, Epoch):
+                lines[number], done[number] = event.numbers, event.epoch
+            elif isinstance(event, Finished | Failed) or is_pruned(event):
                 done[number] = epochs
-            for text, style in event_lines(record, lines.get(number, {}), epochs):
+            for text, style in event_lines(event, lines.get(number, {}), epochs):
                 who = f"trial {number:{width}}  {describe_settings(search.recipe.method, draw.settings)}"
                 display.say(console, f"{who}: {text}", style=style)
             before = (max(done, default=-1) + 1 - len(done)) * epochs  # of trials of an earlier call
@@ -222,19 +222,19 @@ def follow(records: Iterable[tuple[Draw, Event]], console: Console, search: Sear
             )
 
 
-def event_lines(record: Event, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
+def event_lines(event: Event, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
     """The lines that an event is worth, and their colours."""
-    match record:
-        case Started() if record.step:
-            yield f"resumed after step {record.step} of {record.steps}", ""
+    match event:
+        case Started() if event.step:
+            yield f"resumed after step {event.step} of {event.steps}", ""
         case Finished():
-            yield f"{_measured(record.result)}; {record.result['seconds']:.0f} s", ""
-        case Stopped() if is_pruned(record):
+            yield f"{_measured(event.result)}; {event.result['seconds']:.0f} s", ""
+        case Stopped() if is_pruned(event):
             yield f"pruned after epoch {last['epoch']} of {epochs}, {_measured(last)}", ""
         case Failed():
-            yield f"failed: {record.what}", "red"
+            yield f"failed: {event.what}", "red"
         case Note():
-            yield f"note: {record.text}", "yellow"
+            yield f"note: {event.text}", "yellow"
 
 
 def _measured(found: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Runs (recipe + seed → one result file) on a cluster: each ends exactly once, whatever dies in between.
 
     with open_scheduler("head:6379") as scheduler:
-        for number, record in schedule_runs(runs, options, scheduler, datasets): ...
+        for number, event in schedule_runs(runs, options, scheduler, datasets): ...
 
 The run folders stay on this machine and are locked here; a worker has a copy, and its changes are sent back. When a
 worker is lost, its runs are retried from their last checkpoints, each alone, so that none takes others with it again. A
@@ -147,13 +147,13 @@ class _RunQueue:
                 else:
                     yield self._retry_or_fail(number, message, node)
             return
-        number, record = message
+        number, event = message
         if self.assigned.get(number) is not task:  # another worker has it by now
             return
-        if isinstance(record, Failed) and record.later:  # not the run's own fault: that node could not train it
-            yield self._retry_or_fail(number, WorkerLoss(node[:6], record.what), node)
+        if isinstance(event, Failed) and event.later:  # not the run's own fault: that node could not train it
+            yield self._retry_or_fail(number, WorkerLoss(node[:6], event.what), node)
         else:
-            yield self.end(number, record) if isinstance(record, Finished | Failed | Stopped) else (number, record)
+            yield self.end(number, event) if isinstance(event, Finished | Failed | Stopped) else (number, event)
 
     def _retry_or_fail(self, number: int, loss: WorkerLoss, node: str) -> tuple[int, Event]:
         """Its worker was lost: back into the queue, to resume from its last checkpoint on another one."""
@@ -167,16 +167,16 @@ class _RunQueue:
         insort(self.pending, number)
         return number, outcome
 
-    def end(self, number: int, record: Event) -> tuple[int, Event]:
+    def end(self, number: int, event: Event) -> tuple[int, Event]:
         store, job = self.options.store, self.runs[number].job
-        if isinstance(record, Finished):
-            store.write(job, record.result)
-        elif isinstance(record, Failed) and not record.later:
+        if isinstance(event, Finished):
+            store.write(job, event.result)
+        elif isinstance(event, Failed) and not event.later:
             store.write_failure(
-                job, record.what, record.step, {**facts(torch.device("cpu")), "hardware": self.scheduler.hardware}
+                job, event.what, event.step, {**facts(torch.device("cpu")), "hardware": self.scheduler.hardware}
             )
         self.done.add(number)
         self.assigned.pop(number, None)
         if number in self.locks:
             self.locks[number].close()
-        return number, record
+        return number, event

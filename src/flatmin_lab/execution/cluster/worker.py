@@ -121,11 +121,11 @@ class Worker:
             return self.stop_request[1] if self.stop_request is not None and self.stop_request[0] == number else None
 
         with one_thread() if here.device == "cpu" else nullcontext():
-            for which, record in function(here, data, stop):
-                if isinstance(record, Saved | Measured | Finished | Stopped | Failed):
+            for which, event in function(here, data, stop):
+                if isinstance(event, Saved | Measured | Finished | Stopped | Failed):
                     yield _collect_changes(watched)
-                if not isinstance(record, Progress):
-                    yield which, _with_user_paths(record, names)
+                if not isinstance(event, Progress):
+                    yield which, _with_user_paths(event, names)
 
 
 def _remove_leftovers() -> None:
@@ -150,16 +150,16 @@ def _collect_changes(watched: Sequence[WatchedFolder]) -> FileChanges:
     return FileChanges({number: change for number, folder in enumerate(watched) if (change := folder.change())})
 
 
-def _with_user_paths(record: Event, names: dict[str, str]) -> Event:
+def _with_user_paths(event: Event, names: dict[str, str]) -> Event:
     """The event with the paths of the user's machine in place of this node's."""
-    match record:
+    match event:
         case Note():
-            return Note(_replace_paths(record.text, names))
+            return Note(_replace_paths(event.text, names))
         case Failed():
-            return replace(record, what=_replace_paths(record.what, names))
+            return replace(event, what=_replace_paths(event.what, names))
         case Saved():
-            return replace(record, path=Path(_replace_paths(str(record.path), names)))
-    return record
+            return replace(event, path=Path(_replace_paths(str(event.path), names)))
+    return event
 
 
 def _replace_paths(text: str, names: dict[str, str]) -> str:
