@@ -67,7 +67,7 @@ def find_run(path: Path) -> TrainedRun:
     places = checkpoint.listed(folder) if path.is_dir() else [path]
     if not places:
         raise FileNotFoundError(f"{folder} has no checkpoint yet; resume the run with `flatmin train --resume`")
-    place, whole, damaged = run_config.newest_whole(places, config)
+    place, whole, damaged = checkpoint.newest_whole(places, config)
     damaged_checkpoints = tuple(str(error) for _, error in damaged)
     if place is None or whole is None:
         raise RunError("; ".join(damaged_checkpoints))

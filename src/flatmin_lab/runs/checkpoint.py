@@ -10,14 +10,15 @@ the file is needed to resume. It holds no pickle.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flatmin_lab.runs.config import check_same
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.optional_deps import need
 
@@ -91,3 +92,25 @@ def digest(tensors: Mapping[str, Tensor], text: str) -> str:
         sha.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+class NewestCheckpoint(NamedTuple):
+    """The newest whole checkpoint, if there is one, and the errors of newer, damaged ones."""
+
+    path: Path | None
+    whole: Checkpoint | None
+    damaged: list[tuple[Path, DamagedError]]
+
+
+def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> NewestCheckpoint:
+    """The first whole one of checkpoints sorted newest first; one of another run is an error."""
+    damaged: list[tuple[Path, DamagedError]] = []
+    for path in places:
+        try:
+            whole = read(path)
+        except DamagedError as error:
+            damaged.append((path, error))
+        else:
+            check_same(path, whole.state.get("run", {}), config)
+            return NewestCheckpoint(path, whole, damaged)
+    return NewestCheckpoint(None, None, damaged)

@@ -3,13 +3,11 @@
 Two runs are the same if these three are; versions, machine and time may differ.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flatmin_lab.recipes.recipe import Recipe, differences
-from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.checkpoint import Checkpoint, DamagedError
 from flatmin_lab.system.json_data import read_json
 
 IDENTITY = ("recipe", "seed", "data_sha256")
@@ -39,28 +37,6 @@ def read_config(path: Path) -> dict[str, Any]:
             "choose another folder"
         )
     return known
-
-
-class NewestCheckpoint(NamedTuple):
-    """The newest whole checkpoint, if there is one, and the errors of newer, damaged ones."""
-
-    path: Path | None
-    whole: Checkpoint | None
-    damaged: list[tuple[Path, DamagedError]]
-
-
-def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> NewestCheckpoint:
-    """The first whole one of checkpoints sorted newest first; one of another run is an error."""
-    damaged: list[tuple[Path, DamagedError]] = []
-    for path in places:
-        try:
-            whole = checkpoint.read(path)
-        except DamagedError as error:
-            damaged.append((path, error))
-        else:
-            check_same(path, whole.state.get("run", {}), config)
-            return NewestCheckpoint(path, whole, damaged)
-    return NewestCheckpoint(None, None, damaged)
 
 
 def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:

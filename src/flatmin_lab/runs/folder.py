@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.checkpoint import Checkpoint
-from flatmin_lab.runs.config import IDENTITY, newest_whole
+from flatmin_lab.runs.checkpoint import Checkpoint, newest_whole
+from flatmin_lab.runs.config import IDENTITY
 from flatmin_lab.runs.events import Note, RunError
 from flatmin_lab.runs.tensorboard import Board
 from flatmin_lab.system.files import atomic_write
