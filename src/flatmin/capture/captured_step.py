@@ -24,10 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from flatmin.capture.graph import LEAF_TYPES, SCHEDULED, CapturedGraph, StateMissingError, Workspace, can_torch_capture
+from flatmin.capture.cuda_graph import (
+    LEAF_TYPES,
+    SCHEDULED,
+    CapturedGraph,
+    StateMissingError,
+    Workspace,
+    can_torch_capture,
+)
 from flatmin.capture.step_spec import StepSpec
 from flatmin.core import multi_tensor
-from flatmin.core.cuda_graph import GENERATOR_REPLACEMENTS, CannotCaptureError
+from flatmin.core.capturable import GENERATOR_REPLACEMENTS, CannotCaptureError
 from flatmin.core.messages import describe, one_line
 from flatmin.core.tensors import ORDINARY_TYPES
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from flatmin.core.cuda_graph import CannotCaptureError
+from flatmin.core.capturable import CannotCaptureError
 from flatmin.core.model_state import HostRandom, Snapshot
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.step_info import loss_in

@@ -8,7 +8,7 @@ eagerly, and so does everything on a CPU. The kernels are the same, and so are t
 import torch
 from torch import Tensor, nn
 
-from flatmin.core.cuda_graph import capturable_generator, no_host_sync
+from flatmin.core.capturable import capturable_generator, no_host_sync
 from flatmin.core.model_state import eval_mode
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation

@@ -22,12 +22,12 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import flatmin
 from flatmin.capture.captured_step import CapturedStep, captured_step
+from flatmin.capture.cuda_graph import _check_result, _ScheduledSettings
 from flatmin.capture.functional_step import FunctionalStep, PassRandom, SubstituteTensors
-from flatmin.capture.graph import _check_result, _ScheduledSettings
 from flatmin.capture.packed_outputs import PackedTensors
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.capture.weight_swap import weights_cast_once
-from flatmin.core.cuda_graph import GENERATOR_REPLACEMENTS, CannotCaptureError, no_host_sync
+from flatmin.core.capturable import GENERATOR_REPLACEMENTS, CannotCaptureError, no_host_sync
 from flatmin.core.model_state import HostRandom
 from flatmin_lab.bench.timing import MIB, memory_in_use, peak_mib_since, release_memory, use_cublas_on_all_streams
 from tests.support.cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import flatmin
 from flatmin.capture.captured_step import CapturedStep, captured_step
+from flatmin.capture.cuda_graph import StateMissingError, _DeviceNumbers, _own_memory, _ScheduledSettings
 from flatmin.capture.functional_step import FunctionalStep, PassRandom, SubstituteTensors
-from flatmin.capture.graph import StateMissingError, _DeviceNumbers, _own_memory, _ScheduledSettings
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.core import multi_tensor
 from tests.support.cases import same

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatmin
 from flatmin.capture.captured_step import CapturedStep
-from flatmin.core.cuda_graph import CannotCaptureError
+from flatmin.core.capturable import CannotCaptureError
 from flatmin_lab import methods
 from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.runs import checkpoint

@@ -21,7 +21,7 @@ from flatmin.capture.functional_step import FunctionalStep, Gradients, PassRando
 from flatmin.capture.packed_outputs import PackedTensors
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.core import multi_tensor
-from flatmin.core.cuda_graph import CannotCaptureError, capturable_generator, no_host_sync
+from flatmin.core.capturable import CannotCaptureError, capturable_generator, no_host_sync
 from flatmin.core.model_state import HostRandom
 from flatmin.optim.step_info import Last, loss_in
 from flatmin.optim.wrapper import Group
