@@ -97,9 +97,10 @@ def _arrow(axes: Axes, place: tuple[float, float], way: tuple[float, float], col
 
 def layers(package: str) -> list[list[str]]:
     """Bottom up, those beside each other together: the package's line in architecture.md."""
-    line = re.search(rf"^ +{package}: +(.+)$", (HERE / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert line is not None
-    return [names.split(", ") for names in line[1].split(" → ")]
+    page = (HERE / "architecture.md").read_text(encoding="utf-8")
+    found = re.search(rf"^ +{package}: +(.+(\n +→ .+)*)", page, re.MULTILINE)
+    assert found is not None
+    return [names.split(", ") for names in re.split(r"\s+→ ", found[1])]
 
 
 def packages() -> Figure:

@@ -62,9 +62,9 @@ def packages_imported(package: str, path: Path) -> set[str]:
 
 def layers_of(package: str) -> list[list[str]]:
     """Bottom up, those beside each other together, as the page about the architecture has them."""
-    line = re.search(rf"^ +{package}: +(.+)$", PAGE, re.MULTILINE)
-    assert line is not None
-    return [names.split(", ") for names in line[1].split(" → ")]
+    found = re.search(rf"^ +{package}: +(.+(\n +→ .+)*)", PAGE, re.MULTILINE)
+    assert found is not None
+    return [names.split(", ") for names in re.split(r"\s+→ ", found[1])]
 
 
 @pytest.mark.parametrize("package", ["flatmin", "flatmin_lab"])
