@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -123,11 +124,14 @@ def test_a_terminal_that_is_gone_costs_nothing(tmp_path: Path, hung_up: bool) ->
     if not hung_up:
         arguments = ["sh", "-c", f"trap '' HUP; exec {shlex.join(arguments)}"]
     master, terminal = os.openpty()
+    os.set_blocking(master, False)
     with subprocess.Popen(arguments, stdin=terminal, stdout=terminal, stderr=terminal, env=ENVIRONMENT) as process:
         os.close(terminal)
         metrics = folder / "metrics.jsonl"
         while not (metrics.exists() and metrics.stat().st_size):
             assert process.poll() is None
+            with suppress(OSError):  # nothing to read, or not yet
+                os.read(master, 1 << 16)  # a terminal that nobody reads fills up, and whoever writes to it waits
             time.sleep(0.02)
         os.close(master)
         if hung_up:
