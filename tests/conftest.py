@@ -8,8 +8,21 @@ from tests.support.cases import METHODS, MODELS, OPTIMIZERS, MakeBase, Method
 from tests.support.covering import mark_full_products
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_a_process() -> Iterator[None]:
+    """Also in the processes that tests start, and for what the tests of a file share.
+
+    With a thread a core each of them waits for the others of the suite, and burns the cores meanwhile: nine tests that
+    start processes took 134 core-seconds, and 78 so.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread(one_thread_a_process: None) -> Iterator[None]:
     """Tiny tensors: threads cost more than they give, and the suite runs a process a core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
