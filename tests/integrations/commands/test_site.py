@@ -140,7 +140,7 @@ def test_signatures_are_as_they_are_meant(site: Path) -> None:
     assert "perturbed(*, scaler: GradScaler | None = None) -> Iterator[None]" in optimizers
     assert "misplaced" not in optimizers
     assert "Trace(value: Tensor, error: Tensor, products: int)" in flatness_
-    assert "delta where it was found, a tensor for each parameter" in flatness_
+    assert "delta where it was found, a tensor per parameter" in flatness_
     assert "flatmin.flatness.Trace.value" not in (site / "reference" / "flatness.html").read_text(encoding="utf-8")
 
 

@@ -256,8 +256,8 @@ def test_a_signal_to_one_process_stops_all_and_is_told_once(told: Told) -> None:
 
 WRONG = {
     "diverged": (1, "training stops"),
-    "seeds": (2, "--seeds trains 2 models, and these 2 processes train one together"),
-    "together": (2, "--together needs --seeds of 2 or more"),
+    "seeds": (2, "--seeds trains 2 models, but these 2 processes train one together"),
+    "together": (2, "--together needs --seeds 2 or more"),
     "recipe": (2, "all ranks must have the same recipe's flags"),
     "version": (2, "all ranks must have the same flatmin, got"),
     "data": (2, "all ranks must have the same data set (SHA-256), got"),
@@ -281,7 +281,7 @@ def test_a_mistake_is_told_once_by_the_first_process(told: Told, name: str) -> N
 def test_a_process_that_crashes_says_so_and_the_others_that_one_is_gone(told: Told) -> None:
     for name in ("lost", "crashed"):
         first, other = told[name]["said"]
-        assert "another process of this training has ended" in first
+        assert "another process of this run has ended" in first
         assert told[name]["codes"] == [1, -9 if name == "lost" else 1]
         assert ("ZeroDivisionError: of the model's own" in other) == (name == "crashed")
 
