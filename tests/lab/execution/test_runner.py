@@ -76,19 +76,6 @@ def test_what_is_there_is_not_trained_again_and_what_lacks_is_measured(store: Re
     assert store.state(job, ("flatness",)) == "without weights"
 
 
-def test_a_failure_is_stored_and_the_others_continue(store: ResultStore) -> None:
-    jobs = [Job(DIVERGING, 0), Job(QUICK, 0)]
-    ends = in_workers(jobs, store, workers=2)
-    assert isinstance(ends[0], Failed)
-    assert isinstance(ends[1], Finished)
-    assert [store.state(job) for job in jobs] == ["failed", "done"]
-    failure = json.loads(store.failure(jobs[0]).read_text())
-    assert "training stops" in failure["error"]
-    assert (failure["seed"], failure["method"], failure["data"]) == (0, "label_smoothing", "cifar10-made")
-    store.write(jobs[0], {"anything": 1})
-    assert not store.failure(jobs[0]).exists()  # it has succeeded since
-
-
 def test_a_folder_of_another_recipe_fails_alone(store: ResultStore) -> None:
     one, other = Job(QUICK, 0), Job(replace(QUICK, name="smoke/other"), 0)
     folder = store.folder(one)
