@@ -13,7 +13,9 @@ STRICTLY := -W error -W 'ignore:Failed to initialize NumPy'
 demo: $(READY)
 	$(BIN)/flatmin demo
 
-# a file stays with one process, so that what its tests share is made once
+# a file stays with one process, so that what its tests share is made once; bytecode is kept, so that the many processes
+# that tests start need not compile
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 

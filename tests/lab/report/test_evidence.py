@@ -21,7 +21,6 @@ from flatmin_lab.runs.result_store import ResultStore
 from tests import ROOT
 from tests.support import pages
 from tests.support.pages import text_of
-from tests.support.processes import flatmin
 from tests.support.report_files import evaluation, landscape, write_result
 
 COST: dict[str, Any] = {
@@ -298,9 +297,3 @@ def test_the_readme_has_the_table_of_these_results() -> None:
 def test_the_table_needs_results(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no result in"):
         results_table.rendered(tmp_path)
-
-
-def test_the_report_of_the_kept_results_is_one_command(tmp_path: Path) -> None:
-    shown = flatmin("report", KEPT, "--out", tmp_path / "page.html")
-    assert shown.exit_code == 0, shown.output
-    assert "The paper's tables" in (tmp_path / "page.html").read_text()
