@@ -98,7 +98,7 @@ def check_command() -> None:
         done = run(words)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), (words, done)
         assert WAY_OUT in done.stderr
-    for module in ("data", "train", "figures"):
+    for module in ("data", "training", "report.figures"):
         done = run([sys.executable, "-W", "ignore", "-c", f"import flatmin_lab.{module}"])
         last = done.stderr.splitlines()[-1]
         assert last.startswith("ImportError: flatmin_lab."), done
