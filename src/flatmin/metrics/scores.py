@@ -1,12 +1,5 @@
 """Error, likelihood and calibration of a classifier: pure functions of logits (N, K) and labels (N,).
 
-    error          the share of wrong predictions
-    nll            the mean of −log p(label)
-    brier          the mean of Σₖ (pₖ − [k = label])²
-    ece            the mean gap between confidence and accuracy, over bins of equal width
-    adaptive_ece   the same over bins of equally many predictions
-    reliability    what ece is made of: the bins
-
 The confidence is the largest probability. Bins are closed on the right, ((m−1)/M, m/M], as in the paper's appendix D.
 Everything is computed in float32 at least.
 """
