@@ -10,7 +10,7 @@ wrapper around the optimizer); the training loop is the same for all of them:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -86,10 +86,15 @@ def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     >>> resolve_settings("amp", {"epsilon": 0.1})
     {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2'}
     """
+    return {**_defaults(name), **settings}
+
+
+@cache
+def _defaults(name: str) -> Mapping[str, Any]:
     make = OTHERS.get(name) or REGULARISERS[name]
     known = {key: parameter.default for key, parameter in signature(make).parameters.items()}
     shown = {key: value for key, value in known.items() if isinstance(value, int | float | str)}
-    return {key: value for key, value in shown.items() if not isinstance(value, bool)} | dict(settings)
+    return {key: value for key, value in shown.items() if not isinstance(value, bool)}
 
 
 def build(name: str, *, normalise: Normalisation | None = None, **settings: Any) -> Method:

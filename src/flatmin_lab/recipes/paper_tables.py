@@ -17,7 +17,7 @@ Runs are in bf16, channels-last and compiled, with the settings that the paper g
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal, get_args
 
 from flatmin_lab.data.augment.transforms import Kind
@@ -54,6 +54,11 @@ class Experiment:
     trials: int
     parts: tuple[Measurement, ...] = ()
     beside: tuple[Recipe, ...] = ()  # rows of other experiments, shown where they have been trained
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of all recipes it shows."""
+        return frozenset(recipe.name for recipe in (*self.recipes, *self.beside))
 
     def jobs(self, seeds: tuple[int, ...] | None = None) -> list[Job]:
         """Seed by seed, so that an interrupted CPU has complete tables; a GPU goes data set by data set."""
@@ -238,22 +243,26 @@ def precision(protocol: Protocol) -> Experiment:
     return _experiment("precision", "float32 beside bfloat16", protocol, recipes, trials=1)
 
 
+# each is made once per protocol: a report asks for all of them
 EXPERIMENTS: dict[str, Callable[[Protocol], Experiment]] = {
-    "table1": table1,
-    "table2": table2,
-    "table3": table3,
-    "ece": ece,
-    "sweep": sweep,
-    "cost": cost,
-    "curves": curves,
-    "landscape": landscape,
-    "flatness": flatness,
-    "spiral": spiral,
-    "ball": ball,
-    "adversary": adversary,
-    "first_version": first_version,
-    "compute": compute,
-    "precision": precision,
+    make.__name__: cache(make)
+    for make in (
+        table1,
+        table2,
+        table3,
+        ece,
+        sweep,
+        cost,
+        curves,
+        landscape,
+        flatness,
+        spiral,
+        ball,
+        adversary,
+        first_version,
+        compute,
+        precision,
+    )
 }
 
 

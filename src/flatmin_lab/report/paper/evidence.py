@@ -58,7 +58,8 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
         return None
     parts = []
     for protocol in get_args(Protocol):
-        tables = [fill_table(EXPERIMENTS[name](protocol), runs) for name in TABLES]
+        experiments = [EXPERIMENTS[name](protocol) for name in TABLES]
+        tables = [fill_table(experiment, runs) for experiment in experiments if experiment.names & runs.keys()]
         shown = [table for table in map(_without_empty, tables) if table.rows]
         if shown:
             radii = [best_radius(runs, protocol, data) for data in SETS]

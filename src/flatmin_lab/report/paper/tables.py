@@ -189,6 +189,7 @@ def cell_of(recipe: Recipe, runs: Sequence[Run], column: Column) -> Cell:
     values = [value for run in runs if (value := as_in_paper(run, column)) is not None]
     compared = [value for run in runs if (value := column.value(run)) is not None]
     cell = reported(original_name(recipe.data), recipe.model, recipe.method, recipe.augment)
-    theirs = cell.get(column.paper) if not exceptions(recipe.protocol) else None
-    said = agrees(values, theirs) if recipe.protocol == "paper" else None
+    protocol = recipe.protocol
+    theirs = cell.get(column.paper) if not exceptions(protocol) else None
+    said = agrees(values, theirs) if protocol == "paper" else None
     return Cell(values, theirs, said, compared=compared)
