@@ -38,6 +38,11 @@ def code(page: Path) -> list[str]:
     return [*(block.text for block in blocks(page, "python")), *map(after, diffs), *map(before, diffs)]
 
 
+def is_program(text: str) -> bool:
+    """Does it bring all that it needs, and train a model of its own?"""
+    return text.startswith("import torch\n")
+
+
 def commands(page: Path) -> list[str]:
     """The command lines of a page, in its order and without their comments."""
     text = "".join(block.text for block in blocks(page, "bash")).replace("\\\n", " ")

@@ -61,7 +61,7 @@ def hessian_products(weights: Weights, parts: Sequence[LossPart]) -> Iterator[Pr
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """The product a·b. On the CPU row by row: a single sum of ten million float32 products loses three digits."""
-    if a.device.type != "cpu":
+    if a.device.type != "cpu" or a.numel() < _ROW:
         return a @ b
     even = a.numel() // _ROW * _ROW
     rows = (a[:even].view(-1, _ROW) * b[:even].view(-1, _ROW)).sum(dim=1)

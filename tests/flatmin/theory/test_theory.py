@@ -17,7 +17,7 @@ from torch.linalg import vector_norm
 from flatmin import AMP, theory
 from flatmin.theory import GaussianSurface, in_operational_region, operational_boundary, prefers_flatter
 
-SURFACES = 500  # a dimension, of which there are six
+SURFACES = 150  # a dimension, of which there are six
 POINTS = 6  # on each surface
 
 

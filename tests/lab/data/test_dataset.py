@@ -1,6 +1,5 @@
 """A data set's rules, its held-out tenth and its checksum; the embedded sets; the command that describes one."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flatmin_lab.data import DATA_SETS, Dataset, Split, augmentation, load
+from flatmin_lab.data import __main__ as data_command
 from flatmin_lab.data.sources.spiral import Spiral
 from flatmin_lab.data.sources.spiral import load as load_spiral
 from tests.support import official_files
@@ -117,20 +117,17 @@ def test_a_missing_package_is_named_with_the_way_out(monkeypatch: pytest.MonkeyP
         load("digits")
 
 
-def test_the_module_describes_a_data_set(tmp_path: Path) -> None:
+def test_the_module_describes_a_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     official_files.cifar10_python(tmp_path, made(50, 10, seed=0), made(10, 10, seed=1))
-
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "flatmin_lab.data", *arguments]
-        return subprocess.run(line, capture_output=True, text=True, check=False)
-
-    shown = command("cifar10", "--root", str(tmp_path))
-    assert shown.returncode == 0, shown.stderr
+    monkeypatch.setattr(sys, "argv", ["flatmin_lab.data", "cifar10", "--root", str(tmp_path)])
+    data_command.main()
+    shown = capsys.readouterr()
     for fact in ("50 to train on, 10 to test with, images of 3 × 32 × 32, 10 classes", "mean", "sha256", "MB"):
-        assert fact in shown.stdout
-    assert shown.stderr == ""
-    wrong = command("cifar10", "--root", str(tmp_path / "empty"))
-    assert wrong.returncode == 1
-    assert "was not found" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
+        assert fact in shown.out
+    assert shown.err == ""
+    monkeypatch.setattr(sys, "argv", ["flatmin_lab.data", "cifar10", "--root", str(tmp_path / "empty")])
+    with pytest.raises(SystemExit, match="was not found"):
+        data_command.main()
     assert "digits" in DATA_SETS

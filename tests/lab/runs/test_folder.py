@@ -16,7 +16,6 @@ from flatmin_lab.runs import checkpoint, open_folder
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import Epoch, Finished, Note, RunError, Started
 from flatmin_lab.training.loop import config_of, train
-from tests import PYTHONPATH
 from tests.support.small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
 
 
@@ -375,22 +374,6 @@ def test_a_disk_that_fails_at_any_writing_costs_nothing_that_was_there(
     run(tiny_recipe(), folder, resume=True)
     assert same(lasting(folder), lasting(tmp_path / "whole"))
     assert not list(folder.glob(".*.beside"))
-
-
-def test_a_really_full_disk_is_survived(tmp_path: Path) -> None:
-    """On a file system of 200 KiB of its own, in a user namespace where the kernel lets us."""
-    small = tmp_path / "small"
-    small.mkdir()
-    command = f"mount -t tmpfs -o size=200k none {small} && exec {sys.executable} -m tests.programs.full_disk {small}"
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-Urm", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("needs user namespaces, which are switched off here")
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    program = [unshare, "-Urm", "sh", "-c", command]
-    result = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
-    if "mount:" in result.stderr:
-        pytest.skip(f"cannot mount a small file system here: {result.stderr.strip()}")
-    assert result.stdout.split() == ["full", "resumed"], result.stderr
 
 
 def test_checkpoints_come_by_epoch_and_by_minutes(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ HOSTILE = {
     "objects in an array": pickle.dumps({b"data": np.array([object()], dtype=object)}),
     "a persistent id": b"Pid\n.",
     "an extension": b"\x82\x01.",
-    "keys within keys": b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s.",
+    "keys within keys": b"\x80\x02})" + b"\x85" * 100_000 + b"K\x01s.",
     "keys that double": b"\x80\x02}" + doubled(40) + b"K\x01s.",
     "a type that doubles": b"\x80\x02cnumpy\ndtype\n" + doubled(40) + b"\x85R.",
     "a module that doubles": b"\x80\x04" + doubled(60) + b"X\x01\x00\x00\x00x\x93.",
@@ -86,7 +86,7 @@ HOSTILE = {
     + b"X\x06\x00\x00\x00latin1\x86q\x01"
     + b"h\x00h\x01R" * 20_000
     + b"}.",
-    "marks over a high stack": b"\x80\x02" + b"N" * 100_000 + b"(t" * 100_000 + b".",
+    "marks over a high stack": b"\x80\x02" + b"N" * 30_000 + b"(t" * 30_000 + b".",
     "a list in itself": b"\x80\x02]q\x00h\x00a.",
     "no end": b"\x80\x02}",
     "nothing": b"",
