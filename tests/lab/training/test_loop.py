@@ -84,7 +84,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path: Path, variant: s
     recipe = tiny_recipe(**VARIANTS[variant])
     whole = run(recipe, tmp_path / "whole")
     expected = lasting(tmp_path / "whole")
-    for first in (1, 4, 6, 8):
+    for first in (3, 5):  # within epochs of five steps, and at their ends
         folder = tmp_path / f"stopped-{first}"
         events = run(recipe, folder, stop=after(first))
         assert isinstance(events[-1], Stopped)
