@@ -97,12 +97,12 @@ def test_hutchpp_is_unbiased_and_its_error_honest(case: Case) -> None:
     true = case.dense_hessian().trace().item()
     drawn = [
         flatness.trace(case.model, case.loss, products=18, generator=torch.Generator().manual_seed(seed))
-        for seed in range(40)
+        for seed in range(24)
     ]
     values = torch.stack([found.value for found in drawn])
     off = [abs(found.value.item() - true) / max(found.error.item(), 1e-12) for found in drawn]
-    assert abs(values.mean().item() - true) <= 4 * values.std().item() / 40**0.5 + 1e-12
-    assert sum(ratio <= 3 for ratio in off) >= 34  # six samples: a t-distribution's tails
+    assert abs(values.mean().item() - true) <= 4 * values.std().item() / 24**0.5 + 1e-12
+    assert sum(ratio <= 3 for ratio in off) >= 20  # six samples: a t-distribution's tails
 
 
 def test_hutchpp_is_exact_where_few_eigenvalues_are_not_zero() -> None:

@@ -17,8 +17,8 @@ def wrong(count: int, of: int) -> tuple[Tensor, Tensor]:
     return LOGITS.repeat(of, 1), (torch.arange(of) < count).long()
 
 
-@pytest.mark.parametrize("level", [0.5, 0.9, 0.95])
-@pytest.mark.parametrize("count", [20, 100, 300])
+@pytest.mark.parametrize("level", [0.5, 0.95])
+@pytest.mark.parametrize("count", [20, 300])
 def test_an_error_rate_has_the_binomial_interval(count: int, level: float) -> None:
     """Rows drawn again are wrong as often as a coin of that bias falls."""
     stats = pytest.importorskip("scipy.stats", reason="an oracle, installed with flatmin[dev]")
@@ -30,14 +30,14 @@ def test_an_error_rate_has_the_binomial_interval(count: int, level: float) -> No
 
 
 def test_the_truth_lies_inside_as_often_as_it_says() -> None:
-    """400 data sets of 200 predictions, each wrong with a probability of a fifth."""
+    """200 data sets of 200 predictions, each wrong with a probability of a fifth."""
     generator = torch.Generator().manual_seed(0)
     inside = 0
-    for _ in range(400):
+    for _ in range(200):
         labels = (torch.rand(200, generator=generator) < 0.2).long()
         found = bootstrap(error, LOGITS.expand(200, 2), labels, samples=150, generator=generator)
         inside += bool(found.low <= 0.2 + 1e-6 and found.high >= 0.2 - 1e-6)
-    assert 0.90 <= inside / 400 <= 0.98
+    assert 0.90 <= inside / 200 <= 0.98
 
 
 @pytest.mark.parametrize("measure", [error, metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece])

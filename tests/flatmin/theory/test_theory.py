@@ -149,7 +149,7 @@ def test_theorem_1_the_amp_loss_is_least_at_mu_and_is_what_the_theorem_says() ->
 
 @pytest.mark.parametrize("size", range(1, 7))
 def test_theorem_1_a_minimiser_that_knows_nothing_finds_no_less(size: int) -> None:
-    for surface, theta, epsilon, *_ in problems()[size][:2]:
+    for surface, theta, epsilon, *_ in problems()[size][:1]:
 
         def loss(place: np.ndarray[Any, Any], surface: GaussianSurface = surface, epsilon: float = epsilon) -> float:
             return float(surface.amp_exponent(torch.from_numpy(place), epsilon))

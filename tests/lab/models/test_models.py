@@ -108,7 +108,7 @@ def test_small_images_pass(name: str) -> None:
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
-@names
+@pytest.mark.parametrize("name", [*PUBLISHED, "preactresnet34", *SMALL])
 def test_dropout_changes_no_first_weight_and_stands_after_every_relu(name: str) -> None:
     built = []
     for dropout in (0.0, 0.1):
