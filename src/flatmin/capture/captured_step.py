@@ -197,7 +197,7 @@ class CapturedStep:
         """The graph for these inputs and settings, captured now if there is none."""
         spec = self.spec
         if spec.wrapper is not None:
-            spec.wrapper._check_groups()
+            spec.wrapper.check_groups()
         if self._current_addresses() != self._addresses:  # then every graph is stale
             self._prepare_capture()
         key = self._key(inputs)

@@ -23,6 +23,7 @@ from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.core import multi_tensor
 from flatmin.core.capturable import CannotCaptureError, capturable_generator, no_host_sync
 from flatmin.core.model_state import HostRandom
+from flatmin.core.tensors import Copies
 from flatmin.optim.step_info import Last, loss_in
 from flatmin.optim.wrapper import Group
 
@@ -43,8 +44,9 @@ class Workspace:
         self.stream, self.side_stream = torch.cuda.Stream(spec.device), torch.cuda.Stream(spec.device)
         self.pool = torch.cuda.graph_pool_handle()
         self.substitutes = SubstituteTensors()
+        self.theta: Copies[Tensor] = Copies()  # for a base's step that may have to be undone
         if spec.wrapper is not None:
-            spec.wrapper._theta.release()  # what ordinary steps kept θ in
+            spec.wrapper.release_theta()  # what ordinary steps kept θ in
 
 
 class CapturedGraph:
@@ -68,7 +70,7 @@ class CapturedGraph:
         if by_kernel:  # our own, for SGD
             self.rates = _DeviceNumbers(lambda: multi_tensor.rates_of(spec.base), torch.float64, spec.device)
         self.inside = by_kernel or by_torch
-        count = spec.wrapper.inner_iter if spec.wrapper is not None and spec.wrapper._shares_a_step() else 0
+        count = spec.wrapper.inner_iter if spec.wrapper is not None and spec.wrapper.shares_clean_state else 0
         self.pass_random = _GraphPassRandom(spec.device, count)
         overlapped, compiled = getattr(forward, "overlapped", None), getattr(forward, "compiled", None)
         self.functional_step = FunctionalStep(
@@ -76,6 +78,7 @@ class CapturedGraph:
             forward,
             space.substitutes,
             self.inputs,
+            theta=space.theta,
             pass_random=self.pass_random,
             rates=None if self.rates is None else self.rates.on_device,
             with_base=self.inside,
@@ -89,7 +92,7 @@ class CapturedGraph:
                 torch.cuda.synchronize(spec.device)
             self._capture()
         # memory that the graph writes to, and that the optimizer might otherwise free
-        self.held = [] if spec.wrapper is None else spec.wrapper._memory()
+        self.held = [*space.theta.memory(), *([] if spec.wrapper is None else spec.wrapper.memory())]
 
     def _warm_up(self) -> None:
         self.space.stream.wait_stream(torch.cuda.current_stream(self.spec.device))

@@ -20,9 +20,10 @@ from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.capture.weight_swap import weights_cast_once, with_substitutes
 from flatmin.core import multi_tensor
 from flatmin.core.model_state import random_state, set_random_state
-from flatmin.core.tensors import copy_, has_layout_of, is_dense
+from flatmin.core.tensors import Copies, copy_, has_layout_of, is_dense
 from flatmin.optim.amp import AMP
 from flatmin.optim.grad_scaler import inverse_scale, step_scaled
+from flatmin.optim.perturbed import Measured
 from flatmin.optim.skip_step import step_unless
 from flatmin.optim.step_info import loss_in
 from flatmin.optim.weight_storage import Beside
@@ -101,6 +102,7 @@ class FunctionalStep:
         substitutes: SubstituteTensors,
         inputs: Sequence[Any],
         *,
+        theta: Copies[Tensor],
         pass_random: PassRandom,
         rates: Tensor | None = None,
         with_base: bool = True,
@@ -108,17 +110,18 @@ class FunctionalStep:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.spec, self.forward, self.inputs, self.pass_random = spec, forward, inputs, pass_random
+        self.theta = theta  # for a base that has to step to be told not to
         self.half = substitutes.of(weights_only_cast(spec, inputs), dtype=spec.autocast)
         wrapper = spec.wrapper
-        self.perturbs = wrapper is not None and not wrapper._is_idle()
-        groups = wrapper._perturbed_groups() if wrapper is not None and self.perturbs else []
+        self.perturbs = wrapper is not None and wrapper.perturbs
+        groups = wrapper.perturbed_groups() if wrapper is not None and self.perturbs else []
         moving = [p for group in groups for p in group["params"] if p.requires_grad]
         # θ + Δ of a weight that is only cast goes to the same memory
         self.moved = {
             **substitutes.of(p for p in moving if p not in self.half),
             **{p: self.half[p] for p in moving if p in self.half},
         }
-        self.shares_clean_state = self.perturbs and wrapper is not None and wrapper._shares_a_step()
+        self.shares_clean_state = self.perturbs and wrapper is not None and wrapper.shares_clean_state
         within = wrapper.model if wrapper is not None and self.shares_clean_state else None
         self.buffers = {} if within is None else substitutes.of(within.buffers())
         self.rates, self.with_base, self.around, self.compiled = rates, with_base, around, compiled
@@ -137,17 +140,19 @@ class FunctionalStep:
 
     def run(self) -> Gradients:
         """All but the base's step; it changes only buffers and random states. Returns the last gradients."""
-        self.result, latest, gradients = self._run_passes()
+        measured = Measured()
+        self.result, latest, gradients = self._run_passes(measured)
         wrapper, device = self.spec.wrapper, self.spec.device
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         self.measured = {}
         if wrapper is not None and self.perturbs:
-            self.skip = wrapper._must_skip(list(gradients.values()), self.spec.scaler)
+            storage = Beside(self.moved, gradients, self.compiled)
+            self.skip = wrapper.must_skip(list(gradients.values()), self.spec.scaler, storage, measured)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
-            self.measured = {**wrapper._measured, **{name: loss for name, loss in losses.items() if loss is not None}}
+            self.measured = {**measured.numbers, **{name: loss for name, loss in losses.items() if loss is not None}}
         return gradients
 
-    def _run_passes(self) -> tuple[Any, Any, Gradients]:
+    def _run_passes(self, measured: Measured) -> tuple[Any, Any, Gradients]:
         """The results of the first and the last pass, and the last gradients."""
         spec, wrapper = self.spec, self.spec.wrapper
         batch = spec.make_batch(self.inputs)
@@ -155,18 +160,16 @@ class FunctionalStep:
         _fill(self.half)
         result: Any = None
         gradients: Gradients = {}
-        starts_clean = wrapper is None or wrapper._starts_clean or not self.perturbs
+        starts_clean = wrapper is None or wrapper.starts_clean or not self.perturbs
         if starts_clean:
             result, gradients = self._pass(batch, self.half)
         if wrapper is None or not self.perturbs:
             return result, result, gradients
-        wrapper._forget_step()
         moved = {p: there for p, there in self.moved.items() if p in gradients or not starts_clean}
         _fill(self.buffers)
         for n in range(wrapper.inner_iter):
             storage = Beside(self.moved, gradients, self.compiled)
-            wrapper._storage = storage
-            wrapper._perturb(n, inverse_scale(spec.scaler, wrapper._owners, spec.device))
+            wrapper.perturb(n, inverse_scale(spec.scaler, wrapper.owners, spec.device), storage, measured)
             storage.gradients = gradients = {}  # free them: the next gradients may use their memory
             with self.pass_random.extra_pass(n) if self.shares_clean_state else nullcontext():
                 latest, gradients = self._pass(batch, {**self.half, **moved, **self.buffers})
@@ -191,13 +194,13 @@ class FunctionalStep:
             p.grad = self.gradients.get(p)
         try:
             if wrapper is not None and self.perturbs:
-                step_unless(self.skip, wrapper._owners, list(self.gradients), wrapper._theta, spec.scaler)
-                wrapper._theta.forget()
+                step_unless(self.skip, wrapper.owners, list(self.gradients), self.theta, spec.scaler)
+                self.theta.forget()
                 return self.skip
             if spec.scaler is None:
                 spec.base.step()
             elif wrapper is not None:
-                return step_scaled(self.skip, wrapper._owners, [], spec.scaler)
+                return step_scaled(self.skip, wrapper.owners, [], spec.scaler)
             else:
                 spec.scaler.step(spec.base)
         finally:

@@ -111,5 +111,4 @@ def rehearsal(spec: StepSpec) -> Iterator[None]:
         for p in spec.params:
             p.grad = None
         if spec.wrapper is not None:
-            spec.wrapper._store_in_place()
-            spec.wrapper._forget_step()
+            spec.wrapper.forget_step()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer
 
 from flatmin.core.tensors import Copies
 
@@ -42,28 +42,34 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._buffers: Copies[Place] = Copies()
+        self._places: dict[Place, dict[str, Tensor | None]] = {}  # the dict that each buffer lay in
         self._random: dict[torch.device, Tensor] = {}
         self._host: HostRandom | None = None
 
+    def take(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
+        """Both: the buffers, and the random states of these devices and the host."""
+        self.take_random(devices, since=since)
+        self.take_buffers()
+
+    def put_back(self) -> None:
+        self.put_back_buffers()
+        self.put_back_random()
+
     def take_buffers(self) -> None:
+        self._places = _places_of_buffers(self.model)
         self._buffers.forget()
-        self._buffers.take({place: buffer for place, buffer in self._buffers_by_place() if not is_lazy(buffer)})
+        self._buffers.take(self._now())
 
     def put_back_buffers(self) -> None:
-        self._buffers.put_back(dict(self._buffers_by_place()))
+        self._buffers.put_back(self._now())
 
-    def _buffers_by_place(self) -> Iterator[tuple[Place, Tensor]]:
-        """The model's buffers. Called twice a step; `named_buffers` takes five times as long."""
-        seen, ahead = set[nn.Module](), [self.model]
-        while ahead:
-            module = ahead.pop()
-            if module in seen:
-                continue
-            seen.add(module)
-            ahead += [child for child in module._modules.values() if child is not None]
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield (id(module), name), buffer
+    def _now(self) -> dict[Place, Tensor]:
+        found = {place: here.get(place[1]) for place, here in self._places.items()}
+        return {
+            place: buffer
+            for place, buffer in found.items()
+            if buffer is not None and not isinstance(buffer, UninitializedBuffer)
+        }
 
     def take_random(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
         """`since`: an earlier snapshot, which is restored before this one."""
@@ -75,6 +81,21 @@ class Snapshot:
             self._host.put_back()
         for device, state in self._random.items():
             set_random_state(device, state)
+
+
+def _places_of_buffers(model: nn.Module) -> dict[Place, dict[str, Tensor | None]]:
+    """The dict that each buffer lies in. Called twice a step; `named_buffers` takes five times as long."""
+    found: dict[Place, dict[str, Tensor | None]] = {}
+    seen, ahead = set[int](), [model]
+    while ahead:
+        module = ahead.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        ahead.extend(module._modules.values())  # type: ignore[arg-type]  # some are None
+        for name in module._buffers:
+            found[id(module), name] = module._buffers
+    return found
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ tensor's two reals) to the dense real numbers on this rank. `Copies` keeps copie
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ ORDINARY_TYPES = (
     torch.nn.Parameter,
     torch.nn.Buffer,
 )  # not a subclass such as DTensor; `type(t) in …` is the fast test
+_ORDINARY = frozenset(ORDINARY_TYPES)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -167,6 +168,9 @@ def _fits_int64(tensor: Tensor) -> bool:
 class Copies(Generic[Key]):
     """Copies of tensors by key (a name, or the tensor itself), in memory that is reused from step to step.
 
+    Most steps copy what the step before did. So the lists that torch copies at once are kept too, until a tensor is
+    another one or is laid out otherwise.
+
     >>> copies, weight = Copies(), torch.tensor([1.0])
     >>> copies.take({"weight": weight})
     >>> _ = weight.add_(1)
@@ -178,6 +182,7 @@ class Copies(Generic[Key]):
     def __init__(self) -> None:
         self._held: dict[Key, Tensor] = {}
         self._memory: dict[Key, Tensor] = {}
+        self._lists: _CopyLists[Key] | None = None  # of the last `take` that began with no copies
 
     def __contains__(self, key: Key) -> bool:
         return key in self._held
@@ -187,6 +192,13 @@ class Copies(Generic[Key]):
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def are_dense(self) -> bool:
+        """Are all tensors of the first `take` dense? False if that is not known."""
+        return self._lists is not None and self._lists.dense
 
     def nbytes(self) -> int:
         """The memory it holds, in use or not."""
@@ -208,13 +220,23 @@ class Copies(Generic[Key]):
 
     @torch.no_grad()
     def take(self, tensors: Mapping[Key, Tensor]) -> None:
+        first = not self._held
+        if first and self._lists is not None and self._lists.fit(tensors):
+            self._lists.copy()
+            self._held = dict(self._lists.copies)
+            return
         copies = {key: self._allocate(key, tensor) for key, tensor in tensors.items()}
         copy_((copies[key], tensor) for key, tensor in tensors.items())
         self._held.update(copies)  # last: if memory runs out above, nothing that was not copied is ever put back
+        if first:
+            self._lists = _CopyLists(tensors, copies) if _ORDINARY.issuperset(map(type, tensors.values())) else None
 
     @torch.no_grad()
     def put_back(self, tensors: Mapping[Key, Tensor]) -> None:
         """Restore these tensors, in place; one that is new, or has changed its shape, stays as it is."""
+        if self._lists is not None and len(self._held) == len(self._lists.copies) and self._lists.fit(tensors):
+            self._lists.put_back()
+            return
         known = {key: tensor for key, tensor in tensors.items() if key in self._held}
         copy_((tensor, self[key]) for key, tensor in known.items() if tensor.shape == self[key].shape)
 
@@ -223,9 +245,40 @@ class Copies(Generic[Key]):
 
     def release(self) -> None:
         """Drop all copies, and their memory."""
-        self._held, self._memory = {}, {}
+        self._held, self._memory, self._lists = {}, {}, None
 
     def forget(self) -> None:
         """Drop all copies; keep the memory of those held last, and free what was not used since the last call."""
         self._memory = self._held or self._memory
         self._held = {}
+
+
+class _CopyLists(Generic[Key]):
+    """Some ordinary tensors and their copies, in lists of one device and dtype each."""
+
+    def __init__(self, tensors: Mapping[Key, Tensor], copies: dict[Key, Tensor]) -> None:
+        self.copies = copies
+        self._layout = _layout(tensors.values())
+        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for key, tensor in tensors.items():
+            ours, theirs = kinds[tensor.device, tensor.dtype]
+            ours.append(plain(copies[key]))
+            theirs.append(plain(tensor.detach()))
+        self._kinds = list(kinds.values())
+        self.dense = all(map(is_dense, tensors.values()))
+
+    def fit(self, tensors: Mapping[Key, Tensor]) -> bool:
+        """Are these the same tensors under the same keys, where and as they were?"""
+        return tensors.keys() == self.copies.keys() and _layout(tensors.values()) == self._layout
+
+    def copy(self) -> None:
+        for ours, theirs in self._kinds:
+            torch._foreach_copy_(ours, theirs)
+
+    def put_back(self) -> None:
+        for ours, theirs in self._kinds:
+            torch._foreach_copy_(theirs, ours)
+
+
+def _layout(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    return [(id(t), t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]

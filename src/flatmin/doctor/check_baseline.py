@@ -78,7 +78,7 @@ def measure_cost(training: Training) -> Finding:
     ours, theirs = median(wrapped), median(plainly)
     optimizer = training.optimizer
     passes = optimizer.inner_iter + isinstance(optimizer, AMP)
-    kept = sum(plain(tensor).nbytes for tensor in optimizer._memory())
+    kept = sum(plain(tensor).nbytes for tensor in optimizer.memory())
     params = sum(plain(param).nbytes for param in training.params)
     return Finding(
         "cost",

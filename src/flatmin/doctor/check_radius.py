@@ -77,7 +77,7 @@ def first_guess(loss: float, grad_norm: float) -> float:
 
 def check_epsilon(steps: Sequence[ObservedStep], training: Training) -> Finding:
     optimizer = training.optimizer
-    groups = optimizer._perturbed_groups()
+    groups = optimizer.perturbed_groups()
     epsilon = ", ".join(f"{radius:g}" for radius in sorted({float(group["epsilon"]) for group in groups}))
     skipped = sum(bool(step.last["skipped"]) for step in steps)
     if skipped and training.scaler is None:
@@ -115,7 +115,7 @@ def _advice(guess: float | None, training: Training) -> str:
 
 
 def _bound(training: Training) -> float:
-    groups, ball = training.optimizer._perturbed_groups(), training.optimizer.ball
+    groups, ball = training.optimizer.perturbed_groups(), training.optimizer.ball
     radii = [float(group["epsilon"]) for group in groups]
     if ball == "global" or training.optimizer.norm == "linf":
         return max(radii)
@@ -125,7 +125,7 @@ def _bound(training: Training) -> float:
 
 def _balls(training: Training) -> int:
     """The number of balls: over all of them together, ‖Δ‖ reaches ε times its root."""
-    groups = training.optimizer._perturbed_groups()
+    groups = training.optimizer.perturbed_groups()
     return {"global": 1, "group": len(groups), "tensor": sum(len(group["params"]) for group in groups)}[
         training.optimizer.ball
     ]

@@ -46,7 +46,7 @@ def any_rank(flag: bool) -> bool:
 def settings(training: Training) -> dict[str, Any]:
     """The settings that must be the same on all ranks, and a checksum of the weights."""
     optimizer = training.optimizer
-    own = {name: getattr(optimizer, name) for name in optimizer._same_on_ranks}
+    own = {name: getattr(optimizer, name) for name in optimizer.same_on_ranks}
     groups = {
         name: [float(group[name]) for group in optimizer.param_groups if name in group]
         for name in ("epsilon", "inner_lr")

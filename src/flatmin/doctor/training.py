@@ -99,7 +99,7 @@ class Training:
         forget_unscaled(self.scaler, (self.optimizer, self.base))
 
     def is_idle(self) -> bool:
-        return self.optimizer._is_idle()
+        return not self.optimizer.perturbs
 
     def wait(self) -> None:
         """Wait until the devices have finished."""

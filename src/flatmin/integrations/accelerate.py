@@ -89,7 +89,7 @@ class Window:
         """A micro-batch, forward and backward: now at θ, and with the others at θ + Δ, once the window is complete."""
         replay = Replay(run, self.optimizer)
         together = (
-            self.optimizer.sync_perturbation or self.optimizer._is_idle()
+            self.optimizer.sync_perturbation or not self.optimizer.perturbs
         )  # else each process ascends its own gradient
         with nullcontext() if together else self._no_sync():
             result = run()
@@ -100,7 +100,7 @@ class Window:
         return result
 
     def _run_perturbed(self, passes: list[Replay]) -> None:
-        if self.optimizer._is_idle():  # the base's own step follows
+        if not self.optimizer.perturbs:  # the base's own step follows
             return
         for _ in range(self.optimizer.inner_iter):
             with self.optimizer.perturbed(scaler=self.accelerator.scaler):

@@ -196,7 +196,7 @@ class PerturbedOptimizer(LightningOptimizer):
     def _run_clean(self, closure: Callable[[], Any], window: list[Replay]) -> Any:
         window[-1].record_random_state()  # hooks may have drawn random numbers since the batch arrived
         one_each = not getattr(self._optimizer, "sync_perturbation", True)  # one Δ per rank, from its own gradient
-        with self._in_sync(self._optimizer._is_idle() or not one_each):
+        with self._in_sync(not self._optimizer.perturbs or not one_each):
             return closure()
 
     def _run_perturbed(self, window: list[Replay]) -> bool:
@@ -204,15 +204,15 @@ class PerturbedOptimizer(LightningOptimizer):
         optimizer = self._optimizer
         if not window:  # manual optimisation ran its own blocks
             return True
-        if optimizer._is_idle() or not optimizer._has_gradients():
-            return optimizer._has_gradients()
+        if not optimizer.perturbs or not optimizer.has_gradients():
+            return optimizer.has_gradients()
         try:
             for _ in range(optimizer.inner_iter):
                 with optimizer.perturbed(scaler=self._scaler), self._without_side_effects():
                     for replay in window:
                         with self._in_sync(replay is window[-1]):
                             replay()
-                    if not optimizer._has_gradients():
+                    if not optimizer.has_gradients():
                         raise _NoLossError
         except _NoLossError:  # training_step returned None: as in a plain step, there is none
             return False
@@ -246,7 +246,7 @@ class PerturbedOptimizer(LightningOptimizer):
     @contextmanager
     def _without_side_effects(self) -> Iterator[None]:
         """Nothing logged or counted inside remains, and buffers do not change under RMP (AMP restores them itself)."""
-        model = None if self._optimizer._starts_clean else self._optimizer.model
+        model = None if self._optimizer.starts_clean else self._optimizer.model
         buffers = None if model is None else Snapshot(model)
         metrics = [(module, vars(module).copy()) for module in self._module.modules() if isinstance(module, Metric)]
         if buffers is not None:

@@ -19,8 +19,8 @@ class Replay:
 
     def __init__(self, run: Callable[[], Any], optimizer: PerturbedOptimizer) -> None:
         self._run = run
-        self._devices = optimizer._devices()
-        model = optimizer.model if optimizer._starts_clean else None
+        self._devices = optimizer.devices()
+        model = optimizer.model if optimizer.starts_clean else None
         self._random = None if model is None else Snapshot(model)
         self.record_random_state()
 

@@ -20,23 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.sgd import sgd
 
 from flatmin.ball import Ball, Norm, clamp_, combine, radii, shrink
-from flatmin.core import multi_tensor
-from flatmin.core.tensors import (
-    ORDINARY_TYPES,
-    Copies,
-    compute_dtype,
-    copy_,
-    has_layout_of,
-    is_dense,
-    plain,
-    zero_unless_,
-)
-from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.weight_storage import Beside
+from flatmin.core.tensors import ORDINARY_TYPES, compute_dtype, has_layout_of, plain, zero_unless_
+from flatmin.optim.perturbed import Measured, PerturbedOptimizer
+from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import Group, whole_number
+
+_ORDINARY = frozenset(ORDINARY_TYPES)
 
 
 class AMP(PerturbedOptimizer):
@@ -74,7 +65,7 @@ class AMP(PerturbedOptimizer):
     (tensor(0.5000), tensor(1.))
     """
 
-    _starts_clean = True
+    starts_clean = True
     _hyperparameters = ("epsilon", "inner_lr")
     _settings = (*PerturbedOptimizer._settings, "sync_perturbation")
 
@@ -100,61 +91,45 @@ class AMP(PerturbedOptimizer):
             sync_perturbation=sync_perturbation,
         )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._delta: Copies[Tensor] = Copies()  # Δ between two ascent steps; stays empty for N = 1
-        super().__setstate__(state)
-
-    def _forget_step(self) -> None:
-        super()._forget_step()
-        self._delta.forget()
-
-    def _memory(self) -> list[Tensor]:
-        return [*super()._memory(), *self._delta.memory()]
-
     @torch.no_grad()
-    def _perturb(self, n: int, unscale: float | Tensor) -> None:
+    def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: Measured) -> None:
         """Δ ← Π(Δ + ζ∇J), and the weights to θ + Δ."""
         if n == 0:
-            self._delta.forget()  # the previous micro-batch's
-        steps = [self._ascent(group, n, unscale) for group in self._perturbed_groups()]
+            self._delta.forget()  # the previous step's, or micro-batch's
+        steps = [self._ascent(group, n, unscale, storage) for group in self.perturbed_groups()]
         steps = [step for step in steps if step.params]
         if not steps:
             return
-        lengths = [self._lengths(step.directions) for step in steps]
+        home = self._home
+        lengths = [storage.norms_of(step.directions, norm=self.norm).to(home) for step in steps]
         rates, epsilons = [step.rate for step in steps], [step.epsilon for step in steps]
-        found = self._storage.compiled(projection)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
+        found = storage.compiled(projection)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
         if n == 0:
-            self._measured["grad_norm"] = _times(found.length, unscale)
-        self._measured |= {"delta_norm": found.delta_norm, "on_ball": found.on_ball}
+            measured.numbers["grad_norm"] = _times(found.length, unscale)
+        measured.numbers |= {"delta_norm": found.delta_norm, "on_ball": found.on_ball}
         finite = found.finite
-        self._all_finite = finite if self._all_finite is None else finite & self._all_finite
-        self._storage.keep_theta(p for step in steps for p in step.params)
+        measured.finite = finite if measured.finite is None else finite & measured.finite
+        storage.keep_theta([p for step in steps for p in step.params])
         is_last = n + 1 == self.inner_iter
         at_once = n == 0 and is_last and self.norm == "l2"  # Δ = rate · factor · ∇J, which is not needed later
         for step, factor in zip(steps, found.factors, strict=True):
-            in_one_kernel = self.ball != "tensor" and step.fits_fused_kernel()
-            if at_once and isinstance(self._storage, Beside) and multi_tensor.can_update(step.params):
-                moved = [self._storage.perturbed(p) for p in step.params]
-                multi_tensor.move(
-                    step.params, step.directions, moved, step.rate * factor, finite, rounded_once=self.ball != "tensor"
-                )
-            elif at_once and in_one_kernel and all(self._storage.perturbed(p).dtype == p.dtype for p in step.params):
-                moved = [self._storage.perturbed(p) for p in step.params]
-                copy_((there, p) for there, p in zip(moved, step.params, strict=True) if there is not p)
-                step.climb(moved, step.rate * factor[0], unless=~finite)
-            else:
+            if not at_once or not storage.move(
+                step.params, step.directions, step.rate * factor, finite, ball=self.ball
+            ):
                 zero_unless_(step.directions, finite)
-                self._place(step, factor, is_last=is_last)
+                self._place(step, factor, storage, is_last=is_last)
 
-    def _ascent(self, group: Group, n: int, unscale: float | Tensor) -> "_Ascent":
+    def _ascent(self, group: Group, n: int, unscale: float | Tensor, storage: WeightStorage) -> "_Ascent":
         """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
         rate = _times(group["inner_lr"], unscale)
-        gradients = {p: self._storage.gradient_of(p) for p in group["params"]}
-        found = {p: _in_layout_of(gradient, p) for p, gradient in gradients.items() if gradient is not None}
+        params, directions = storage.gradients_of(group["params"])
+        if not _are_laid_out_like(directions, params):
+            directions = [_in_layout_of(gradient, p) for gradient, p in zip(directions, params, strict=True)]
         if group.get("maximize"):  # the base ascends, so the worst case descends
-            found = {p: -gradient for p, gradient in found.items()}
+            directions = [-gradient for gradient in directions]
         if n == 0:
-            return _Ascent(list(found), list(found.values()), rate, group["epsilon"])
+            return _Ascent(params, directions, rate, group["epsilon"])
+        found = dict(zip(params, directions, strict=True))
         params = [p for p in group["params"] if p in found or p in self._delta]
         for p in params:
             if p not in self._delta:
@@ -164,7 +139,7 @@ class AMP(PerturbedOptimizer):
                 delta.add_(plain(found[p]).to(delta.dtype) * _on(delta.device, rate))
         return _Ascent(params, [self._delta[p] for p in params], 1.0, group["epsilon"])
 
-    def _place(self, step: "_Ascent", factors: Tensor, *, is_last: bool) -> None:
+    def _place(self, step: "_Ascent", factors: Tensor, storage: WeightStorage, *, is_last: bool) -> None:
         """The group's weights to θ + Δ, for any dtype, norm and ball; Δ is kept if another ascent step follows."""
         multipliers = step.rate * (factors if self.norm == "l2" else torch.ones_like(factors))
         for p, direction, multiplier in zip(step.params, step.directions, multipliers.unbind(), strict=True):
@@ -174,7 +149,7 @@ class AMP(PerturbedOptimizer):
             delta = torch.mul(along.to(compute_dtype(along)), multiplier.to(along.device), out=kept)
             if self.norm == "linf":
                 clamp_(delta, step.epsilon)
-            torch.add(plain(self._storage.theta_of(p)), delta, out=plain(self._storage.perturbed(p)))
+            torch.add(plain(storage.theta_of(p)), delta, out=plain(storage.perturbed(p)))
 
 
 class Projection(NamedTuple):
@@ -223,41 +198,14 @@ class _Ascent:
     rate: float | Tensor
     epsilon: float | Tensor
 
-    def fits_fused_kernel(self) -> bool:
-        """Can torch's fused kernel move these weights? Not float64, where its lr is float32, nor half precision on
-        the CPU, where it is wrong (torch 2.13).
-        """
-        pairs = [(plain(p), plain(direction)) for p, direction in zip(self.params, self.directions, strict=True)]
-        home = pairs[0][0].device
-        return home.type in ("cpu", "cuda") and all(
-            p.device == home
-            and is_dense(p)  # the kernel goes through memory, gaps included
-            and (p.dtype == torch.float32 or (p.is_cuda and p.dtype in (torch.bfloat16, torch.float16)))
-            and (p.dtype, p.device, p.stride()) == (direction.dtype, direction.device, direction.stride())
-            for p, direction in pairs
-        )
 
-    def climb(self, theta: Sequence[Tensor], rate: Tensor, *, unless: Tensor) -> None:
-        """θ + Δ = θ + rate · directions: a step of SGD uphill, which leaves θ as it is if `unless` holds.
-
-        One pass over memory and one launch for all tensors; Δ is never stored.
-        """
-        weights = [plain(p) for p in theta]
-        home = weights[0].device
-        sgd(
-            weights,
-            [plain(direction) for direction in self.directions],
-            [None] * len(weights),
-            fused=True,
-            foreach=False,
-            found_inf=unless.to(home, torch.float32),
-            lr=rate.to(home, torch.float32),  # type: ignore[arg-type]  # a tensor on the device will do
-            maximize=True,
-            weight_decay=0.0,
-            momentum=0.0,
-            dampening=0.0,
-            nesterov=False,
-        )
+def _are_laid_out_like(gradients: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
+    """Are these ordinary tensors with the parameters' strides, as nearly all gradients are?"""
+    return (
+        {(type(gradient), gradient.layout) for gradient in gradients} <= {(Tensor, torch.strided)}
+        and _ORDINARY.issuperset(map(type, params))
+        and [gradient.stride() for gradient in gradients] == [p.stride() for p in params]
+    )
 
 
 def _in_layout_of(gradient: Tensor, param: Tensor) -> Tensor:

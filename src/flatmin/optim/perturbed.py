@@ -5,7 +5,7 @@
 With a closure, `step` runs all passes itself; with a list of closures, one per micro-batch, each has a perturbation of
 its own. In a loop without a closure, a `perturbed()` block is one pass, and `step` follows the blocks. Each form has
 
-    to θ + Δ        `_move`, with the subclass's `_perturb`; θ is kept in a copy
+    to θ + Δ        `_move`, with the subclass's `perturb`; θ is kept in a copy
     a pass there    `_pass`: if it raises, weights, buffers and random states are restored
     back to θ       `_return_to_theta`: by copying, in place, because θ + Δ − Δ ≠ θ in floating point
     the step        `_step_base`: the base's, at θ, with ∇J(θ + Δ); or `_step_plainly` where nothing is perturbed
@@ -14,7 +14,7 @@ its own. In a loop without a closure, a `perturbed()` block is one pass, and `st
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS
 
-from flatmin.ball import Norm, combine
+from flatmin.ball import Norm, combine, norms
 from flatmin.core import distributed
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
@@ -39,10 +39,12 @@ from flatmin.optim.grad_scaler import (
 from flatmin.optim.skip_step import step_unless
 from flatmin.optim.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
-from flatmin.optim.wrapper import OptimizerWrapper
+from flatmin.optim.wrapper import Group, OptimizerWrapper
 
 Closure = Callable[[], Any]
 Closures = list[Closure] | tuple[Closure, ...]  # one per micro-batch
+
+READ_AT_ONCE = ("cpu",)  # devices whose numbers the host reads without waiting
 
 
 class PerturbedOptimizer(OptimizerWrapper, ABC):
@@ -58,16 +60,17 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     grad_scale: Tensor | None
     found_inf: Tensor
 
-    _starts_clean: ClassVar[bool]  # is there a pass at θ, before the perturbed ones?
-    _same_on_ranks: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm", "sync_perturbation")
+    starts_clean: ClassVar[bool]  # is there a pass at θ, before the perturbed ones?
+    same_on_ranks: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm", "sync_perturbation")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def _make_step_state(self) -> None:
         self.last = Last()
         self._theta: Copies[Tensor] = Copies()  # θ of the parameters that are, or may have to be, put back
+        self._delta: Copies[Tensor] = Copies()  # Δ between two ascent steps; stays empty for N = 1
+        self._storage = InPlace(self._theta)
         self._in_a_pass = False
-        self._store_in_place()
-        self._forget_step()
+        self._checked: list[Any] | None = None  # the settings that were found right
+        self.forget_step()
 
     def _attach_model(self, model: nn.Module | None) -> None:
         # With `model=`, buffers and random states at two moments. Before the step: restored after an exception in
@@ -79,25 +82,9 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._process_groups: list[Any] | None = None  # of the ranks that share the model; None until checked
         self._is_new = True
 
-    def _store_in_place(self) -> None:
-        """θ + Δ goes into the parameters, as in every step that is not captured."""
-        self._storage: WeightStorage = InPlace(self._theta)
-
-    def _lengths(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The norm of each of these gradients, or other directions."""
-        return self._storage.norms_of(tensors, norm=self.norm).to(self._home)
-
-    def _forget_step(self) -> None:
-        self._theta.forget()
-        self._all_finite: Tensor | None = None  # was every gradient behind Δ finite? None: there was none
-        self._measured: dict[str, Tensor] = {}
-        self._blocks = 0
-        self._scaler_of_blocks: GradScaler | None = None
-        self._knows_start = False
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._forget_step()
+        self.forget_step()
         self._process_groups, self._is_new = None, True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -107,15 +94,72 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         `perturbed()` blocks that follow draw the dropout masks of the clean pass again.
         """
         if not self._in_a_pass:
-            self._forget_step()
+            self.forget_step()
             if self._at_start is not None:
-                self._at_start.take_random(self._devices())
+                self._at_start.take_random(self.devices())
                 self._knows_start = True
         self.base.zero_grad(set_to_none)
 
+    # ---- what the captured step, the doctor and the integrations ask of it
+
+    @property
+    def perturbs(self) -> bool:
+        """Will the next step perturb anything? Where N = 0 or every ε = 0, it is the base's own: one pass."""
+        return self.inner_iter > 0 and bool(self.perturbed_groups())
+
+    @property
+    def shares_clean_state(self) -> bool:
+        """Do all passes of a step have the buffers and masks of the clean one?"""
+        return self.model is not None and self.starts_clean
+
+    @property
+    def owners(self) -> Owners:
+        """Those under whose ids a GradScaler may know this optimizer."""
+        return self, self.base
+
+    def perturbed_groups(self) -> list[Group]:
+        groups = self.base.param_groups
+        return [group for group in groups if isinstance(group["epsilon"], Tensor) or group["epsilon"] > 0]
+
     @abstractmethod
-    def _perturb(self, n: int, unscale: float | Tensor) -> None:
-        """Copy θ of the parameters to move into `_theta`, and move them to θ + Δ for the n-th perturbed pass."""
+    def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: "Measured") -> None:
+        """Keep θ of the parameters to move, and move them to θ + Δ for the n-th perturbed pass, all in `storage`."""
+
+    def must_skip(
+        self, gradients: Sequence[Tensor], scaler: GradScaler | None, storage: WeightStorage, measured: "Measured"
+    ) -> Tensor:
+        """Was some gradient of the step not finite, these of the last pass among them?"""
+        lengths = storage.norms_of(gradients, norm=self.norm).to(self._home)
+        skip: Tensor
+        length, skip = storage.compiled(_check_lengths)(lengths, measured.finite, norm=self.norm)
+        if not self.sync_perturbation:  # else the gradients, and so the flags, are the same everywhere
+            skip = distributed.any_rank(skip, self._process_groups or [])
+        if "grad_norm" not in measured.numbers:  # RMP, or nothing to perturb had a gradient in the clean pass
+            measured.numbers["grad_norm"] = length * inverse_scale(scaler, self.owners, self._home)
+        return skip
+
+    def devices(self) -> list[torch.device]:
+        """The devices of the parameters, each once, in the order of the groups."""
+        return list({p.device: None for p in self._params()})
+
+    def has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._params())
+
+    def memory(self) -> list[Tensor]:
+        """The memory in which a step may keep θ or Δ."""
+        return [*self._theta.memory(), *self._delta.memory()]
+
+    def release_theta(self) -> None:
+        """Free the memory that θ is kept in: captured steps do without."""
+        self._theta.release()
+
+    def forget_step(self) -> None:
+        """Begin afresh: what a step has measured and kept so far is not used."""
+        self._theta.forget()
+        self._measured = Measured()
+        self._blocks = 0
+        self._scaler_of_blocks: GradScaler | None = None
+        self._knows_start = False
 
     # ---- with a closure
 
@@ -134,11 +178,10 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         A list of closures, one per micro-batch, gives each of them a perturbation of its own (m-sharpness) and steps
         with the mean of their gradients; it returns a list. For a single perturbation, run them all in one closure.
         """
+        from_scaler = "found_inf" in vars(self)  # scaler.step(optimizer), not optimizer.step(scaler=scaler)
         try:
-            scaler = self._check_arguments(
-                closure, misplaced, self._scaler_of_blocks if self._scaler_calls() else scaler
-            )
-            if self._scaler_calls() and self._scaler_of_blocks is None:
+            scaler = self._check_arguments(closure, misplaced, self._scaler_of_blocks if from_scaler else scaler)
+            if from_scaler and self._scaler_of_blocks is None:
                 return self._step_from_scaler()
             return self._step(closure, scaler)
         except BaseException:
@@ -159,52 +202,57 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             )
         if isinstance(closure, list | tuple):
             return self._step_each(closure, scaler)
-        if self._is_idle():
+        if not self.perturbs:
             return self._step_plainly(closure, scaler)
         with self._pass(undo=self._at_start):
             first, latest = self._run(closure, scaler)
             self._return_to_theta()
-        self._step_base(scaler, loss=detached_loss(first), loss_perturbed=detached_loss(latest))
+        losses = [r.detach() if type(r) is Tensor else detached_loss(r) for r in (first, latest)]
+        self._step_base(scaler, loss=losses[0], loss_perturbed=losses[1])
         return first
 
     def _run(self, closure: Closure, scaler: GradScaler | None) -> tuple[Any, Any]:
         """All passes of a step; the closure's first and last results."""
-        self._take(self._at_start)
+        start, clean = self._at_start, self._at_clean
+        if start is not None:
+            start.take(self.devices())
         with torch.enable_grad():
-            if self._starts_clean:
+            if self.starts_clean:
                 with self._ascent_pass(is_last=False):
                     first = latest = closure()
                 self._check_gradients("the closure")
-                self._take(self._at_clean)
+                if clean is not None:
+                    clean.take(self.devices(), since=start)
             for n in range(self.inner_iter):
                 self._move(n, scaler)
                 self.base.zero_grad()  # for closures that leave it to the loop: gradients of two passes must not add up
-                if self._starts_clean and self._at_start is not None:
-                    self._at_start.put_back_random()
+                if self.starts_clean and start is not None:
+                    start.put_back_random()
                 with self._ascent_pass(is_last=n + 1 == self.inner_iter):
                     latest = closure()
                 self._check_gradients("the closure")  # in every call, not just the first
-                if n == 0 and not self._starts_clean:
+                if n == 0 and not self.starts_clean:
                     first = latest
         return first, latest
 
     def _step_each(self, closures: Closures, scaler: GradScaler | None) -> list[Any]:
         """Each micro-batch has its own ascent from θ; the base steps with the mean of their gradients."""
-        idle = self._is_idle()
+        idle = not self.perturbs
         if isinstance(self.base, LBFGS):
             raise TypeError(f"LBFGS evaluates its closure itself and takes one, got a list of {len(closures)}")
         mean = MeanGradient(self._params())
         before = None if self.model is None else Snapshot(self.model)
-        self._take(before)
+        if before is not None:
+            before.take(self.devices())
         passes, measured = [], []
         with self._pass(undo=before):
             for closure in closures:
                 self.base.zero_grad()
-                forget_unscaled(scaler, self._owners)
-                self._measured = {}
+                forget_unscaled(scaler, self.owners)
+                self._measured = Measured(self._measured.finite)
                 passes.append(self._run_plainly(closure) if idle else self._run(closure, scaler))
                 self._return_to_theta()
-                measured.append(self._measured)
+                measured.append(self._measured.numbers)
                 mean.add()
             mean.write_mean()
             first, latest = map(list, zip(*passes, strict=True))
@@ -216,7 +264,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             self.last = replace(self.last, loss=losses["loss"])
         else:
             known = {key: [each[key] for each in measured if key in each] for each in measured for key in each}
-            self._measured = {key: mean_of(numbers, self._home) for key, numbers in known.items()}
+            self._measured.numbers = {key: mean_of(numbers, self._home) for key, numbers in known.items()}
             self._step_base(scaler, **losses)
         return first
 
@@ -237,21 +285,19 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """
         scaler = self._check_arguments(None, misplaced, scaler)
         self._check_block(scaler)
-        idle = self._is_idle()
+        idle = not self.perturbs
         # ε = 0 is the base's step bit for bit, so with the gradients of the clean pass, which are saved here
         # (with a perturbation per rank those were not synchronised; the block's, also at θ, are)
         synced = self.sync_perturbation or not self._process_groups
-        saved = (
-            GradientSnapshot(self._params(), scaler, self._owners) if idle and self._starts_clean and synced else None
-        )
+        saved = GradientSnapshot(self._params(), scaler, self.owners) if idle and self.starts_clean and synced else None
         with self._pass(undo=self._at_clean):
-            if self._blocks == 0:
-                self._take(self._at_clean)
+            if self._blocks == 0 and self._at_clean is not None:
+                self._at_clean.take(self.devices(), since=self._at_start if self.starts_clean else None)
             if not idle:
                 self._move(self._blocks, scaler)
             self.base.zero_grad()
-            forget_unscaled(scaler, self._owners)
-            if self._starts_clean and self._knows_start and self._at_start is not None:
+            forget_unscaled(scaler, self.owners)
+            if self.starts_clean and self._knows_start and self._at_start is not None:
                 self._at_start.put_back_random()
             with self._ascent_pass(is_last=self._blocks + 1 == self.inner_iter):
                 yield
@@ -271,7 +317,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 "done; call step() next"
             )
         self._check_same_scaler(scaler)
-        if self._starts_clean and not self._has_gradients():
+        if self.starts_clean and not self.has_gradients():
             raise RuntimeError("perturbed() climbs along the gradient, and no parameter has one; call backward() first")
 
     def _check_same_scaler(self, scaler: GradScaler | None) -> None:
@@ -282,7 +328,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             )
 
     def _step_after_blocks(self, scaler: GradScaler | None) -> None:
-        idle = self._is_idle()
+        idle = not self.perturbs
         if self._blocks == 0 and not idle and not self._only_makes_state():
             raise TypeError(
                 f"{type(self).__name__}.step needs a closure that zeroes gradients, runs forward and backward, and "
@@ -317,9 +363,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         except BaseException:
             self._put_back_theta()
             if undo is not None:
-                undo.put_back_buffers()
-                undo.put_back_random()
-            self._forget_step()
+                undo.put_back()
+            self.forget_step()
             raise
         finally:
             self._in_a_pass = False
@@ -330,26 +375,21 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _move(self, n: int, scaler: GradScaler | None) -> None:
         unscale: float | Tensor = 1.0
-        if self._starts_clean:
-            check_scaler_used(scaler)
-            unscale = inverse_scale(scaler, self._owners, self._home)
-            if n == 0 and self.sync_perturbation:
+        if self.starts_clean:
+            if scaler is not None:
+                check_scaler_used(scaler)
+                unscale = inverse_scale(scaler, self.owners, self._home)
+            if n == 0 and self.sync_perturbation and self._is_new:
                 self._compare_gradients()
-        self._perturb(n, unscale)
+        self.perturb(n, unscale, self._storage, self._measured)
         torch.clear_autocast_cache()  # with autocast around the step, passes would use the old weights
-        forget_unscaled(scaler, self._owners)
-
-    def _take(self, snapshot: Snapshot | None) -> None:
-        if snapshot is not None:
-            since = self._at_start if snapshot is self._at_clean and self._starts_clean else None
-            snapshot.take_random(self._devices(), since=since)
-            snapshot.take_buffers()
+        if scaler is not None:
+            forget_unscaled(scaler, self.owners)
 
     def _return_to_theta(self) -> None:
         self._put_back_theta()
-        if self._at_clean is not None and self._starts_clean:
-            self._at_clean.put_back_buffers()
-            self._at_clean.put_back_random()
+        if self._at_clean is not None and self.starts_clean:
+            self._at_clean.put_back()
 
     def _put_back_theta(self) -> None:
         self._theta.put_back({param: param for param in self._theta})
@@ -358,41 +398,26 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     @torch.no_grad()
     def _step_base(self, scaler: GradScaler | None, **losses: Tensor | None) -> None:
         """The base's step at θ with the gradient of the last pass, unless some gradient of the step was not finite."""
-        gradients = {p: p.grad for p in self._params() if p.grad is not None}
+        params, gradients = self._storage.gradients_of(self._params())
         try:  # even if this raises, the next step must not restore this θ
-            check_scaler_used(scaler)
-            self._compare_gradients()
-            skip = self._must_skip(list(gradients.values()), scaler)
-            measured = self._measured
-            step_unless(skip, self._owners, list(gradients), self._theta, scaler)
+            if scaler is not None:
+                check_scaler_used(scaler)
+            if self._is_new:
+                self._compare_gradients()
+            skip = self.must_skip(gradients, scaler, self._storage, self._measured)
+            measured = self._measured.numbers
+            if scaler is None and skip.device.type in READ_AT_ONCE and not skip:
+                self.base.step()
+            else:
+                step_unless(skip, self.owners, params, self._theta, scaler)
         finally:
-            self._forget_step()
+            self.forget_step()
         self._is_new = False
         self.last = Last(skipped=skip, **measured, **losses)
 
-    def _must_skip(self, gradients: Sequence[Tensor], scaler: GradScaler | None) -> Tensor:
-        """Was some gradient of the step not finite, these of the last pass among them?"""
-        skip: Tensor
-        length, skip = self._storage.compiled(_check_lengths)(
-            self._lengths(gradients), self._all_finite, norm=self.norm
-        )
-        if not self.sync_perturbation:  # else the gradients, and so the flags, are the same everywhere
-            skip = distributed.any_rank(skip, self._process_groups or [])
-        if "grad_norm" not in self._measured:  # RMP, or nothing to perturb had a gradient in the clean pass
-            self._measured["grad_norm"] = length * inverse_scale(scaler, self._owners, self._home)
-        return skip
-
-    def _memory(self) -> list[Tensor]:
-        """The memory in which a step may keep θ or Δ."""
-        return list(self._theta.memory())
-
-    def _shares_a_step(self) -> bool:
-        """Do all passes of a step have the buffers and masks of the clean one?"""
-        return self.model is not None and self._starts_clean
-
     def _step_plainly(self, closure: Closure | None, scaler: GradScaler | None, *, skip: Tensor | None = None) -> Any:
         """N = 0 or ε = 0: the base optimizer itself. `skip`: for a scaler that has not seen all gradients."""
-        self._forget_step()
+        self.forget_step()
         skipped = None
         if scaler is None:
             result = self.base.step() if closure is None else self.base.step(closure)
@@ -401,7 +426,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 result = None if closure is None else closure()
             check_scaler_used(scaler)
             skip = torch.zeros((), dtype=torch.bool, device=self._home) if skip is None else skip
-            skipped = step_scaled(skip, self._owners, [], scaler)
+            skipped = step_scaled(skip, self.owners, [], scaler)
         self.last = Last(loss=detached_loss(result), skipped=skipped)
         return result
 
@@ -414,35 +439,31 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if groups:  # only then: reading ε may wait for the device
             settings = {
                 **{key: [float(group[key]) for group in self.param_groups] for key in self._hyperparameters},
-                **{name: getattr(self, name) for name in self._same_on_ranks},
+                **{name: getattr(self, name) for name in self.same_on_ranks},
             }
             distributed.check_same(settings, groups, device=self._home, way_out="give every rank the same settings")
         self._process_groups = groups
 
     def _compare_gradients(self) -> None:
         """In the first step: a parameter with a gradient on only some ranks would make the others wait for ever."""
-        if not (self._is_new and self._process_groups):
+        if not self._process_groups:
             return
         distributed.check_missing_gradients(self._params(), self.model, self._process_groups, device=self._home)
         if self._replicas:
             gradients = [p.grad for p in self._params() if p.grad is not None]
-            length = float(combine(self._lengths(gradients), norm=self.norm))
+            length = float(combine(norms(gradients, norm=self.norm), norm=self.norm))
             distributed.check_gradient_norms(length, self._process_groups, device=self._home)
 
     # ---- calls and their arguments
 
-    def _scaler_calls(self) -> bool:
-        """Is this `scaler.step(optimizer)` rather than `optimizer.step(scaler=scaler)`?"""
-        return "found_inf" in vars(self)
-
     def _step_from_scaler(self) -> None:
         """`scaler.step(optimizer)` without blocks before it: the base's own step, if nothing is perturbed."""
-        if not self._is_idle():
+        if self.perturbs:
             raise RuntimeError(
                 "scaler.step(optimizer) ends a step whose blocks had the scaler, and there were none; write "
                 "`with optimizer.perturbed(scaler=scaler):`, or optimizer.step(closure, scaler=scaler)"
             )
-        self._forget_step()
+        self.forget_step()
         step_with_grad_scale(self.base, self.grad_scale, self.found_inf)
         self.last = Last(skipped=self.found_inf > 0)
 
@@ -450,6 +471,20 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None
     ) -> GradScaler | None:
         """Check the arguments of any form of a step; returns the scaler, or None if it is disabled."""
+        if misplaced or scaler is not None or not (closure is None or callable(closure)):
+            scaler = self._check_call(closure, misplaced, scaler)
+        settings = [group.get(key) for group in self.base.param_groups for key in self._hyperparameters]
+        on_device = Tensor in map(type, settings)  # then they are not compared: the host might wait
+        if on_device or [self.ball, *settings] != self._checked:
+            self.check_groups()
+            self._checked = None if on_device else [self.ball, *settings]
+        if self._process_groups is None:
+            self._check_ranks()
+        return scaler
+
+    def _check_call(
+        self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None
+    ) -> GradScaler | None:
         closures = closure if isinstance(closure, list | tuple) else [] if closure is None else [closure]
         if isinstance(closure, list | tuple) and not closure:
             raise ValueError("step takes a closure, or a list with one per micro-batch, got an empty list")
@@ -461,42 +496,41 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             )
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {describe(scaler)}")
-        self._check_groups()
-        if self._process_groups is None:
-            self._check_ranks()
         return scaler if scaler is not None and scaler.is_enabled() else None
 
     # ---- parameters and devices
 
     @property
-    def _owners(self) -> Owners:
-        return self, self.base
-
-    def _devices(self) -> list[torch.device]:
-        """The devices of the parameters, each once, in the order of the groups."""
-        return list({p.device: None for p in self._params()})
-
-    @property
     def _home(self) -> torch.device:
         """The device on which a step's few numbers (norms, flags) are combined."""
-        params = (p for group in self.param_groups for p in group["params"])
-        return next((p.device for p in params), torch.device("cpu"))
+        for group in self.base.param_groups:
+            for p in group["params"]:
+                device: torch.device = p.device
+                return device
+        return torch.device("cpu")
 
     def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for p in self._params())
+        return [p for group in self.base.param_groups for p in group["params"]]
 
     def _check_gradients(self, where: str) -> None:
-        if self._has_gradients():
-            return
+        for group in self.base.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    return
         if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
             raise RuntimeError(
                 f"no parameter got a gradient in {where}, because the optimizer's are the model's no more; make the "
                 "optimizer last, after fully_shard(), .to() and the like"
             )
         raise RuntimeError(f"no parameter got a gradient in {where}; call backward() inside it")
+
+
+@dataclass
+class Measured:
+    """What the passes of a step have measured so far."""
+
+    finite: Tensor | None = None  # was every gradient behind Δ finite? None: there was none
+    numbers: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _check_lengths(lengths: Tensor, finite: Tensor | None, *, norm: Norm) -> tuple[Tensor, Tensor]:

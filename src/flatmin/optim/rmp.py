@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from flatmin.ball import Ball, Norm, combine, fill_with_noise, norms, uniform_factors
 from flatmin.core.tensors import compute_dtype, plain
-from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.perturbed import Measured, PerturbedOptimizer
+from flatmin.optim.weight_storage import WeightStorage
 
 
 class RMP(PerturbedOptimizer):
@@ -32,7 +33,7 @@ class RMP(PerturbedOptimizer):
     True
     """
 
-    _starts_clean = False
+    starts_clean = False
     _hyperparameters = ("epsilon",)
     _settings = (*PerturbedOptimizer._settings, "generator")
     _shown = ("ball", "norm")
@@ -53,25 +54,23 @@ class RMP(PerturbedOptimizer):
         super().__init__(base, {"epsilon": epsilon}, inner_iter=1, ball=ball, norm=norm, model=model)
 
     @torch.no_grad()
-    def _perturb(self, n: int, unscale: float | Tensor) -> None:
+    def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: Measured) -> None:
         """Δ uniform in its ball, and the weights to θ + Δ: noise in the weights' own memory, scaled and moved to θ."""
-        groups = [group for group in self._perturbed_groups() if any(p.requires_grad for p in group["params"])]
+        groups = [group for group in self.perturbed_groups() if any(p.requires_grad for p in group["params"])]
         if not groups:
             return
         params = [[p for p in group["params"] if p.requires_grad] for group in groups]
-        self._storage.keep_theta(p for here in params for p in here)
         everything = [p for here in params for p in here]
-        moved = [self._storage.perturbed(p) for p in everything]
+        storage.keep_theta(everything)
+        moved = [storage.perturbed(p) for p in everything]
         fill_with_noise(moved, like=everything, norm=self.norm, generator=self.generator)
-        lengths = [norms([self._storage.perturbed(p) for p in here], norm=self.norm).to(self._home) for here in params]
+        lengths = [norms([storage.perturbed(p) for p in here], norm=self.norm).to(self._home) for here in params]
         epsilons = [group["epsilon"] for group in groups]
         factors = uniform_factors(lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator)
         for here, scale in zip(params, factors, strict=True):
             for p, factor in zip(here, scale.unbind(), strict=True):
-                noise = plain(self._storage.perturbed(p))
-                torch.add(
-                    plain(self._storage.theta_of(p)), noise.to(compute_dtype(noise)) * factor.to(p.device), out=noise
-                )
+                noise = plain(storage.perturbed(p))
+                torch.add(plain(storage.theta_of(p)), noise.to(compute_dtype(noise)) * factor.to(p.device), out=noise)
         inside = torch.cat([length * scale for length, scale in zip(lengths, factors, strict=True)])
-        self._measured["delta_norm"] = combine(inside, norm=self.norm)
-        self._measured["on_ball"] = torch.zeros((), device=self._home)
+        measured.numbers["delta_norm"] = combine(inside, norm=self.norm)
+        measured.numbers["on_ball"] = torch.zeros((), device=self._home)

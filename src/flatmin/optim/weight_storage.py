@@ -5,17 +5,47 @@ Beside     a captured step. The parameters stay at θ; θ + Δ is written to ten
            the passes compute in, and gradients are taken there: θ is neither copied nor restored
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
-from flatmin.ball import Norm, norms
+from flatmin.ball import Ball, Norm, norms
 from flatmin.core import multi_tensor
-from flatmin.core.tensors import Copies
+from flatmin.core.tensors import ORDINARY_TYPES, Copies, copy_, is_dense, plain
 
 Function = Callable[..., Any]
+Gradients = tuple[list[Tensor], list[Tensor]]  # the parameters that have one, and theirs
+
+_ORDINARY = frozenset(ORDINARY_TYPES)
+
+
+class WeightStorage(Protocol):
+    """What a perturbation asks of the place where it moves the weights."""
+
+    def keep_theta(self, params: Sequence[Tensor]) -> None:
+        """Keep θ of these parameters, which are about to move."""
+
+    def theta_of(self, param: Tensor) -> Tensor: ...
+
+    def perturbed(self, param: Tensor) -> Tensor:
+        """Where θ + Δ is written."""
+
+    def gradients_of(self, params: Sequence[Tensor]) -> Gradients: ...
+
+    def norms_of(self, tensors: Sequence[Tensor], *, norm: Norm) -> Tensor:
+        """The norm of each of these gradients, or other directions."""
+
+    def move(
+        self, params: Sequence[Tensor], directions: Sequence[Tensor], factors: Tensor, finite: Tensor, *, ball: Ball
+    ) -> bool:
+        """θ + factor · direction in one kernel, θ itself unless `finite`; False: there is none for these tensors."""
+
+    def compiled(self, function: Function) -> Function:
+        """A function of a few numbers, compiled where the step is."""
 
 
 @dataclass(frozen=True)
@@ -24,24 +54,31 @@ class InPlace:
 
     theta: Copies[Tensor]
 
-    def keep_theta(self, params: Iterable[Tensor]) -> None:
-        self.theta.take({p: p for p in params if p not in self.theta})
+    def keep_theta(self, params: Sequence[Tensor]) -> None:
+        self.theta.take({p: p for p in params if p not in self.theta} if len(self.theta) else {p: p for p in params})
 
     def theta_of(self, param: Tensor) -> Tensor:
         return self.theta[param]
 
     def perturbed(self, param: Tensor) -> Tensor:
-        """Where θ + Δ is written."""
         return param
 
-    def gradient_of(self, param: Tensor) -> Tensor | None:
-        return param.grad
+    def gradients_of(self, params: Sequence[Tensor]) -> Gradients:
+        found = [p for p in params if p.grad is not None]
+        return found, [p.grad for p in found]  # type: ignore[misc]  # none of them is None
 
     def norms_of(self, tensors: Sequence[Tensor], *, norm: Norm) -> Tensor:
         return norms(tensors, norm=norm)
 
+    def move(
+        self, params: Sequence[Tensor], directions: Sequence[Tensor], factors: Tensor, finite: Tensor, *, ball: Ball
+    ) -> bool:
+        fits = ball != "tensor" and _fit_fused_kernel(params, directions, dense=self.theta.are_dense())
+        if fits:
+            _climb(params, directions, factors[0], unless=~finite)
+        return fits
+
     def compiled(self, function: Function) -> Function:
-        """A function of a few numbers, compiled where the step is."""
         return function
 
 
@@ -53,7 +90,7 @@ class Beside:
     gradients: Mapping[Tensor, Tensor]
     compiler: Callable[[Function], Function] | None  # None: the same bits as without a capture
 
-    def keep_theta(self, params: Iterable[Tensor]) -> None:
+    def keep_theta(self, params: Sequence[Tensor]) -> None:
         """It stays where it is."""
 
     def theta_of(self, param: Tensor) -> Tensor:
@@ -62,16 +99,70 @@ class Beside:
     def perturbed(self, param: Tensor) -> Tensor:
         return self.weights[param]
 
-    def gradient_of(self, param: Tensor) -> Tensor | None:
-        return self.gradients.get(param)
+    def gradients_of(self, params: Sequence[Tensor]) -> Gradients:
+        found = [p for p in params if p in self.gradients]
+        return found, [self.gradients[p] for p in found]
 
     def norms_of(self, tensors: Sequence[Tensor], *, norm: Norm) -> Tensor:
         if self.compiler is not None and norm == "l2" and multi_tensor.can_read(tensors):
             return multi_tensor.lengths(tensors)
         return norms(tensors, norm=norm)
 
+    def move(
+        self, params: Sequence[Tensor], directions: Sequence[Tensor], factors: Tensor, finite: Tensor, *, ball: Ball
+    ) -> bool:
+        moved = [self.weights[p] for p in params]
+        if multi_tensor.can_update(params):
+            multi_tensor.move(params, directions, moved, factors, finite, rounded_once=ball != "tensor")
+            return True
+        same_dtypes = [there.dtype for there in moved] == [p.dtype for p in params]
+        fits = ball != "tensor" and same_dtypes and _fit_fused_kernel(params, directions, dense=False)
+        if fits:
+            copy_(zip(moved, params, strict=True))
+            _climb(moved, directions, factors[0], unless=~finite)
+        return fits
+
     def compiled(self, function: Function) -> Function:
         return function if self.compiler is None else self.compiler(function)
 
 
-WeightStorage = InPlace | Beside
+def _fit_fused_kernel(params: Sequence[Tensor], directions: Sequence[Tensor], *, dense: bool) -> bool:
+    """Can torch's fused kernel move these weights? Not float64, where its lr is float32, nor half precision on the CPU,
+    where it is wrong (torch 2.13). `dense`: they are known to be, and the kernel goes through memory, gaps included.
+    """
+    if not _ORDINARY.issuperset(map(type, (*params, *directions))):
+        params, directions = [plain(p) for p in params], [plain(direction) for direction in directions]
+    kinds = {(p.dtype, p.device, d.dtype, d.device) for p, d in zip(params, directions, strict=True)}
+    (dtype, home, *others), *more = kinds
+    return (
+        not more
+        and others == [dtype, home]
+        and (dtype == torch.float32 or (home.type == "cuda" and dtype in (torch.bfloat16, torch.float16)))
+        and home.type in ("cpu", "cuda")
+        and [p.stride() for p in params] == [d.stride() for d in directions]
+        and (dense or all(map(is_dense, params)))
+    )
+
+
+def _climb(theta: Sequence[Tensor], directions: Sequence[Tensor], rate: Tensor, *, unless: Tensor) -> None:
+    """θ + Δ = θ + rate · directions: a step of SGD uphill, which leaves θ as it is if `unless` holds.
+
+    One pass over memory and one launch for all tensors; Δ is never stored.
+    """
+    if not _ORDINARY.issuperset(map(type, (*theta, *directions))):
+        theta, directions = [plain(p) for p in theta], [plain(direction) for direction in directions]
+    home = theta[0].device
+    sgd(
+        list(theta),
+        list(directions),
+        [None] * len(theta),
+        fused=True,
+        foreach=False,
+        found_inf=unless.to(home, torch.float32),
+        lr=rate.to(home, torch.float32),  # type: ignore[arg-type]  # a tensor on the device will do
+        maximize=True,
+        weight_decay=0.0,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+    )

@@ -48,8 +48,17 @@ class OptimizerWrapper(Optimizer):
             for group in base.param_groups:
                 if group.get(key, earlier) == earlier:
                     group[key] = value
-        # not Optimizer.__init__, which would create groups and state of its own; __setstate__ creates the hook tables
-        self.__setstate__({"base": base, **settings})
+        self._initialise({"base": base, **settings})
+
+    def _initialise(self, attributes: Mapping[str, Any]) -> None:
+        """Of a new instance, or a copy: its settings, torch's tables of hooks, and what a step keeps."""
+        for key, value in attributes.items():
+            setattr(self, key, value)
+        super().__setstate__({})  # not Optimizer.__init__, which would create groups and state of its own
+        self._make_step_state()
+
+    def _make_step_state(self) -> None:
+        """What a step keeps until the next: nothing in here is copied or saved."""
 
     @property
     def state(self) -> Any:
@@ -97,9 +106,7 @@ class OptimizerWrapper(Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for key, value in state.items():
-            setattr(self, key, value)
-        super().__setstate__({})
+        self._initialise(state)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={getattr(self, key)!r}" for key in self._shown)
@@ -132,25 +139,19 @@ class OptimizerWrapper(Optimizer):
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.base.register_load_state_dict_post_hook(hook, prepend)
 
-    def _check_groups(self) -> None:
+    def check_groups(self) -> None:
         """Check the groups' values, which may come from anywhere: a scheduler, a checkpoint, a user."""
         for group in self.param_groups:
             check_hyperparameters(
                 self.base, {key: group.setdefault(key, self.defaults[key]) for key in self._hyperparameters}
             )
-        radii = {group["epsilon"] for group in self._perturbed_groups() if not isinstance(group["epsilon"], Tensor)}
+        epsilons = [group["epsilon"] for group in self.param_groups]
+        radii = {epsilon for epsilon in epsilons if not isinstance(epsilon, Tensor) and epsilon > 0}
         if self.ball == "global" and len(radii) > 1:
             raise ValueError(
                 f'ball="global" has one radius, got epsilon={", ".join(map(str, sorted(radii)))} in the groups; '
                 'give them one value (or 0), or use ball="group"'
             )
-
-    def _perturbed_groups(self) -> list[Group]:
-        return [group for group in self.param_groups if _is_positive(group["epsilon"])]
-
-    def _is_idle(self) -> bool:
-        """N = 0 or ε = 0: the step is the base's own."""
-        return self.inner_iter == 0 or not self._perturbed_groups()
 
 
 def whole_number(name: str, value: object) -> int:

@@ -29,6 +29,7 @@ from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.capture.weight_swap import weights_cast_once
 from flatmin.core.capturable import GENERATOR_REPLACEMENTS, CannotCaptureError, no_host_sync
 from flatmin.core.model_state import HostRandom
+from flatmin.core.tensors import Copies
 from flatmin_lab.bench.timing import MIB, memory_in_use, peak_mib_since, release_memory, use_cublas_on_all_streams
 from tests.support.cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
 from tests.support.host_sync import fail_on_host_sync
@@ -259,13 +260,12 @@ def aside(case: Setup, optimizer: Optimizer, **settings: Any) -> Callable[[], An
         partial(loss_fn, case.model),
         SubstituteTensors(),
         (case.x, case.y),
+        theta=Copies(),
         pass_random=PassRandom(spec.device),
     )
 
     def step() -> Any:
         passes.step()
-        if isinstance(optimizer, flatmin.AMP | flatmin.RMP):
-            optimizer._store_in_place()
         return passes.result
 
     return step

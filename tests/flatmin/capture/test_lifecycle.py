@@ -22,6 +22,7 @@ from flatmin.capture.cuda_graph import StateMissingError, _DeviceNumbers, _own_m
 from flatmin.capture.functional_step import FunctionalStep, PassRandom, SubstituteTensors
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.core import multi_tensor
+from flatmin.core.tensors import Copies
 from tests.support.cases import same
 
 STEPS = 14
@@ -60,6 +61,7 @@ class RepeatedStep:
             forward,
             space,
             self.inputs,
+            theta=Copies(),
             pass_random=PassRandom(spec.device),
             rates=None if self.rates is None else self.rates.on_device,
             with_base=self.inside,
@@ -78,9 +80,6 @@ class RepeatedStep:
             self.rates.refresh()
         with self.scheduled.in_groups():
             self.functional_step.step()
-        if self.spec.wrapper is not None:
-            self.spec.wrapper._store_in_place()
-            self.spec.wrapper._forget_step()
         if not self.inside:
             self.functional_step.step_base()
         return self.functional_step.result

@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatmin
+from flatmin.optim import perturbed
 from tests.support.cases import MakeBase, Method, Setup, run, same, setup, tensors_in
 
 
@@ -184,8 +185,9 @@ def host_reads(case: Setup, optimizer: Optimizer) -> int:
 
 
 def test_a_step_reads_nothing_from_the_device_that_its_base_does_not(
-    method: Method, make_base: MakeBase, model_name: str
+    method: Method, make_base: MakeBase, model_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(perturbed, "READ_AT_ONCE", ())  # the CPU in the place of a GPU
     plain, wrapped = setup(model_name), setup(model_name)
     own = host_reads(plain, make_base(plain.model.parameters()))
     assert host_reads(wrapped, method(make_base(wrapped.model.parameters()), model=wrapped.model)) == own
