@@ -5,16 +5,17 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import flatmin
 from tests import ROOT
 from tests.programs import torch_alone
-from tests.support.cases import run, setup
 
 LIBRARY = Path(flatmin.__file__).parent
 SOURCE = LIBRARY.parent
@@ -41,6 +42,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+MOST_CALLS, MOST_FILES = 150, 6  # of a warm step
 LARGEST_FOLDER = 13  # entries: a dozen can be seen at a glance
 LARGEST_ROOT = 16  # the laboratory's packages, methods.py, and four files that Python asks for
 
@@ -87,27 +89,48 @@ def test_every_file_that_the_walks_name_is_there_and_a_step_visits_no_other() ->
     for files, package in zip(named, ("flatmin", "flatmin", "flatmin_lab"), strict=True):
         assert len(files) > 5
         assert [name for name in files if not (SOURCE / package / name).exists()] == []
-    assert files_of_a_step() == set(named[0])
+    assert calls_of_a_step(deep_network()).keys() == set(named[0])
 
 
-def files_of_a_step() -> set[str]:
-    """Those of the library that a warm step of AMP with `model=` calls into."""
-    case = setup("mlp")
-    optimizer = flatmin.AMP(torch.optim.SGD(case.model.parameters(), lr=0.1), epsilon=0.1, model=case.model)
-    run(case, optimizer, 2)
-    found = set()
+def deep_network(layers: int = 20) -> nn.Module:
+    """Of 80 weights and 60 buffers for 20 layers."""
+    parts = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)) for _ in range(layers)]
+    return nn.Sequential(*parts)
+
+
+def calls_of_a_step(model: nn.Module) -> Counter[str]:
+    """How often a warm step of AMP with `model=` calls into which files of the library."""
+    optimizer = flatmin.AMP(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    x = torch.randn(8, 4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    found = Counter[str]()
 
     def called(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(LIBRARY):
-            found.add(str(path.relative_to(LIBRARY)))
+            found[str(path.relative_to(LIBRARY))] += 1
 
     sys.setprofile(called)
     try:
-        run(case, optimizer, 1)
+        optimizer.step(closure)
     finally:
         sys.setprofile(None)
     return found
+
+
+def test_a_warm_step_makes_few_calls_in_few_files_however_large_the_model() -> None:
+    few, many = calls_of_a_step(deep_network(2)), calls_of_a_step(deep_network(20))
+    assert few == many
+    assert many.total() <= MOST_CALLS
+    assert len(many) <= MOST_FILES
 
 
 def test_no_folder_of_the_source_is_too_full() -> None:

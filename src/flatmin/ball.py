@@ -182,22 +182,24 @@ def _lengths(tensors: Sequence[Tensor], norm: Norm, dtype: torch.dtype) -> list[
     torch adds the squares of a float32 tensor one by one there: ‖x‖ of 20 million normal numbers comes out 0.1 % too
     small, which would let Δ leave the ball. With rows first, then the norm of the rows' norms, it is 6e-9, as fast.
     """
-    found = []
-    for tensor in tensors:
-        if tensor.numel() == 0:
-            found.append(torch.zeros((), dtype=dtype, device=tensor.device))
-        elif norm == "linf":
-            low, high = torch.aminmax(tensor)  # an order of magnitude faster on the CPU than vector_norm(·, inf)
-            found.append(torch.maximum(-low, high).to(dtype))
-        else:
-            flat = tensor if tensor.numel() <= _ROW or tensor.is_contiguous() else in_memory_order(tensor)
+    if norm == "linf":
+        return [_largest(tensor, dtype) if tensor.numel() else tensor.new_zeros((), dtype=dtype) for tensor in tensors]
+    short = list(tensors)
+    for place, tensor in enumerate(tensors):
+        if tensor.numel() > _ROW:
+            flat = tensor if tensor.is_contiguous() else in_memory_order(tensor)
             while flat.numel() > _ROW:
                 flat = flat.reshape(-1).to(dtype)
                 even = flat.numel() // _ROW * _ROW
                 rows = vector_norm(flat[:even].view(-1, _ROW), dim=1)
                 flat = rows if even == flat.numel() else torch.cat([rows, vector_norm(flat[even:]).view(1)])
-            found.append(vector_norm(flat.to(dtype)))
-    return found
+            short[place] = flat
+    return list(torch._foreach_norm(short, 2.0, dtype=dtype))
+
+
+def _largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    low, high = torch.aminmax(tensor)  # an order of magnitude faster on the CPU than vector_norm(·, inf)
+    return torch.maximum(-low, high).to(dtype)
 
 
 def _without_partial_sums(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ A CUDA graph repeats a number that was drawn on the host for ever, so a step tha
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,34 +42,32 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._buffers: Copies[Place] = Copies()
-        self._places: dict[Place, dict[str, Tensor | None]] = {}  # the dict that each buffer lay in
+        self._places = _BufferPlaces(model)
         self._random: dict[torch.device, Tensor] = {}
         self._host: HostRandom | None = None
 
     def take(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
-        """Both: the buffers, and the random states of these devices and the host."""
+        """The buffers, and the random states of these devices and the host. `since`: see `take_random`."""
         self.take_random(devices, since=since)
-        self.take_buffers()
+        self.take_buffers(since=since)
 
     def put_back(self) -> None:
         self.put_back_buffers()
         self.put_back_random()
 
-    def take_buffers(self) -> None:
-        self._places = _places_of_buffers(self.model)
+    def take_buffers(self, *, since: "Snapshot | None" = None) -> None:
+        """`since`: an earlier snapshot of this step, which may know where the buffers are."""
+        known = None if since is None else since._places
+        self._places = known if known is not None and known.are_all() else _BufferPlaces(self.model)
         self._buffers.forget()
-        self._buffers.take(self._now())
+        buffers = self._places.buffers()
+        if not self._buffers.take_again(buffers):
+            self._buffers.take(self._places.named(buffers))
 
     def put_back_buffers(self) -> None:
-        self._buffers.put_back(self._now())
-
-    def _now(self) -> dict[Place, Tensor]:
-        found = {place: here.get(place[1]) for place, here in self._places.items()}
-        return {
-            place: buffer
-            for place, buffer in found.items()
-            if buffer is not None and not isinstance(buffer, UninitializedBuffer)
-        }
+        buffers = self._places.buffers()
+        if not self._buffers.put_back_again(buffers):
+            self._buffers.put_back(self._places.named(buffers))
 
     def take_random(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
         """`since`: an earlier snapshot, which is restored before this one."""
@@ -83,19 +81,37 @@ class Snapshot:
             set_random_state(device, state)
 
 
-def _places_of_buffers(model: nn.Module) -> dict[Place, dict[str, Tensor | None]]:
-    """The dict that each buffer lies in. Called twice a step; `named_buffers` takes five times as long."""
-    found: dict[Place, dict[str, Tensor | None]] = {}
-    seen, ahead = set[int](), [model]
-    while ahead:
-        module = ahead.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        ahead.extend(module._modules.values())  # type: ignore[arg-type]  # some are None
-        for name in module._buffers:
-            found[id(module), name] = module._buffers
-    return found
+class _BufferPlaces:
+    """Where a model's buffers are. Found once a step; `named_buffers` takes five times as long."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[int, str, dict[str, Tensor | None]]] = []
+        self._sizes: list[dict[str, Any]] = []
+        seen, ahead = set[int](), list[nn.Module | None]([model])
+        while ahead:
+            module = ahead.pop()
+            if module is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            ahead.extend(module._modules.values())
+            self._sizes += (module._modules, module._buffers)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._places.append((id(module), name, module._buffers))
+        self._size = sum(map(len, self._sizes))
+
+    def are_all(self) -> bool:
+        """Has no pass added a module or a buffer?"""
+        return sum(map(len, self._sizes)) == self._size
+
+    def buffers(self) -> list[Tensor | None]:
+        """Those that are there now."""
+        return [here.get(name) for _, name, here in self._places]
+
+    def named(self, buffers: Sequence[Tensor | None]) -> dict[Place, Tensor]:
+        """By place; without those that have no numbers yet."""
+        named = zip(self._places, buffers, strict=True)
+        return {place[:2]: b for place, b in named if b is not None and not isinstance(b, UninitializedBuffer)}
 
 
 def random_state(device: torch.device) -> Tensor:

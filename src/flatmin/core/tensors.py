@@ -9,7 +9,7 @@ tensor's two reals) to the dense real numbers on this rank. `Copies` keeps copie
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -168,8 +168,8 @@ def _fits_int64(tensor: Tensor) -> bool:
 class Copies(Generic[Key]):
     """Copies of tensors by key (a name, or the tensor itself), in memory that is reused from step to step.
 
-    Most steps copy what the step before did. So the lists that torch copies at once are kept too, until a tensor is
-    another one or is laid out otherwise.
+    Most steps copy what the step before did. So the lists that torch copies at once are kept too, and serve again
+    (`take_again`, `put_back_again`) until a tensor is another one or is laid out otherwise.
 
     >>> copies, weight = Copies(), torch.tensor([1.0])
     >>> copies.take({"weight": weight})
@@ -206,6 +206,8 @@ class Copies(Generic[Key]):
 
     def allocate(self, key: Key, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the shape of `like`, to write the copy into."""
+        if self._lists is not None and self._held is self._lists.copies:
+            self._held = dict(self._held)
         self._held[key] = self._allocate(key, like, dtype)
         return self._held[key]
 
@@ -219,24 +221,40 @@ class Copies(Generic[Key]):
         return memory
 
     @torch.no_grad()
+    def take_again(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Copy these if they are those of the last `take`, where and as they were; False: they are not."""
+        lists = self._lists
+        if lists is None or self._held or lists.layout != _layout(tensors):
+            return False
+        for ours, theirs in lists.kinds:
+            torch._foreach_copy_(ours, theirs)
+        self._held = lists.copies
+        return True
+
+    @torch.no_grad()
+    def put_back_again(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Restore all of these at once, if they are those that were taken, where and as they were."""
+        lists = self._lists
+        if lists is None or self._held is not lists.copies or lists.layout != _layout(tensors):
+            return False
+        for ours, theirs in lists.kinds:
+            torch._foreach_copy_(theirs, ours)
+        return True
+
+    @torch.no_grad()
     def take(self, tensors: Mapping[Key, Tensor]) -> None:
         first = not self._held
-        if first and self._lists is not None and self._lists.fit(tensors):
-            self._lists.copy()
-            self._held = dict(self._lists.copies)
-            return
         copies = {key: self._allocate(key, tensor) for key, tensor in tensors.items()}
         copy_((copies[key], tensor) for key, tensor in tensors.items())
-        self._held.update(copies)  # last: if memory runs out above, nothing that was not copied is ever put back
+        # last: if memory runs out above, nothing that was not copied is ever put back
+        self._held = copies if first else {**self._held, **copies}
         if first:
-            self._lists = _CopyLists(tensors, copies) if _ORDINARY.issuperset(map(type, tensors.values())) else None
+            layout = _layout(tensors.values())
+            self._lists = None if layout is None else _CopyLists(tensors, copies, layout)
 
     @torch.no_grad()
     def put_back(self, tensors: Mapping[Key, Tensor]) -> None:
         """Restore these tensors, in place; one that is new, or has changed its shape, stays as it is."""
-        if self._lists is not None and len(self._held) == len(self._lists.copies) and self._lists.fit(tensors):
-            self._lists.put_back()
-            return
         known = {key: tensor for key, tensor in tensors.items() if key in self._held}
         copy_((tensor, self[key]) for key, tensor in known.items() if tensor.shape == self[key].shape)
 
@@ -256,29 +274,19 @@ class Copies(Generic[Key]):
 class _CopyLists(Generic[Key]):
     """Some ordinary tensors and their copies, in lists of one device and dtype each."""
 
-    def __init__(self, tensors: Mapping[Key, Tensor], copies: dict[Key, Tensor]) -> None:
-        self.copies = copies
-        self._layout = _layout(tensors.values())
+    def __init__(self, tensors: Mapping[Key, Tensor], copies: dict[Key, Tensor], layout: list[tuple[Any, ...]]) -> None:
+        self.copies, self.layout = copies, layout
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for key, tensor in tensors.items():
             ours, theirs = kinds[tensor.device, tensor.dtype]
             ours.append(plain(copies[key]))
             theirs.append(plain(tensor.detach()))
-        self._kinds = list(kinds.values())
+        self.kinds = list(kinds.values())
         self.dense = all(map(is_dense, tensors.values()))
 
-    def fit(self, tensors: Mapping[Key, Tensor]) -> bool:
-        """Are these the same tensors under the same keys, where and as they were?"""
-        return tensors.keys() == self.copies.keys() and _layout(tensors.values()) == self._layout
 
-    def copy(self) -> None:
-        for ours, theirs in self._kinds:
-            torch._foreach_copy_(ours, theirs)
-
-    def put_back(self) -> None:
-        for ours, theirs in self._kinds:
-            torch._foreach_copy_(theirs, ours)
-
-
-def _layout(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    return [(id(t), t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]
+def _layout(tensors: Collection[Tensor | None]) -> list[tuple[Any, ...]] | None:
+    """Which tensors these are, where, and how they lie in memory; None if some are not ordinary ones."""
+    if not _ORDINARY.issuperset(map(type, tensors)):
+        return None
+    return [(id(t), t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]  # type: ignore[union-attr]

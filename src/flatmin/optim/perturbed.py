@@ -392,7 +392,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             self._at_clean.put_back()
 
     def _put_back_theta(self) -> None:
-        self._theta.put_back({param: param for param in self._theta})
+        if not self._theta.put_back_again(list(self._theta)):
+            self._theta.put_back({param: param for param in self._theta})
         torch.clear_autocast_cache()
 
     @torch.no_grad()

@@ -55,7 +55,8 @@ class InPlace:
     theta: Copies[Tensor]
 
     def keep_theta(self, params: Sequence[Tensor]) -> None:
-        self.theta.take({p: p for p in params if p not in self.theta} if len(self.theta) else {p: p for p in params})
+        if not self.theta.take_again(params):
+            self.theta.take({p: p for p in params if p not in self.theta})
 
     def theta_of(self, param: Tensor) -> Tensor:
         return self.theta[param]
