@@ -181,11 +181,13 @@ def test_what_torch_requires_is_followed_through_the_extras_that_it_asks_for(mon
     assert found == {"torch", "sympy", "mpmath", "cuda-toolkit", "nvidia-cudart", "nvidia-nvtx"}
 
 
-def test_importing_changes_no_global_setting() -> None:
+def test_importing_changes_no_global_setting_and_imports_the_optimizers_alone() -> None:
     code = (
-        "import torch; before = (torch.get_rng_state().sum(), torch.get_num_threads(), torch.get_default_dtype(),"
+        "import sys, torch; before = (torch.get_rng_state().sum(), torch.get_num_threads(), torch.get_default_dtype(),"
         " torch.backends.cudnn.benchmark); import flatmin; assert before == (torch.get_rng_state().sum(),"
-        " torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark); print('ok')"
+        " torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark);"
+        " there = {name.split('.')[1] for name in sys.modules if name.startswith('flatmin.')};"
+        " assert there == {'ball', 'core', 'optim'}, there; flatmin.doctor, flatmin.captured_step; print('ok')"
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)

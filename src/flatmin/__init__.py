@@ -2,11 +2,19 @@
 
 optimizer = flatmin.AMP(optimizer, epsilon=0.1, model=model)
 loss = optimizer.step(closure)
+
+The optimizers are imported at once, everything else when it is first used.
 """
 
-from flatmin import attacks, ball, doctor, flatness, metrics, regularisers, theory
-from flatmin.capture.captured_step import captured_step
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flatmin import ball
 from flatmin.optim import AMP, RMP, Last, groups
+
+if TYPE_CHECKING:
+    from flatmin import attacks, doctor, flatness, metrics, regularisers, theory
+    from flatmin.capture.captured_step import captured_step
 
 __version__ = "0.1.0"
 
@@ -24,3 +32,18 @@ __all__ = [
     "regularisers",
     "theory",
 ]
+
+_LATER = {name: f"flatmin.{name}" for name in ("attacks", "doctor", "flatness", "metrics", "regularisers", "theory")}
+_LATER["captured_step"] = "flatmin.capture.captured_step"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'flatmin' has no attribute {name!r}")
+    found = import_module(_LATER[name])
+    globals()[name] = found = getattr(found, name) if name == "captured_step" else found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
