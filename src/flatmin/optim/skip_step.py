@@ -10,7 +10,8 @@ Hooks of the base run in between and see the weights before they are restored; h
 With a GradScaler the decision is the scaler's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.amp import GradScaler
@@ -29,21 +30,25 @@ def step_unless(
     """
     _, base = owners
     gradients = [p.grad for p in params if p.grad is not None]
-    stateless = [p for p in params if not base.state.get(p)]
     if scaler is not None:
-        step_scaled(skip, owners, gradients, scaler)
-        _clear_fresh_state(skip, base, stateless)
+        with _clear_fresh_state(skip, base, params):
+            step_scaled(skip, owners, gradients, scaler)
     elif getattr(base, "_step_supports_amp_scaling", False) and all(group.get("fused") for group in base.param_groups):
-        step_fused(base, None, skip.float())
-        _clear_fresh_state(skip, base, stateless)
+        with _clear_fresh_state(skip, base, params):
+            step_fused(base, None, skip.float())
     else:
-        theta.take({p: p for p in params if p not in theta})
+        if not theta.holds_just(params):
+            theta.take({p: p for p in params if p not in theta})
         zero_unless_(gradients, ~skip)
         base.step()
-        select_([(p, theta[p]) for p in params], skip)
+        if not theta.put_back_again(params, flag=skip):
+            select_([(p, theta[p]) for p in params], skip)
 
 
-def _clear_fresh_state(skip: Tensor, base: Optimizer, stateless: Sequence[Tensor]) -> None:
-    """Zero the state that a skipped first step created: torch's fused SGD leaves its momentum uninitialised then."""
+@contextmanager
+def _clear_fresh_state(skip: Tensor, base: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
+    """Zero the state that a skipped first step creates: torch's fused SGD leaves its momentum uninitialised then."""
+    stateless = [p for p in params if not base.state.get(p)]
+    yield
     states = [base.state.get(p, {}) for p in stateless]
     zero_unless_([value for state in states for value in state.values() if isinstance(value, Tensor)], ~skip)

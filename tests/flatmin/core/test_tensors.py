@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatmin.core.tensors import Copies, plain, select_, select_at_once, select_one_by_one, zero_unless_
 from tests.support.cases import same
@@ -53,7 +53,7 @@ def test_choose_takes_every_bit_of_one_or_the_other(dtype: torch.dtype, flag: bo
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("flag", [True, False])
 def test_both_ways_of_choosing_are_the_same(
-    way: Callable[[list[tuple[Tensor, Tensor]], Tensor], None], dtype: torch.dtype, flag: bool
+    way: Callable[[list[Tensor], list[Tensor], Tensor], None], dtype: torch.dtype, flag: bool
 ) -> None:
     """The one for the CPU and the one for GPUs, both on the CPU."""
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def test_both_ways_of_choosing_are_the_same(
     targets = [torch.randint(limits.min, limits.max, shape, dtype=dtype) for shape in shapes]
     sources = [torch.randint(limits.min, limits.max, shape, dtype=dtype) for shape in shapes]
     expected = [t.clone() for t in (sources if flag else targets)]
-    way(list(zip(targets, sources, strict=True)), torch.tensor(flag))
+    way(targets, sources, torch.tensor(flag))
     assert same(targets, expected)
 
 
@@ -106,3 +106,61 @@ def test_nothing_is_put_back_when_memory_runs_out_while_copying(monkeypatch: pyt
         copies.take(tensors)
     copies.put_back(tensors)
     assert tensors["first"].tolist() == [1, 1]
+
+
+def new_memory(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clone()
+
+
+def transposed(weight: nn.Parameter) -> None:
+    """In the same memory."""
+    weight.data = weight.data.t()
+
+
+def reshaped(weight: nn.Parameter) -> None:
+    weight.data = weight.data.reshape(-1)
+
+
+def in_float64(weight: nn.Parameter) -> None:
+    weight.data = weight.data.double()
+
+
+@pytest.mark.parametrize("change", [new_memory, transposed, reshaped, in_float64])
+def test_lists_that_were_kept_serve_the_same_tensors_alone(change: Callable[[nn.Parameter], None]) -> None:
+    weights = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(2))]
+    copies: Copies[Tensor] = Copies()
+    assert not copies.take_again(weights)
+    copies.take({weight: weight for weight in weights})
+    copies.forget()
+    assert not copies.put_back_again(weights)  # nothing is held
+    assert copies.take_again(weights)
+    assert not copies.take_again(weights)  # it is held already
+    before = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.zero_()
+    for others in (weights[:1], weights[::-1], [*weights, weights[0]], [weights[0], nn.Parameter(torch.zeros(2))]):
+        assert not copies.holds_just(others)
+        assert not copies.put_back_again(others)
+    assert copies.put_back_again(weights)
+    assert same(weights, before)
+    change(weights[0])
+    assert not copies.put_back_again(weights)
+    copies.forget()
+    assert not copies.take_again(weights)
+    copies.take({weight: weight for weight in weights})
+    assert copies[weights[0]].dtype == weights[0].dtype
+    assert same([copies[weight] for weight in weights], weights)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_all_are_put_back_if_a_flag_holds(flag: bool) -> None:
+    weights = [torch.randn(3, 3), torch.randn(5), torch.tensor(float("nan")), torch.randn(2, dtype=torch.complex64)]
+    copies: Copies[Tensor] = Copies()
+    copies.take({weight: weight for weight in weights})
+    before = [weight.clone() for weight in weights]
+    for weight in weights:
+        weight.add_(1)
+    after = [weight.clone() for weight in weights]
+    assert copies.put_back_again(weights, flag=torch.tensor(flag))
+    assert same(weights, before if flag else after)

@@ -165,6 +165,76 @@ def test_last_tells_what_happened() -> None:
     assert not last.skipped
 
 
+def normalised(width: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 3))
+
+
+class Growing(nn.Module):
+    """Registers a buffer, and adds a module with buffers, when it first runs."""
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(x.shape[1]))
+            self.norm = nn.BatchNorm1d(x.shape[1], affine=False)
+        self.mean += x.detach().mean(dim=0)
+        found: Tensor = self.norm(x)
+        return found
+
+
+def another_norm(model: nn.Sequential) -> None:
+    model[1] = nn.BatchNorm1d(4, affine=False)
+
+
+def another_buffer(model: nn.Sequential) -> None:
+    model[1].running_mean = torch.ones(4)
+
+
+def a_growing_module(model: nn.Sequential) -> None:
+    model[2] = Growing()
+
+
+def moved_weights(model: nn.Sequential) -> None:
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+def another_precision(model: nn.Sequential) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [another_norm, another_buffer, a_growing_module, moved_weights, another_precision],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_kept_from_step_to_step_follows_the_model(change: Callable[[nn.Sequential], None]) -> None:
+    """After any change the next steps are those of an optimizer that has kept nothing."""
+    ended = []
+    for keeps in (True, False):
+        model = normalised()
+        optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+        for number in range(6):
+            torch.manual_seed(number)
+            if number == 3:
+                change(model)
+            if not keeps:
+                optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+            x = torch.randn(10, 6, dtype=next(model.parameters()).dtype)
+
+            def closure(x: Tensor = x, model: nn.Module = model, optimizer: Optimizer = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        ended.append([*model.parameters(), *model.buffers()])
+    assert same(*ended)
+
+
 class HostReads(TorchDispatchMode):
     """Counts the reads of a number from the device."""
 
