@@ -47,7 +47,7 @@ class Snapshot:
         self._host: HostRandom | None = None
 
     def take(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
-        """The buffers, and the random states of these devices and the host. `since`: see `take_random`."""
+        """The buffers, and the random states of these devices and the host. `since`: taken earlier in this step."""
         self.take_random(devices, since=since)
         self.take_buffers(since=since)
 
@@ -56,7 +56,7 @@ class Snapshot:
         self.put_back_random()
 
     def take_buffers(self, *, since: "Snapshot | None" = None) -> None:
-        """`since`: an earlier snapshot of this step, which may know where the buffers are."""
+        """`since`: one that has taken them earlier in this step, and knows where they are."""
         known = None if since is None else since._places
         self._places = known if known is not None and known.are_all() else _BufferPlaces(self.model)
         self._buffers.forget()

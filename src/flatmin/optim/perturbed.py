@@ -292,7 +292,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         saved = GradientSnapshot(self._params(), scaler, self.owners) if idle and self.starts_clean and synced else None
         with self._pass(undo=self._at_clean):
             if self._blocks == 0 and self._at_clean is not None:
-                self._at_clean.take(self.devices(), since=self._at_start if self.starts_clean else None)
+                self._at_clean.take_random(self.devices(), since=self._at_start if self.starts_clean else None)
+                self._at_clean.take_buffers()
             if not idle:
                 self._move(self._blocks, scaler)
             self.base.zero_grad()

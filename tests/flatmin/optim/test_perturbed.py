@@ -210,7 +210,10 @@ def another_precision(model: nn.Sequential) -> None:
     [another_norm, another_buffer, a_growing_module, moved_weights, another_precision],
     ids=lambda f: f.__name__,
 )
-def test_what_is_kept_from_step_to_step_follows_the_model(change: Callable[[nn.Sequential], None]) -> None:
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_what_is_kept_from_step_to_step_follows_the_model(
+    change: Callable[[nn.Sequential], None], in_blocks: bool
+) -> None:
     """After any change the next steps are those of an optimizer that has kept nothing."""
     ended = []
     for keeps in (True, False):
@@ -230,7 +233,13 @@ def test_what_is_kept_from_step_to_step_follows_the_model(change: Callable[[nn.S
                 loss.backward()
                 return loss
 
-            optimizer.step(closure)
+            if in_blocks:
+                closure()
+                with optimizer.perturbed():
+                    closure()
+                optimizer.step()
+            else:
+                optimizer.step(closure)
         ended.append([*model.parameters(), *model.buffers()])
     assert same(*ended)
 
