@@ -133,6 +133,22 @@ def test_a_warm_step_makes_few_calls_in_few_files_however_large_the_model() -> N
     assert len(many) <= MOST_FILES
 
 
+def private_names(path: Path, *, of_others: bool) -> set[str]:
+    """The attributes with an underscore that a file uses: those of `self`, or those of other objects."""
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    own = [isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") for node in found]
+    names = {node.attr for node, mine in zip(found, own, strict=True) if mine != of_others}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_nothing_outside_an_optimizer_uses_a_private_name_of_its() -> None:
+    optimizers = [LIBRARY / "optim" / f"{name}.py" for name in ("wrapper", "perturbed", "amp", "rmp")]
+    private = set().union(*(private_names(path, of_others=False) for path in optimizers))
+    assert len(private) > 10
+    for path in set(LIBRARY.rglob("*.py")) - set(optimizers):
+        assert not private_names(path, of_others=True) & private, path.name
+
+
 def test_no_folder_of_the_source_is_too_full() -> None:
     for folder in (path for path in SOURCE.rglob("*") if path.is_dir()):
         if folder.name == "__pycache__" or folder.name.endswith(".egg-info"):
