@@ -67,6 +67,7 @@ def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
 
 def _norms_of_any(tensors: Sequence[Tensor], norm: Norm) -> Tensor:
     """For tensors of several kinds: on several devices, in several dtypes, sparse, complex, sharded over ranks."""
+    tensors = [tensor.coalesce() if tensor.is_sparse else tensor for tensor in tensors]  # entries of one place add up
     whole = [tensor if type(tensor) in ORDINARY_TYPES else _without_partial_sums(tensor) for tensor in tensors]
     parts = [plain(tensor) for tensor in whole]
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32

@@ -246,3 +246,18 @@ def test_parameters_that_are_the_models_no_more_are_told_apart_from_a_missing_ba
             setattr(module, name, nn.Parameter(param.detach().clone()))  # as fully_shard() does
     with pytest.raises(RuntimeError, match="are the model's no more; make the optimizer last"):
         optimizer.step(case.closure(optimizer))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_in_inference_mode_is_refused_before_anything_is_kept(method: str) -> None:
+    case, expected = setup(), setup()
+    optimizer = METHODS[method](SGD(case.model.parameters(), lr=0.1), model=case.model)
+    theta = case.weights()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode\(\) is on.*leave it out around"):
+        optimizer.step(case.closure(optimizer))
+    assert same(case.weights(), theta)
+    other = METHODS[method](SGD(expected.model.parameters(), lr=0.1), model=expected.model)
+    for each, own in ((optimizer, case), (other, expected)):
+        torch.manual_seed(1)
+        each.step(own.closure(each))
+    assert same(case.weights(), expected.weights())

@@ -166,8 +166,8 @@ class FunctionalStep:
         if wrapper is None or not self.perturbs:
             return result, result, gradients
         moved = {p: there for p, there in self.moved.items() if p in gradients or not starts_clean}
-        _fill(self.buffers)
         for n in range(wrapper.inner_iter):
+            _fill(self.buffers)
             storage = Beside(self.moved, gradients, self.compiled)
             wrapper.perturb(n, inverse_scale(spec.scaler, wrapper.owners, spec.device), storage, measured)
             storage.gradients = gradients = {}  # free them: the next gradients may use their memory

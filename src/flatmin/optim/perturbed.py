@@ -225,6 +225,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                     clean.take(self.devices(), since=start)
             for n in range(self.inner_iter):
                 self._move(n, scaler)
+                if n > 0 and self.starts_clean and clean is not None:
+                    clean.put_back_buffers()  # every pass begins with those of the clean one
                 self.base.zero_grad()  # for closures that leave it to the loop: gradients of two passes must not add up
                 if self.starts_clean and start is not None:
                     start.put_back_random()
@@ -358,8 +360,13 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     @contextmanager
     def _pass(self, *, undo: Snapshot | None) -> Iterator[None]:
         """If the block raises, θ is restored, and so are the buffers and random states in `undo`."""
-        self._in_a_pass = True
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "a step takes gradients, and torch.inference_mode() is on, where there are none; leave it out around "
+                "the step (torch.no_grad() may stay)"
+            )
         try:
+            self._in_a_pass = True
             yield
         except BaseException:
             self._put_back_theta()

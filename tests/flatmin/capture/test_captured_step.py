@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
@@ -269,6 +270,32 @@ def aside(case: Setup, optimizer: Optimizer, **settings: Any) -> Callable[[], An
         return passes.result
 
     return step
+
+
+@pytest.mark.parametrize("inner_iter", [1, 3])
+def test_all_forms_of_a_step_begin_each_pass_with_the_buffers_of_the_clean_one(inner_iter: int) -> None:
+    """Of a network that computes with its buffers: spectral_norm's vectors, which every pass moves."""
+    ended = []
+    for form in ("closure", "blocks", "aside"):
+        case = setup()
+        spectral_norm(case.model[0])
+        base = SGD(case.model.parameters(), lr=0.1)
+        optimizer = flatmin.AMP(base, epsilon=0.3, inner_iter=inner_iter, model=case.model)
+        closure, beside = case.closure(optimizer), aside(case, optimizer)
+        for _ in range(3):
+            if form == "closure":
+                optimizer.step(closure)
+            elif form == "aside":
+                beside()
+            else:
+                closure()
+                for _ in range(inner_iter):
+                    with optimizer.perturbed():
+                        closure()
+                optimizer.step()
+        ended.append([*case.weights(), *case.buffers()])
+    assert same(ended[0], ended[1])
+    assert same(ended[0], ended[2])
 
 
 def test_a_step_aside_is_the_step_bit_for_bit(make_base: MakeBase, method: Method, model_name: str) -> None:

@@ -122,3 +122,17 @@ def test_groups_with_nothing_to_move_do_no_harm(ball: Ball) -> None:
     run(case, optimizer, 1)
     assert optimizer.last.delta_norm is not None
     assert 0 < optimizer.last.delta_norm < 0.2
+
+
+def test_entries_of_a_sparse_gradient_that_share_a_place_add_up() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = flatmin.RMP(SGD(table.parameters(), lr=0.1), epsilon=1e-6)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = table(torch.tensor([1, 1, 3])).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.last.grad_norm == pytest.approx(10**0.5)  # two rows: (2, 2) and (1, 1)

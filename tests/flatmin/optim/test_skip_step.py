@@ -1,9 +1,12 @@
 """A gradient that is not finite never reaches the weights or the optimizer's state."""
 
+from collections.abc import Callable
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import flatmin
 from tests.support.cases import MakeBase, Setup, run, same, setup, tensors_in
@@ -92,3 +95,23 @@ def test_a_zero_gradient_gives_no_perturbation_and_an_ordinary_step(make_base: M
     assert isinstance(optimizer, flatmin.AMP)
     assert optimizer.last.delta_norm == 0
     assert not optimizer.last.skipped
+
+
+@pytest.mark.parametrize("base", [SGD, AdamW])
+def test_a_copy_of_a_fused_base_skips_by_itself_too(base: Callable[..., Optimizer]) -> None:
+    case = setup()
+    settings = {"momentum": 0.9} if base is SGD else {}
+    optimizer = flatmin.AMP(base(case.model.parameters(), lr=0.1, fused=True, **settings), epsilon=0.1)
+    run(case, optimizer, 2)
+    copied, its_optimizer = deepcopy((case, optimizer))
+    before = [tensor.clone() for tensor in tensors_in(its_optimizer)]
+
+    def closure() -> Tensor:
+        loss = copied.closure(its_optimizer)()
+        for param in copied.model.parameters():
+            param.grad = torch.full_like(param, float("nan"))
+        return loss
+
+    its_optimizer.step(closure)
+    assert its_optimizer.last.skipped
+    assert same(tensors_in(its_optimizer), before)
