@@ -7,7 +7,8 @@ has a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 TRAINING, METHOD, DEVICE = "Training", "Method", "Device and speed"  # panels of the command's help
@@ -36,6 +37,9 @@ class Declaration(NamedTuple):
     @property
     def help(self) -> str:
         return self.text if self.otherwise is None else f"{self.text}; default: {self.otherwise}."
+
+
+Fields = tuple[tuple[Field[Any], Declaration], ...]
 
 
 class Flag(NamedTuple):
@@ -77,39 +81,41 @@ def flag(default: T, text: str, *rules: Rule, **more: Any) -> T:
     return field(default=default, metadata=declare(text, *rules, **more))
 
 
-def check(recipe: Any) -> None:
+def check(recipe: object) -> None:
     """Raise where a value is none of its choices, or breaks a rule. A field that is None by default may be None."""
-    known = [(f, getattr(recipe, f.name), f.metadata[DECLARED]) for f in fields(recipe) if DECLARED in f.metadata]
-    for f, value, declared in known:
-        if declared.choices and value not in declared.choices:
+    kind: type = type(recipe)
+    known = _declared(kind)
+    for f, declared in known:
+        if declared.choices and (value := getattr(recipe, f.name)) not in declared.choices:
             raise ValueError(f"unknown {f.name} {value!r}; choose from {', '.join(declared.choices)}")
-    for f, value, declared in known:
+    for f, declared in known:
+        value = getattr(recipe, f.name)
         for rule in () if value is None and f.default is None else declared.rules:
             if not rule.holds(value, recipe):
                 raise ValueError(f"{f.name} must be {rule.text}, got {value}")
 
 
-def flags(recipe: Any) -> dict[str, Flag]:
+def flags(recipe: type) -> dict[str, Flag]:
     """By the names of the fields, in the order of the help."""
-    kinds, known = {f.name: f.type for f in fields(recipe)}, _declarations(recipe)
-    return {name: Flag(kinds[name], known[name].help, known[name].panel) for name in _after(None, known)}
+    return {f.name: Flag(f.type, declared.help, declared.panel) for f, declared in _after(None, _declared(recipe))}
 
 
-def descriptions(recipe: Any) -> dict[str, str]:
+def descriptions(recipe: type) -> dict[str, str]:
     """What the reference says of the fields: their texts and rules."""
     return {
-        name: " ".join(filter(None, [declared.text, *(f"Must be {rule.text}." for rule in declared.rules)]))
-        for name, declared in _declarations(recipe).items()
+        f.name: " ".join(filter(None, [declared.text, *(f"Must be {rule.text}." for rule in declared.rules)]))
+        for f, declared in _declared(recipe)
     }
 
 
-def _declarations(recipe: Any) -> dict[str, Declaration]:
-    return {f.name: f.metadata[DECLARED] for f in fields(recipe) if DECLARED in f.metadata}
+@cache
+def _declared(recipe: type) -> Fields:
+    return tuple((f, f.metadata[DECLARED]) for f in fields(recipe) if DECLARED in f.metadata)
 
 
-def _after(name: str | None, known: dict[str, Declaration]) -> Iterator[str]:
+def _after(name: str | None, known: Fields) -> Iterator[tuple[Field[Any], Declaration]]:
     """The fields with an option that are listed after that one, each with those that are listed after it."""
-    for other, declared in known.items():
+    for f, declared in known:
         if declared.text and declared.after == name:
-            yield other
-            yield from _after(other, known)
+            yield f, declared
+            yield from _after(f.name, known)
