@@ -9,15 +9,7 @@ from rich.console import Console
 
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands.train_seeds import train_seeds
-from flatmin_lab.cli.options import (
-    DEFAULT_DATA_DIR,
-    DataDir,
-    Debug,
-    Device,
-    Download,
-    option,
-    report_errors,
-)
+from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, option, report_errors
 from flatmin_lab.cli.request import Plan, Request, TunedValues
 from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
 from flatmin_lab.cli.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
@@ -32,14 +24,7 @@ SAVING = "Checkpoints"
 
 
 @recipe_options(
-    after={  # where the help lists what is not the recipe's
-        "data_dir": "model",
-        "seed": "validation",
-        "out": "size",
-        "tuned": "settings",
-        "no_capture": "compile",
-        "checkpoint_epochs": "deterministic",
-    }
+    after={"data_dir": "model", "seed": "validation", "out": "size", "tuned": "settings", "no_capture": "compile"}
 )
 def train(
     data_dir: DataDir = DEFAULT_DATA_DIR,
