@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from runpy import run_path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.optim import SGD
 import flatmin
 from flatmin.core.tensors import plain
 from flatmin_lab.cli.app import app
+from flatmin_lab.recipes.fields import flags
+from flatmin_lab.recipes.recipe import Recipe
 from tests import ROOT
 from tests.support.doc_blocks import PAGES, after, before, blocks, code, commands, is_program
 
@@ -177,6 +180,17 @@ def test_the_command_has_the_subcommands_and_flags_that_are_named(page: Path) ->
         if program == "flatmin":
             options = {option for param in known[words[0]].params for option in param.opts}
             assert {word for word in words if word.startswith("--")} <= options, line
+
+
+def test_the_page_of_the_command_has_a_row_for_every_field_that_the_recipe_declares() -> None:
+    pytest.importorskip("mkdocs", reason="installed with flatmin[docs]")
+    hook = run_path(str(DOCS / "site_hooks" / "pages.py"))
+    assert hook["MARKER"] in (DOCS / "command.md").read_text()
+    _, page = "\n".join(hook["commands"](app)).split("## flatmin train\n")
+    rows = dict(re.findall(r'<code class="flag">--([\w-]+)</code>.*? \| (.+) \|', page.partition("\n## ")[0]))
+    for name, declared in flags(Recipe).items():
+        said = rows["set" if name == "settings" else name.replace("_", "-")]
+        assert re.sub(r"\\(.)", r"\1", said) == declared.text
 
 
 def test_the_readme_names_commands_that_exist() -> None:

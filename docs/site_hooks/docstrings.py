@@ -9,6 +9,7 @@ Everything else is left as it is. And signatures as they are meant:
     *misplaced          catches a wrong call to explain it: not shown
     a NamedTuple        has the signature that griffe gives to dataclasses
     fields of both      stand in the signature, and in a table where a comment or a line says more; none has a heading
+    fields of a recipe  have what they are declared to be: their default there, their text and rules in the table
 """
 
 import re
@@ -17,10 +18,14 @@ from typing import Any
 
 import griffe
 
+from flatmin_lab.recipes.fields import descriptions
+from flatmin_lab.recipes.recipe import Recipe
+
 ROW = re.compile(r"(\S+(?: \S+)*?) {2,}(\S.*)")
 INDENTED = re.compile(r" {4,}\S")
 COMMENT = re.compile(r"\S {2}# (.+)")
 CATCHES = "misplaced"
+RECIPE = f"{Recipe.__module__}.{Recipe.__name__}"
 
 
 class PlainText(griffe.Extension):
@@ -41,6 +46,7 @@ class PlainText(griffe.Extension):
                 _give_signature(record)
             elif "dataclass" not in record.labels:
                 continue
+            _show_defaults(record)
             _gather(record)
 
 
@@ -130,11 +136,19 @@ def _give_signature(record: griffe.Class) -> None:
     record.set_member("__init__", griffe.Function("__init__", parent=record, parameters=parameters, returns="None"))
 
 
+def _show_defaults(record: griffe.Class) -> None:
+    """Of fields that `flag(default, …)` makes."""
+    for parameter in record.parameters:
+        if isinstance(call := parameter.default, griffe.ExprCall) and str(call.function) == "flag":
+            parameter.default = call.arguments[0]
+
+
 def _gather(record: griffe.Class) -> None:
     """What is said of its fields, in a table of its docstring; what takes more than a line keeps its heading."""
-    rows = []
+    rows, declared = [], descriptions(Recipe) if record.path == RECIPE else {}
     for field in _fields(record):
-        said = field.docstring.value if field.docstring else " ".join(COMMENT.findall(field.source.splitlines()[0]))
+        comment = declared.get(field.name) or " ".join(COMMENT.findall(field.source.splitlines()[0]))
+        said = field.docstring.value if field.docstring else comment
         if "\n\n" not in said:
             record.del_member(field.name)
             rows += [(f"`{field.name}`", " ".join(said.split()))] * (bool(said) and not field.name.startswith("_"))

@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     markdown = markdown.replace("[README](index.md", "[home page](index.md")
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
-    return markdown.replace(MARKER, "\n".join(commands())) if MARKER in markdown else markdown
+    return markdown.replace(MARKER, "\n".join(commands(app))) if MARKER in markdown else markdown
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -65,9 +65,9 @@ def breakable(name: str) -> str:
     return re.sub(r"(?<=\w)([_.(,=/]+)(?=[\w&])", r"\1<wbr>", name)
 
 
-def commands() -> Iterator[str]:
+def commands(command_line: typer.Typer) -> Iterator[str]:
     """Every subcommand: what it does, its arguments, and its flags panel by panel."""
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(command_line)
     for name, command in group.commands.items():
         arguments = [param for param in command.params if param.param_type_name == "argument"]
         words = "".join(f" [{param.name.upper()}{' …' if param.nargs < 0 else ''}]" for param in arguments)

@@ -78,6 +78,13 @@ def amp(
 
 OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp": amp}
 METHODS = (*REGULARISERS, *OTHERS)
+FLAGS = {  # settings of AMP, some of them of other methods too, that have a flag of their own, and its help
+    "epsilon": "ε: the radius of AMP (default: by the length of the run), RMP and adversarial training.",
+    "inner_lr": "ζ: AMP's learning rate of the ascent.",
+    "inner_iter": "N: AMP's ascent steps.",
+    "ball": "What ε bounds: global, group or tensor.",
+    "norm": "l2 or linf.",
+}
 
 
 def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,48 +1,98 @@
-"""The flags of a training run, shared by `flatmin train` and `flatmin tune`, and how they change its recipe."""
+"""The options of a training run, made from what is declared of the recipe's fields and of the methods' settings.
 
-from typing import Annotated, Any
+    @recipe_options(after={"seed": "lr"})
+    def command(seed: int = 0, **flags: Any) -> None: ...
 
-from flatmin_lab import models
-from flatmin_lab.cli.options import option
-from flatmin_lab.data import DATA_SETS
-from flatmin_lab.data.augment.transforms import KINDS
-from flatmin_lab.recipes.lr_schedules import SCHEDULES
-from flatmin_lab.recipes.recipe import PRECISIONS, Recipe
+has --lr, --seed and an option for every other field. One that is not given is None in `flags`.
+"""
 
-TRAINING, SPEED = "Training", "Device and speed"
+from collections.abc import Callable, Collection, Iterator, Mapping
+from inspect import Parameter, Signature, signature
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-Data = Annotated[str | None, option(f"{', '.join(DATA_SETS)}, an .npz file or a folder of images.")]
-Model = Annotated[str | None, option(f"{', '.join(models.MODELS)}; default: the data set's own.")]
-Size = Annotated[tuple[int, int] | None, option("Height and width that a folder's images are resized to.")]
-BatchSize = Annotated[int | None, option("Images per step (the paper: 50).", panel=TRAINING)]
-Lr = Annotated[float | None, option("The highest learning rate (the paper: 0.1).", panel=TRAINING)]
-Momentum = Annotated[float | None, option("SGD's Nesterov momentum (the paper's code: 0.9).", panel=TRAINING)]
-WeightDecay = Annotated[float | None, option("The paper: 1e-4.", panel=TRAINING)]
-Schedule = Annotated[str | None, option(f"{', '.join(SCHEDULES)} (the paper: multi_step).", panel=TRAINING)]
-Milestones = Annotated[
-    str | None,
-    option(
-        "For multi_step: the fractions of the run after which the rate is divided by ten, as in 0.5,0.75.",
-        panel=TRAINING,
-    ),
-]
-Warmup = Annotated[float | None, option("Epochs of a linear warm-up.", panel=TRAINING)]
-Augment = Annotated[str | None, option(f"{', '.join(KINDS)} (the paper: vanilla).", panel=TRAINING)]
-ClipNorm = Annotated[float | None, option("Clip the norm of the gradient that the step takes.", panel=TRAINING)]
-LabelNoise = Annotated[float | None, option("Fraction of the training labels replaced by a wrong one.", panel=TRAINING)]
-Precision = Annotated[str | None, option(f"{', '.join(PRECISIONS)}; default: fp32.", panel=SPEED)]
-ChannelsLast = Annotated[bool | None, option("Images as NHWC in memory.", "--channels-last", panel=SPEED)]
-Compile = Annotated[
-    bool | None, option("Use torch.compile on a GPU; the first steps take longer.", "--compile", panel=SPEED)
-]
-Deterministic = Annotated[bool | None, option("Bitwise reproducible on CUDA too.", "--deterministic", panel=SPEED)]
+from flatmin_lab import methods
+from flatmin_lab.cli.options import option, parse_settings
+from flatmin_lab.recipes.fields import METHOD, NUMBERS, Flag, flags
+from flatmin_lab.recipes.recipe import Recipe
+
+Command = TypeVar("Command", bound=Callable[..., None])
+OF_REQUEST = ("data", "method", "settings")  # `Request` has them beside the other fields
 
 
-def recipe_changes(*, milestones: str | None, momentum: float | None, **fields: Any) -> dict[str, Any]:
+def recipe_options(
+    *, after: Mapping[str, str], without: Collection[str] = (), recipe: type[Recipe] = Recipe
+) -> Callable[[Command], Command]:
+    """Give a command an option for each field of the recipe, beside its own parameters.
+
+    Its own are listed in their order, one that `after` names after that field; one with the name of a field replaces
+    it. The command takes the others as keywords.
+    """
+
+    def give(command: Command) -> Command:
+        known = {parameter.name: parameter for parameter in _parameters(recipe) if parameter.name not in without}
+        names, place = list(known), len(known)
+        for parameter in signature(command).parameters.values():
+            name = parameter.name
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                continue
+            if name in names:
+                place = names.index(name)
+            else:
+                place = names.index(after[name]) + 1 if name in after else place
+                names.insert(place, name)
+            known[name], place = parameter.replace(kind=Parameter.KEYWORD_ONLY), place + 1
+        vars(command)["__signature__"] = Signature([known[name] for name in names])
+        command.__annotations__ = {name: known[name].annotation for name in names}
+        return command
+
+    return give
+
+
+def _parameters(recipe: type[Recipe]) -> Iterator[Parameter]:
+    """Before --set, which takes any setting of the method, those that have an option of their own."""
+    of_amp = signature(methods.amp).parameters
+    for name, flag in flags(recipe).items():
+        if name == "settings":
+            for setting, text in methods.FLAGS.items():
+                yield _parameter(setting, Flag(of_amp[setting].annotation, text, METHOD))
+        yield _parameter(name, flag, "--set" if name == "settings" else None)
+
+
+def _parameter(name: str, flag: Flag, option_name: str | None = None) -> Parameter:
+    """Its option is named, so that one of a bool has no --no-… beside it."""
+    info = option(flag.text, option_name or f"--{name.replace('_', '-')}", panel=flag.panel)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[_taken(flag.kind) | None, info])
+
+
+def _taken(kind: Any) -> Any:
+    """What an option takes: a word for a choice or for numbers with commas, KEY=VALUE for settings.
+
+    >>> _taken(float | None), _taken(Literal["l2", "linf"]), _taken(tuple[float, ...]), _taken(tuple[int, int])
+    (<class 'float'>, <class 'str'>, <class 'str'>, tuple[int, int])
+    """
+    if get_origin(kind) is UnionType:
+        (kind,) = (one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is Literal or kind == NUMBERS:
+        return str
+    return list[str] if get_origin(kind) is Mapping else kind
+
+
+def recipe_changes(given: Mapping[str, Any], recipe: type[Recipe] = Recipe) -> dict[str, Any]:
     """The recipe's fields that the flags change, by name."""
-    known = {"momentum": momentum, "nesterov": None if momentum is None else momentum > 0, **fields}
-    shares = {} if milestones is None else {"milestones": parse_numbers(milestones)}
-    return {key: value for key, value in known.items() if value is not None} | shares
+    known = {name: flag for name, flag in flags(recipe).items() if given.get(name) is not None}
+    changes = {name: given[name] for name in known if name not in OF_REQUEST}
+    if (momentum := changes.get("momentum")) is not None:
+        changes = {"momentum": momentum, "nesterov": momentum > 0, **changes}
+    for name in (name for name, flag in known.items() if flag.kind == NUMBERS):
+        changes[name] = parse_numbers(changes.pop(name))
+    return changes
+
+
+def method_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's settings: those with a flag of their own, and those of --set."""
+    own = {name: given[name] for name in methods.FLAGS if given[name] is not None}
+    return own | parse_settings(given["settings"])
 
 
 def check_milestones(milestones: str | None, recipe: Recipe) -> None:

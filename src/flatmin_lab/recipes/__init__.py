@@ -1,5 +1,6 @@
 """Recipes: what a training run computes, and the paper's tables and figures as lists of recipes.
 
+fields.py          how a field of the recipe is declared: its text, its rules, its option
 recipe.py          everything that decides what a training run computes, but the seed
 defaults.py        the default recipe for a data set
 lr_schedules.py    learning rates as functions of the step

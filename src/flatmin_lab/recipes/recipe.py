@@ -17,7 +17,20 @@ from typing import Any, Literal, NamedTuple
 
 from flatmin_lab import methods, models
 from flatmin_lab.data.augment.transforms import KINDS, Kind
-from flatmin_lab.data.registry import OFFICIAL, SYNTHETIC
+from flatmin_lab.data.registry import DATA_SETS, OFFICIAL, SYNTHETIC
+from flatmin_lab.recipes.fields import (
+    DEVICE,
+    FRACTION,
+    METHOD,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_INT,
+    RISING,
+    Rule,
+    check,
+    declare,
+    flag,
+)
 from flatmin_lab.recipes.lr_schedules import SCHEDULES
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -37,31 +50,70 @@ SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a
 class Recipe:
     """Every field is compared when a run is resumed: a run folder belongs to one recipe."""
 
-    data: str
-    model: str
-    method: str = "erm"
-    settings: Mapping[str, Any] = field(default_factory=dict)  # the method's, where they are not its defaults
-    model_settings: Mapping[str, Any] = field(default_factory=dict)
-    size: tuple[int, int] | None = None  # what a folder's images are resized to
-    augment: Kind = "vanilla"
-    label_noise: float = 0.0  # share of the training labels replaced by a wrong one
-    validation: bool = False  # train on nine tenths and evaluate on the last one: the test set is not used
-    epochs: int = PAPER_EPOCHS
-    batch_size: int = PAPER_BATCH_SIZE
-    lr: float = 0.1
-    momentum: float = 0.9
-    nesterov: bool = True
-    weight_decay: float = 1e-4
-    schedule: str = "multi_step"
-    milestones: tuple[float, ...] = (0.5, 0.75)  # fractions of the run
-    gamma: float = 0.1
-    warmup: float = 0.0  # epochs
-    clip_norm: float | None = None  # of the gradient that the step takes; Δ is not clipped
-    ema: float | None = None  # decay of an EMA of the weights, evaluated beside them
-    precision: Precision = "fp32"
-    channels_last: bool = False
-    compile: bool = False  # on CUDA: the passes through torch.compile
-    deterministic: bool = False  # on CUDA: the same bits every time, and slower
+    data: str = field(metadata=declare(f"{', '.join(DATA_SETS)}, an .npz file or a folder of images.", panel=None))
+    model: str = field(metadata=declare(", ".join(models.MODELS), otherwise="the data set's own", panel=None))
+    method: str = flag("erm", "", choices=methods.METHODS, otherwise="amp", panel=None, after="data")
+    settings: Mapping[str, Any] = field(  # where they are not the method's defaults
+        default_factory=dict,
+        metadata=declare("Any setting of the method, as in smoothing=0.1.", panel=METHOD, after="size"),
+    )
+    model_settings: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata=declare(
+            "",
+            Rule("the model's own, without those of every model", lambda own, _: not COMMON_SETTINGS & own.keys()),
+        ),
+    )
+    size: tuple[int, int] | None = flag(
+        None, "Height and width that a folder's images are resized to.", panel=None, after="validation"
+    )
+    augment: Kind = flag("vanilla", " (the paper: vanilla).", choices=KINDS, after="warmup")
+    label_noise: float = flag(0.0, "Fraction of the training labels replaced by a wrong one.", FRACTION, after="ema")
+    validation: bool = flag(
+        False,
+        "For tuning: hold out a tenth of the training set, and evaluate on it instead of the test set.",
+        after="label_noise",
+    )
+    epochs: int = flag(PAPER_EPOCHS, "Passes over the training set (the paper: 200).", POSITIVE_INT)
+    batch_size: int = flag(PAPER_BATCH_SIZE, "Images per step (the paper: 50).", POSITIVE_INT)
+    lr: float = flag(0.1, "The highest learning rate (the paper: 0.1).", POSITIVE)
+    momentum: float = flag(
+        0.9,
+        "SGD's Nesterov momentum (the paper's code: 0.9).",
+        Rule("at least 0 and below 1 (and above 0 for Nesterov's)", FRACTION.holds),
+    )
+    nesterov: bool = field(
+        default=True,
+        metadata=declare("", Rule("false where momentum is 0", lambda on, recipe: recipe.momentum > 0 or not on)),
+    )
+    weight_decay: float = flag(1e-4, "The paper: 1e-4.", NOT_NEGATIVE)
+    schedule: str = flag("multi_step", " (the paper: multi_step).", choices=SCHEDULES)
+    milestones: tuple[float, ...] = flag(
+        (0.5, 0.75),
+        "For multi_step: the fractions of the run after which the rate is divided by ten, as in 0.5,0.75.",
+        RISING,
+    )
+    gamma: float = field(
+        default=0.1, metadata=declare("", Rule("above 0 and at most 1", lambda factor, _: 0 < factor <= 1))
+    )
+    warmup: float = flag(
+        0.0,
+        "Epochs of a linear warm-up.",
+        Rule("epochs, at least 0 and fewer than there are", lambda epochs, recipe: 0 <= epochs < recipe.epochs),
+        Rule(
+            "0 with one_cycle, which has its own", lambda epochs, recipe: not epochs or recipe.schedule != "one_cycle"
+        ),
+    )
+    clip_norm: float | None = flag(None, "Clip the norm of the gradient that the step takes.", POSITIVE)
+    ema: float | None = flag(
+        None,
+        "Decay of an EMA of the weights, which is evaluated beside them.",
+        Rule("above 0 and below 1", lambda decay, _: 0 < decay < 1),
+    )
+    precision: Precision = flag("fp32", "", choices=PRECISIONS, otherwise="fp32", panel=DEVICE)
+    channels_last: bool = flag(False, "Images as NHWC in memory.", panel=DEVICE)
+    compile: bool = flag(False, "Use torch.compile on a GPU; the first steps take longer.", panel=DEVICE)
+    deterministic: bool = flag(False, "Bitwise reproducible on CUDA too.", panel=DEVICE)
     name: str = ""  # of the table or figure that it belongs to
 
     def __post_init__(self) -> None:
@@ -75,39 +127,7 @@ class Recipe:
                 raise TypeError(
                     f"{name} must be numbers, words and lists of them ({error}), got {getattr(self, name)}"
                 ) from error
-        for choice, known in (
-            ("method", methods.METHODS),
-            ("augment", KINDS),
-            ("schedule", tuple(SCHEDULES)),
-            ("precision", PRECISIONS),
-        ):
-            if getattr(self, choice) not in known:
-                raise ValueError(f"unknown {choice} {getattr(self, choice)!r}; choose from {', '.join(known)}")
-        for name, rule, holds in self._rules():
-            if not holds:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
-
-    def _rules(self) -> list[tuple[str, str, bool]]:
-        return [
-            ("epochs", "a whole number of at least 1", _is_positive_int(self.epochs)),
-            ("batch_size", "a whole number of at least 1", _is_positive_int(self.batch_size)),
-            (
-                "model_settings",
-                "the model's own, without those of every model",
-                not COMMON_SETTINGS & self.model_settings.keys(),
-            ),
-            ("lr", "above 0 and finite", 0 < self.lr < float("inf")),
-            ("momentum", "at least 0 and below 1 (and above 0 for Nesterov's)", 0 <= self.momentum < 1),
-            ("nesterov", "false where momentum is 0", self.momentum > 0 or not self.nesterov),
-            ("weight_decay", "at least 0 and finite", 0 <= self.weight_decay < float("inf")),
-            ("label_noise", "at least 0 and below 1", 0 <= self.label_noise < 1),
-            ("milestones", "rising shares between 0 and 1", _is_rising(self.milestones)),
-            ("gamma", "above 0 and at most 1", 0 < self.gamma <= 1),
-            ("warmup", "epochs, at least 0 and fewer than there are", 0 <= self.warmup < self.epochs),
-            ("warmup", "0 with one_cycle, which has its own", not (self.warmup and self.schedule == "one_cycle")),
-            ("clip_norm", "above 0 and finite", self.clip_norm is None or 0 < self.clip_norm < float("inf")),
-            ("ema", "above 0 and below 1", self.ema is None or 0 < self.ema < 1),
-        ]
+        check(self)
 
     @property
     def protocol(self) -> str:
@@ -179,14 +199,6 @@ def differences(here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
         for key in sorted(here.keys() | asked.keys())
         if here.get(key) != asked.get(key)
     ]
-
-
-def _is_positive_int(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
-
-
-def _is_rising(milestones: tuple[float, ...]) -> bool:
-    return list(milestones) == sorted(set(milestones)) and all(0 < share < 1 for share in milestones)
 
 
 def perturbation(recipe: Recipe) -> dict[str, float]:

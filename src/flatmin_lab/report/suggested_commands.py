@@ -15,6 +15,8 @@ from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.evaluation import measurements
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import SMALL_DATA
+from flatmin_lab.recipes.fields import TRAINING, flags
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.schema import is_number
 
@@ -31,10 +33,7 @@ FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
     "flatness": {"epsilon": ("--epsilon", measurements.FLATNESS_EPSILON), "pictures": ("--pictures", None)},
 }
 MEASURED_DIFFERENTLY = "measured otherwise"
-TRAIN_FLAGS = (
-    "epochs", "batch_size", "lr", "momentum", "weight_decay", "schedule", "milestones", "warmup", "augment",
-    "clip_norm", "label_noise", "validation", "precision",
-)  # fmt: skip
+TRAIN_FLAGS = (*(name for name, flag in flags(Recipe).items() if flag.panel == TRAINING), "precision")
 DEFAULTS = {"warmup": 0.0, "label_noise": 0.0}
 
 

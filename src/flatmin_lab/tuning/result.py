@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from flatmin_lab import methods
+from flatmin_lab.recipes.fields import NUMBERS, flags
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.tuning.search_space import HyperParameter, Measure, hyper_parameters_of, split_settings
 
 State = Literal["finished", "pruned", "failed", "running"]
-FLAGS = ("epsilon", "inner_lr", "inner_iter", "ball", "norm")  # settings of a method that have a flag of their own
-WITHOUT_FLAG = ("nesterov",)  # fields of the recipe: this one follows from the momentum
+RECIPE_FLAGS = flags(Recipe)  # nesterov, which follows from the momentum, has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +98,9 @@ class Tuning:
         words = ["flatmin", "train", "--data", self.data, "--method", self.method]
         _, chosen = split_settings(self._chosen_trial().settings)
         for name, value in {**self.asked, "epochs": self.epochs, **chosen}.items():
-            words += _flag(name, value) if name not in WITHOUT_FLAG else []
+            words += _flag(name, value) if name in RECIPE_FLAGS else []
         for name, value in self.settings().items():
-            words += _flag(name, value) if name in FLAGS else ["--set", f"{name}={_as_text(value)}"]
+            words += _flag(name, value) if name in methods.FLAGS else ["--set", f"{name}={_as_text(value)}"]
         return words
 
     def _chosen_trial(self) -> Trial:
@@ -119,7 +120,8 @@ def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag] if value else []
     parts = [_as_text(part) for part in (value if isinstance(value, list | tuple) else [value])]
-    return [flag, *([",".join(parts)] if name == "milestones" else parts)]
+    has_commas = name in RECIPE_FLAGS and RECIPE_FLAGS[name].kind == NUMBERS
+    return [flag, *([",".join(parts)] if has_commas else parts)]
 
 
 def _as_text(value: Any) -> str:

@@ -141,6 +141,9 @@ def test_signatures_are_as_they_are_meant(site: Path) -> None:
     assert "misplaced" not in optimizers
     assert "Trace(value: Tensor, error: Tensor, products: int)" in flatness_
     assert "delta where it was found, a tensor per parameter" in flatness_
+    laboratory = words(site / "reference" / "laboratory.html")
+    assert "lr: float = 0.1," in laboratory
+    assert "lr The highest learning rate (the paper: 0.1). Must be above 0 and finite." in laboratory
     assert "flatmin.flatness.Trace.value" not in (site / "reference" / "flatness.html").read_text(encoding="utf-8")
 
 

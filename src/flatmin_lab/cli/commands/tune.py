@@ -12,7 +12,6 @@ from rich.table import Table
 
 from flatmin_lab import methods as all_methods
 from flatmin_lab.cli import display
-from flatmin_lab.cli import training_options as flags
 from flatmin_lab.cli.options import (
     DEFAULT_DATA_DIR,
     Address,
@@ -28,10 +27,11 @@ from flatmin_lab.cli.options import (
 )
 from flatmin_lab.cli.request import data_location, read_data
 from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
-from flatmin_lab.cli.training_options import TRAINING, check_milestones, recipe_changes
+from flatmin_lab.cli.training_options import check_milestones, recipe_changes, recipe_options
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.cluster.scheduler import Scheduler
 from flatmin_lab.recipes.defaults import default_recipe
+from flatmin_lab.recipes.fields import TRAINING
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started, Stopped
 from flatmin_lab.system.machine import hardware
 from flatmin_lab.system.optional_deps import need
@@ -47,8 +47,8 @@ HOW = "How they run"
 TUNING = Path("tuning")
 
 
+@recipe_options(after={"seed": "deterministic"}, without=("ema", "validation", *all_methods.FLAGS))
 def tune(
-    data: flags.Data = None,
     method: Annotated[str, typer.Option(help=f"{', '.join(all_methods.METHODS)}.")] = "amp",
     trials: Annotated[int, typer.Option(help="Training runs, including those of an earlier call.", min=1)] = 20,
     measure: Annotated[
@@ -59,32 +59,16 @@ def tune(
         option("What to tune, as in epsilon or lr,weight_decay; default: all hyper-parameters of the method."),
     ] = None,
     out: Annotated[Path | None, option("The tuning's folder; default: tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
-    model: flags.Model = None,
     epochs: Annotated[
         int | None,
         option(
             "As many as you will train: the best radius grows with them. Default: the data set's own.", panel=TRAINING
         ),
     ] = None,
-    batch_size: flags.BatchSize = None,
-    lr: flags.Lr = None,
-    momentum: flags.Momentum = None,
-    weight_decay: flags.WeightDecay = None,
-    schedule: flags.Schedule = None,
-    milestones: flags.Milestones = None,
-    warmup: flags.Warmup = None,
-    augment: flags.Augment = None,
-    clip_norm: flags.ClipNorm = None,
-    label_noise: flags.LabelNoise = None,
-    size: flags.Size = None,
     settings: Annotated[
         list[str] | None,
         option("A setting of the method that is fixed, not tuned, as in inner_iter=2.", "--set", panel=TRAINING),
     ] = None,
-    precision: flags.Precision = None,
-    channels_last: flags.ChannelsLast = None,
-    compile_: flags.Compile = None,
-    deterministic: flags.Deterministic = None,
     seed: Annotated[
         int,
         typer.Option(
@@ -115,36 +99,20 @@ def tune(
     address: Address = None,
     gpus: Gpus = None,
     debug: Debug = False,
+    **flags: Any,
 ) -> None:
     """Tune AMP's ε and ζ, or another method's settings, without the test set. If killed, the same command resumes."""
     with report_errors(debug):
         optuna: Any = need("optuna", "flatmin tune")
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # this command reports instead
+        data: str | None = flags["data"]
         if data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
-        asked = recipe_changes(
-            model=model,
-            epochs=epochs,
-            batch_size=batch_size,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            schedule=schedule,
-            milestones=milestones,
-            warmup=warmup,
-            augment=augment,
-            clip_norm=clip_norm,
-            label_noise=label_noise,
-            size=size,
-            precision=precision,
-            channels_last=channels_last,
-            compile=compile_,
-            deterministic=deterministic,
-        )
+        asked = recipe_changes({**flags, "epochs": epochs})
         fixed = parse_settings(settings)
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
         tuned_for = hyper_parameters_of(method, names, fixed=[*fixed, *asked])
-        dataset = read_data(data, data_dir, download=download, size=size)
+        dataset = read_data(data, data_dir, download=download, size=flags["size"])
         search = SearchSpace(
             recipe=default_recipe(
                 data_location(data), dataset, method=method, settings=fixed, validation=True, **cast(Any, asked)
@@ -155,7 +123,7 @@ def tune(
             pruning=not no_pruning,
             asked=asked,
         )
-        check_milestones(milestones, search.recipe)
+        check_milestones(flags["milestones"], search.recipe)
         folder = out or TUNING / default_name(search.recipe, dataset)
         console = display.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
