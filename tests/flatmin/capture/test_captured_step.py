@@ -278,7 +278,7 @@ def test_all_forms_of_a_step_begin_each_pass_with_the_buffers_of_the_clean_one(i
     ended = []
     for form in ("closure", "blocks", "aside"):
         case = setup()
-        spectral_norm(case.model[0])
+        spectral_norm(next(part for part in case.model.modules() if isinstance(part, nn.Linear)))
         base = SGD(case.model.parameters(), lr=0.1)
         optimizer = flatmin.AMP(base, epsilon=0.3, inner_iter=inner_iter, model=case.model)
         closure, beside = case.closure(optimizer), aside(case, optimizer)
