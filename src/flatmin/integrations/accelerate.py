@@ -53,6 +53,7 @@ class Window:
         self.model = model
         self.optimizer = unwrap_optimizer(optimizer)
         self._passes: list[Replay] = []
+        self._zeroed = self.optimizer.zeroed
         check_strategy(accelerator)
         if self.optimizer.model is not None:
             self.optimizer.model = model  # the prepared one, which exchanges gradients between processes
@@ -87,6 +88,8 @@ class Window:
 
     def run(self, run: Callable[[], T]) -> T:
         """A micro-batch, forward and backward: now at θ, and with the others at θ + Δ, once the window is complete."""
+        if self.optimizer.zeroed != self._zeroed:  # those before this one were dropped, with their gradients
+            self._passes, self._zeroed = [], self.optimizer.zeroed
         replay = Replay(run, self.optimizer)
         together = (
             self.optimizer.sync_perturbation or not self.optimizer.perturbs

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from transformers import Trainer
+from transformers.trainer_utils import HPSearchBackend
 
 from flatmin.integrations.accelerate import Window, check_strategy
 from flatmin.optim import AMP, RMP
@@ -36,6 +37,7 @@ class AMPTrainer(Trainer):
         class AMPSeq2SeqTrainer(AMPTrainer, Seq2SeqTrainer): ...
     """
 
+    hp_space: Any  # of a search: what a trial draws
     optimizer: Any  # None, then the Trainer's or the user's, wrapped, then as Accelerate prepared it
 
     def __init__(
@@ -46,8 +48,7 @@ class AMPTrainer(Trainer):
         perturb: Callable[[str, nn.Parameter], bool] | None = None,
         **kwargs: Any,
     ) -> None:
-        known = signature(method).parameters.keys() - {"base", "model"}
-        settings = {name: kwargs.pop(name) for name in known & kwargs.keys()}
+        settings = {name: kwargs.pop(name) for name in _settings_of(method) & kwargs.keys()}
         if epsilon is not None:
             settings["epsilon"] = epsilon
         named = signature(super().__init__).bind_partial(*args, **kwargs).arguments
@@ -87,6 +88,21 @@ class AMPTrainer(Trainer):
         self.optimizer = wrapped = self._method(optimizer, model=self.model, **self._settings)
         return wrapped
 
+    def _hp_search_setup(self, trial: Any) -> None:
+        """A trial's settings of the perturbation serve its training; the Trainer knows its own arguments alone."""
+        if self.hp_search_backend is None or trial is None:
+            super()._hp_search_setup(trial)
+            return
+        space = self.hp_space
+        drawn = dict(space(trial) if self.hp_search_backend == HPSearchBackend.OPTUNA else trial)
+        ours = {name: drawn.pop(name) for name in _settings_of(self._method) & drawn.keys()}
+        self._settings = {**self._settings, **ours}
+        try:
+            self.hp_space = lambda _: drawn
+            super()._hp_search_setup(trial if self.hp_search_backend == HPSearchBackend.OPTUNA else drawn)
+        finally:
+            self.hp_space, self._trial = space, trial
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -100,3 +116,7 @@ class AMPTrainer(Trainer):
             return loss
 
         return self._window.run(run)
+
+
+def _settings_of(method: type[AMP] | type[RMP]) -> set[str]:
+    return signature(method).parameters.keys() - {"base", "model"}

@@ -69,6 +69,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._delta: Copies[Tensor] = Copies()  # Δ between two ascent steps; stays empty for N = 1
         self._storage = InPlace(self._theta)
         self._in_a_pass = False
+        self.zeroed = 0  # times that zero_grad() began a step: gradients of before are gone
         self._checked: list[Any] | None = None  # the settings that were found right
         self.forget_step()
 
@@ -95,6 +96,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """
         if not self._in_a_pass:
             self.forget_step()
+            self.zeroed += 1
             if self._at_start is not None:
                 self._at_start.take_random(self.devices())
                 self._knows_start = True

@@ -21,7 +21,7 @@ from flatmin.core.messages import describe
 
 Group = dict[str, Any]
 
-_NOT_COPIED = ("step", "last", "grad_scale", "found_inf")
+_NOT_COPIED = ("step", "last", "zeroed", "grad_scale", "found_inf")
 
 
 class OptimizerWrapper(Optimizer):

@@ -336,6 +336,36 @@ def test_an_exception_in_a_pass_leaves_the_weights_and_the_next_window_is_whole(
     assert same(model.parameters(), straight.parameters())
 
 
+def test_a_window_that_was_dropped_is_not_part_of_the_next() -> None:
+    """Its last micro-batch fails, the loop zeroes the gradients and goes on, as after running out of memory."""
+    ended = []
+    for fails_first in (True, False):
+        accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+        model = new_model("mlp")
+        model, optimizer = accelerator.prepare(model, wrapped(model))
+        window = Window(accelerator, model, optimizer)
+
+        def loss_of(x: Tensor, y: Tensor, *, fails: bool = False, model: nn.Module = model) -> Tensor:
+            if fails:
+                raise RuntimeError("out of memory")
+            return cross_entropy(model(x), y)
+
+        rows = list(batches())[:2]
+        for dropped in (True, False) if fails_first else (False,):
+            for number, (x, y) in enumerate(rows):
+                with accelerator.accumulate(model):
+                    try:
+                        window.backward(loss_of, x, y, fails=dropped and number == 1)
+                        optimizer.step()
+                    except RuntimeError:
+                        pass
+                    optimizer.zero_grad()
+        ended.append(list(model.parameters()))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert same(*ended)
+
+
 def test_what_is_wrong_is_told() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model = new_model("mlp")

@@ -488,3 +488,46 @@ def test_a_batch_is_what_the_collator_makes_of_sentences(tmp_path: Path) -> None
     trainer = plain(tmp_path, small_gpt())
     first = next(iter(trainer.get_train_dataloader()))
     assert same(first.values(), batch(sentences(2)).values())
+
+
+# ---- a search
+
+
+@pytest.mark.parametrize("settings", [{"epsilon": 0.05}, {"epsilon": 0.05, "inner_iter": 2}])
+def test_a_search_trains_with_the_values_that_it_draws(
+    tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("optuna")
+    used: list[dict[str, float]] = []
+
+    class Used(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+        def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            amp = optimizer.optimizer
+            rate = amp.param_groups[0]["initial_lr"]
+            used.append(
+                {"epsilon": amp.param_groups[0]["epsilon"], "inner_iter": amp.inner_iter, "learning_rate": rate}
+            )
+
+    trainer = AMPTrainer(
+        model_init=lambda: small_gpt(dropout=0.0),
+        args=arguments(tmp_path, num_train_epochs=1, log_level="warning"),
+        train_dataset=sentences(4),
+        eval_dataset=sentences(4),
+        callbacks=[Used()],
+        **settings,
+    )
+    drawn: list[dict[str, float]] = []
+
+    def space(trial: Any) -> dict[str, float]:
+        """One value under another name and scale than it was drawn with."""
+        values = {"epsilon": 10 ** trial.suggest_float("exponent", -2, 0), "inner_iter": trial.suggest_int("n", 1, 3)}
+        values["learning_rate"] = trial.suggest_float("learning_rate", 1e-3, 1e-2)
+        if not drawn or drawn[-1] != values:
+            drawn.append(values)
+        return values
+
+    with caplog.at_level("WARNING", logger="transformers"):
+        trainer.hyperparameter_search(space, lambda found: found["eval_loss"], n_trials=3, backend="optuna")
+    assert used == drawn
+    assert len({values["epsilon"] for values in used}) == 3
+    assert "no corresponding field" not in caplog.text
