@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import LBFGS
 
 from flatmin.ball import Norm, combine, norms
 from flatmin.core import distributed
@@ -39,7 +38,7 @@ from flatmin.optim.grad_scaler import (
 from flatmin.optim.skip_step import step_unless
 from flatmin.optim.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
-from flatmin.optim.wrapper import Group, OptimizerWrapper
+from flatmin.optim.wrapper import Group, OptimizerWrapper, evaluates_closure
 
 Closure = Callable[[], Any]
 Closures = list[Closure] | tuple[Closure, ...]  # one per micro-batch
@@ -242,8 +241,9 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     def _step_each(self, closures: Closures, scaler: GradScaler | None) -> list[Any]:
         """Each micro-batch has its own ascent from θ; the base steps with the mean of their gradients."""
         idle = not self.perturbs
-        if isinstance(self.base, LBFGS):
-            raise TypeError(f"LBFGS evaluates its closure itself and takes one, got a list of {len(closures)}")
+        if evaluates_closure(self.base):
+            name = type(self.base).__name__
+            raise TypeError(f"{name} evaluates its closure itself and takes one, got a list of {len(closures)}")
         mean = MeanGradient(self._params())
         before = None if self.model is None else Snapshot(self.model)
         if before is not None:
@@ -527,6 +527,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         for group in self.base.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
+                    _check_first_order(p.grad, where)
                     return
         if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
             raise RuntimeError(
@@ -534,6 +535,14 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 "optimizer last, after fully_shard(), .to() and the like"
             )
         raise RuntimeError(f"no parameter got a gradient in {where}; call backward() inside it")
+
+
+def _check_first_order(gradient: Tensor, where: str) -> None:
+    if gradient.requires_grad:
+        raise RuntimeError(
+            f"the gradients of {where} have a graph of their own (create_graph=True), for a base that differentiates "
+            "them once more, and the weights have moved when it steps; use epsilon=0 with such a base, or another one"
+        )
 
 
 @dataclass

@@ -2,18 +2,19 @@
 
 A wrapper that copies its base's groups must be linked to it again after every load, deepcopy or added group, and each
 forgotten link is a learning rate that no longer changes. So nothing is copied: `state`, `param_groups` and `defaults`
-are properties that return the base's. The wrapper's own numbers (ε, ζ) are in the groups beside lr and weight decay,
-where schedulers move them, checkpoints carry them and a group may have its own.
+are properties that return the base's, and what else the base can do is passed on. The wrapper's own numbers (ε, ζ) are
+in the groups beside lr and weight decay, where schedulers move them, checkpoints carry them and a group may have its
+own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from numbers import Real
 from operator import index
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flatmin.ball import BALLS, NORMS, Ball, Norm
@@ -98,6 +99,14 @@ class OptimizerWrapper(Optimizer):
     def _attach_model(self, model: nn.Module | None) -> None:
         """Called with every new model."""
 
+    if not TYPE_CHECKING:  # a type checker shall find what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """What the base has beyond an optimizer: schedule-free's `train()`, timm's `sync_lookahead()` …"""
+            if name.startswith("_") or name == "base":
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return getattr(self.base, name)
+
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or pickle carries: nothing temporary (hooks, a scheduler's patch, a step's copies)."""
         of_a_subclass = {key: value for key, value in vars(self).items() if not key.startswith("_")}
@@ -179,11 +188,17 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not (is_number and 0 <= float(value) < float("inf")):  # type: ignore[arg-type]
             raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-    if isinstance(base, LBFGS) and _is_positive(values.get("epsilon", 0)):
+    if _is_positive(values.get("epsilon", 0)) and evaluates_closure(base):
         raise ValueError(
-            f"LBFGS evaluates its closure itself, at points of its own, and cannot be perturbed, got epsilon="
-            f"{values['epsilon']}; use epsilon=0 with it, or another base such as SGD"
+            f"{type(base).__name__} evaluates its closure itself, at points of its own, and cannot be perturbed, got "
+            f"epsilon={values['epsilon']}; use epsilon=0 with it, or another base such as SGD"
         )
+
+
+def evaluates_closure(base: Optimizer) -> bool:
+    """Can its step not do without a closure? LBFGS looks for a good point with it."""
+    given = signature(type(base).step).parameters.get("closure")
+    return given is not None and given.default is Parameter.empty
 
 
 def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None:

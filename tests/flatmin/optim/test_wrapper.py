@@ -2,11 +2,14 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
@@ -180,3 +183,87 @@ def test_a_copy_of_a_subclass_keeps_its_own_attributes() -> None:
 
 class Scheduled(flatmin.AMP):
     plan: list[float]
+
+
+# ---- what bases have beyond an optimizer
+
+
+class Lookahead(SGD):
+    """With what timm's has, and its training script asks for with hasattr."""
+
+    is_second_order = False
+    synced = 0
+
+    def sync_lookahead(self) -> None:
+        self.synced += 1
+
+
+def test_what_else_the_base_can_do_is_passed_on(tmp_path: Path) -> None:
+    case = setup()
+    optimizer: Any = flatmin.AMP(Lookahead(case.model.parameters(), lr=0.1), epsilon=0.1)
+    assert hasattr(optimizer, "sync_lookahead")
+    optimizer.sync_lookahead()
+    assert optimizer.base.synced == optimizer.synced == 1
+    assert optimizer.is_second_order is False
+    for name in ("train", "_private", "nothing"):
+        assert not hasattr(optimizer, name)
+    copied = copy.deepcopy(optimizer)
+    assert copied.base is not optimizer.base
+    torch.save(optimizer, tmp_path / "optimizer.pt")
+    assert hasattr(torch.load(tmp_path / "optimizer.pt", weights_only=False), "sync_lookahead")
+
+
+def test_a_schedule_free_base_changes_its_mode() -> None:
+    """Its weights in eval mode are another point than in train mode: the mean of the path."""
+    oracle = pytest.importorskip("pytorch_optimizer", reason="an oracle, installed with flatmin[dev]")
+    case = setup()
+    optimizer: Any = flatmin.AMP(oracle.ScheduleFreeSGD(case.model.parameters(), lr=0.1), epsilon=0.1, model=case.model)
+    optimizer.train()
+    run(case, optimizer, 3)
+    training = case.weights()
+    optimizer.eval()
+    assert not same(case.weights(), training)
+    optimizer.train()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(case.weights(), training, strict=True))
+
+
+@pytest.mark.parametrize("name", ["AdaHessian", "SophiaH"])
+def test_a_base_that_differentiates_gradients_gets_a_clear_word(name: str) -> None:
+    oracle = pytest.importorskip("pytorch_optimizer", reason="an oracle, installed with flatmin[dev]")
+    for epsilon in (0.1, 0.0):
+        case = setup()
+        theta = case.weights()
+        base = getattr(oracle, name)(case.model.parameters(), lr=0.1)
+        optimizer = flatmin.AMP(base, epsilon=epsilon, model=case.model)
+
+        def closure(case: Setup = case, optimizer: flatmin.AMP = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = case.loss()
+            loss.backward(create_graph=True)
+            return loss
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using backward")  # torch: create_graph may leak memory
+            if epsilon:
+                with pytest.raises(RuntimeError, match=r"graph of their own \(create_graph=True\).*use epsilon=0"):
+                    optimizer.step(closure)
+                assert same(case.weights(), theta)
+            else:
+                optimizer.step(closure)
+                assert not same(case.weights(), theta)
+        optimizer.zero_grad()
+
+
+class Searching(SGD):
+    """Steps to the best of a few points, so it needs the closure."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def test_a_base_that_needs_a_closure_is_refused_where_it_would_be_perturbed() -> None:
+    case = setup()
+    with pytest.raises(ValueError, match=r"Searching evaluates its closure itself.*got epsilon=0\.1; use epsilon=0"):
+        flatmin.AMP(Searching(case.model.parameters(), lr=0.1), epsilon=0.1)
+    theta, optimizer = case.weights(), flatmin.AMP(Searching(case.model.parameters(), lr=0.1), epsilon=0.0)
+    assert not same(run(case, optimizer, 1), theta)
