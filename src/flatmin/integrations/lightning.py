@@ -44,10 +44,12 @@ except ModuleNotFoundError:  # the same package under its older name
     )
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
+from flatmin.ball import Ball, Norm
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
 from flatmin.integrations.replay import Replay
 from flatmin.optim import AMP, RMP, perturbed
+from flatmin.optim.wrapper import evaluates_closure
 
 __all__ = ["FlatMinima", "PerturbedOptimizer"]
 
@@ -59,12 +61,27 @@ class FlatMinima(pl.Callback):
 
     epsilon     the radius ε; None if `configure_optimizers` returns a flatmin optimizer itself
     method      flatmin.AMP or flatmin.RMP
-    settings    the method's other arguments, such as inner_lr and inner_iter; `model` is the trainer's own
+    inner_lr …  the method's other settings, its own where they are None; `model` is the trainer's
 
     Of several optimizers (in manual optimisation) all are wrapped, with ε = None those that already are.
     """
 
-    def __init__(self, epsilon: float | None = None, *, method: type[AMP] | type[RMP] = AMP, **settings: Any) -> None:
+    def __init__(
+        self,
+        epsilon: float | None = None,
+        *,
+        method: type[AMP] | type[RMP] = AMP,
+        inner_lr: float | None = None,
+        inner_iter: int | None = None,
+        ball: Ball | None = None,
+        norm: Norm | None = None,
+        sync_perturbation: bool | None = None,
+        generator: torch.Generator | None = None,
+        **settings: Any,
+    ) -> None:
+        named: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
+        named |= {"sync_perturbation": sync_perturbation, "generator": generator}  # by name: LightningCLI sees them
+        settings |= {name: value for name, value in named.items() if value is not None}
         if not (isinstance(method, type) and issubclass(method, perturbed.PerturbedOptimizer)):
             raise TypeError(f"method must be flatmin.AMP or flatmin.RMP, got {describe(method)}")
         known = [name for name in signature(method).parameters if name not in ("base", "epsilon")]
@@ -117,6 +134,11 @@ class FlatMinima(pl.Callback):
                 assert isinstance(optimizer, PerturbedOptimizer)
                 optimizer.remember(batch, batch_idx)
 
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, PerturbedOptimizer):
+                optimizer.forget()
+
 
 class PerturbedOptimizer(LightningOptimizer):
     """A flatmin optimizer as Lightning's loops and `self.optimizers()` see it.
@@ -140,7 +162,8 @@ class PerturbedOptimizer(LightningOptimizer):
         super().__init__(optimizer)
         self.replaying = False
         self._configured = configured
-        self._window: list[Replay] = []  # the passes at θ since the last step
+        self._window: list[Replay] = []  # the passes at θ of this step
+        self._stepped = False  # with this batch
 
     @property
     def optimizer(self) -> Optimizer:
@@ -179,17 +202,28 @@ class PerturbedOptimizer(LightningOptimizer):
         arguments = (batch, batch_idx) if takes_index else (batch,)
         self._window.append(Replay(partial(self._train_on, *arguments), self._optimizer))
 
+    def forget(self) -> None:
+        """The batch is done with: a step has been taken, or more than one, or a window goes on."""
+        if self._stepped:
+            self._window, self._stepped = [], False
+
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """All passes, and the step. In manual optimisation without a closure: the step after `perturbed()` blocks."""
         if kwargs:
             raise TypeError(f"step() under FlatMinima takes a closure and nothing else, got {', '.join(kwargs)}")
         self._on_before_step()
+        self._stepped = True
         if closure is not None and not self._module.automatic_optimization:
             self._window = [Replay(closure, self._optimizer)]
-        window, self._window = self._window, []
-        result = None if closure is None else self._run_clean(closure, window)
-        if self._run_perturbed(window):
-            self._finish()
+        if closure is not None and evaluates_closure(self._optimizer.base):  # LBFGS, which ε = 0 leaves alone
+            plugin = self._strategy.precision_plugin
+            result = self._optimizer.step(partial(plugin._wrap_closure, self._module, self, closure))
+        else:
+            result = None if closure is None else self._run_clean(closure, self._window)
+            if self._run_perturbed(self._window):
+                self._finish()
+        if not self._module.automatic_optimization:
+            self._window = []
         self._on_after_step()
         return result
 

@@ -628,6 +628,61 @@ def test_an_optimizer_step_of_the_users_own_is_respected(calls_closure: bool) ->
     assert same(own.weights(), expected.weights())
 
 
+class Twice(Module):
+    """Two steps a batch, as some do in their `optimizer_step`."""
+
+    def optimizer_step(self, *arguments: Any, **named: Any) -> None:
+        super().optimizer_step(*arguments, **named)
+        super().optimizer_step(*arguments, **named)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_an_optimizer_step_that_steps_twice_is_two_steps(epsilon: float) -> None:
+    module, expected = Twice("mlp"), Module("mlp")
+    fit(module, FlatMinima(epsilon=epsilon), max_epochs=1)
+    base = OPTIMIZERS["nesterov"](expected.parameters())
+    optimizer = flatmin.AMP(base, epsilon=epsilon, model=expected)
+    for batch in loader():
+        for _ in range(2):
+
+            def closure(batch: Any = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = expected.loss(batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    assert same(module.weights(), expected.weights())
+
+
+def test_lbfgs_without_a_radius_is_plain_lightning_bit_for_bit() -> None:
+    def lbfgs(params: Any) -> Optimizer:
+        return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+
+    class Steps(pl.Callback):
+        count = 0
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            self.count += 1
+
+    plain, module = Module("mlp", base=lbfgs), Module("mlp", base=lbfgs)
+    expected, counted = Steps(), Steps()
+    fit(plain, expected)
+    fit(module, FlatMinima(epsilon=0.0), counted)
+    assert same(module.weights(), plain.weights())
+    assert counted.count == expected.count > 8
+
+
+def test_a_command_line_sees_every_setting() -> None:
+    """LightningCLI makes its flags from the signature."""
+    settings = signature(FlatMinima).parameters
+    for method in (flatmin.AMP, flatmin.RMP):
+        assert signature(method).parameters.keys() - {"base", "model"} <= settings.keys()
+    (optimizer,) = fit(Module("mlp"), FlatMinima(epsilon=0.1, inner_iter=2, ball="tensor", inner_lr=0.5)).optimizers
+    assert (optimizer.inner_iter, optimizer.ball, optimizer.norm) == (2, "tensor", "l2")  # type: ignore[attr-defined]
+    assert optimizer.param_groups[0]["inner_lr"] == 0.5
+
+
 class Manual(Module):
     def __init__(self, model: str = "mlp", form: str = "blocks") -> None:
         super().__init__(model)
@@ -864,6 +919,6 @@ def test_wrong_values_and_two_callbacks_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="epsilon must be a finite number of at least 0, got -1"):
         FlatMinima(epsilon=-1)
     with pytest.raises(ValueError, match="unknown ball 'layer'"):
-        FlatMinima(epsilon=0.1, ball="layer")
+        FlatMinima(epsilon=0.1, ball="layer")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a Trainer takes one FlatMinima, got 2 of them; keep one"):
         fit(Module(), FlatMinima(epsilon=0.1), FlatMinima(epsilon=0.1))
