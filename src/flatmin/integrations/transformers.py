@@ -11,11 +11,13 @@ from inspect import signature
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from transformers import Trainer
 from transformers.trainer_utils import HPSearchBackend
 
+from flatmin.core.messages import describe
 from flatmin.integrations.accelerate import Window, check_strategy
 from flatmin.optim import AMP, RMP
 from flatmin.optim.param_groups import groups
@@ -88,6 +90,16 @@ class AMPTrainer(Trainer):
         self.optimizer = wrapped = self._method(optimizer, model=self.model, **self._settings)
         return wrapped
 
+    def _check_wrapped(self) -> None:
+        optimizer = self.optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        if not isinstance(optimizer, PerturbedOptimizer):
+            raise TypeError(
+                f"create_optimizer of {type(self).__name__} left {describe(optimizer)} unwrapped; let it set "
+                "self.optimizer, and end with `return super().create_optimizer()`"
+            )
+
     def _hp_search_setup(self, trial: Any) -> None:
         """A trial's settings of the perturbation serve its training; the Trainer knows its own arguments alone."""
         if self.hp_search_backend is None or trial is None:
@@ -108,6 +120,7 @@ class AMPTrainer(Trainer):
     ) -> Tensor:
         """A micro-batch at θ; after the last one of a window, all of them at θ + Δ."""
         if self._window is None:
+            self._check_wrapped()
             self._window = Window(self.accelerator, model, self.optimizer)
         step = super().training_step
 

@@ -490,6 +490,29 @@ def test_a_batch_is_what_the_collator_makes_of_sentences(tmp_path: Path) -> None
     assert same(first.values(), batch(sentences(2)).values())
 
 
+class WithItsOwnOptimizer(AMPTrainer):
+    wraps = True
+
+    def create_optimizer(self, *_: Any) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        return super().create_optimizer() if self.wraps else self.optimizer
+
+
+class Unwrapped(WithItsOwnOptimizer):
+    wraps = False
+
+
+def test_a_subclass_may_make_the_optimizer(tmp_path: Path) -> None:
+    models = small_gpt(), small_gpt()
+    rows, args = sentences(ROWS), arguments(tmp_path, gradient_accumulation_steps=2)
+    WithItsOwnOptimizer(models[0], args, train_dataset=rows, callbacks=[Seeds()], epsilon=0.1).train()
+    given = torch.optim.SGD(models[1].parameters(), lr=0.05)
+    AMPTrainer(models[1], args, train_dataset=rows, callbacks=[Seeds()], epsilon=0.1, optimizers=(given, None)).train()
+    assert same(weights(models[0]), weights(models[1]))
+    with pytest.raises(TypeError, match=r"create_optimizer of Unwrapped left an object of type SGD.*return super\(\)"):
+        Unwrapped(small_gpt(), args, train_dataset=rows, epsilon=0.1).train()
+
+
 # ---- a search
 
 
