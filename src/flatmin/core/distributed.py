@@ -123,15 +123,18 @@ def check_missing_gradients(
     )
 
 
-def check_gradient_norms(length: float, groups: Sequence[Any], *, device: torch.device) -> None:
-    """Raises on every rank if the gradients of replicas were not synchronised."""
-    check_same(
-        {"‖∇J‖": f"{length:.9g}"},  # in digits: nan is nan
-        groups,
-        device=device,
-        way_out="run the passes outside no_sync() (or use sync_perturbation=False), and only parameters of the "
-        "DistributedDataParallel model",
+def check_gradient_norms(length: float, groups: Sequence[Any], *, device: torch.device, ascends: bool) -> None:
+    """Raises on every rank if the gradients of replicas, of the ascent or of the step, were not synchronised."""
+    of_ascent = (
+        "run the passes outside no_sync() (or use sync_perturbation=False), and only parameters of the "
+        "DistributedDataParallel model"
     )
+    of_step = (
+        "run the last pass outside no_sync(), and only parameters of the DistributedDataParallel model; where each "
+        "rank shall step with its own gradient (LocalSGD averages the weights instead), give model=ddp_model.module"
+    )
+    found = {"‖∇J‖": f"{length:.9g}"}  # in digits: nan is nan
+    check_same(found, groups, device=device, way_out=of_ascent if ascends else of_step)
 
 
 def broadcast_over_mesh(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:

@@ -390,7 +390,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 check_scaler_used(scaler)
                 unscale = inverse_scale(scaler, self.owners, self._home)
             if n == 0 and self.sync_perturbation and self._is_new:
-                self._compare_gradients()
+                self._compare_gradients(ascends=True)
         self.perturb(n, unscale, self._storage, self._measured)
         torch.clear_autocast_cache()  # with autocast around the step, passes would use the old weights
         if scaler is not None:
@@ -414,7 +414,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             if scaler is not None:
                 check_scaler_used(scaler)
             if self._is_new:
-                self._compare_gradients()
+                self._compare_gradients(ascends=False)
             skip = self.must_skip(gradients, scaler, self._storage, self._measured)
             measured = self._measured.numbers
             if scaler is None and skip.device.type in READ_AT_ONCE and not skip:
@@ -455,7 +455,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             distributed.check_same(settings, groups, device=self._home, way_out="give every rank the same settings")
         self._process_groups = groups
 
-    def _compare_gradients(self) -> None:
+    def _compare_gradients(self, *, ascends: bool) -> None:
         """In the first step: a parameter with a gradient on only some ranks would make the others wait for ever."""
         if not self._process_groups:
             return
@@ -463,7 +463,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if self._replicas:
             gradients = [p.grad for p in self._params() if p.grad is not None]
             length = float(combine(norms(gradients, norm=self.norm), norm=self.norm))
-            distributed.check_gradient_norms(length, self._process_groups, device=self._home)
+            distributed.check_gradient_norms(length, self._process_groups, device=self._home, ascends=ascends)
 
     # ---- calls and their arguments
 

@@ -223,6 +223,7 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
         "inner_iter": {"inner_iter": rank + 1},
         "replicas": {"model": model.module, "sync_perturbation": False},
         "static": {"sync_perturbation": False},
+        "local": {"sync_perturbation": False},
         "outside": {},
     }
     optimizer = AMP(SGD(params, lr=0.1), **{"epsilon": 0.1, "model": model, **wrong.get(on, {})})
@@ -230,12 +231,13 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = case.loss()
-        if on == "gradients" and rank == 0:
-            loss = loss + params[0].sum()
-        if on == "outside":  # a parameter that nobody synchronises
-            loss = loss + (rank + 1) * params[0].sum()
-        loss.backward()
+        with model.no_sync() if on == "local" else nullcontext():
+            loss = case.loss()
+            if on == "gradients" and rank == 0:
+                loss = loss + params[0].sum()
+            if on == "outside":  # a parameter that nobody synchronises
+                loss = loss + (rank + 1) * params[0].sum()
+            loss.backward()
         return loss
 
     try:
@@ -250,7 +252,7 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
     return {"message": message, "stayed": stayed, "weights": case.weights()}
 
 
-WRONG = ("epsilon", "idle", "inner_iter", "gradients", "replicas", "static", "outside")
+WRONG = ("epsilon", "idle", "inner_iter", "gradients", "replicas", "static", "local", "outside")
 JOBS: dict[str, Any] = {
     **{f"ddp-{method}": partial(train, method=method) for method in METHODS},
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},

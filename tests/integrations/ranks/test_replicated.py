@@ -81,6 +81,7 @@ def test_epsilon_zero_is_the_base_optimizer_with_synchronised_gradients(seen: Se
         ("gradients", r"without a gradient, got \[\] on rank 0 and \['number 0'\] on rank 1; use the same parameters"),
         ("replicas", "got a model with none in it; pass model=ddp_model"),
         ("outside", "the same ‖∇J‖, got .* and only parameters of the DistributedDataParallel model"),
+        ("local", r"the same ‖∇J‖, got .* run the last pass outside no_sync\(\).*LocalSGD.* model=ddp_model\.module"),
         ("static", "cannot do with static_graph=True; leave that out, or use sync_perturbation=True"),
     ],
 )
