@@ -17,7 +17,11 @@ from flatmin_lab.runs.events import DivergedError, Epoch, Event, Failed, Finishe
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning.study import Draw
 
-PRUNED = "pruned"  # the reason why a trial stopped, and the name of the file that stops it
+PRUNED = "pruned"  # why a trial stopped, and the name of the file that stops it
+
+
+class Pruned(Stopped):
+    """The trial was pruned."""
 
 
 class TrialTask(NamedTuple):
@@ -38,10 +42,6 @@ class TrialTask(NamedTuple):
     def moved_to(self, folder: Path) -> "TrialTask":
         """The same trial, with its folder in that one."""
         return self._replace(folder=folder / self.folder.name)
-
-
-def is_pruned(event: Event) -> bool:
-    return isinstance(event, Stopped) and event.reason == PRUNED
 
 
 def run_trial(task: TrialTask, stop: Stop) -> Iterator[tuple[int, Event]]:

@@ -34,7 +34,7 @@ from flatmin_lab.tuning.result import Tuning
 from flatmin_lab.tuning.result_file import FILE, TRIAL_PREFIX
 from flatmin_lab.tuning.search_space import SearchSpace
 from flatmin_lab.tuning.study import Draw, Study, open_study
-from flatmin_lab.tuning.trial import PRUNED, TrialTask, is_pruned, run_trial, train_trial
+from flatmin_lab.tuning.trial import PRUNED, Pruned, TrialTask, run_trial, train_trial
 
 
 def tune(
@@ -51,7 +51,7 @@ def tune(
     scheduler: Scheduler | None = None,
     stop: Stop = lambda: None,
 ) -> Iterator[tuple[Draw, Event]]:
-    """The events of all trials as they come; a pruned one ends with Stopped("pruned").
+    """The events of all trials as they come; a pruned one ends with `Pruned`.
 
     With one worker, the default for one device, the same call gives the same trials. Several workers are processes of
     their own, which read the data from `root`; on a CPU each has one thread. With the `scheduler` of a cluster the
@@ -178,7 +178,7 @@ class _TrialTracker:
         if isinstance(event, Finished | Failed | Stopped):
             event = self._end(task, event)
             self.devices_in_use.pop(number)
-            if not isinstance(event, Stopped) or is_pruned(event):
+            if not isinstance(event, Stopped) or isinstance(event, Pruned):
                 remove_old_checkpoints(task.folder)
             self.write()
         return event
@@ -186,7 +186,7 @@ class _TrialTracker:
     def _end(self, task: TrialTask, event: Finished | Failed | Stopped) -> Event:
         number = task.draw.number
         if number in self.pruned:
-            return Stopped(PRUNED, 0)  # whatever its run did until it saw the file
+            return Pruned(PRUNED, 0)  # whatever its run did until it saw the file
         match event:
             case Finished(result) if result[self.measure] is not None:
                 self.study.end(number, "finished", {**result, "epoch": result["epochs"]})

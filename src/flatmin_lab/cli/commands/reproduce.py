@@ -32,7 +32,7 @@ from flatmin_lab.cli.options import (
     report_errors,
 )
 from flatmin_lab.cli.request import read_data
-from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
+from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.cluster.run_queue import schedule_runs
@@ -134,7 +134,7 @@ def reproduce(
             reproduce_view.show_table(one, store, selection)
         if reason is not None:
             display.say(console, f"stopped by {reason}; the same command resumes")
-            raise typer.Exit(EXIT_CODES[reason])
+            raise typer.Exit(exit_code(reason))
         for one in selection.measured:
             _cost(one, store, _first(where), data_dir, download, console)
         if failed:

@@ -22,7 +22,7 @@ from flatmin_lab.cli.options import (
     report_errors,
 )
 from flatmin_lab.cli.request import Plan, Request, TunedValues
-from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
+from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
 from flatmin_lab.cli.training_options import SPEED, TRAINING, check_milestones, recipe_changes
 from flatmin_lab.runs.events import Finished, Stopped
@@ -179,7 +179,7 @@ def train(
             ended = _train(plan, ranks, console, **how)
         if isinstance(ended, Stopped):
             display.say(console, f"stopped by {ended.reason}, {_saved_text(ended, plan, ranks, data_dir)}")
-            raise typer.Exit(EXIT_CODES[ended.reason])
+            raise typer.Exit(exit_code(ended.reason))
         if ranks.is_main:
             display.outcome(ended.result, plan.folder)
 
