@@ -199,3 +199,18 @@ def describe_loss(error: Exception) -> str:
     detail = re.search(r"exit detail: ([^.\n]+)", text)
     first = text.partition("\n")[0][:MAX_MESSAGE_LENGTH] or type(error).__name__
     return f"its process ended ({detail[1] if detail else first})"
+
+
+def import_failure(error: Exception) -> str | None:
+    """The line that says what a node could not import, if that is why its worker did not start.
+
+    Ray replaces an actor whose class cannot be imported by one that raises a RuntimeError, with the traceback as text.
+
+    >>> import_failure(RuntimeError("The actor failed to import.\\nModuleNotFoundError: No module named 'flatmin_lab'"))
+    "ModuleNotFoundError: No module named 'flatmin_lab'"
+    >>> import_failure(RuntimeError("The actor died."))
+    """
+    text = str(error)
+    if "ModuleNotFoundError" not in text and "ImportError" not in text:
+        return None
+    return next(line.strip() for line in reversed(text.splitlines()) if "Error" in line)

@@ -24,7 +24,7 @@ from flatmin_lab.execution.cluster.worker_pool import NoNodeError
 from flatmin_lab.execution.process_pool import Stop, TaskFailure
 from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_data
 from flatmin_lab.runs.config import OtherRunError
-from flatmin_lab.runs.events import Event, Failed, Finished, RunError, Stopped
+from flatmin_lab.runs.events import BusyError, Event, Failed, Finished, RunError, Stopped
 from flatmin_lab.runs.open_folder import check, lock_folder
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import config_of
@@ -131,7 +131,8 @@ class _RunQueue:
         except (ValueError, OSError, RunError) as error:
             what = error.what if isinstance(error, OtherRunError) else str(error)
             way_out = "" if isinstance(error, RunError) else f" Move {folder} away, or give other --runs"
-            self.unreported.append(self.end(number, Failed(f"{what}{way_out}", later=True)))
+            busy = isinstance(error, BusyError)
+            self.unreported.append(self.end(number, Failed(f"{what}{way_out}", later=True, busy=busy)))
             return False
         return True
 

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from flatmin_lab.execution.cluster import nodes
-from flatmin_lab.execution.cluster.nodes import Node, Share, describe_loss
+from flatmin_lab.execution.cluster.nodes import Node, Share, import_failure
 from flatmin_lab.execution.cluster.worker import Worker, WorkerInfo, worker_info
 from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.machine import commit
@@ -179,10 +179,8 @@ class WorkerPool:
         self.history(worker.node).early = 0
 
     def _lose_early(self, node: Node, error: Exception) -> None:
-        text = str(error)
-        if "ModuleNotFoundError" in text or "ImportError" in text:
-            missing = next((line for line in reversed(text.splitlines()) if "Error" in line), describe_loss(error))
-            self._exclude(node, f"{missing.strip()}; install flatmin[cluster] there, the same version as here")
+        if (missing := import_failure(error)) is not None:
+            self._exclude(node, f"{missing}; install flatmin[cluster] there, the same version as here")
         else:
             self.history(node).record_loss(early=True)
 
