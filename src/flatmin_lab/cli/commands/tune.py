@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -30,10 +29,8 @@ from flatmin_lab.cli.request import data_location, read_data
 from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.training_options import TRAINING, check_milestones, recipe_changes
 from flatmin_lab.data import DATA_SETS
-from flatmin_lab.execution.cluster.scheduler import Scheduler
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
-from flatmin_lab.system.machine import hardware
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.tuning import result_file, summary
 from flatmin_lab.tuning.result import Tuning
@@ -160,20 +157,16 @@ def tune(
         console = display.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
         with open_executor(executor, **where, console=console) as there, stop_on_signals() as stop:
-            scheduler, devices = (there, ["cpu"]) if isinstance(there, Scheduler) else (None, there)
-            on = hardware(torch.device(devices[0])) if scheduler is None else scheduler.hardware
-            display.say(console, headline(search, trials, on))
+            display.say(console, headline(search, trials, there.hardware))
             events = tuning(
                 search,
                 dataset,
                 folder=folder,
                 trials=trials,
                 storage=storage,
-                devices=devices,
-                workers=workers,
+                executor=there,
                 root=data_dir,
                 checkpoint_epochs=checkpoint_epochs,
-                scheduler=scheduler,
                 stop=stop,
             )
             follow(events, console, search, trials)

@@ -75,7 +75,11 @@ def _full_address(address: str | None) -> str:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise within seconds if nothing answers there."""
+    """Raise within seconds if nothing answers there.
+
+    Ray's own connection cannot: `ray.init` of Ray 2.60 was still trying after three minutes where nothing listens, and
+    its health check is no public interface.
+    """
     if address == "local":
         return
     host, _, port = address.rpartition(":")
