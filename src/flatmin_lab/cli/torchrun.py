@@ -86,7 +86,7 @@ def device_of(name: str | None, ranks: RankGroup) -> torch.device:
     device = device_named(name)
     if ranks.size == 1 or device.type != "cuda":
         return device
-    if device.index is not None:
+    if device != torch.device("cuda"):  # it has a number
         raise ValueError(
             f"each of {ranks.size} processes has a GPU of its own, got --device {name}; write --device cuda"
         )
