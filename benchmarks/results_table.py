@@ -12,6 +12,7 @@ from pathlib import Path
 
 import readme
 from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Protocol
+from flatmin_lab.recipes.recipe import FollowedProtocol
 from flatmin_lab.report.columns import Column, column_named
 from flatmin_lab.report.html import as_printed
 from flatmin_lab.report.labels import TITLES
@@ -72,7 +73,7 @@ def _measured(runs: Sequence[Run]) -> str:
             " The paper's NLL of label smoothing seems to be the smoothed loss; ours stands in brackets, smoothed over "
             "the other classes, as the published code has it, though trained with it over all."
         )
-    if any(run.result["protocol"] == "short" for run in runs):
+    if any(run.protocol == FollowedProtocol("short") for run in runs):
         notes += (
             " For 60 epochs AMP's ε was chosen by the test error of earlier, shorter and longer runs on CIFAR-10, "
             "and the other methods have the paper's settings for 200, unless a row says otherwise."

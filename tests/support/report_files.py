@@ -101,7 +101,7 @@ def of_recipe(recipe: Recipe, seed: int, error: float, **changes: Any) -> dict[s
     return {
         **result(recipe.method, seed, error),
         "recipe": name,
-        "protocol": recipe.protocol,
+        "protocol": str(recipe.protocol),
         **settings,
         "settings": resolve_settings(recipe.method, recipe.settings),
         "data_sha256": "0" * 64,

@@ -88,10 +88,11 @@ def epochs_text(count: int) -> str:
 def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in recipe.settings.items())
     seeds = f"seed {seed}" if isinstance(seed, int) else f"seeds {seed}"
+    protocol = "" if recipe.protocol.exceptions else PROTOCOLS.get(recipe.protocol.name, "")
     return (
         f"{recipe.method}{f' ({settings})' if settings else ''}: {recipe.model} on {recipe.data}, "
         f"{epochs_text(recipe.epochs)}, batches of {recipe.batch_size}, {seeds}, "
-        f"{recipe.precision} on {hardware}{PROTOCOLS.get(recipe.protocol, '')}"
+        f"{recipe.precision} on {hardware}{protocol}"
     )
 
 

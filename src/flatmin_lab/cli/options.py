@@ -1,7 +1,7 @@
 """What the commands share: options, the choice of devices or a cluster, settings, and how errors are reported."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +11,11 @@ import typer
 from rich.console import Console
 
 from flatmin_lab.cli import display
-from flatmin_lab.execution.cluster.scheduler import Scheduler, open_scheduler
+from flatmin_lab.execution.process_pool import local_executor
+from flatmin_lab.execution.run_queue import RunExecutor
 from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.machine import devices_named
+from flatmin_lab.system.optional_deps import need
 
 
 def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
@@ -77,21 +79,34 @@ def open_executor(
     device: str | None,
     workers: int | None,
     console: Console,
-) -> Iterator[Scheduler | list[str]]:
-    """Where runs are executed: on these devices of this machine, or by the scheduler of a cluster."""
+    default_workers: Callable[[], int] | None = None,
+) -> Iterator[RunExecutor]:
+    """What executes runs: this machine, or a cluster, whose code is imported only then.
+
+    With `default_workers` each CPU worker has one thread, and there are so many; without, one for each device.
+    """
     if executor not in EXECUTORS:
         raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")
     if executor == "local":
         if given := [name for name, value in (("--address", address), ("--gpus", gpus)) if value is not None]:
             raise ValueError(f"{' and '.join(given)} belong to --executor ray; add it, or leave them out")
-        yield devices_named(device)
+        yield _on_this_machine(devices_named(device), workers, default_workers)
         return
 
     def say(text: str) -> None:
         display.say(console, f"cluster: {text}")
 
-    with open_scheduler(address, device=device, gpus=gpus, max_workers=workers, say=say) as scheduler:
+    cluster = need("flatmin_lab.execution.cluster.scheduler", "--executor ray", extra="cluster")
+    with cluster.open_scheduler(address, device=device, gpus=gpus, max_workers=workers, say=say) as scheduler:
         yield scheduler
+
+
+def _on_this_machine(devices: list[str], workers: int | None, default_workers: Callable[[], int] | None) -> RunExecutor:
+    if default_workers is None:
+        return local_executor([devices[number % len(devices)] for number in range(workers or len(devices))])
+    if devices[0] == "cpu":
+        return local_executor(["cpu"] * (workers or default_workers()), single_thread=True)
+    return local_executor(devices)
 
 
 def parse_settings(pairs: list[str] | None) -> dict[str, Any]:

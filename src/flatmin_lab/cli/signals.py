@@ -9,14 +9,29 @@ After the first signal the run saves and ends; a second one interrupts it at onc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from types import FrameType
 
-SIGNAL_NAMES = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "SIGHUP": "a closed terminal"}
-EXIT_CODES = {
-    "Ctrl-C": 130,
-    "SIGTERM": 143,
-    "a closed terminal": 129,
-}  # what a shell expects: 128 + the signal's number
+
+class StopSignal(str, Enum):
+    """A signal that stops a run, in words; as a run's reason to stop it may come from another rank."""
+
+    SIGINT = "Ctrl-C"
+    SIGTERM = "SIGTERM"
+    SIGHUP = "a closed terminal"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)  # Python's versions differ in what an Enum's own does
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects."""
+        return 128 + signal.Signals[self.name]
+
+
+def exit_code(reason: str) -> int:
+    """The command's, after runs that were stopped for that reason."""
+    return reason.exit_code if isinstance(reason, StopSignal) else 1
 
 
 @contextmanager
@@ -24,30 +39,30 @@ def exit_on_signals() -> Iterator[None]:
     """SIGTERM and a closed terminal raise an exception in the block, as Ctrl-C does, so that it can clean up."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(EXIT_CODES[SIGNAL_NAMES[signal.Signals(number).name]])
+        raise SystemExit(StopSignal[signal.Signals(number).name].exit_code)
 
-    with _handlers_installed(end, [name for name in SIGNAL_NAMES if name != "SIGINT"]):
+    with _handlers_installed(end, [StopSignal.SIGTERM, StopSignal.SIGHUP]):
         yield
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], str | None]]:
-    """Yield a function that returns the name of the signal that came, or None. Only in the main thread."""
-    came: list[str] = []
+def stop_on_signals() -> Iterator[Callable[[], StopSignal | None]]:
+    """Yield a function that returns the signal that came, or None. Only in the main thread."""
+    came: list[StopSignal] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
-        name = SIGNAL_NAMES[signal.Signals(number).name]
+        stopped_by = StopSignal[signal.Signals(number).name]
         if came:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_CODES[name])
-        came.append(name)
+            raise KeyboardInterrupt if stopped_by is StopSignal.SIGINT else SystemExit(stopped_by.exit_code)
+        came.append(stopped_by)
 
-    with _handlers_installed(remember, list(SIGNAL_NAMES)):
+    with _handlers_installed(remember, list(StopSignal)):
         yield lambda: came[0] if came else None
 
 
 @contextmanager
-def _handlers_installed(handler: Callable[[int, FrameType | None], None], names: list[str]) -> Iterator[None]:
-    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+def _handlers_installed(handler: Callable[[int, FrameType | None], None], which: list[StopSignal]) -> Iterator[None]:
+    known = [getattr(signal, each.name) for each in which if hasattr(signal, each.name)]
     # a signal that is ignored (by nohup), or whose handler was not set from Python, is left alone
     before = {
         number: signal.getsignal(number) for number in known if signal.getsignal(number) not in (signal.SIG_IGN, None)

@@ -65,7 +65,7 @@ def _open() -> bool:
 
 def _tell(error: Exception, ranks: RankGroup, *, is_shared: bool) -> NoReturn:
     """Raise the error for the command to report, or exit silently if another rank reports it."""
-    lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+    lost = _is_of_connection(error)
     if (is_shared or lost) and not ranks.is_main:
         raise typer.Exit(explain_error(error)[1]) from error
     if lost:
@@ -76,12 +76,17 @@ def _tell(error: Exception, ranks: RankGroup, *, is_shared: bool) -> NoReturn:
     raise error
 
 
+def _is_of_connection(error: Exception) -> bool:
+    """NCCL's errors have a type; gloo raises a plain RuntimeError, known only by its source file, which it names."""
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+
+
 def device_of(name: str | None, ranks: RankGroup) -> torch.device:
     """The device of that name; of several GPUs, the one that torchrun assigned to this process."""
     device = device_named(name)
     if ranks.size == 1 or device.type != "cuda":
         return device
-    if ":" in str(device):
+    if device != torch.device("cuda"):  # it has a number
         raise ValueError(
             f"each of {ranks.size} processes has a GPU of its own, got --device {name}; write --device cuda"
         )

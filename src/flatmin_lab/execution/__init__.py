@@ -1,7 +1,11 @@
 """How runs are executed: in this process, in a pool of processes, or on a Ray cluster.
 
+task_queue.py     tasks, and the bookkeeping of runs and trials: each ends exactly once
+executor.py       the interface of what executes tasks
 runner.py         recipe + seed → one result file: train, evaluate, store
+run_queue.py      many runs as tasks
+local.py          the executor in this process
+process_pool.py   the executor with several processes, of one thread each
 replicas.py       many training runs in one process, in turns, on one GPU
-process_pool.py   many training runs in parallel, each in a process of its own, on the CPU
-cluster/          many training runs on the nodes of a Ray cluster
+cluster/          the executor on the nodes of a Ray cluster
 """

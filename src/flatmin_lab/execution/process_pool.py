@@ -9,44 +9,40 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from flatmin_lab.data.registry import load
+from flatmin_lab.execution.local import LocalExecutor, ThisProcess, task_failure
+from flatmin_lab.execution.task_queue import (
+    Slot,
+    Stop,
+    Task,
+    TaskEnd,
+    TaskFailure,
+    TaskFunction,
+    TaskMessage,
+    TaskQueue,
+)
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Event, Progress, RunError
 from flatmin_lab.training.loop import train
 
+__all__ = ["ProcessPool", "Stop", "TaskFailure", "cores", "local_executor", "run_in_pool", "train_in_pool"]
 T = TypeVar("T")  # a task
-Stop = Callable[[], str | None]  # why to stop, or None
-TaskFunction = Callable[[T, Stop], Iterator[tuple[int, Event]]]
+Work = Callable[[T, Stop], Iterator[tuple[int, Event]]]
+PoolMessage = tuple[int, Event] | TaskFailure | TaskEnd
 PARENT = "the parent"  # why a worker stops, as its runs say it
 STOP_TIMEOUT_SECONDS = 60.0  # for a worker to save a checkpoint and end; then it is killed
 IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to the whole process group: the parent decides what to do
-
-
-class TaskFailure(NamedTuple):
-    """A task that was not finished: it raised an error, or its worker died."""
-
-    why: str
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch with one thread, as in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def cores() -> int:
@@ -73,45 +69,74 @@ def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Event]
 
 
 def run_in_pool(
-    work: TaskFunction[T], tasks: Iterable[T], *, workers: int | None = None, stop: Stop = lambda: None
+    work: Work[T], tasks: Iterable[T], *, workers: int | None = None, stop: Stop = lambda: None
 ) -> Iterator[tuple[T, tuple[int, Event] | TaskFailure]]:
     """What `work(task, stop)` yields for each task, in a pool of processes.
 
-    A task that raises, or whose worker dies, ends with `TaskFailure`. `work` must be importable from a module. A task
-    is taken from the iterable when a worker is free for it, so it may depend on what was yielded until then. When
+    A task that raises, or whose worker dies, ends with `TaskFailure`. `work` must be importable from a module. When
     `stop` returns a reason, busy workers are asked to stop and no other task is started.
     """
-    context = multiprocessing.get_context("spawn")  # a fork would inherit torch's thread pools in a broken state
-    stopping = context.RawValue("b", 0)  # read without a lock
     pending = iter(tasks)
+
+    def take(slot: Slot) -> T | None:
+        return None if stop() else next(pending, None)
+
+    for task, message in _run(work, take, lambda task: stop(), ["cpu"] * (workers or cores())):
+        if not isinstance(message, TaskEnd):
+            yield task, message
+
+
+class ProcessPool(LocalExecutor):
+    """The executor with a process for each device."""
+
+    def run(self, function: TaskFunction, queue: TaskQueue[Any]) -> Generator[tuple[Any, TaskMessage, str], None, None]:
+        """Each process loads the data of its tasks itself."""
+        work: Work[Any] = partial(_run_on_own_data, function)
+        for task, message in _run(work, queue.take, queue.stop_reason, self.devices):
+            yield task, message, ""
+
+
+def local_executor(devices: Sequence[str], *, single_thread: bool = False) -> ThisProcess | ProcessPool:
+    """A process for each device, or this one if there is one device."""
+    return ProcessPool(devices, single_thread=True) if len(devices) > 1 else ThisProcess(devices, single_thread)
+
+
+def _run_on_own_data(function: TaskFunction, task: Task, stop: Stop) -> Iterator[tuple[int, Event]]:
+    return function(task, task.load_data(), stop)
+
+
+def _run(
+    work: Work[T], take: Callable[[Slot], T | None], stop_reason: Callable[[T], str | None], devices: Sequence[str]
+) -> Iterator[tuple[T, PoolMessage]]:
+    """What `work` yields for the tasks, and how each ended. A task is taken when a worker is free for it."""
+    context = multiprocessing.get_context("spawn")  # a fork would inherit torch's thread pools in a broken state
+    idle = [Slot(device, workers=len(devices)) for device in devices]
     pool: dict[Connection, _WorkerProcess[T]] = {}
     try:
         while True:
-            while len(pool) < (workers or cores()) and (task := _next_task(pending, stop)) is not None:
-                worker = _WorkerProcess(context, work, stopping)
+            while idle and (task := take(idle[0])) is not None:
+                worker = _WorkerProcess(context, work, idle.pop(0))
                 pool[worker.pipe] = worker
                 worker.assign(task)
             if not pool:
                 return
-            stopping.value = bool(stop())
+            for worker in pool.values():
+                worker.stopping.value = bool(stop_reason(worker.task))
             for pipe in wait(list(pool), timeout=0.1):
                 worker = pool[pipe]  # type: ignore[index]
                 message = worker.receive()
-                if message is not None:
-                    yield worker.task, message
-                if message is None or isinstance(message, TaskFailure):
-                    if worker.is_alive() and (task := _next_task(pending, stop)) is not None:
+                yield worker.task, message
+                if isinstance(message, TaskFailure | TaskEnd):
+                    if worker.is_alive() and (task := take(worker.slot)) is not None:
                         worker.assign(task)
                     else:
                         pool.pop(worker.pipe).shut_down()
+                        idle.append(worker.slot)
     finally:  # whatever happened, no worker is left behind
-        stopping.value = 1
+        for worker in pool.values():
+            worker.stopping.value = 1
         for worker in pool.values():
             worker.shut_down()
-
-
-def _next_task(pending: Iterator[T], stop: Stop) -> T | None:
-    return None if stop() else next(pending, None)
 
 
 class _WorkerProcess(Generic[T]):
@@ -120,20 +145,22 @@ class _WorkerProcess(Generic[T]):
     task: T
     has_reported = False  # has it sent anything yet?
 
-    def __init__(self, context: SpawnContext, work: TaskFunction[T], stopping: Any) -> None:
+    def __init__(self, context: SpawnContext, work: Work[T], slot: Slot) -> None:
+        self.slot = slot
         self.pipe, there = context.Pipe()
-        self.process = context.Process(target=_worker_main, args=(there, work, stopping))
+        self.stopping = context.RawValue("b", 0)  # read without a lock
+        self.process = context.Process(target=_worker_main, args=(there, work, self.stopping))
         with _sigint_ignored():  # inherited, so that Ctrl-C does not end it while it still imports
             self.process.start()
         there.close()  # so that the end of the process is the end of the pipe
 
     def assign(self, task: T) -> None:
-        self.task = task
+        self.task, self.stopping.value = task, 0
         with suppress(BrokenPipeError):  # it has died: receive() will say so
             self.pipe.send(task)
 
-    def receive(self) -> tuple[int, Event] | TaskFailure | None:
-        """The next message about its task; None at the end of the task."""
+    def receive(self) -> PoolMessage:
+        """The next message about its task."""
         self.has_reported = True
         try:
             return self.pipe.recv()  # type: ignore[no-any-return]
@@ -182,7 +209,7 @@ def _sigint_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _worker_main(pipe: Connection, work: TaskFunction[Any], stopping: Any) -> None:
+def _worker_main(pipe: Connection, work: Work[Any], stopping: Any) -> None:
     """Receive tasks and run them, with one thread, ignoring signals, until the parent says so or dies."""
     for name in IGNORED_SIGNALS:
         if hasattr(signal, name):
@@ -194,8 +221,8 @@ def _worker_main(pipe: Connection, work: TaskFunction[Any], stopping: Any) -> No
             pipe.send(_run_task(pipe, work, task, stopping))
 
 
-def _run_task(pipe: Connection, work: TaskFunction[Any], task: Any, stopping: Any) -> TaskFailure | None:
-    """Send all that a task yields; None at its end, or how it failed."""
+def _run_task(pipe: Connection, work: Work[Any], task: Any, stopping: Any) -> TaskFailure | TaskEnd:
+    """Send all that a task yields, and return how it ended."""
     try:
         for message in work(task, lambda: PARENT if stopping.value else None):
             pipe.send(message)
@@ -203,13 +230,7 @@ def _run_task(pipe: Connection, work: TaskFunction[Any], task: Any, stopping: An
         raise
     except Exception as error:
         return task_failure(error)
-    return None
-
-
-def task_failure(error: Exception) -> TaskFailure:
-    """The error in one line; an unexpected kind of error is named too."""
-    plain = isinstance(error, RunError | ValueError | OSError)
-    return TaskFailure(f"{'' if plain else type(error).__name__ + ': '}{error or type(error).__name__}")
+    return TaskEnd()
 
 
 def _exit_with_parent() -> None:

@@ -233,7 +233,7 @@ def _take_turns(
                     event = Note("not enough memory beside the other runs; it waits until one of them has ended")
                 elif error is not None:
                     failed.append(error)
-                    event = Failed(_describe_error(error), replica.step, later=_is_transient(error))
+                    event = _failed(error, replica.step)
                 only_steps &= event is None or isinstance(event, Progress)
                 if event is not None:
                     yield replica.number, event
@@ -287,10 +287,16 @@ def _without_frames(error: Exception) -> Exception:
     return error
 
 
-def _is_transient(error: Exception) -> bool:
-    """Is it due to the machine at the moment (folder in use, disk full, GPU broken), and not to the run?"""
+def _failed(error: Exception, step: int | None) -> Failed:
+    """The event of a run that failed. `later` where the machine is at fault: folder in use, disk full, GPU broken."""
+    busy = isinstance(error, BusyError)
     full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, BusyError) or full or "CUDA error" in str(error)
+    return Failed(_describe_error(error), step, later=busy or full or _is_of_gpu(error), busy=busy)
+
+
+def _is_of_gpu(error: Exception) -> bool:
+    """Torch has a type for the errors of the CUDA runtime; those of cuBLAS and cuDNN are known by their words alone."""
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
 def _describe_error(error: Exception) -> str:

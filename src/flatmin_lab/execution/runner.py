@@ -1,16 +1,11 @@
 """Recipe + seed → one result file: train, evaluate, store. Finished runs are skipped, interrupted ones are resumed.
 
-    for number, event in run_all([Run(job, ("attack",))], RunOptions(store), devices=["cuda:0"]): ...
-
-On a GPU several runs train at once (replicas.py); several GPUs have a process each. On the CPU there is a pool of
-processes with one thread each (process_pool.py) or, where one worker is enough, this process. Each run is evaluated
-when it has finished, from its last checkpoint. A run that fails ends with `Failed`, and the others continue; the
-failure is stored beside the results unless it is `later`, that is, not the run's own fault.
+The runs of a task train at once on a GPU (replicas.py). Each is evaluated when it has finished, from its last
+checkpoint. A run that fails ends with `Failed`, and the others continue.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +15,8 @@ import torch
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load
 from flatmin_lab.evaluation import load_run, post_training
-from flatmin_lab.execution.process_pool import Stop, TaskFailure, cores, one_thread, run_in_pool
 from flatmin_lab.execution.replicas import train_together
+from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.config import OtherRunError
 from flatmin_lab.runs.events import Event, Failed, Finished, Measured, RunError, Stopped
@@ -29,7 +24,6 @@ from flatmin_lab.runs.open_folder import check
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import ResultStore, curves_of, remove_old_checkpoints
 from flatmin_lab.system.json_data import read_json
-from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import config_of
 
 
@@ -51,11 +45,18 @@ class Run(NamedTuple):
 
 
 class RunTask(NamedTuple):
-    """Runs for one device, by their numbers."""
+    """Runs for one device, by their numbers, all with one data set."""
 
     runs: dict[int, Run]
     device: str
     options: RunOptions
+
+    @property
+    def numbers(self) -> Collection[int]:
+        return self.runs.keys()
+
+    def load_data(self) -> Dataset:
+        return _load_data(next(iter(self.runs.values())).job.recipe.data, self.options.root)
 
     def paths(self) -> list[Path]:
         """The folders and files that are read and written for them."""
@@ -68,89 +69,8 @@ class RunTask(NamedTuple):
         return self._replace(options=self.options._replace(store=store))
 
 
-def run_all(
-    runs: Sequence[Run],
-    options: RunOptions,
-    *,
-    devices: Sequence[str],
-    workers: int | None = None,
-    stop: Stop = lambda: None,
-) -> Iterator[tuple[int, Event]]:
-    """The events of all runs as they come, each with its run's number; failures are stored.
-
-    When `stop` returns a reason, running runs save a checkpoint and end, and no others are started. When a process
-    dies, the runs it was training have failed, and the rest of its task goes to a new process.
-    """
-    started: set[int] = set()
-    ended: set[int] = set()
-
-    def track(number: int, event: Event) -> tuple[int, Event]:
-        if isinstance(event, Failed) and not event.later:
-            options.store.write_failure(runs[number].job, event.what, event.step, facts(torch.device(devices[0])))
-        started.add(number)
-        if isinstance(event, Finished | Failed | Stopped):
-            ended.add(number)
-        return number, event
-
-    while not stop() and len(ended) < len(runs):
-        before = len(ended)
-        left = {number: run for number, run in enumerate(runs) if number not in ended}
-        for number, event in _run_once(left, options, devices, workers, stop):
-            if not isinstance(event, TaskFailure):
-                yield track(number, event)
-            elif number not in ended and number in started:
-                yield track(number, Stopped(stop() or "", 0) if stop() else Failed(event.why))
-        if len(ended) == before:  # a process that dies before it starts a run would do so again
-            for number in left.keys() - ended:
-                yield track(number, Failed("its process ended before it had started", later=True))
-    for number in range(len(runs)):
-        if number not in ended:
-            yield number, Stopped(stop() or "asked to stop", 0)
-
-
-def _run_once(
-    runs: dict[int, Run], options: RunOptions, devices: Sequence[str], workers: int | None, stop: Stop
-) -> Iterator[tuple[int, Event | TaskFailure]]:
-    """The events of all runs, as long as their processes live; a process that dies is a failure of each of its runs."""
-    tasks = _make_tasks(runs, options, devices)
-    count = (workers or cores()) if devices[0] == "cpu" else len(devices)
-    if count == 1:
-        for task in tasks:
-            with one_thread() if task.device == "cpu" else nullcontext():  # the same bits as in a process of its own
-                yield from run_task(task, stop)
-        return
-    for task, message in run_in_pool(run_task, tasks, workers=count, stop=stop):
-        if isinstance(message, TaskFailure):
-            yield from ((number, message) for number in task.runs)
-        else:
-            yield message
-
-
-def _make_tasks(runs: dict[int, Run], options: RunOptions, devices: Sequence[str]) -> list[RunTask]:
-    """On the CPU a task for each run; on GPUs a task for each GPU, with an equal part of the runs of each data set."""
-    if devices[0] == "cpu":
-        return [RunTask({number: run}, "cpu", options) for number, run in runs.items()]
-    shares: list[dict[int, Run]] = [{} for _ in devices]
-    for own in _by_data(runs):
-        for index, share in enumerate(shares):
-            share.update(list(own.items())[index :: len(shares)])
-    return [RunTask(share, device, options) for share, device in zip(shares, devices, strict=True) if share]
-
-
-def _by_data(runs: dict[int, Run]) -> Iterator[dict[int, Run]]:
-    for name in dict.fromkeys(run.job.recipe.data for run in runs.values()):
-        yield {number: run for number, run in runs.items() if run.job.recipe.data == name}
-
-
-def run_task(task: RunTask, stop: Stop) -> Iterator[tuple[int, Event]]:
-    """Train the runs of a task and evaluate each when it has finished, one data set after the other."""
-    for own in _by_data(task.runs):
-        name = next(iter(own.values())).job.recipe.data
-        yield from run_task_on_data(task._replace(runs=own), _load_data(name, task.options.root), stop)
-
-
 def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
-    """The same for a task whose runs all have this data set."""
+    """Train the runs of a task, and evaluate each when it has finished."""
     options, device = task.options, torch.device(task.device)
     data = dataset.to(device)
     numbers, folders = [], []

@@ -13,6 +13,7 @@ epochs, with a radius of at most 0.1; `smoke` takes seconds on synthetic images,
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from flatmin_lab import methods, models
@@ -44,6 +45,40 @@ SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in d
 TABLE_1, TABLE_2 = ("preactresnet18", "vgg16"), ("wideresnet28_10", "pyramidnet164_270")
 COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # arguments of every model
 SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a run computes, not what
+
+
+@dataclass(frozen=True)
+class FollowedProtocol:
+    """The protocol that a recipe follows, and in what it differs from a cell of it; `str()` makes the sentence.
+
+    >>> str(FollowedProtocol("paper", settings=("ball tensor",), others=("no Nesterov",)))
+    'paper, but ball tensor, no Nesterov'
+    >>> FollowedProtocol.read("paper, but ball tensor, no Nesterov")
+    FollowedProtocol(name='paper', settings=('ball tensor',), others=('no Nesterov',))
+    """
+
+    name: str
+    settings: tuple[str, ...] = ()  # the method's that differ
+    others: tuple[str, ...] = ()
+
+    @property
+    def exceptions(self) -> tuple[str, ...]:
+        return self.settings + self.others
+
+    def __str__(self) -> str:
+        return f"{self.name}, but {', '.join(self.exceptions)}" if self.exceptions else self.name
+
+    @staticmethod
+    @cache
+    def read(text: str) -> "FollowedProtocol":
+        """Of a result file, which holds the sentence."""
+        found = list(filter(None, text.partition(", but ")[2].split(", ")))
+        known = {key for method in methods.METHODS for key in methods.resolve_settings(method, {})}
+        settings = tuple(one for one in found if one.partition(" ")[0] in known)
+        return FollowedProtocol(text.partition(",")[0], settings, tuple(one for one in found if one not in settings))
+
+
+OWN = FollowedProtocol("own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,33 +165,33 @@ class Recipe:
         check(self)
 
     @property
-    def protocol(self) -> str:
+    def protocol(self) -> FollowedProtocol:
         """`paper` or `short` for a cell of the paper's tables, but for precision and the like; `smoke`; or `own`.
 
         Where only the method's settings, the split, a doubled length, or what the first version of the published code
-        has otherwise (crops, momentum, clipping) differ, it says so: "paper, but ball tensor, no Nesterov".
+        has otherwise (crops, momentum, clipping) differ, these are its exceptions.
         """
         kinds = ("vanilla",) if self.model in TABLE_1 else ("vanilla", "cutout", "autoaugment")
         lengths = {count: name for name, epochs in PROTOCOLS.items() for count in (epochs, 2 * epochs)}
         name = lengths.get(self.epochs)
         if self.data not in (SYNTHETIC if name == "smoke" else OFFICIAL) or self.model not in TABLE_1 + TABLE_2:
-            return "own"
+            return OWN
         if name is None or self.augment not in (*kinds, "vanilla_v1"):
-            return "own"
+            return OWN
         known = ("method", "augment", "nesterov", "clip_norm", "epochs", "name", "validation", *SPEED)
         free = {key: getattr(self, key) for key in known}
         free |= {"model_settings": self.model_settings, "batch_size": self.batch_size} if name == "smoke" else {}
         plain = Recipe(data=self.data, model=self.model, **free)
         if replace(self, settings={}) != plain:
-            return "own"
+            return OWN
         usual = replace(plain, epochs=PROTOCOLS[name])
         settings = methods.resolve_settings(self.method, perturbation(usual) if self.method == "amp" else {})
         mine = methods.resolve_settings(self.method, self.settings)
-        apart = [f"{key} {mine.get(key)}" for key in {**settings, **mine} if mine.get(key) != settings.get(key)]
-        apart += ["first version's crops"] * (self.augment not in kinds) + ["no Nesterov"] * (not self.nesterov)
-        apart += [f"clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
-        apart += ["validation"] * self.validation + [f"{self.epochs} epochs"] * (self.epochs != usual.epochs)
-        return f"{name}, but {', '.join(apart)}" if apart else name
+        changed = [f"{key} {mine.get(key)}" for key in {**settings, **mine} if mine.get(key) != settings.get(key)]
+        others = ["first version's crops"] * (self.augment not in kinds) + ["no Nesterov"] * (not self.nesterov)
+        others += [f"clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
+        others += ["validation"] * self.validation + [f"{self.epochs} epochs"] * (self.epochs != usual.epochs)
+        return FollowedProtocol(name, tuple(changed), tuple(others))
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON holds them: lists for tuples."""
@@ -169,15 +204,6 @@ class Recipe:
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"a recipe has no {', '.join(unknown)}; it may be of a newer flatmin")
         return Recipe(**values)
-
-
-def exceptions(protocol: str) -> list[str]:
-    """In what a run differs from a cell of its protocol, as `Recipe.protocol` says.
-
-    >>> exceptions("paper, but ball tensor, 400 epochs"), exceptions("paper")
-    (['ball tensor', '400 epochs'], [])
-    """
-    return list(filter(None, protocol.partition(", but ")[2].split(", ")))
 
 
 class Job(NamedTuple):

@@ -6,14 +6,13 @@ of the column. One of the two is called better only if the difference is signifi
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
-from flatmin_lab.methods import METHODS, resolve_settings
+from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.paper_numbers import Value
 from flatmin_lab.recipes.paper_numbers import reported as reported_by_paper
-from flatmin_lab.recipes.recipe import exceptions
 from flatmin_lab.report import suggested_commands
 from flatmin_lab.report.columns import COLUMNS, is_smoothed
 from flatmin_lab.report.figures.style import NAMES
@@ -27,7 +26,6 @@ SETTING_KEYS = (
     "momentum", "nesterov", "weight_decay", "schedule", "milestones", "gamma", "warmup", "clip_norm", "precision",
     "data_sha256",
 )  # fmt: skip
-METHOD_SETTINGS = {key for method in METHODS for key in resolve_settings(method, {})}
 NOT_IN_TITLE = ("validation", "data_sha256")  # the split stands for the first; the second tells a reader nothing
 
 
@@ -75,9 +73,7 @@ class Group:
     @property
     def protocol(self) -> str:
         """The protocol, without what the rows name; empty if every run has its own settings."""
-        said = {
-            _without_method_settings(str(run.result.get("protocol") or "own")) for row in self.rows for run in row.runs
-        }
+        said = {str(replace(run.protocol, settings=())) for row in self.rows for run in row.runs}
         return "" if said == {"own"} else "; ".join(sorted(said))
 
     @property
@@ -91,21 +87,6 @@ class Group:
 
     def row(self, method: str) -> Row | None:
         return next((row for row in self.rows if row.method == method), None)
-
-
-def _without_method_settings(protocol: str) -> str:
-    """Without the method's settings, which the rows name.
-
-    >>> _without_method_settings("short, but epsilon 0.03, validation")
-    'short, but validation'
-    >>> _without_method_settings("paper, but ball tensor")
-    'paper'
-    >>> _without_method_settings("paper, but ball tensor, no Nesterov, clipped to 50")
-    'paper, but no Nesterov, clipped to 50'
-    """
-    left = [one for one in exceptions(protocol) if one.partition(" ")[0] not in METHOD_SETTINGS]
-    name = protocol.partition(",")[0]
-    return f"{name}, but {', '.join(left)}" if left else name
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
@@ -220,7 +201,7 @@ def _with_cells(
 
 def _paper_values(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
     """The paper's values; none for a validation split, noisy labels, or a protocol that is not quite the paper's."""
-    apart = any(exceptions(str(run.result.get("protocol"))) for run in row.runs)
+    apart = any(run.protocol.exceptions for run in row.runs)
     if setting["split"] != "test" or setting["label_noise"] or apart:
         return {}
     return reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "")

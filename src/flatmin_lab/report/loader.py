@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flatmin_lab.recipes.recipe import FollowedProtocol
 from flatmin_lab.report import schema
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
@@ -43,6 +44,10 @@ class Run:
     @property
     def split(self) -> str:
         return split_of(self.result)
+
+    @property
+    def protocol(self) -> FollowedProtocol:
+        return FollowedProtocol.read(str(self.result.get("protocol") or "own"))
 
 
 @dataclass(frozen=True)

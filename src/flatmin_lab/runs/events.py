@@ -23,11 +23,8 @@ class DivergedError(RunError):
         self.what = what
 
 
-BUSY = "another process"
-
-
 class BusyError(RunError):
-    """Another process is using that folder; the message begins with BUSY."""
+    """Another process is using that folder."""
 
 
 class OtherRankError(RunError):
@@ -101,11 +98,7 @@ class Failed:
     what: str
     step: int | None = None
     later: bool = False  # not the run's fault, try again later: another process has it, the disk is full, the GPU broke
-
-    @property
-    def busy(self) -> bool:
-        """Is another process training it?"""
-        return self.later and self.what.startswith(BUSY)
+    busy: bool = False  # another process is training it
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def build_result(
     settings = recipe.as_json()
     return {
         "recipe": settings.pop("name"),
-        "protocol": recipe.protocol,
+        "protocol": str(recipe.protocol),
         **settings,
         "settings": resolve_settings(recipe.method, recipe.settings),
         "data_sha256": data_sha256,

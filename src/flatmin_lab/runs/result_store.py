@@ -94,7 +94,7 @@ class ResultStore:
         return self.file(job)
 
     def write_failure(self, job: Job, what: str, step: int | None, facts: Mapping[str, Any]) -> None:
-        said = {"name": job.recipe.name, "protocol": job.recipe.protocol, **_identity(job)}
+        said = {"name": job.recipe.name, "protocol": str(job.recipe.protocol), **_identity(job)}
         _write_json(self.failure(job), {**said, "error": what, "step": step, **facts})
 
     # ---- the cost of AMP

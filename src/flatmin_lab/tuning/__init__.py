@@ -4,7 +4,7 @@ search_space.py   which hyper-parameters a method has, and in which ranges they 
 study.py          the tuning as an Optuna study on disk: draws trials, decides which are pruned
 trial.py          one trial: a training run in a folder of its own
 tuner.py          draws trials, has them trained, keeps the result up to date
-ray_trials.py     trials on a Ray cluster
+trial_queue.py    trials as tasks, each drawn when a worker is free
 result.py         what a tuning found, and which trial is chosen
 result_file.py    tuning.json, written after every trial and checked when read
 summary.py        the result in sentences, for the terminal and the report

@@ -1,7 +1,4 @@
-"""One trial of a tuning: a training run in a folder of its own, started or resumed, in whichever process trains it.
-
-A trial that is to be pruned finds a file in its folder, and stops before the next step.
-"""
+"""One trial of a tuning: a training run in a folder of its own, started or resumed, in whichever process trains it."""
 
 import json
 from collections.abc import Iterator
@@ -11,13 +8,17 @@ from typing import NamedTuple
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load
-from flatmin_lab.execution.process_pool import Stop
+from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.events import DivergedError, Epoch, Event, Failed, Finished, Progress, Started, Stopped
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning.study import Draw
 
-PRUNED = "pruned"  # the reason why a trial stopped, and the name of the file that stops it
+PRUNED = "pruned"  # why a trial stopped
+
+
+class Pruned(Stopped):
+    """The trial was pruned."""
 
 
 class TrialTask(NamedTuple):
@@ -31,6 +32,13 @@ class TrialTask(NamedTuple):
     root: str  # the folder of the data sets
     checkpoint_epochs: int
 
+    @property
+    def numbers(self) -> tuple[int]:
+        return (self.draw.number,)
+
+    def load_data(self) -> Dataset:
+        return _load_data(self.recipe.data, self.root, self.recipe.size)
+
     def paths(self) -> list[Path]:
         """The folders that are read and written for it."""
         return [self.folder]
@@ -40,28 +48,9 @@ class TrialTask(NamedTuple):
         return self._replace(folder=folder / self.folder.name)
 
 
-def is_pruned(event: Event) -> bool:
-    return isinstance(event, Stopped) and event.reason == PRUNED
-
-
-def run_trial(task: TrialTask, stop: Stop) -> Iterator[tuple[int, Event]]:
-    """Train a trial in a worker process, which loads the data itself."""
-    yield from run_trial_on_data(task, _load_data(task.recipe.data, task.root, task.recipe.size), stop)
-
-
-def run_trial_on_data(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
-    """Train a trial: its events with its number, without `Progress`."""
-    for event in train_trial(task, data, stop):
-        if not isinstance(event, Progress):
-            yield task.draw.number, event
-
-
-def train_trial(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[Event]:
+def train_trial(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
     """Train a trial, or resume it; a resumed one yields the events of its earlier epochs again."""
-
-    def stop_or_prune() -> str | None:
-        return stop() or (PRUNED if (task.folder / PRUNED).exists() else None)
-
+    number = task.draw.number
     events = train(
         task.recipe,
         data,
@@ -69,21 +58,22 @@ def train_trial(task: TrialTask, data: Dataset, stop: Stop) -> Iterator[Event]:
         device=task.device,
         folder=task.folder,
         resume=True,
-        stop=stop_or_prune,
+        stop=stop,
         checkpoint_epochs=task.checkpoint_epochs,
     )
     failed, step, started = None, 0, False
     try:
         for event in events:
             if isinstance(event, Started | Finished) and not started:
-                yield from _earlier_epochs(task.folder)
+                yield from ((number, epoch) for epoch in _earlier_epochs(task.folder))
                 started = True
             step = getattr(event, "step", step)
-            yield event
+            if not isinstance(event, Progress):
+                yield number, event
     except DivergedError as error:
         failed = Failed(error.what, step)
     if failed is not None:  # here, where the memory of the run is free
-        yield failed
+        yield number, failed
 
 
 def _earlier_epochs(folder: Path) -> Iterator[Epoch]:

@@ -7,34 +7,34 @@ A trial is a training run with one choice of the hyper-parameters, as long as th
 radius grows with the length. It has a run folder of its own, so a killed tuning can be resumed: trials that have ended
 stay, unfinished ones are resumed, and no more are started than were asked for.
 
-Only this process talks to the study; workers, if there are any, only train. A trial that is to be pruned finds a file
-in its folder, and stops. A trial that diverges has failed, and the others continue; any other error ends the tuning.
+Only this process talks to the study; workers, if there are any, only train. A trial that is to be pruned is asked to
+stop. A trial that diverges has failed, and the others continue; any other error ends the tuning.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.execution.cluster.scheduler import Scheduler
-from flatmin_lab.execution.process_pool import Stop, TaskFailure, run_in_pool
+from flatmin_lab.execution.executor import Executor, run_tasks
+from flatmin_lab.execution.local import ThisProcess
+from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import BusyError, Epoch, Event, Failed, Finished, RunError, Stopped
 from flatmin_lab.runs.result_store import remove_old_checkpoints
 from flatmin_lab.system.files import lock, remove_temporary_files
-from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning import result_file
-from flatmin_lab.tuning.ray_trials import schedule_trials
 from flatmin_lab.tuning.result import Tuning
 from flatmin_lab.tuning.result_file import FILE, TRIAL_PREFIX
 from flatmin_lab.tuning.search_space import SearchSpace
 from flatmin_lab.tuning.study import Draw, Study, open_study
-from flatmin_lab.tuning.trial import PRUNED, TrialTask, is_pruned, run_trial, train_trial
+from flatmin_lab.tuning.trial import PRUNED, Pruned, TrialTask, train_trial
+from flatmin_lab.tuning.trial_queue import TrialQueue
+
+THIS_PROCESS = ThisProcess()
 
 
 def tune(
@@ -44,50 +44,35 @@ def tune(
     folder: Path,
     trials: int,
     storage: str | None = None,
-    devices: Sequence[str] = ("cpu",),
-    workers: int | None = None,
+    executor: Executor = THIS_PROCESS,
     root: Path | str = "data",
     checkpoint_epochs: int = 1,
-    scheduler: Scheduler | None = None,
     stop: Stop = lambda: None,
 ) -> Iterator[tuple[Draw, Event]]:
-    """The events of all trials as they come; a pruned one ends with Stopped("pruned").
+    """The events of all trials as they come; a pruned one ends with `Pruned`.
 
-    With one worker, the default for one device, the same call gives the same trials. Several workers are processes of
-    their own, which read the data from `root`; on a CPU each has one thread. With the `scheduler` of a cluster the
-    trials are trained there, as many at once as it has room for.
+    With one worker, the default, the same call gives the same trials. Workers that are processes of their own read the
+    data from `root`; on a CPU each has one thread.
     """
-    here = devices[0] if scheduler is None else "cpu"
-    if scheduler is None or scheduler.device == here:
-        next(iter(train(search.recipe, data, seed=search.seed, device=here)))  # raises if it cannot be trained
-    workers = workers or len(devices)
+    if executor.device in ("cpu", executor.device_here):
+        # raises if it cannot be trained
+        next(iter(train(search.recipe, data, seed=search.seed, device=executor.device)))
     with _locked(folder), open_study(search, data, folder=folder, storage=storage) as study:
         tracker = _TrialTracker(
             study=study,
             data=data,
             folder=folder,
             wanted=trials,
-            devices=devices if scheduler is None else [scheduler.device],
             root=str(root),
             checkpoint_epochs=checkpoint_epochs,
-            facts=facts(torch.device(here))
-            | ({"threads": 1} if workers > 1 or scheduler is not None else {})
-            | ({} if scheduler is None else {"hardware": scheduler.hardware}),
+            facts=executor.facts(),
         )
         tracker.check()
-        tasks = tracker.tasks()
-        messages: Iterator[tuple[TrialTask, tuple[int, Event] | TaskFailure]]
-        if scheduler is not None:
-            messages = schedule_trials(tasks, tracker.remaining(), data, scheduler, tracker.pruned, stop)
-        elif workers == 1:
-            messages = _in_this_process(tasks, data, stop)
-        else:
-            messages = run_in_pool(run_trial, tasks, workers=workers, stop=stop)
-        for task, message in messages:
-            if isinstance(message, TaskFailure):
-                raise RunError(f"trial {task.draw.number} cannot be trained: {message.why}")
-            if (event := tracker.receive(task, message[1])) is not None:
-                yield task.draw, event
+        queue = TrialQueue(tracker.draws(), tracker.remaining(), tracker.task, data, tracker.pruned, stop)
+        for number, event in run_tasks(executor, train_trial, queue):
+            task = queue.tasks[number]
+            if (counted := tracker.receive(task, event)) is not None:
+                yield task.draw, counted
         tracker.write()
 
 
@@ -118,11 +103,9 @@ class _TrialTracker:
     data: Dataset
     folder: Path
     wanted: int
-    devices: Sequence[str]
     root: str
     checkpoint_epochs: int
     facts: Mapping[str, Any]
-    devices_in_use: dict[int, str] = field(default_factory=dict)  # of the running trials, by number
     last_epochs: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # their metrics
     pruned: set[int] = field(default_factory=set)
 
@@ -146,18 +129,15 @@ class _TrialTracker:
         """How many trials are still to be trained, unfinished ones included."""
         return max(self.wanted - sum(trial.state != "running" for trial in self.study.all_trials()), 0)
 
-    def tasks(self) -> Iterator[TrialTask]:
+    def draws(self) -> Iterator[Draw]:
         """One after the other, each drawn when a worker is free to train it."""
         unfinished = self.study.unfinished()
         self.write()
-        for draw in unfinished:
-            yield self._task(draw)
+        yield from unfinished
         while (new := self.study.draw(self.wanted)) is not None:
-            yield self._task(new)
+            yield new
 
-    def _task(self, draw: Draw) -> TrialTask:
-        device = min(self.devices, key=list(self.devices_in_use.values()).count)
-        self.devices_in_use[draw.number] = device
+    def task(self, draw: Draw, device: str) -> TrialTask:
         folder = self.folder / f"{TRIAL_PREFIX}{draw.number}"
         search = self.study.search
         return TrialTask(
@@ -174,11 +154,10 @@ class _TrialTracker:
                 return None
             self.last_epochs[number] = event.numbers
             if self.study.should_prune(number, event.epoch, event.numbers[self.measure]):
-                self._prune(task, event.epoch)
+                self._prune(number)
         if isinstance(event, Finished | Failed | Stopped):
             event = self._end(task, event)
-            self.devices_in_use.pop(number)
-            if not isinstance(event, Stopped) or is_pruned(event):
+            if not isinstance(event, Stopped) or isinstance(event, Pruned):
                 remove_old_checkpoints(task.folder)
             self.write()
         return event
@@ -186,7 +165,7 @@ class _TrialTracker:
     def _end(self, task: TrialTask, event: Finished | Failed | Stopped) -> Event:
         number = task.draw.number
         if number in self.pruned:
-            return Stopped(PRUNED, 0)  # whatever its run did until it saw the file
+            return Pruned(PRUNED, 0)  # whatever its run did until it stopped
         match event:
             case Finished(result) if result[self.measure] is not None:
                 self.study.end(number, "finished", {**result, "epoch": result["epochs"]})
@@ -197,13 +176,10 @@ class _TrialTracker:
                 self.study.end(number, "failed", self.last_epochs.get(number), event.what)
         return event
 
-    def _prune(self, task: TrialTask, epoch: int) -> None:
-        """First in the study: a trial that is pruned there is never resumed, whatever happens next."""
-        number = task.draw.number
+    def _prune(self, number: int) -> None:
+        """In the study: a trial that is pruned there is never resumed, whatever happens next."""
         self.pruned.add(number)
         self.study.end(number, "pruned", self.last_epochs[number])
-        if task.folder.exists():  # else it is still on a node of a cluster, whose worker is asked to stop
-            (task.folder / PRUNED).write_text(f"after epoch {epoch}: worse than the median of the finished trials\n")
 
     def write(self) -> None:
         search = self.study.search
@@ -226,12 +202,3 @@ class _TrialTracker:
             facts=self.facts,
         )
         result_file.write(self.folder, tuning)
-
-
-def _in_this_process(
-    tasks: Iterator[TrialTask], data: Dataset, stop: Stop
-) -> Iterator[tuple[TrialTask, tuple[int, Event]]]:
-    """Train the trials in this process, one after the other."""
-    while not stop() and (task := next(tasks, None)) is not None:
-        for event in train_trial(task, data, stop):
-            yield task, (task.draw.number, event)

@@ -23,7 +23,9 @@ from flatmin_lab.bench import benchmark, time_estimate
 from flatmin_lab.cli.commands import bench, demo, tune
 from flatmin_lab.data.sources import synthetic
 from flatmin_lab.evaluation import landscapes, measurements
-from flatmin_lab.execution import process_pool, runner
+from flatmin_lab.execution import process_pool
+from flatmin_lab.execution.local import ThisProcess
+from flatmin_lab.execution.process_pool import ProcessPool
 from flatmin_lab.recipes import paper_tables
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.tuning import tuner
@@ -98,6 +100,16 @@ def _at_once(work: Any, tasks: Any, *, stop: Any = lambda: None, **_: Any) -> It
     return ((task, said) for task in tasks for said in work(task, stop))
 
 
+def _here(pool: ProcessPool, function: Any, queue: Any) -> Any:
+    return ThisProcess(pool.devices).run(function, queue)
+
+
+def _forget_recipes() -> None:
+    """Those that were made with other numbers of trials."""
+    for made in (paper_tables.by_name, *paper_tables.EXPERIMENTS.values()):
+        made.cache_clear()  # type: ignore[union-attr]
+
+
 def _with(function: Callable[..., Any], **fixed: Any) -> Callable[..., Any]:
     """The function, with some arguments that it always gets."""
     return lambda *arguments, **named: function(*arguments, **{**named, **fixed})
@@ -125,8 +137,8 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for protocol in paper_tables.TRIALS:
         monkeypatch.setitem(paper_tables.TRIALS, protocol, 1)
     monkeypatch.setattr(paper_tables, "METHODS", ("erm", "amp"))
-    for module in (process_pool, runner, tuner):
-        monkeypatch.setattr(module, "run_in_pool", _at_once)
+    monkeypatch.setattr(process_pool, "run_in_pool", _at_once)
+    monkeypatch.setattr(ProcessPool, "run", _here)
     monkeypatch.setattr(demo, "run_demo", _with(demo.run_demo, seeds=TRIALS, epochs=EPOCHS))
     monkeypatch.setattr(tune, "tuning", _with(tuner.tune, trials=TRIALS))
     monkeypatch.setattr(landscapes, "landscape", _with(landscapes.landscape, points=3))
@@ -134,9 +146,9 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(time_estimate, "TIMED_SECONDS", 0.1)
     run_benchmark = benchmark.run_benchmark
     monkeypatch.setattr(bench, "run_benchmark", lambda options, **how: run_benchmark(replace(options, steps=5), **how))
-    paper_tables.by_name.cache_clear()
+    _forget_recipes()
     yield
-    paper_tables.by_name.cache_clear()
+    _forget_recipes()
     for name in ("mine", "mymodule"):
         sys.modules.pop(name, None)
 

@@ -16,6 +16,7 @@ from PIL import Image
 from flatmin import __version__
 from flatmin_lab.cli.commands.train_seeds import SeedRuns
 from flatmin_lab.cli.request import Request
+from flatmin_lab.cli.signals import StopSignal
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Event, Failed, Finished, Progress, RunError, Started, Stopped
@@ -175,7 +176,7 @@ def test_what_finished_is_shown_although_others_failed_or_were_stopped(
     assert "mean of 2 of 3 25.00 %" in words(result.stdout)
     assert "seed 6 failed after step 7: the disk is full" in words(result.stderr)
     assert "flatmin: 1 of 3 runs failed (seed 6): the disk is full" in words(result.stderr)
-    ends = (finished, Stopped("SIGTERM", 133), Failed("the disk is full"), Stopped("SIGTERM", 0))
+    ends = (finished, Stopped(StopSignal.SIGTERM, 133), Failed("the disk is full"), Stopped(StopSignal.SIGTERM, 0))
     monkeypatch.setattr("flatmin_lab.cli.commands.train_seeds.train_together", made_up(*ends))
     stopped = flatmin(*asked, "--seeds", 4)
     assert stopped.exit_code == 143

@@ -2,22 +2,19 @@
 
 import socket
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from flatmin_lab.execution.cluster import file_sync, nodes, worker
 from flatmin_lab.execution.cluster.file_sync import WatchedFolder, content, put
 from flatmin_lab.execution.cluster.nodes import Node, Share
-from flatmin_lab.execution.cluster.run_queue import _RunQueue
-from flatmin_lab.execution.cluster.scheduler import Scheduler
-from flatmin_lab.execution.cluster.task_queue import TaskEnd, WorkerLoss
+from flatmin_lab.execution.cluster.run_queue import ClusterRunQueue
 from flatmin_lab.execution.cluster.worker import FileChanges, NodeFailure, Worker
-from flatmin_lab.execution.process_pool import TaskFailure
 from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_data
+from flatmin_lab.execution.task_queue import Slot, TaskEnd, TaskFailure, WorkerLoss
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Failed, Finished, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.runs.result_store import ResultStore
@@ -224,34 +221,37 @@ def test_flags_that_do_not_go_together_are_refused(
 # ---- the queue of runs
 
 
-def queue_of(tmp_path: Path, count: int, *, gpus: float, held: ExitStack, **options: Any) -> _RunQueue:
-    scheduler = cast(Scheduler, SimpleNamespace(share=Share(gpus=gpus), device="cpu", hardware="a cluster"))
+def queue_of(tmp_path: Path, count: int, *, held: ExitStack, **options: Any) -> ClusterRunQueue:
     runs = [Run(Job(tiny_recipe(name="sound"), seed)) for seed in range(count)]
     store = ResultStore(tmp_path / "results", tmp_path / "runs")
-    return _RunQueue(runs, RunOptions(store, **options), scheduler, {"tiny": tiny_data()}, lambda: None, held)
+    queue = ClusterRunQueue(runs, RunOptions(store, **options), dict, {"tiny": tiny_data()}, lambda: None)
+    return held.enter_context(closing(queue))
 
 
-def taken(queue: _RunQueue, workers: int) -> list[list[int]]:
+def slot(node: str, *, workers: int = 1, others: bool = True) -> Slot:
+    return Slot("cuda:0", node, workers, others)
+
+
+def taken(queue: ClusterRunQueue, workers: int) -> list[list[int]]:
     found = []
-    while (given := queue.take(workers, "here", others=True)) is not None:
-        found.append(list(given[0].runs))
+    while (task := queue.take(slot("here", workers=workers))) is not None:
+        found.append(list(task.numbers))
     return found
 
 
 def test_runs_share_a_gpu_as_long_as_there_is_work_for_all_workers(tmp_path: Path) -> None:
     with ExitStack() as held:
-        assert taken(queue_of(tmp_path / "a", 3, gpus=0.0, held=held), 2) == [[0], [1], [2]]
-        assert taken(queue_of(tmp_path / "b", 9, gpus=1.0, held=held), 2) == [[0, 1, 2, 3], [4, 5, 6], [7], [8]]
-        assert taken(queue_of(tmp_path / "c", 4, gpus=1.0, held=held), 8) == [[0], [1], [2], [3]]
-        assert taken(queue_of(tmp_path / "d", 4, gpus=1.0, held=held, at_once=2), 1) == [[0, 1], [2, 3]]
+        assert taken(queue_of(tmp_path / "a", 3, held=held, at_once=1), 2) == [[0], [1], [2]]
+        assert taken(queue_of(tmp_path / "b", 9, held=held), 2) == [[0, 1, 2, 3], [4, 5, 6], [7], [8]]
+        assert taken(queue_of(tmp_path / "c", 4, held=held), 8) == [[0], [1], [2], [3]]
+        assert taken(queue_of(tmp_path / "d", 4, held=held, at_once=2), 1) == [[0, 1], [2, 3]]
 
 
 def test_runs_that_were_lost_together_are_retried_alone_and_not_for_ever(tmp_path: Path) -> None:
     with ExitStack() as held:
-        queue = queue_of(tmp_path, 3, gpus=1.0, held=held)
-        given = queue.take(1, "here", others=True)
-        assert given is not None
-        task = given[0]
+        queue = queue_of(tmp_path, 3, held=held)
+        task = queue.take(slot("here"))
+        assert task is not None
         assert list(task.runs) == [0, 1, 2]
         assert next(queue.receive(task, (1, Finished({"seed": 1})), "here"))[0] == 1
         events = list(queue.receive(task, WorkerLoss("far", "it burnt"), "here"))
@@ -260,31 +260,31 @@ def test_runs_that_were_lost_together_are_retried_alone_and_not_for_ever(tmp_pat
         assert list(queue.receive(task, TaskEnd(), "here")) == []
         assert list(queue.receive(task, (0, Note("from the dead")), "here")) == []
         for where, kind in (("there", Note), ("elsewhere", Failed)):
-            again = queue.take(1, where, others=True)
+            again = queue.take(slot(where))
             assert again is not None
-            assert list(again[0].runs) == [0]
-            failed = next(queue.receive(again[0], WorkerLoss("far", "it burnt"), where))[1]
+            assert list(again.runs) == [0]
+            failed = next(queue.receive(again, WorkerLoss("far", "it burnt"), where))[1]
             assert isinstance(failed, kind)
         assert isinstance(failed, Failed)
         assert "worker lost 3 times, the last time on node far: it burnt" in failed.what
         assert queue.unfinished() == [2]
-        alone = queue.take(1, "here", others=False)  # the only node that is left
+        alone = queue.take(slot("here", others=False))  # the only node that is left
         assert alone is not None
-        assert list(alone[0].runs) == [2]
+        assert list(alone.runs) == [2]
         full = (2, Failed("the disk is full", later=True))  # there, not here
-        assert isinstance(next(queue.receive(alone[0], full, "here"))[1], Note)
+        assert isinstance(next(queue.receive(alone, full, "here"))[1], Note)
         assert queue.waiting_count() == 1
         assert queue.options.store.state(queue.runs[0].job) == "failed"
 
 
 def test_a_folder_of_another_run_is_not_touched_and_named(tmp_path: Path) -> None:
     with ExitStack() as held:
-        queue = queue_of(tmp_path, 2, gpus=0.0, held=held)
+        queue = queue_of(tmp_path, 2, held=held, at_once=1)
         folder = queue.options.store.folder(queue.runs[0].job)
         folder.mkdir(parents=True)
         (folder / "letter.txt").write_text("dear")
         assert taken(queue, 1) == [[1]]
-        number, event = next(queue.take_unreported())
+        number, event = next(queue.take_refused())
         assert (number, type(event)) == (0, Failed)
         assert isinstance(event, Failed)
         assert event.later

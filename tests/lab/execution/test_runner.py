@@ -1,7 +1,7 @@
 """Recipe + seed → one result file: trained, evaluated, stored; a run that fails is stored too, and stops no other."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -12,9 +12,11 @@ import torch
 
 from flatmin_lab.data import load
 from flatmin_lab.evaluation import post_training
-from flatmin_lab.execution import runner as runs_module
-from flatmin_lab.execution.process_pool import TaskFailure
-from flatmin_lab.execution.runner import Run, RunOptions, RunTask, _make_tasks, run_all, run_task
+from flatmin_lab.execution.local import LocalExecutor, ThisProcess
+from flatmin_lab.execution.process_pool import local_executor
+from flatmin_lab.execution.run_queue import RunQueue, run_all
+from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_data
+from flatmin_lab.execution.task_queue import Slot, TaskEnd, TaskFailure, TaskMessage
 from flatmin_lab.recipes.paper_tables import cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs import checkpoint
@@ -34,12 +36,13 @@ def store(tmp_path: Path) -> ResultStore:
 
 def here(jobs: Sequence[Job], store: ResultStore, *parts: str) -> dict[int, Event]:
     """What came of each, in this process."""
-    runs = {number: Run(job, parts) for number, job in enumerate(jobs)}
-    return dict(run_task(RunTask(runs, "cpu", RunOptions(store)), lambda: None))
+    task = RunTask({number: Run(job, parts) for number, job in enumerate(jobs)}, "cpu", RunOptions(store))
+    return dict(run_task_on_data(task, task.load_data(), lambda: None))
 
 
 def in_workers(jobs: Sequence[Job], store: ResultStore, *, workers: int, **more: Any) -> dict[int, Event]:
-    return dict(run_all([Run(job) for job in jobs], RunOptions(store), devices=["cpu"], workers=workers, **more))
+    executor = local_executor(["cpu"] * workers, single_thread=True)
+    return dict(run_all([Run(job) for job in jobs], RunOptions(store), executor, **more))
 
 
 def test_a_result_has_the_numbers_of_the_training_and_the_measurements(store: ResultStore) -> None:
@@ -146,28 +149,33 @@ def test_what_two_processes_measure_of_one_run_is_all_kept(store: ResultStore, m
     assert {"attack", "flatness"} <= json.loads(store.file(job).read_text()).keys()
 
 
-def test_the_rest_of_a_task_goes_to_another_process_when_one_dies(
-    store: ResultStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The runs it was training have failed; those it had not started are done."""
-    lives = [0]
+class Mortal(LocalExecutor):
+    """Two GPUs, whose processes start so many runs of a task and then die; in their second life they do not."""
 
-    def processes(work: Any, tasks: Any, **more: Any) -> Any:
-        """A worker that finishes its first run and dies in its second, once."""
-        lives[0] += 1
-        for task in tasks:
-            for place, number in enumerate(task.runs):
-                yield task, (number, Started(step=0, steps=1, epochs=1, parameters=1))
-                if place == 1 and lives[0] == 1:
-                    yield task, TaskFailure("signal 9")
+    lives = (2, 2)
+    dies_for_ever = False
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def run(self, function: Any, queue: Any) -> Generator[tuple[Any, TaskMessage, str], None, None]:
+        lives = list(self.lives)
+        while (task := queue.take(Slot("cuda:0", workers=2))) is not None:
+            last = lives.pop(0) if lives else self.lives[0] if self.dies_for_ever else None
+            for place, number in enumerate(task.numbers):
+                if place == last:
                     break
-                yield task, (number, Finished({}))
+                yield task, (number, Started(step=0, steps=1, epochs=1, parameters=1)), ""
+                if last is None or place + 1 < last:
+                    yield task, (number, Finished({})), ""
+            yield task, TaskEnd() if last is None else TaskFailure("signal 9"), ""
 
-    monkeypatch.setattr(runs_module, "run_in_pool", processes)
-    monkeypatch.setattr(runs_module, "facts", lambda device: {})
+
+def test_the_rest_of_a_task_goes_to_another_process_when_one_dies(store: ResultStore) -> None:
+    """The runs it was training have failed; those it had not started are done."""
     jobs = [Run(Job(QUICK, seed)) for seed in range(8)]
-    ends = dict(run_all(jobs, RunOptions(store), devices=["cuda:0", "cuda:1"]))
-    assert sorted(number for number, end in ends.items() if isinstance(end, Failed)) == [2, 3]
+    ends = dict(run_all(jobs, RunOptions(store), Mortal(["cuda:0", "cuda:1"])))
+    assert sorted(number for number, end in ends.items() if isinstance(end, Failed)) == [1, 3]
     assert sum(isinstance(end, Finished) for end in ends.values()) == 6
     assert len(list(store.results.rglob("*.failed.json"))) == 2
 
@@ -175,10 +183,9 @@ def test_the_rest_of_a_task_goes_to_another_process_when_one_dies(
 def test_processes_that_cannot_start_are_not_started_for_ever(
     store: ResultStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        runs_module, "run_in_pool", lambda work, tasks, **_: ((task, TaskFailure("no")) for task in tasks)
-    )
-    ends = dict(run_all([Run(Job(QUICK, 0))], RunOptions(store), devices=["cuda:0", "cuda:1"]))
+    monkeypatch.setattr(Mortal, "lives", (0,))
+    monkeypatch.setattr(Mortal, "dies_for_ever", True)
+    ends = dict(run_all([Run(Job(QUICK, 0))], RunOptions(store), Mortal(["cuda:0", "cuda:1"])))
     assert isinstance(ends[0], Failed)
     assert ends[0].later
     assert not list(store.results.rglob("*.json"))
@@ -220,14 +227,18 @@ def test_what_has_been_begun_cannot_be_planned_any_more(store: ResultStore) -> N
 
 def test_several_gpus_share_each_data_set() -> None:
     other = replace(QUICK, data="svhn-made")
-    runs = dict(enumerate(Run(Job(recipe, seed)) for seed in range(3) for recipe in (QUICK, other)))
-    tasks = _make_tasks(runs, RunOptions(ResultStore(Path("r"), Path("w"))), ["cuda:0", "cuda:1"])
-    assert [task.device for task in tasks] == ["cuda:0", "cuda:1"]
-    assert sorted(number for task in tasks for number in task.runs) == list(range(6))
-    for task in tasks:
-        names = [run.job.recipe.data for run in task.runs.values()]
-        assert names == sorted(names)  # one set after the other
-        assert len(set(names)) == 2
+    runs = [Run(Job(recipe, seed)) for seed in range(3) for recipe in (QUICK, other)]
+    options = RunOptions(ResultStore(Path("r"), Path("w")))
+    queue = RunQueue(runs, options, dict, {}, lambda: None)
+    slots = [Slot(device, workers=2) for device in ("cuda:0", "cuda:1")]
+    tasks = [queue.take(slot) for slot in slots * 2]
+    assert [(task.device, sorted(task.numbers)) for task in tasks if task] == [
+        ("cuda:0", [0, 2]),
+        ("cuda:1", [1, 3]),
+        ("cuda:0", [4]),
+        ("cuda:1", [5]),
+    ]
+    assert queue.take(slots[0]) is None
 
 
 def test_curves_are_named_without_the_split_and_cut_to_six_digits() -> None:
@@ -242,7 +253,7 @@ def test_curves_are_named_without_the_split_and_cut_to_six_digits() -> None:
 def test_on_a_gpu_they_run_together_and_are_measured_there(store: ResultStore) -> None:
     jobs = [Job(replace(QUICK, name=f"smoke/{method}", method=method), 0) for method in ("erm", "amp", "dropout")]
     runs = [Run(job, ("attack", "flatness", "landscape")) for job in jobs]
-    ends = dict(run_all(runs, RunOptions(store, at_once=2), devices=["cuda:0"]))
+    ends = dict(run_all(runs, RunOptions(store, at_once=2), ThisProcess(["cuda:0"])))
     assert all(isinstance(end, Finished) for end in ends.values())
     for job in jobs:
         stored = json.loads(store.file(job).read_text())

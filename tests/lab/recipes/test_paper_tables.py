@@ -45,7 +45,7 @@ def test_every_cell_of_the_tables_has_its_protocol_and_the_paper_s_number(protoc
     assert len(table2(protocol).recipes) == 3 * 2 * 3 * 2
     for experiment in (table1(protocol), table2(protocol)):
         for recipe in experiment.recipes:
-            assert recipe.protocol == protocol
+            assert str(recipe.protocol) == protocol
             theirs = reported(recipe.data, recipe.model, recipe.method, recipe.augment)
             assert "error" in theirs
             assert ("nll" in theirs) == (experiment.name == "table1")

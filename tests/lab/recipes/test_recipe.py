@@ -10,7 +10,7 @@ import torch
 from flatmin_lab import models
 from flatmin_lab.data import Dataset, load
 from flatmin_lab.recipes.defaults import default_recipe
-from flatmin_lab.recipes.recipe import Recipe, differences
+from flatmin_lab.recipes.recipe import OWN, FollowedProtocol, Recipe, differences
 from flatmin_lab.runs.events import Finished
 from flatmin_lab.training.loop import train
 from tests.support.small_runs import tiny_data
@@ -86,16 +86,15 @@ def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
     assert (paper.model, paper.epochs, paper.batch_size, paper.lr) == ("preactresnet18", 200, 50, 0.1)
     assert (paper.momentum, paper.nesterov, paper.weight_decay, paper.augment) == (0.9, True, 1e-4, "vanilla")
     assert paper.settings == {"epsilon": 0.5, "inner_lr": 1.0}
-    assert paper.protocol == "paper"
-    assert replace(paper, precision="bf16", method="erm", settings={}).protocol == "paper"
-    assert default_recipe("cifar10", photographs, method="amp", epochs=60).protocol == "short"
-    assert (
-        default_recipe("cifar10", photographs, method="mixup", epochs=60, settings={"alpha": 1.0}).protocol == "short"
-    )
-    assert (
-        default_recipe("cifar100", photographs, method="amp", model="wideresnet28_10", augment="cutout").protocol
-        == "paper"
-    )
+    assert paper.protocol == FollowedProtocol("paper")
+    assert replace(paper, precision="bf16", method="erm", settings={}).protocol == FollowedProtocol("paper")
+    assert default_recipe("cifar10", photographs, method="amp", epochs=60).protocol == FollowedProtocol("short")
+    assert default_recipe(
+        "cifar10", photographs, method="mixup", epochs=60, settings={"alpha": 1.0}
+    ).protocol == FollowedProtocol("short")
+    assert default_recipe(
+        "cifar100", photographs, method="amp", model="wideresnet28_10", augment="cutout"
+    ).protocol == FollowedProtocol("paper")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
     ids=str,
 )
 def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes: dict[str, Any]) -> None:
-    assert replace(default_recipe("cifar10", photographs, method="amp"), **changes).protocol == "own"
+    assert replace(default_recipe("cifar10", photographs, method="amp"), **changes).protocol == OWN
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,9 @@ def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes:
 def test_what_differs_in_the_method_the_split_or_the_length_is_said(
     photographs: Dataset, changes: dict[str, Any], said: str
 ) -> None:
-    assert replace(default_recipe("cifar10", photographs, method="amp"), **changes).protocol == said
+    protocol = replace(default_recipe("cifar10", photographs, method="amp"), **changes).protocol
+    assert str(protocol) == said
+    assert FollowedProtocol.read(said) == protocol  # as a result file has it
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 from scipy import stats
 
+from flatmin_lab.cli.signals import StopSignal
 from flatmin_lab.data import load
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
@@ -309,12 +310,11 @@ def planned(options: dict[str, str]) -> Recipe:
 
     def training(recipe: Recipe, *_: object, **__: object) -> Any:
         plans.append(recipe)
-        return iter([Stopped("enough", 0)])
+        return iter([Stopped(StopSignal.SIGINT, 0)])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatmin_lab.cli.commands.train.training", training)
-        patch.setattr("flatmin_lab.cli.commands.train.EXIT_CODES", {"enough": 0})
-        assert flatmin("train", *(word for pair in options.items() for word in pair)).exit_code == 0
+        assert flatmin("train", *(word for pair in options.items() for word in pair)).exit_code == 130
     recipe: Recipe = plans[0]
     return recipe
 

@@ -26,7 +26,7 @@ from flatmin_lab.tuning.result import State, Tuning
 from flatmin_lab.tuning.result_file import FILE
 from flatmin_lab.tuning.search_space import HYPER_PARAMETERS, HyperParameter, SearchSpace, hyper_parameters_of
 from flatmin_lab.tuning.study import DATABASE, MIN_FINISHED_TRIALS, open_study
-from flatmin_lab.tuning.trial import is_pruned
+from flatmin_lab.tuning.trial import Pruned
 from flatmin_lab.tuning.tuner import tune
 from tests import ROOT
 from tests.support.processes import flatmin, words
@@ -370,7 +370,7 @@ def test_a_pruned_trial_is_known_by_its_last_event(data: Path, tmp_path: Path) -
     search = SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("dropout"))
     ends = [event for _, event in tune(search, pictures_of, folder=tmp_path / "out", trials=2)]
     assert sum(isinstance(event, Finished) for event in ends) == 2
-    assert not any(is_pruned(event) for event in ends)
+    assert not any(isinstance(event, Pruned) for event in ends)
     with pytest.raises(ValueError, match="must not look at the test set"):
         SearchSpace(
             recipe=default_recipe(str(data), pictures_of, model="mlp", method="amp", epochs=1),

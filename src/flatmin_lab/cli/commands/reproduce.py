@@ -5,7 +5,7 @@ runs/result_store.py, and the output is in reproduce_view.py.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,18 +32,19 @@ from flatmin_lab.cli.options import (
     report_errors,
 )
 from flatmin_lab.cli.request import read_data
-from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
+from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import post_training
-from flatmin_lab.execution.cluster.run_queue import schedule_runs
-from flatmin_lab.execution.cluster.scheduler import Scheduler
-from flatmin_lab.execution.process_pool import Stop, cores, one_thread
-from flatmin_lab.execution.runner import Run, RunOptions, run_all
+from flatmin_lab.execution.local import one_thread
+from flatmin_lab.execution.process_pool import cores
+from flatmin_lab.execution.run_queue import RunExecutor, run_all
+from flatmin_lab.execution.runner import Run, RunOptions
+from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Stopped
 from flatmin_lab.runs.result_store import PLANNED, ResultStore
 from flatmin_lab.system.files import nearest_existing
-from flatmin_lab.system.machine import devices_named, hardware
+from flatmin_lab.system.machine import hardware
 from flatmin_lab.system.optional_deps import need
 
 WHICH, HOW = "Which runs", "How they run"
@@ -117,7 +118,7 @@ def reproduce(
         for place in (store.results, store.runs):
             _check_place(place)
         asked: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
-        with open_executor(executor, **asked, console=console) as where:
+        with open_executor(executor, **asked, console=console, default_workers=cores) as there:
             # a missing file is reported now, not in hours
             sets, lacking = _read_all({run.job.recipe.data for run in todo}, data_dir, download=download)
             if lacking and not dry_run:
@@ -125,18 +126,18 @@ def reproduce(
             for text in lacking:
                 display.say(console, f"note: {text}", style="yellow")
             if dry_run:
-                _dry_run(todo, selection, sets, where, workers, console)
+                _dry_run(todo, selection, sets, there, console)
                 return
             options = RunOptions(store, str(data_dir), together, checkpoint_epochs)
             with stop_on_signals() as stop:
-                failed, reason = _follow(_records(todo, options, where, sets, workers, stop), todo, console, stop)
+                failed, reason = _follow(run_all(todo, options, there, sets, stop=stop), todo, console, stop)
         for one in selection.trained:
             reproduce_view.show_table(one, store, selection)
         if reason is not None:
             display.say(console, f"stopped by {reason}; the same command resumes")
-            raise typer.Exit(EXIT_CODES[reason])
+            raise typer.Exit(exit_code(reason))
         for one in selection.measured:
-            _cost(one, store, _first(where), data_dir, download, console)
+            _cost(one, store, torch.device(there.device_here), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
 
@@ -163,8 +164,7 @@ def _dry_run(
     todo: Sequence[Run],
     selection: Selection,
     sets: dict[str, Dataset],
-    where: Scheduler | list[str],
-    workers: int | None,
+    executor: RunExecutor,
     console: Console,
 ) -> None:
     """Show what would run, and how long it would take, estimated from a few steps of each kind."""
@@ -174,18 +174,14 @@ def _dry_run(
         return
     known = [run.job for run in todo if selection.state(run.job) != "unmeasured"]
     training = [job for job in known if job.recipe.data in sets]
-    device = _first(where)
+    device = torch.device(executor.device_here)
     on_cpu = device.type == "cpu"
     with display.busy(console) as say, one_thread() if on_cpu else nullcontext():
         seconds = time_estimate.estimate_all_seconds(training, sets, device=device, say=say)
     reproduce_view.show_dry_run(todo, selection, {job.key: took for job, took in zip(training, seconds, strict=True)})
     if not training:
         return
-    if isinstance(where, Scheduler):
-        beside, count = where.room(), f"{where.room()} at once, if the cluster's nodes are like this one"
-    else:
-        beside = min(workers or cores(), max(len(todo), 1)) if on_cpu else len(where)
-        count = f"{beside} {'process' if on_cpu else 'GPU'}{('es' if on_cpu else 's') if beside > 1 else ''}"
+    beside, count = executor.capacity(len(todo))
     total = max([sum(seconds) / beside, *seconds])
     display.say(
         console,
@@ -193,25 +189,6 @@ def _dry_run(
         f"estimated from a few steps each, one run at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
         "resumed runs take less, and measuring comes on top",
     )
-
-
-def _first(where: Scheduler | list[str]) -> torch.device:
-    """The device of this machine that steps are timed on."""
-    return torch.device(devices_named(None)[0] if isinstance(where, Scheduler) else where[0])
-
-
-def _records(
-    todo: Sequence[Run],
-    options: RunOptions,
-    where: Scheduler | list[str],
-    sets: Mapping[str, Dataset],
-    workers: int | None,
-    stop: Stop,
-) -> Iterator[tuple[int, Event]]:
-    if isinstance(where, Scheduler):
-        return schedule_runs(todo, options, where, sets, stop=stop)
-    count = (workers or cores()) if where == ["cpu"] else options.at_once
-    return run_all(todo, options._replace(at_once=count), devices=where, workers=workers, stop=stop)
 
 
 def _follow(

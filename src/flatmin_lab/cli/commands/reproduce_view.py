@@ -14,6 +14,7 @@ from flatmin_lab.cli.commands.reproduce_select import Selection
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.paper_tables import Experiment
+from flatmin_lab.recipes.recipe import FollowedProtocol
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import ResultStore, State
@@ -113,7 +114,7 @@ def show_table(experiment: Experiment, store: ResultStore, selection: Selection)
         display.say(console, "▼ ▲: significantly below or above ERM's (Welch's test with Holm's correction)")
     if any(cell.smoothed(0) for row in rows for cell in row.cells):
         display.say(console, "smoothed: the loss smoothed over the other classes, as the paper's NLL seems to be")
-    if experiment.protocol == "short" and any(row.recipe.protocol == "short" for row in rows):
+    if experiment.protocol == "short" and any(row.recipe.protocol == FollowedProtocol("short") for row in rows):
         what = "baselines at the paper's values for 200 epochs, AMP's radius chosen for 60"
         display.say(console, f"short: {what}, unless a row says otherwise")
     if experiment.protocol == "smoke":

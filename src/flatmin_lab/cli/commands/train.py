@@ -11,7 +11,7 @@ from flatmin_lab.cli import display
 from flatmin_lab.cli.commands.train_seeds import train_seeds
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, option, report_errors
 from flatmin_lab.cli.request import Plan, Request, TunedValues
-from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
+from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
 from flatmin_lab.cli.training_options import check_milestones, method_settings, recipe_changes, recipe_options
 from flatmin_lab.recipes.fields import DEVICE, METHOD, TRAINING
@@ -109,7 +109,7 @@ def train(
             ended = _train(plan, ranks, console, **how)
         if isinstance(ended, Stopped):
             display.say(console, f"stopped by {ended.reason}, {_saved_text(ended, plan, ranks, data_dir)}")
-            raise typer.Exit(EXIT_CODES[ended.reason])
+            raise typer.Exit(exit_code(ended.reason))
         if ranks.is_main:
             display.outcome(ended.result, plan.folder)
 

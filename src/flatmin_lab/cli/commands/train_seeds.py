@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flatmin_lab.cli import display
 from flatmin_lab.cli.request import Plan
-from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
+from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Progress, RunError, Started, Stopped
@@ -44,7 +44,7 @@ def train_seeds(plans: Sequence[Plan], console: Console, *, count: int | None, *
     if failure is not None:
         fail(console, runs, failure, stopped=reason is not None)
     if reason is not None:
-        raise typer.Exit(EXIT_CODES[reason])
+        raise typer.Exit(exit_code(reason))
 
 
 class SeedRuns:

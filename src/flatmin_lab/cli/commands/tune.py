@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -26,21 +25,19 @@ from flatmin_lab.cli.options import (
     report_errors,
 )
 from flatmin_lab.cli.request import data_location, read_data
-from flatmin_lab.cli.signals import EXIT_CODES, stop_on_signals
+from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.training_options import check_milestones, recipe_changes, recipe_options
 from flatmin_lab.data import DATA_SETS
-from flatmin_lab.execution.cluster.scheduler import Scheduler
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.fields import TRAINING
-from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started, Stopped
-from flatmin_lab.system.machine import hardware
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.tuning import result_file, summary
 from flatmin_lab.tuning.result import Tuning
 from flatmin_lab.tuning.result_file import FILE
 from flatmin_lab.tuning.search_space import Measure, SearchSpace, describe_settings, hyper_parameters_of
 from flatmin_lab.tuning.study import Draw, default_name
-from flatmin_lab.tuning.trial import is_pruned
+from flatmin_lab.tuning.trial import Pruned
 from flatmin_lab.tuning.tuner import tune as tuning
 
 HOW = "How they run"
@@ -128,20 +125,16 @@ def tune(
         console = display.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
         with open_executor(executor, **where, console=console) as there, stop_on_signals() as stop:
-            scheduler, devices = (there, ["cpu"]) if isinstance(there, Scheduler) else (None, there)
-            on = hardware(torch.device(devices[0])) if scheduler is None else scheduler.hardware
-            display.say(console, headline(search, trials, on))
+            display.say(console, headline(search, trials, there.hardware))
             events = tuning(
                 search,
                 dataset,
                 folder=folder,
                 trials=trials,
                 storage=storage,
-                devices=devices,
-                workers=workers,
+                executor=there,
                 root=data_dir,
                 checkpoint_epochs=checkpoint_epochs,
-                scheduler=scheduler,
                 stop=stop,
             )
             follow(events, console, search, trials)
@@ -150,7 +143,7 @@ def tune(
         outcome(found, folder, data_dir)
         if reason is not None and found.ended < trials:
             display.say(console, f"stopped by {reason}; the same command resumes")
-            raise typer.Exit(EXIT_CODES[reason])
+            raise typer.Exit(exit_code(reason))
         if found.chosen is None:
             raise typer.Exit(1)
 
@@ -179,7 +172,7 @@ def follow(events: Iterable[tuple[Draw, Event]], console: Console, search: Searc
             number = draw.number
             if isinstance(event, Epoch):
                 lines[number], done[number] = event.numbers, event.epoch
-            elif isinstance(event, Finished | Failed) or is_pruned(event):
+            elif isinstance(event, Finished | Failed | Pruned):
                 done[number] = epochs
             for text, style in event_lines(event, lines.get(number, {}), epochs):
                 who = f"trial {number:{width}}  {describe_settings(search.recipe.method, draw.settings)}"
@@ -197,7 +190,7 @@ def event_lines(event: Event, last: Mapping[str, Any], epochs: int) -> Iterator[
             yield f"resumed after step {event.step} of {event.steps}", ""
         case Finished():
             yield f"{_measured(event.result)}; {event.result['seconds']:.0f} s", ""
-        case Stopped() if is_pruned(event):
+        case Pruned():
             yield f"pruned after epoch {last['epoch']} of {epochs}, {_measured(last)}", ""
         case Failed():
             yield f"failed: {event.what}", "red"

@@ -3,10 +3,9 @@
     nodes.py         which nodes there are, how many workers fit on each, and why a worker was lost
     worker.py        a process on a node that runs one task at a time
     worker_pool.py   starts workers where there is room, checks and stops them
-    task_queue.py    the interface of a queue of tasks, messages about a task, and when it is retried
-    scheduler.py     assigns tasks to workers, receives their events, notices lost workers
+    scheduler.py     the executor: assigns tasks to workers, receives their events, notices lost workers
     file_sync.py     copies folders to another machine, and their changes back
-    run_queue.py     runs (recipe + seed → one result file) as tasks, retried when a worker is lost
+    run_queue.py     runs whose folders are locked here while workers train copies of them
 
 The user's process reads the data, keeps all run folders and writes all results; a node needs neither the data set nor a
 shared disk, only Ray and the same flatmin.

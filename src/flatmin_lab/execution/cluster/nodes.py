@@ -75,7 +75,11 @@ def _full_address(address: str | None) -> str:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise within seconds if nothing answers there."""
+    """Raise within seconds if nothing answers there.
+
+    Ray's own connection cannot: `ray.init` of Ray 2.60 was still trying after three minutes where nothing listens, and
+    its health check is no public interface.
+    """
     if address == "local":
         return
     host, _, port = address.rpartition(":")
@@ -199,3 +203,18 @@ def describe_loss(error: Exception) -> str:
     detail = re.search(r"exit detail: ([^.\n]+)", text)
     first = text.partition("\n")[0][:MAX_MESSAGE_LENGTH] or type(error).__name__
     return f"its process ended ({detail[1] if detail else first})"
+
+
+def import_failure(error: Exception) -> str | None:
+    """The line that says what a node could not import, if that is why its worker did not start.
+
+    Ray replaces an actor whose class cannot be imported by one that raises a RuntimeError, with the traceback as text.
+
+    >>> import_failure(RuntimeError("The actor failed to import.\\nModuleNotFoundError: No module named 'flatmin_lab'"))
+    "ModuleNotFoundError: No module named 'flatmin_lab'"
+    >>> import_failure(RuntimeError("The actor died."))
+    """
+    text = str(error)
+    if "ModuleNotFoundError" not in text and "ImportError" not in text:
+        return None
+    return next(line.strip() for line in reversed(text.splitlines()) if "Error" in line)

@@ -7,21 +7,27 @@ cannot continue, that is a `WorkerLoss`: the queue decides whether its task is r
 that worker.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
+import torch
+
+from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster import nodes
 from flatmin_lab.execution.cluster.file_sync import content, put
 from flatmin_lab.execution.cluster.nodes import Node, describe_loss
-from flatmin_lab.execution.cluster.task_queue import TaskEnd, TaskMessage, TaskQueue, WorkerLoss
-from flatmin_lab.execution.cluster.worker import DataTaskFunction, FileChanges, NodeFailure, Task
+from flatmin_lab.execution.cluster.run_queue import ClusterRunQueue
+from flatmin_lab.execution.cluster.worker import FileChanges, NodeFailure
 from flatmin_lab.execution.cluster.worker_pool import WorkerHandle, WorkerPool
 from flatmin_lab.execution.process_pool import STOP_TIMEOUT_SECONDS
+from flatmin_lab.execution.runner import Run, RunOptions
+from flatmin_lab.execution.task_queue import Slot, Stop, Task, TaskEnd, TaskFunction, TaskMessage, TaskQueue, WorkerLoss
 from flatmin_lab.runs.events import RunError
+from flatmin_lab.system.machine import devices_named, facts
 
 
 @dataclass(eq=False, kw_only=True)
@@ -31,7 +37,23 @@ class Scheduler(WorkerPool):
     sent_data: dict[str, Any] = field(default_factory=dict)  # references to the data sets that Ray holds, by checksum
     task_numbers: Iterator[int] = field(default_factory=count)
 
-    def run(self, function: DataTaskFunction, queue: TaskQueue) -> Iterator[tuple[Any, TaskMessage, str]]:
+    @property
+    def device_here(self) -> str:
+        return devices_named(None)[0]
+
+    def facts(self) -> Mapping[str, Any]:
+        return {**facts(torch.device("cpu")), "threads": 1, "hardware": self.hardware}
+
+    def capacity(self, tasks: int) -> tuple[int, str]:
+        return self.room(), f"{self.room()} at once, if the cluster's nodes are like this one"
+
+    def run_queue(
+        self, runs: Sequence[Run], options: RunOptions, datasets: Mapping[str, Dataset], stop: Stop
+    ) -> ClusterRunQueue:
+        given = options if self.share.gpus else options._replace(at_once=1)  # a CPU worker has one core
+        return ClusterRunQueue(runs, given, self.facts, datasets, stop)
+
+    def run(self, function: TaskFunction, queue: TaskQueue[Any]) -> Generator[tuple[Any, TaskMessage, str], None, None]:
         """Run `function` on the tasks of the queue until there are none: each message with its task and its node."""
         self.usable_at = monotonic()
         try:
@@ -50,19 +72,19 @@ class Scheduler(WorkerPool):
 
     # ---- to the workers
 
-    def _assign(self, worker: WorkerHandle, function: DataTaskFunction, queue: TaskQueue) -> None:
+    def _assign(self, worker: WorkerHandle, function: TaskFunction, queue: TaskQueue[Any]) -> None:
         """Give an idle worker the next task, or stop it."""
         up = sum(other.info is not None for other in self.workers)
         others = any(node.key != worker.node.key for node in self.usable_nodes())
-        taken = None
+        task = None
         if self.max_workers is None or up <= self.max_workers:
-            taken = queue.take(self.room(), worker.node.key, others=others)
-            if taken is None and queue.waiting_count():
+            task = queue.take(Slot(self.device, worker.node.key, self.room(), others))
+            if task is None and queue.waiting_count():
                 self.history(worker.node).record_loss()  # all that waits was lost there: no new workers for a while
-        if taken is None:
+        if task is None:
             self.stop_worker(worker)  # others may need the node
             return
-        worker.task, data = taken
+        worker.task, data = task, queue.data_of(task)
         worker.task_number, worker.stop_asked_at = next(self.task_numbers), None
         if data.checksum not in self.sent_data:
             self.sent_data[data.checksum] = self.ray.put(data)
@@ -72,7 +94,7 @@ class Scheduler(WorkerPool):
             worker.task_number, function, worker.task, contents, self.sent_data[data.checksum]
         )
 
-    def _ask_to_stop(self, queue: TaskQueue) -> Iterator[tuple[Any, WorkerLoss, str]]:
+    def _ask_to_stop(self, queue: TaskQueue[Any]) -> Iterator[tuple[Any, WorkerLoss, str]]:
         """Ask workers to stop whose task should; one that does not within the timeout is lost."""
         for worker in [worker for worker in self.workers if worker.is_busy]:
             if worker.stop_asked_at is None and (reason := queue.stop_reason(worker.task)):
@@ -91,7 +113,7 @@ class Scheduler(WorkerPool):
         ready, _ = self.ray.wait(list(by_pending), num_returns=1, timeout=0.1)
         return [by_pending[reference] for reference in ready]
 
-    def _receive(self, worker: WorkerHandle) -> Iterator[tuple[Any, TaskMessage, str]]:
+    def _receive(self, worker: WorkerHandle) -> Generator[tuple[Any, TaskMessage, str], None, None]:
         if not worker.is_busy:
             self.check_worker(worker)
             return

@@ -9,36 +9,24 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 import flatmin
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster.file_sync import Change, WatchedFolder, put
-from flatmin_lab.execution.process_pool import Stop, TaskFailure, one_thread, task_failure
+from flatmin_lab.execution.local import one_thread, task_failure
+from flatmin_lab.execution.task_queue import Task, TaskFailure, TaskFunction
 from flatmin_lab.runs.events import Event, Failed, Finished, Measured, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.system.machine import facts
 
-TaskT = TypeVar("TaskT")
 FOLDER_PREFIX = "flatmin-worker-"  # then the number of the process
-
-
-class Task(Protocol):
-    """What a worker runs, on some files and folders: `paths` lists the same ones in the same order on every machine."""
-
-    @property
-    def device(self) -> str: ...
-    def paths(self) -> Sequence[Path]: ...
-    def moved_to(self: TaskT, folder: Path) -> TaskT: ...
-
-
-DataTaskFunction = Callable[[Any, Dataset, Stop], Iterator[tuple[int, Event]]]
 
 
 class FileChanges(NamedTuple):
@@ -96,7 +84,7 @@ class Worker:
         self.stop_request = (number, reason)
 
     def run(
-        self, number: int, function: DataTaskFunction, task: Task, contents: Sequence[Change], data: Dataset
+        self, number: int, function: TaskFunction, task: Task, contents: Sequence[Change], data: Dataset
     ) -> Iterator[tuple[int, Event] | FileChanges | TaskFailure | NodeFailure]:
         """A task's events and changes; `TaskFailure` if it cannot be done, `NodeFailure` if it cannot be done here."""
         names: dict[str, str] = {}
@@ -113,7 +101,7 @@ class Worker:
             yield TaskFailure(_replace_paths(task_failure(error).why, names))
 
     def _run(
-        self, number: int, function: DataTaskFunction, here: Task, data: Dataset, names: dict[str, str]
+        self, number: int, function: TaskFunction, here: Task, data: Dataset, names: dict[str, str]
     ) -> Iterator[tuple[int, Event] | FileChanges]:
         watched = [WatchedFolder(path) for path in here.paths()]
 

@@ -12,9 +12,9 @@ from time import monotonic
 from typing import Any
 
 from flatmin_lab.execution.cluster import nodes
-from flatmin_lab.execution.cluster.nodes import Node, Share, describe_loss
+from flatmin_lab.execution.cluster.nodes import Node, Share, import_failure
 from flatmin_lab.execution.cluster.worker import Worker, WorkerInfo, worker_info
-from flatmin_lab.runs.events import RunError
+from flatmin_lab.execution.task_queue import NoWorkerError
 from flatmin_lab.system.machine import commit
 from flatmin_lab.system.optional_deps import need
 
@@ -24,10 +24,6 @@ NODE_WAIT_SECONDS = 60.0  # without any usable node, before giving up: one may b
 COOLDOWN_SECONDS = 30.0  # without new workers for a node that lost one; doubled with every loss
 MAX_COOLDOWN_SECONDS = 600.0
 MAX_EARLY_LOSSES = 3  # workers in a row that die before they answer; then the node counts as unusable
-
-
-class NoNodeError(RunError):
-    """No node of the cluster can run the tasks."""
 
 
 @dataclass(eq=False)
@@ -55,7 +51,11 @@ class WorkerHandle:
 
 @dataclass(eq=False)
 class NodeHistory:
-    """How often workers were lost on a node, and until when it gets no new ones."""
+    """How often workers were lost on a node, and until when it gets no new ones.
+
+    Ray knows dead nodes (`alive_nodes`), but not those that live and kill every worker, as for want of memory: it would
+    start the next one there again.
+    """
 
     losses: int = 0
     early: int = 0  # of these, in a row, before the worker had answered
@@ -127,7 +127,7 @@ class WorkerPool:
             why = "; ".join(self.excluded.values()) or (
                 f"every worker started on node {usable[0].name} dies" if usable else f"none has {self.share} any more"
             )
-            raise NoNodeError(
+            raise NoWorkerError(
                 f"no node of the cluster can train it: {why}; add nodes that can, and run the same command again"
             )
         slow = [worker for worker in self.workers if not worker.is_up_or_starting]
@@ -140,6 +140,9 @@ class WorkerPool:
         return sum(worker.node.key == node.key for worker in self.workers)
 
     def _start_worker(self, node: Node) -> WorkerHandle:
+        """Ray does not restart it: a restarted one would get the files that its task began with, not the checkpoints
+        since, and would be on the node that lost it.
+        """
         strategies = need("ray.util.scheduling_strategies", "--executor ray", extra="cluster")
         actor = (
             self.ray.remote(Worker)
@@ -179,10 +182,8 @@ class WorkerPool:
         self.history(worker.node).early = 0
 
     def _lose_early(self, node: Node, error: Exception) -> None:
-        text = str(error)
-        if "ModuleNotFoundError" in text or "ImportError" in text:
-            missing = next((line for line in reversed(text.splitlines()) if "Error" in line), describe_loss(error))
-            self._exclude(node, f"{missing.strip()}; install flatmin[cluster] there, the same version as here")
+        if (missing := import_failure(error)) is not None:
+            self._exclude(node, f"{missing}; install flatmin[cluster] there, the same version as here")
         else:
             self.history(node).record_loss(early=True)
 

@@ -93,7 +93,7 @@ def of_the_data(runs: Sequence[Run]) -> list[str]:
 
 
 def _has(runs: Iterable[Run], protocol: str) -> bool:
-    return any(str(run.result.get("protocol")).startswith(protocol) for run in runs)
+    return any(run.protocol.name == protocol for run in runs)
 
 
 def _trials(runs: Iterable[Run]) -> list[int]:

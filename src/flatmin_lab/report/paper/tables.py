@@ -13,7 +13,7 @@ from statistics import mean
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes.paper_numbers import Value, reported
 from flatmin_lab.recipes.paper_tables import Experiment, by_name
-from flatmin_lab.recipes.recipe import Job, Recipe, exceptions
+from flatmin_lab.recipes.recipe import FollowedProtocol, Job, Recipe
 from flatmin_lab.report.columns import Column, as_in_paper, column_named
 from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.html import mean_and_std
@@ -84,7 +84,7 @@ class Row:
     @property
     def name(self) -> str:
         """The method, and where it differs from the paper's."""
-        apart = ", ".join(filter(None, [*exceptions(self.recipe.protocol), self.precision]))
+        apart = ", ".join(filter(None, [*self.recipe.protocol.exceptions, self.precision]))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
         return f"{NAMES[self.recipe.method]}{f' ({apart})' if apart else ''}"
@@ -189,7 +189,6 @@ def cell_of(recipe: Recipe, runs: Sequence[Run], column: Column) -> Cell:
     values = [value for run in runs if (value := as_in_paper(run, column)) is not None]
     compared = [value for run in runs if (value := column.value(run)) is not None]
     cell = reported(original_name(recipe.data), recipe.model, recipe.method, recipe.augment)
-    protocol = recipe.protocol
-    theirs = cell.get(column.paper) if not exceptions(protocol) else None
-    said = agrees(values, theirs) if protocol == "paper" else None
+    theirs = cell.get(column.paper) if not recipe.protocol.exceptions else None
+    said = agrees(values, theirs) if recipe.protocol == FollowedProtocol("paper") else None
     return Cell(values, theirs, said, compared=compared)

@@ -1,0 +1,52 @@
+"""The laws of tests/lab/execution/test_executors.py for a pool of processes, also where processes die."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.execution.executor import run_tasks
+from flatmin_lab.execution.process_pool import ProcessPool
+from flatmin_lab.execution.task_queue import Stop
+from flatmin_lab.runs.events import Event, Failed, Finished, Stopped
+from tests.lab.execution.test_executors import ACTS, KINDS, Act, Acts, act_out, ends, kinds
+
+POOL = ProcessPool(["cpu", "cpu"])
+
+
+def act_or_die(task: Act, data: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
+    if task.act == "die before the start, once" and not (task.place / "died").exists():
+        (task.place / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    for number, event in act_out(task, data, stop):
+        yield number, event
+        if task.act == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_in_a_pool_everything_ends_once(tmp_path: Path) -> None:
+    assert kinds(POOL, Acts(ACTS, tmp_path)) == KINDS
+
+
+def test_when_asked_to_stop_what_runs_and_what_waits_is_stopped(tmp_path: Path) -> None:
+    queue = Acts(["wait", "wait", "finish"], tmp_path, stop=lambda: "enough" if list(tmp_path.iterdir()) else None)
+    found = ends(list(run_tasks(POOL, act_out, queue)))
+    assert [type(found[number]) for number in range(3)] == [Stopped] * 3
+    assert found[2] == Stopped("enough", 0)
+
+
+def test_a_process_that_dies_fails_its_run_alone_and_one_that_had_not_started_is_done(tmp_path: Path) -> None:
+    acts = ["finish", "die", "die before the start, once", "finish"]
+    found = ends(list(run_tasks(POOL, act_or_die, Acts(acts, tmp_path))))
+    assert [type(found[number]) for number in range(4)] == [Finished, Failed, Finished, Finished]
+    died = found[1]
+    assert isinstance(died, Failed)
+    assert "SIGKILL" in died.what
+
+
+def test_a_caller_that_leaves_early_leaves_no_process_behind(tmp_path: Path) -> None:
+    events = run_tasks(POOL, act_out, Acts(["wait"], tmp_path))
+    next(events)
+    events.close()  # type: ignore[attr-defined]
+    assert (tmp_path / "waiting").exists()  # and it was waited for
