@@ -11,14 +11,12 @@ from inspect import signature
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from transformers import Trainer
 from transformers.trainer_utils import HPSearchBackend
 
-from flatmin.core.messages import describe
-from flatmin.integrations.accelerate import Window, check_strategy
+from flatmin.integrations.accelerate import Window, check_strategy, unwrap_optimizer
 from flatmin.optim import AMP, RMP
 from flatmin.optim.param_groups import groups
 from flatmin.optim.perturbed import PerturbedOptimizer
@@ -91,14 +89,13 @@ class AMPTrainer(Trainer):
         return wrapped
 
     def _check_wrapped(self) -> None:
-        optimizer = self.optimizer
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        if not isinstance(optimizer, PerturbedOptimizer):
+        try:
+            unwrap_optimizer(self.optimizer)
+        except TypeError as error:
             raise TypeError(
-                f"create_optimizer of {type(self).__name__} left {describe(optimizer)} unwrapped; let it set "
-                "self.optimizer, and end with `return super().create_optimizer()`"
-            )
+                f"create_optimizer of {type(self).__name__} left its optimizer unwrapped; let it set self.optimizer, "
+                "and end with `return super().create_optimizer()`"
+            ) from error
 
     def _hp_search_setup(self, trial: Any) -> None:
         """A trial's settings of the perturbation serve its training; the Trainer knows its own arguments alone."""

@@ -29,7 +29,7 @@ class Slot(NamedTuple):
     device: str
     node: str = ""  # of a cluster
     workers: int = 1  # of the executor, this one included
-    others: bool = False  # are there other nodes?
+    others: Collection[str] = ()  # the cluster's other nodes that can run it
 
 
 class Task(Protocol):
@@ -132,8 +132,9 @@ class TaskQueue(Generic[T]):
             yield self.refused.pop(0)
 
     def is_barred(self, number: int, slot: Slot) -> bool:
-        """Was a worker lost with it on that node, and are there other nodes?"""
-        return slot.others and slot.node in self.lost_on[number]
+        """Was a worker lost with it on that node, and on some other node not? Lost on all, it may go anywhere."""
+        lost = self.lost_on[number]
+        return slot.node in lost and any(node not in lost for node in slot.others)
 
     def receive(self, task: T, message: TaskMessage, node: str) -> Iterator[tuple[int, Event]]:
         """What a message about a task means for its numbers; nothing for those that another worker has by now."""

@@ -107,7 +107,7 @@ def _here(pool: ProcessPool, function: Any, queue: Any) -> Any:
 def _forget_recipes() -> None:
     """Those that were made with other numbers of trials."""
     for made in (paper_tables.by_name, *paper_tables.EXPERIMENTS.values()):
-        made.cache_clear()  # type: ignore[union-attr]
+        made.cache_clear()  # type: ignore[attr-defined]
 
 
 def _with(function: Callable[..., Any], **fixed: Any) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import socket
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -228,8 +229,11 @@ def queue_of(tmp_path: Path, count: int, *, held: ExitStack, **options: Any) -> 
     return held.enter_context(closing(queue))
 
 
-def slot(node: str, *, workers: int = 1, others: bool = True) -> Slot:
-    return Slot("cuda:0", node, workers, others)
+NODES = ("here", "there", "elsewhere")
+
+
+def slot(node: str, *, workers: int = 1, nodes: Sequence[str] = NODES) -> Slot:
+    return Slot("cuda:0", node, workers, [other for other in nodes if other != node])
 
 
 def taken(queue: ClusterRunQueue, workers: int) -> list[list[int]]:
@@ -268,13 +272,24 @@ def test_runs_that_were_lost_together_are_retried_alone_and_not_for_ever(tmp_pat
         assert isinstance(failed, Failed)
         assert "worker lost 3 times, the last time on node far: it burnt" in failed.what
         assert queue.unfinished() == [2]
-        alone = queue.take(slot("here", others=False))  # the only node that is left
+        alone = queue.take(slot("here", nodes=["here"]))  # the only node that is left
         assert alone is not None
         assert list(alone.runs) == [2]
         full = (2, Failed("the disk is full", later=True))  # there, not here
         assert isinstance(next(queue.receive(alone, full, "here"))[1], Note)
         assert queue.waiting_count() == 1
         assert queue.options.store.state(queue.runs[0].job) == "failed"
+
+
+def test_a_run_that_every_node_has_lost_once_is_not_barred_from_all(tmp_path: Path) -> None:
+    """It would wait for ever for a third node."""
+    with ExitStack() as held:
+        queue, two = queue_of(tmp_path, 1, held=held), ("here", "there")
+        for node in two:
+            assert (task := queue.take(slot(node, nodes=two))) is not None
+            assert isinstance(next(queue.receive(task, WorkerLoss(node, "it burnt"), node))[1], Note)
+            assert (queue.take(slot(node, nodes=NODES))) is None  # a third node has not lost it
+        assert queue.take(slot("here", nodes=two)) is not None
 
 
 def test_a_folder_of_another_run_is_not_touched_and_named(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class Scheduler(WorkerPool):
     def _assign(self, worker: WorkerHandle, function: TaskFunction, queue: TaskQueue[Any]) -> None:
         """Give an idle worker the next task, or stop it."""
         up = sum(other.info is not None for other in self.workers)
-        others = any(node.key != worker.node.key for node in self.usable_nodes())
+        others = [node.key for node in self.usable_nodes() if node.key != worker.node.key]
         task = None
         if self.max_workers is None or up <= self.max_workers:
             task = queue.take(Slot(self.device, worker.node.key, self.room(), others))
