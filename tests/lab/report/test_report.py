@@ -27,6 +27,7 @@ from flatmin_lab.runs.events import Stopped
 from flatmin_lab.runs.result import build_result
 from tests.support import pages
 from tests.support.pages import text_of
+from tests.support.pipes import pipe
 from tests.support.processes import flatmin
 from tests.support.report_files import ERRORS, evaluation, landscape, result, write, write_all
 
@@ -385,6 +386,14 @@ def test_the_rest_of_the_report_is_made_and_what_is_damaged_is_named(runs: Path,
         assert "Test error: AMP 4.00 %" in text_of(page)
         assert "file was left out" in text_of(page)
         assert "<script>alert" not in page
+
+
+@pytest.mark.parametrize("name", ["x-1.json", "erm-0/config.json", "erm-0/result.json", "erm-0/metrics.jsonl"])
+def test_a_pipe_among_the_files_does_not_stop_the_report(runs: Path, name: str) -> None:
+    (runs / name).unlink(missing_ok=True)
+    with pipe(runs / name):
+        (broken,) = load_results([runs]).unusable
+    assert f"{runs / name} must be a regular file, not a pipe" in broken.why
 
 
 def test_a_run_that_is_not_finished_says_how_to_go_on(runs: Path) -> None:

@@ -1,17 +1,20 @@
 """One's own images: an .npz file, or a folder."""
 
+import struct
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from torch import Tensor
 
 from flatmin_lab.data import load
 from flatmin_lab.data.sources import image_folder
 from tests.support.official_files import made
+from tests.support.pipes import pipe
 
 
 class TestNpz:
@@ -173,3 +176,54 @@ class TestFolder:
         (tmp_path / "half" / "test" / "bird").mkdir()
         with pytest.raises(ValueError, match="only one of them has bird"):
             load(tmp_path / "half")
+
+    def test_the_name_of_a_file_does_not_choose_the_program_that_reads_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """PostScript is a program; Pillow hands it to Ghostscript, whatever the file is called."""
+        started: list[object] = []
+        monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **_: started.append(given))
+        root = self.write(tmp_path / "pets")
+        (root / "cat" / "x.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 7\n%%EndComments\n%%EOF\n")
+        with pytest.raises(ValueError, match=r"x\.png is not an image that can be read"):
+            load(root)
+        assert not started
+
+    def test_an_image_that_is_too_large_is_refused_by_its_header(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "pets")
+        (root / "dog" / "x.png").write_bytes(png_without_pixels(13_000, 12_000))
+        with pytest.raises(ValueError, match=r"at most 67108864 pixels, got 13000 by 12000 in .*x\.png; make it"):
+            load(root)
+        (root / "dog" / "x.png").write_bytes(png_without_pixels(100_000, 100_000))
+        with pytest.raises(ValueError, match=r"x\.png is not an image .* \(10000000000 pixels\) exceeds limit"):
+            load(root)
+
+    def test_images_that_are_too_large_together_are_refused_by_their_headers(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "pets", count=3)
+        for number in range(90):
+            (root / "dog" / f"large-{number}.png").write_bytes(png_without_pixels(8192, 8192))
+        with pytest.raises(ValueError, match=r"at most 16 GiB, got 96 images of 16\.9 GiB in .*pets; give a"):
+            load(root)
+        with pytest.raises(ValueError, match=r"at most 16 GiB, got 96 images of 268\.2 GiB in .*pets"):
+            load(root, size=(10**5, 10**4))
+
+    def test_a_pipe_is_refused_and_a_link_to_an_image_is_followed(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "pets")
+        (root / "cat" / "link.png").symlink_to(root / "cat" / "0.png")
+        assert len(load(root).train) + len(load(root).test) == 21
+        with (
+            pipe(root / "cat" / "x.png"),
+            pytest.raises(ValueError, match=r"x\.png must be a regular file"),
+        ):
+            load(root)
+
+
+def png_without_pixels(width: int, height: int) -> bytes:
+    """The header of an RGB image of that size, and the end."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(name + content))
+        return struct.pack(">I", len(content)) + name + content + checksum
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
