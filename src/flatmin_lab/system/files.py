@@ -40,9 +40,12 @@ def check_regular(path: Path) -> None:
         raise ValueError(f"{path} must be a regular file, not a pipe, a device or a folder; remove it")
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a regular file."""
+def read_regular(path: Path, *, max_bytes: int | None = None) -> bytes:
+    """The content of a regular file of at most that many bytes; a sparse one can have any number."""
     check_regular(path)
+    size = path.stat().st_size
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"{path} must have at most {max_bytes} bytes, got {size}; put the right file there")
     return path.read_bytes()
 
 

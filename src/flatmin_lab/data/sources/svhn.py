@@ -23,7 +23,7 @@ def load(source: Path) -> Dataset:
 
 def _split(path: Path) -> Split:
     try:
-        content = mat.load(read_regular(path), ("X", "y"))
+        content = mat.load(read_regular(path, max_bytes=mat.MAX_BYTES), ("X", "y"))
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(
             f"{path} cannot be read: it may be damaged or cut short ({error!s:.200}); fetch it again"

@@ -1,6 +1,9 @@
 """One's own images: an .npz file, or a folder."""
 
+import io
 import struct
+import tracemalloc
+import zipfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +101,46 @@ class TestNpz:
         (tmp_path / "x.npz").write_bytes(content[: len(content) // 2])
         with pytest.raises(ValueError, match=r"not a whole \.npz"):
             load(tmp_path / "x.npz")
+
+    def test_what_the_arrays_take_is_checked_before_one_is_read(self, tmp_path: Path) -> None:
+        """A member's header and its size in the file's directory must agree; neither is believed alone."""
+        x, y = np.zeros((64, 64, 64), np.uint8), np.arange(64) % 2
+        place = tmp_path / "x.npz"
+        np.savez_compressed(place, x_train=x, y_train=y, x_test=x, y_test=y)
+        assert len(load(place).train) == 64
+        tracemalloc.start()
+        try:
+            with_header(place, "x_train.npy", (1 << 20, 64, 64), size=64 * 64 << 20)
+            with pytest.raises(ValueError, match=r"x\.npz must take at most 4 GiB, got 4\.0 GiB packed into \d+ bytes"):
+                load(place)
+            with_header(place, "x_train.npy", (1 << 14, 64, 64), size=64**3)
+            with pytest.raises(ValueError, match=r"x_train has uint8 of shape \(16384, 64, 64\), which do not fit"):
+                load(place)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 4 << 20
+
+    @pytest.mark.parametrize("code", [0xD800, 0x110000, 0xFFFFFFFF])
+    def test_names_that_are_no_characters_are_refused(self, tmp_path: Path, code: int) -> None:
+        x, y = np.zeros((2, 8, 8), np.uint8), np.array([0, 1])
+        names = np.array([[99, 97, 116], [100, code, 103]], np.uint32).view("U3")[:, 0]
+        np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y, names=names)
+        with pytest.raises(ValueError, match=r"x\.npz: names: names must be valid Unicode"):
+            load(tmp_path / "x.npz")
+
+
+def with_header(place: Path, name: str, shape: tuple[int, ...], *, size: int) -> None:
+    """Replace a member by one that announces uint8 of that shape, and to have that many bytes; it has but a few."""
+    with zipfile.ZipFile(place) as old:
+        kept = {other: old.read(other) for other in old.namelist() if other != name}
+    start = io.BytesIO()
+    np.lib.format.write_array_header_1_0(start, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(place, "w") as new:
+        for other, content in kept.items():
+            new.writestr(other, content)
+        new.writestr(name, start.getvalue() + bytes(999))
+        new.getinfo(name).file_size = len(start.getvalue()) + size  # written into the directory at the end
 
 
 class TestFolder:
