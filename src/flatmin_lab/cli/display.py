@@ -5,6 +5,7 @@ terminal there are only the lines, no bar.
 """
 
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ FLATNESS_LABELS = {
     "worst_case_loss": "worst loss found in it",
 }
 IN_PERCENT = ("error", "ece", "memorised")
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's controls, marks of direction, half pairs and ends of lines
 KINDS = {"pictures": "images", "points": "points"}  # what evaluation.json calls the data
 
 
@@ -71,7 +73,19 @@ def silent() -> Console:
 
 def say(console: Console, text: str, style: str = "") -> None:
     """Print text as it is: brackets in file and package names are not markup."""
-    console.print(Text(text, style=style))
+    console.print(Text(escape_controls(text), style=style))
+
+
+def escape_controls(text: str) -> str:
+    r"""Text that may come from a file, with what would move the cursor or colour the terminal spelled out.
+
+    >>> escape_controls("a\x1b[2Jname")
+    'a\\x1b[2Jname'
+    """
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in HIDDEN else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def number(name: str, value: float | None) -> str:

@@ -91,7 +91,7 @@ class Request:
 
     def _resume(self, folder: Path) -> Plan:
         known = run_config.read_config(folder)
-        recipe = self._with_changes(Recipe.from_json(known["recipe"]))
+        recipe = self._with_changes(run_config.recipe_of(folder, known))
         seed = int(known["seed"]) if self.seed is None else self.seed
         run_config.check_recipe(folder, known, recipe, seed)
         data = read_run_data(recipe, self.data, self.data_dir, download=self.download)

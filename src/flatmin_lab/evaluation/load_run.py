@@ -71,7 +71,7 @@ def find_run(path: Path) -> TrainedRun:
     damaged_checkpoints = tuple(str(error) for _, error in damaged)
     if place is None or whole is None:
         raise RunError("; ".join(damaged_checkpoints))
-    recipe = Recipe.from_json(config["recipe"])
+    recipe = run_config.recipe_of(folder, config)
     is_newest = [place] == checkpoint.listed(folder)[:1]
     return TrainedRun(
         place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, is_newest, damaged_checkpoints

@@ -33,6 +33,7 @@ from flatmin_lab.recipes.fields import (
     flag,
 )
 from flatmin_lab.recipes.lr_schedules import SCHEDULES
+from flatmin_lab.system.json_types import check_types
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -200,9 +201,15 @@ class Recipe:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Recipe":
+        """Checked, since anyone may have written the values; errors name the field."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"recipe must be an object, got a {type(values).__name__}: {values!r:.80}")
         known = {f.name for f in fields(Recipe)}
+        if missing := [name for name in ("data", "model") if name not in values]:
+            raise ValueError(f"a recipe must have {' and '.join(missing)}; it may be damaged")
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"a recipe has no {', '.join(unknown)}; it may be of a newer flatmin")
+        check_types(Recipe, values)
         return Recipe(**values)
 
 

@@ -20,6 +20,7 @@ from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import COST, FAILED, PLANNED
+from flatmin_lab.system.files import read_regular
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import Tuning
 
@@ -155,7 +156,7 @@ def _is_result(path: Path) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = _json(path.read_bytes())
+        content = _json(read_regular(path))
     except ValueError as error:
         raise ValueError(f"{path.name} is damaged: it is not JSON ({error})") from error
     if not isinstance(content, dict):
@@ -236,7 +237,7 @@ def _unfinished(path: Path, config: Mapping[str, Any]) -> str:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(read_regular(path).decode().splitlines(), start=1):
         if line.strip():
             try:
                 content = _json(line)

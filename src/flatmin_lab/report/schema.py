@@ -20,7 +20,6 @@ REQUIRED: dict[str, type | tuple[type, ...]] = {
     "seconds": (int, float),
 }
 MAX_NUMBER = 1e30  # larger ones overflow means and contour levels
-BIN_KEYS = ("number", "confidence", "accuracy")
 
 
 def is_number(value: object) -> bool:
@@ -33,6 +32,13 @@ def is_share(value: object) -> bool:
 
 def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < MAX_NUMBER
+
+
+def is_size(value: object) -> bool:
+    return is_number(value) and value >= 0  # type: ignore[operator]
+
+
+BIN_RULES = {"number": is_size, "confidence": is_share, "accuracy": is_share}  # of a reliability diagram
 
 
 def result(found: dict[str, Any]) -> dict[str, Any]:
@@ -58,8 +64,8 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
 
 def _is_bins(bins: Any) -> bool:
     return isinstance(bins, dict) and all(
-        isinstance(bins.get(name), list) and len(bins[name]) == BINS and all(map(is_number, bins[name]))
-        for name in BIN_KEYS
+        isinstance(bins.get(name), list) and len(bins[name]) == BINS and all(map(holds, bins[name]))
+        for name, holds in BIN_RULES.items()
     )
 
 

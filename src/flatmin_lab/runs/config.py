@@ -5,12 +5,21 @@ Two runs are the same if these three are; versions, machine and time may differ.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.system.json_data import read_json
+from flatmin_lab.system.json_types import check_types
 
 IDENTITY = ("recipe", "seed", "data_sha256")
+
+
+class Identity(TypedDict):
+    """What tells two runs apart, as config.json holds it."""
+
+    recipe: Mapping[str, Any]
+    seed: int
+    data_sha256: str
 
 
 class OtherRunError(ValueError):
@@ -36,7 +45,20 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path / 'config.json'} is not a run's: it has no {', '.join(sorted(missing)) or 'recipe'}; "
             "choose another folder"
         )
+    try:
+        check_types(Identity, known)
+    except TypeError as error:
+        raise ValueError(f"{path / 'config.json'} is damaged: its {error}; choose another folder") from error
     return known
+
+
+def recipe_of(path: Path, config: Mapping[str, Any]) -> Recipe:
+    """The recipe of a run's folder or checkpoint, which a damaged or a newer one may not have."""
+    try:
+        return Recipe.from_json(config["recipe"])
+    except (TypeError, ValueError) as error:
+        place = path / "config.json" if path.is_dir() else path
+        raise ValueError(f"{place} has no recipe of this flatmin: {error}; choose another folder") from error
 
 
 def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:
@@ -49,7 +71,7 @@ def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -
     if not known:
         raise ValueError(f"{path} does not say which run it belongs to; it may be of another flatmin")
     # through a Recipe, so that fields of newer versions get their defaults
-    here, there = (Recipe.from_json(run["recipe"]).as_json() for run in (asked, known))
+    here, there = Recipe.from_json(asked["recipe"]).as_json(), recipe_of(path, known).as_json()
     apart = differences(there, here)
     apart += differences({"seed": known["seed"]}, {"seed": asked["seed"]})
     if not apart and known["data_sha256"] != asked["data_sha256"]:

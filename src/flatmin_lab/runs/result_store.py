@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.recipe import SPEED, Job
@@ -23,6 +23,7 @@ from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import numbers, read_json
+from flatmin_lab.system.json_types import check_types
 
 State = Literal["done", "unmeasured", "without weights", "failed", "begun", "missing"]
 PLANNED, FAILED, COST = "planned.json", ".failed.json", "cost-"
@@ -36,6 +37,15 @@ IDENTITY_SUFFIXES = (
     "hardware",
 )  # what tells two runs apart
 CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, where known
+
+
+class PlannedRun(TypedDict, total=False):
+    """A line of the plan."""
+
+    name: str
+    seed: int
+    planned: str
+    parts: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,17 @@ class ResultStore:
     def planned(self) -> list[dict[str, Any]]:
         """The planned runs in order: name, seed and day."""
         path = self.results / PLANNED
-        return list(read_json(path).get("runs", [])) if path.exists() else []
+        runs = read_json(path).get("runs", []) if path.exists() else []
+        if not isinstance(runs, list) or not all(
+            isinstance(run, dict) and {"name", "seed"} <= run.keys() for run in runs
+        ):
+            raise ValueError(f"{path} is damaged: runs must be a list of names and seeds; put a good copy there")
+        try:
+            for run in runs:
+                check_types(PlannedRun, run)
+        except TypeError as error:
+            raise ValueError(f"{path} is damaged: a run's {error}; put a good copy there") from error
+        return runs
 
     def plan(self, runs: Sequence[tuple[Job, tuple[str, ...]]], today: date) -> int:
         """Add runs and what is to be measured of them to the plan; returns how many are new.

@@ -1,7 +1,8 @@
 """What the other packages rest on: the machine, its files, its random generators, and packages that may be missing.
 
-files.py           atomic writes, and locks
+files.py           atomic writes, regular files, and locks
 json_data.py       numbers that JSON can hold, and JSON files that are objects
+json_types.py      values from JSON, checked against a dataclass's annotations
 machine.py         hardware, versions and commit: what a number was measured with
 optional_deps.py   a missing package is named, with the way to install it
 rng.py             generators seeded by their purpose; a run's own random state and determinism switches

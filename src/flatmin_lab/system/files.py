@@ -8,6 +8,7 @@ folder removes them.
 import contextlib
 import errno
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,21 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def check_regular(path: Path) -> None:
+    """Raise where the path, or what it links to, is no regular file: a pipe blocks its reader, a device has no end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path} must be a regular file, not a pipe, a device or a folder; remove it")
+
+
+def read_regular(path: Path, *, max_bytes: int | None = None) -> bytes:
+    """The content of a regular file of at most that many bytes; a sparse one can have any number."""
+    check_regular(path)
+    size = path.stat().st_size
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"{path} must have at most {max_bytes} bytes, got {size}; put the right file there")
+    return path.read_bytes()
 
 
 def nearest_existing(path: Path) -> Path:

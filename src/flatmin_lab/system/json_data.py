@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from flatmin_lab.system.files import read_regular
+
 
 def number(value: Any) -> float | None:
     """A number, or a tensor that holds one, as a float; None where it is not finite.
@@ -32,7 +34,7 @@ def _rounded(value: float | None) -> float | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except (ValueError, OSError) as error:
         raise ValueError(
             f"{path} is damaged: it cannot be read as JSON ({error}); put a good copy there, or choose another folder"

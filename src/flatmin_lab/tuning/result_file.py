@@ -9,6 +9,7 @@ from typing import Any, get_args
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
+from flatmin_lab.system.json_types import check_types
 from flatmin_lab.tuning.result import State, Trial, Tuning
 from flatmin_lab.tuning.search_space import Measure, hyper_parameters_of
 
@@ -35,6 +36,7 @@ def read(path: Path) -> Tuning:
 
 
 def _tuning(found: dict[str, Any]) -> Tuning:
+    check_types(Tuning, found)
     recipe = Recipe.from_json(found["recipe"])
     known = {f.name for f in fields(Tuning)} | {"chosen"}
     values = {name: found[name] for name in known - {"recipe", "trials", "facts", "chosen"}}
@@ -47,7 +49,7 @@ def _tuning(found: dict[str, Any]) -> Tuning:
         ("wanted", _is_count(values["wanted"])),
         ("seed", isinstance(values["seed"], int)),
         ("pruning", isinstance(values["pruning"], bool)),
-        ("space", all(map(_is_range, values["space"].values()))),
+        ("space", bool(values["space"]) and all(map(_is_range, values["space"].values()))),
         ("asked", values["asked"].keys() <= recipe.as_json().keys()),
         ("data_sha256", isinstance(values["data_sha256"], str)),
     ):
@@ -61,11 +63,16 @@ def _tuning(found: dict[str, Any]) -> Tuning:
 
 
 def _is_range(found: Mapping[str, Any]) -> bool:
+    if not isinstance(found, dict) or found.keys() != {"low", "high", "log"}:
+        return False
     low, high, log = found["low"], found["high"], found["log"]
-    return len(found) == 3 and _is_number(low) and _is_number(high) and low < high and (low > 0 or log is False)
+    return isinstance(log, bool) and _is_number(low) and _is_number(high) and low < high and (low > 0 or log is False)
 
 
 def _trial(found: dict[str, Any], names: Any) -> Trial:
+    if not isinstance(found, dict):
+        raise TypeError(f"trials must be objects, got a {type(found).__name__}: {found!r:.80}")
+    check_types(Trial, found)
     trial = Trial(**found)
     numbers = [trial.value, trial.error, trial.nll, trial.seconds]
     drawn = trial.settings.keys() == names or (trial.state == "running" and trial.settings.keys() <= names)

@@ -29,6 +29,10 @@ KEPT_METRICS = ("epoch", "seconds", "validation_error", "validation_nll")  # of 
 STATES: dict[str, State] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running"}
 
 
+class OtherTuningError(ValueError):
+    """The study is of another tuning."""
+
+
 class Draw(NamedTuple):
     """A trial as it was drawn: its number, and its settings by the names of the hyper-parameters."""
 
@@ -44,17 +48,30 @@ def open_study(search: SearchSpace, data: Dataset, *, folder: Path, storage: str
     """
     optuna: Any = need("optuna", "flatmin tune")
     broken = need("sqlalchemy.exc", "flatmin tune").SQLAlchemyError
+    where = "" if storage else f" in {folder / DATABASE}"
     try:
         database = optuna.storages.RDBStorage(storage or _storage_url(folder))
     except (broken, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"the study cannot be opened ({reason}); --storage takes a database's address, as in sqlite:///study.db"
+            f"the study{where} cannot be opened ({reason}); --storage takes a database's address, as in "
+            "sqlite:///study.db"
         ) from error
     try:
-        known = [folder.absolute().name] if storage else optuna.get_all_study_names(database)
-        name = next(iter(known), default_name(search.recipe, data))
-        yield Study(optuna, search, search.identity(data.checksum), name, database)
+        try:
+            known = [folder.absolute().name] if storage else optuna.get_all_study_names(database)
+            name = next(iter(known), default_name(search.recipe, data))
+            study = Study(optuna, search, search.identity(data.checksum), name, database)
+            study.all_trials()
+        except OtherTuningError:
+            raise
+        except Exception as error:  # a damaged database can raise anything
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"the study{where} is damaged ({type(error).__name__}: {reason:.200}); put a good copy there, or "
+                "choose another folder with --out"
+            ) from error
+        yield study
     finally:
         database.remove_session()
         database.engine.dispose()
@@ -95,7 +112,7 @@ class Study:
             return
         here, there = ({**one.pop("recipe", {}), **one} for one in (dict(identity), dict(known)))
         if differing := differences(there, here):
-            raise ValueError(
+            raise OtherTuningError(
                 f"the study {self.study.study_name} is of another tuning: {'; '.join(differing)}. "
                 "Give the same flags to resume it, or choose another folder with --out"
             )

@@ -1,7 +1,8 @@
 """Recipes: checked when made, plain JSON, and what suits a data set."""
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,29 @@ def test_json_and_back_is_the_same_recipe() -> None:
         Recipe(data="digits", model="convnet", method="rmp", settings={"generator": torch.Generator()})
     with pytest.raises(ValueError, match="colour"):
         Recipe.from_json({**recipe.as_json(), "colour": "red"})
+
+
+JSON_VALUES: list[Any] = [None, True, -1, 10**400, 0.5, math.nan, "x", "", [], ["x"], [[]], [1, 2, 3], {}, {"x": {}}]
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Recipe)])
+def test_a_field_of_the_wrong_type_is_named(name: str) -> None:
+    """Every field with values of every type that JSON has: a recipe, or an error that names the field."""
+    whole = Recipe(data="digits", model="convnet", method="amp", clip_norm=1.0, ema=0.9, size=(8, 8)).as_json()
+    for value in JSON_VALUES:
+        try:
+            Recipe.from_json({**whole, name: value}).as_json()
+        except (TypeError, ValueError) as error:
+            said = str(error)
+        else:
+            continue
+        assert name in said, value
+
+
+@pytest.mark.parametrize("values", JSON_VALUES)
+def test_what_is_no_object_is_no_recipe(values: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"recipe (must (be an object|have data and model)|has no x)"):
+        Recipe.from_json(values)
 
 
 def test_differences_are_named_with_both_values() -> None:

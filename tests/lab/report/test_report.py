@@ -28,8 +28,9 @@ from flatmin_lab.runs.events import Stopped
 from flatmin_lab.runs.result import build_result
 from tests.support import pages
 from tests.support.pages import text_of
+from tests.support.pipes import pipe
 from tests.support.processes import flatmin
-from tests.support.report_files import ERRORS, evaluation, landscape, result, write, write_all
+from tests.support.report_files import BINS, ERRORS, evaluation, landscape, result, write, write_all
 
 
 @pytest.fixture
@@ -387,6 +388,30 @@ def test_the_rest_of_the_report_is_made_and_what_is_damaged_is_named(runs: Path,
         assert "<script>alert" not in page
 
 
+def test_bins_that_hold_less_than_nothing_are_not_drawn(runs: Path) -> None:
+    bins = {**BINS, "number": [-1000, *[0] * 13, 1000]}
+    for path in runs.glob("*/result.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "reliability": bins}))
+    assert "Test error: AMP 4.00 %" in text_of(page_of(runs))
+
+
+def test_what_files_say_cannot_steer_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "runs" / "erm", result("erm", 0, 0.05))
+    write(tmp_path / "runs" / "odd\x1b[2J", result("\x1b]0;title\x07\x9b31m\u202e", 0, 0.05))
+    done = flatmin("report", tmp_path / "runs", "--out", tmp_path / "report.html")
+    assert done.exit_code == 0
+    assert not set("\x1b\x07\x9b\u202e") & set(done.stderr + done.stdout)
+    assert "odd\\x1b[2J" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["x-1.json", "erm-0/config.json", "erm-0/result.json", "erm-0/metrics.jsonl"])
+def test_a_pipe_among_the_files_does_not_stop_the_report(runs: Path, name: str) -> None:
+    (runs / name).unlink(missing_ok=True)
+    with pipe(runs / name):
+        (broken,) = load_results([runs]).unusable
+    assert f"{runs / name} must be a regular file, not a pipe" in broken.why
+
+
 def test_a_run_that_is_not_finished_says_how_to_go_on(runs: Path) -> None:
     (runs / "erm-0" / "result.json").unlink()
     shown = text_of(page_of(runs))
@@ -414,7 +439,7 @@ def test_results_may_be_files_of_their_own(tmp_path: Path) -> None:
     assert "flatmin evaluate" not in page  # there is no folder to measure
 
 
-WRONG: list[Any] = [None, "abc", ["q"], {}, -1, 1e308, math.nan]
+WRONG: list[Any] = [None, "abc", ["q"], {}, -1, 1e308, math.nan, True, 10**400, [-1]]
 
 
 def spoilt(content: dict[str, Any], path: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -442,7 +467,16 @@ def paths_of(content: dict[str, Any]) -> list[tuple[str, ...]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["result", "evaluation", "landscape"])
+WHOLE: dict[str, dict[str, Any]] = {
+    "result": result("amp", 0, 0.1),
+    "evaluation": evaluation(),
+    "landscape": landscape(),
+    "config": {"recipe": {"epochs": 3, "method": "amp"}, "seed": 0, "data_sha256": "0"},
+    "state": {"diverged": "at step 7"},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_no_single_field_of_a_file_can_stop_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -451,13 +485,58 @@ def test_no_single_field_of_a_file_can_stop_the_report(
         monkeypatch.setattr(f"flatmin_lab.report.pages.{module}.svg", lambda drawn: f"<svg>{drawn.words}</svg>")
     for figure in ("curves", "bars", "reliability_diagram", "contours", "lines"):
         monkeypatch.setattr(f"flatmin_lab.report.figures.{figure}", partial(_only_numbers, figure))
-    whole = {"result": result("amp", 0, 0.1), "evaluation": evaluation(), "landscape": landscape()}
-    folder = write(tmp_path / "run", whole["result"], evaluation=whole["evaluation"], landscape=whole["landscape"])
-    for path in paths_of(whole[name]):
-        for content in spoilt(whole[name], path):
+    folder = write(tmp_path / "run", **{"found": WHOLE["result"], **{k: v for k, v in WHOLE.items() if k != "result"}})
+    if name in ("config", "state"):  # what is read of a run that has not finished
+        (folder / "result.json").unlink()
+    for path in paths_of(WHOLE[name]):
+        for content in spoilt(WHOLE[name], path):
             (folder / f"{name}.json").write_text(json.dumps(content))
-            page = report_page(load_results([tmp_path]))
-            assert "</html>" in page, path
+            check_page(tmp_path, path)
+
+
+def check_page(folder: Path, path: tuple[str, ...]) -> None:
+    """The pages without what cannot be used are alike, and each takes a while: one is made where all is used."""
+    found = load_results([folder])
+    assert found.unusable or "</html>" in report_page(found), path
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "planned": {"runs": [{"name": "short/cifar10-preactresnet18-amp", "seed": 0, "planned": "2026-01-01"}]},
+    "short/x-0.failed": {"name": "short/x", "seed": 0, "error": "it diverged", "method": "amp", "step": 3},
+    "short/cost-a": {
+        "hardware": "a machine",
+        "data": "cifar10",
+        "precision": "bf16",
+        "protocol": "short",
+        "epochs": 60,
+        "ratio": 2.0,
+        "methods": {"erm": {"ms": 1.0, "hours": 1.0}, "amp": {"ms": 2.0, "hours": 2.0}},
+    },
+    "short/whole-0": {
+        "curves": {"error": [0.3, 0.2, 0.1]},
+        "boundary": {"side": [0, 1, 2], "shares": [[0.5] * 3] * 3},
+        **result("amp", 0, 0.1),
+    },
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_no_single_field_of_the_files_beside_the_runs_can_stop_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for module in ("report", "landscape"):
+        monkeypatch.setattr(f"flatmin_lab.report.pages.{module}.svg", lambda drawn: f"<svg>{drawn.words}</svg>")
+    for figure in ("curves", "bars", "reliability_diagram", "contours", "lines", "boundaries"):
+        monkeypatch.setattr(f"flatmin_lab.report.figures.{figure}", partial(_only_numbers, figure))
+    write(tmp_path / "run", result("amp", 1, 0.1))
+    (tmp_path / f"{name}.json").parent.mkdir(exist_ok=True)
+    (tmp_path / f"{name}.json").write_text(json.dumps(BESIDE[name]))
+    assert not load_results([tmp_path]).unusable
+    seen = WHOLE["result"] if name == "short/whole-0" else {}  # above, as a file of its own
+    for path in (path for path in paths_of(BESIDE[name]) if path[0] not in seen):
+        for content in spoilt(BESIDE[name], path):
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+            check_page(tmp_path, path)
 
 
 def _only_numbers(name: str, *given: Any, **options: Any) -> DrawnFigure:

@@ -15,6 +15,7 @@ import pytest
 from flatmin_lab.runs import checkpoint, open_folder
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import Epoch, Finished, Note, RunError, Started
+from flatmin_lab.runs.result_store import ResultStore
 from flatmin_lab.training.loop import config_of, train
 from tests.support.small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
 
@@ -320,6 +321,26 @@ def test_what_can_be_made_again_is_not_needed(tmp_path: Path, name: str) -> None
         assert [line["epoch"] for line in lines] == [1, 2, 3]
         assert same(lasting(folder), lasting(tmp_path / "whole"))
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["seed", "data_sha256", "recipe", "lr", "settings", "milestones"])
+def test_a_field_of_a_config_of_the_wrong_type_is_named_with_the_file(tmp_path: Path, name: str) -> None:
+    known = json.loads(json.dumps({"recipe": tiny_recipe().as_json(), "seed": 0, "data_sha256": "0"}))
+    for value in (None, ["x"], {"x": 0}) if name != "settings" else (None, ["x"], "x"):
+        found = json.loads(json.dumps(known))
+        (found if name in found else found["recipe"])[name] = value
+        (tmp_path / "config.json").write_text(json.dumps(found))
+        with pytest.raises(
+            ValueError, match=rf"config\.json.*({name}|recipe has no x|must have data|it has no recipe)"
+        ):
+            run_config.recipe_of(tmp_path, run_config.read_config(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", [0, [0], [{}], [{"name": 0, "seed": 0}], [{"name": "x", "seed": "0"}], {"x": 0}])
+def test_a_damaged_plan_is_named(tmp_path: Path, wrong: Any) -> None:
+    (tmp_path / "planned.json").write_text(json.dumps({"runs": wrong}))
+    with pytest.raises(ValueError, match=r"planned\.json is damaged: .*(name|seed)"):
+        ResultStore(tmp_path, tmp_path).planned()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"recipe": {}}'])

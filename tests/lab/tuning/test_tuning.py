@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
+from flatmin_lab.report.pages.tuning import tuning_section
 from flatmin_lab.runs.events import BusyError, Epoch, Event, Finished, Stopped
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import State, Tuning
@@ -404,6 +408,29 @@ def test_a_folder_belongs_to_one_tuning(data: Path, tmp_path: Path, out: Path) -
     assert "is a run itself" in words(run.stderr)
 
 
+DAMAGES = {
+    "noise": None,
+    "no column": "ALTER TABLE trials RENAME COLUMN state TO mood",
+    "no JSON": "UPDATE study_user_attributes SET value_json = '{'",
+    "a number in place of the recipe": """UPDATE study_user_attributes SET value_json = '{"recipe": 0}'""",
+    "no such state": "UPDATE trials SET state = 'HAPPY'",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_study_is_named(data: Path, tmp_path: Path, out: Path, damage: str) -> None:
+    database = tmp_path / "study.db"
+    shutil.copy(out / "study.db", database)
+    if (command := DAMAGES[damage]) is None:
+        database.write_bytes(b"noise" * 1000)
+    else:
+        with closing(sqlite3.connect(database)) as connection, connection:
+            connection.execute(command)
+    done = flatmin(*asked(data, tmp_path, "--measure", "nll", "--trials", 9))
+    assert done.exit_code == 2, done.output
+    assert str(database) in words(done.stderr)
+
+
 def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
     pictures_of = load(data)
     recipe = default_recipe(
@@ -536,6 +563,32 @@ def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) 
         with pytest.raises(ValueError, match=r"is not a tuning|is damaged"):
             result_file.read(path)
     assert [broken.path.name for broken in load_results([tmp_path]).unusable] == [FILE] * len(wrong)
+
+
+@pytest.mark.parametrize("part", ["the file", "its recipe", "a trial", "a range"])
+def test_a_field_of_the_wrong_type_is_named_with_the_file(out: Path, tmp_path: Path, part: str) -> None:
+    """A tuning, or an error that names the file and the field; the report is made in either case."""
+    whole = json.loads((out / FILE).read_text())
+    parts = {
+        "the file": lambda found: found,
+        "its recipe": lambda found: found["recipe"],
+        "a trial": lambda found: found["trials"][0],
+        "a range": lambda found: found["space"]["epsilon"],
+    }
+    place = tmp_path / FILE
+    for name in parts[part](whole):
+        for value in (None, 10**400, "x", ["x"], {"x": 0}):
+            found = json.loads(json.dumps(whole))
+            parts[part](found)[name] = value
+            place.write_text(json.dumps(found))
+            try:
+                tuning_section(place, result_file.read(place))
+            except ValueError as error:
+                said = str(error)
+            else:
+                continue
+            assert str(place) in said
+            assert (name if part != "a range" else "space") in said, value
 
 
 # ---- what the report says

@@ -8,6 +8,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flatmin_lab import methods as all_methods
 from flatmin_lab.cli import display
@@ -228,6 +229,6 @@ def table(found: Tuning) -> Table:
             summary.format_measure("nll", trial.nll),
             str(trial.epochs),
             "" if trial.seconds is None else f"{trial.seconds:.1f}",
-            summary.describe_end(trial, found),
+            Text(display.escape_controls(summary.describe_end(trial, found))),
         )
     return shown

@@ -10,7 +10,10 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from flatmin_lab.system.files import read_regular
+
 MAX_BYTES = 1 << 30  # bytes; the largest official archive unpacks to 185 MB
+MAX_FILE_BYTES = 1 << 28  # bytes of one file; the largest official one has 155 MB
 MAX_MEMBERS = 1000  # and none has more than a dozen
 MAX_HEADER_BYTES = 4096  # bytes of a long name, or of a file's further properties
 
@@ -30,7 +33,8 @@ def read(source: Path, folder: str, names: Iterable[str], *, optional: Iterable[
 
 
 def _from_folder(source: Path, names: list[str]) -> dict[str, bytes]:
-    return {name: (source / name).read_bytes() for name in names if (source / name).is_file()}
+    there = [name for name in names if (source / name).is_file()]
+    return {name: read_regular(source / name, max_bytes=MAX_FILE_BYTES) for name in there}
 
 
 class _Stream:
@@ -39,9 +43,12 @@ class _Stream:
     def __init__(self, content: gzip.GzipFile) -> None:
         self.content, self.left = content, MAX_BYTES
 
-    def read(self, size: int) -> bytes:
+    def check_left(self, size: int) -> None:
         if size > self.left:
             raise tarfile.ReadError(f"it unpacks to more than {MAX_BYTES >> 30} GiB, as no official archive does")
+
+    def read(self, size: int) -> bytes:
+        self.check_left(size)
         part = self.content.read(size)
         self.left -= len(part)
         return part
@@ -70,6 +77,11 @@ def _from_archive(source: Path, folder: str, names: set[str]) -> dict[str, bytes
                         continue
                     if name in found:
                         raise tarfile.ReadError(f"it holds {name} twice")
+                    stream.check_left(member.size)
+                    if member.size > MAX_FILE_BYTES:
+                        raise tarfile.ReadError(
+                            f"{name} has {member.size} bytes, more than {MAX_FILE_BYTES}, as no official file has"
+                        )
                     file = archive.extractfile(member)
                     found[name] = file.read() if file else b""
             while stream.read(1 << 20):  # to the checksum at the end

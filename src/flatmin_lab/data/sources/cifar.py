@@ -107,11 +107,13 @@ def _from_pickle(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]
     if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != PIXELS:
         shape = f"{x.dtype} of shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
         raise ValueError(f"{what}: the data must be uint8 of shape (N, {PIXELS}), got {shape}")
-    labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
-    if not (isinstance(labels, list) and all(type(y) is int and abs(y) < 1 << 31 for y in labels)):
+    if not isinstance(labels, list) and not (isinstance(labels, np.ndarray) and labels.ndim == 1):
         raise ValueError(f"{what}: the labels must be a list of whole numbers below 2³¹; use the official file")
-    if len(labels) != len(x):
+    if len(labels) != len(x):  # before they are listed: each byte of an array would become a pointer
         raise ValueError(f"{what}: every image needs one label, got {len(x)} images and {len(labels)} labels")
+    labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
+    if not all(type(y) is int and abs(y) < 1 << 31 for y in labels):
+        raise ValueError(f"{what}: the labels must be a list of whole numbers below 2³¹; use the official file")
     return _images(x), torch.tensor(labels, dtype=torch.int64)
 
 

@@ -3,21 +3,29 @@
     pets/train/cat/1.png   pets/train/dog/2.jpg   pets/test/cat/3.png   …       or   pets/cat/1.png   pets/dog/2.jpg   …
 
 All images must have one size, or be resized to one with `size=`. They are RGB, or grey where all of them are.
+
+The files are untrusted: 20 kB of PNG can hold 10⁸ pixels, and Pillow starts Ghostscript for PostScript that is named
+x.png. So only these formats are opened, only regular files, and every header is checked before a pixel is decoded.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flatmin_lab.data.dataset import Dataset, Split, stratified_split
+from flatmin_lab.system.files import check_regular
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM", "TIFF")  # of these extensions, as Pillow calls them
+MAX_PIXELS = 1 << 26  # of one image, 8192 by 8192: it takes some 400 MB while it is converted
+MAX_BYTES = 1 << 34  # of all images, as they are kept: ImageNet takes as much at 64 by 64 pixels
 GREY_MODES = ("1", "L", "LA")
 COLOUR_MODES = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
 WHAT = "a folder of images"
@@ -37,8 +45,9 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
     folders = [path] if test is None else [path / "train", test]
     names = _classes(folders)
     found = [_list_images(folder, names) for folder in folders]
-    modes = {_mode(file) for files, _ in found for file in files}
-    mode = "L" if modes <= set(GREY_MODES) else "RGB"
+    headers = [_header(file) for files, _ in found for file in files]
+    mode = "L" if {header.mode for header in headers} <= set(GREY_MODES) else "RGB"
+    _check_total(path, headers, size, channels=len(mode))
     splits = [Split(_read(files, mode, size), torch.tensor(labels)) for files, labels in found]
     if test is None:
         if min(splits[0].y.bincount().tolist()) < 3:
@@ -80,14 +89,47 @@ def _list_images(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[i
     return files, labels
 
 
-def _mode(file: Path) -> str:
-    image = need("PIL.Image", WHAT)
+class Header(NamedTuple):
+    """What an image says of itself before its pixels."""
+
+    mode: str
+    height: int
+    width: int
+
+
+def _header(file: Path) -> Header:
+    """The checked header; no pixel is decoded."""
+    check_regular(file)
     try:
-        with image.open(file) as opened:
-            mode = str(opened.mode)
+        with _open(file) as opened:
+            header = Header(str(opened.mode), opened.height, opened.width)
     except Exception as error:  # a damaged image can raise anything
         raise ValueError(f"{file} is not an image that can be read ({error}); repair or remove it") from error
-    return check_eight_bits(mode, str(file))
+    if header.height * header.width > MAX_PIXELS:
+        raise ValueError(
+            f"an image must have at most {MAX_PIXELS} pixels, got {header.width} by {header.height} in {file}; "
+            "make it smaller, or remove it"
+        )
+    check_eight_bits(header.mode, str(file))
+    return header
+
+
+def _open(file: Path) -> Any:
+    image = need("PIL.Image", WHAT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", image.DecompressionBombWarning)  # MAX_PIXELS is the lower limit
+        return image.open(file, formats=FORMATS)
+
+
+def _check_total(path: Path, headers: Sequence[Header], size: tuple[int, int] | None, *, channels: int) -> None:
+    """Raise where the images would not fit into memory, before the first is decoded."""
+    pixels = len(headers) * size[0] * size[1] if size else sum(header.height * header.width for header in headers)
+    if pixels * channels > MAX_BYTES:
+        raise ValueError(
+            f"the images of a folder must take at most {MAX_BYTES >> 30} GiB, got {len(headers)} images of "
+            f"{pixels * channels / (1 << 30):.1f} GiB in {path}; give a smaller size=(height, width), or --size HEIGHT "
+            "WIDTH, or fewer images"
+        )
 
 
 def check_eight_bits(mode: str, what: str) -> str:
@@ -103,7 +145,7 @@ def _read(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Ten
     first = files[0]
     for file in files:
         try:
-            with image.open(file) as opened:
+            with _open(file) as opened:
                 converted = ops.exif_transpose(opened).convert(mode)  # cameras store rotated images
                 if size is not None:
                     converted = converted.resize((size[1], size[0]), image.Resampling.BILINEAR)

@@ -2,8 +2,15 @@
 
 Images are uint8 (N, H, W), (N, H, W, C) or (N, C, H, W); points are floats (N, D). Labels are integers from 0.
 `names` is an array of strings; without it the classes are called 0, 1, 2, …
+
+A file of 8 MB can unpack to 8 GB: what the arrays take is added up from their headers before one of them is read.
 """
 
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +22,7 @@ from flatmin_lab.data.dataset import Dataset, Split, default_class_names
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 CHANNELS = (1, 3, 4)
+MAX_BYTES = 1 << 32  # of all arrays, unless the file itself is as large
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
@@ -33,20 +41,46 @@ def load(path: Path) -> Dataset:
 
 def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -> dict[str, Array]:
     """The named arrays of the file; never a pickle."""
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
-            there = list(content)
-            arrays = {key: np.asarray(content[key]) for key in (*keys, *optional) if key in there}
-    except Exception as error:  # a damaged file can raise anything
+    with _as_value_error(path), path.open("rb") as file, np.load(file, allow_pickle=False) as content:
+        there = list(content)
+        wanted = [key for key in (*keys, *optional) if key in there]
+        total = sum(_checked_size(content.zip, key) for key in wanted)
+    if total > max(MAX_BYTES, path.stat().st_size):
         raise ValueError(
-            f"{path} is not a whole .npz file of plain arrays ({error!s:.200}); delete it and make it again"
-        ) from error
+            f"the arrays of {path} must take at most {MAX_BYTES >> 30} GiB, got {total / (1 << 30):.1f} GiB packed "
+            f"into {path.stat().st_size} bytes; save them with np.savez, which does not pack them, or save fewer"
+        )
+    with _as_value_error(path), path.open("rb") as file, np.load(file, allow_pickle=False) as content:
+        arrays = {key: np.asarray(content[key]) for key in wanted}
     missing = [key for key in keys if key not in arrays]
     if missing:
         raise ValueError(
             f"{path} must hold {', '.join(keys)}; missing: {', '.join(missing)}, there: {', '.join(there) or 'nothing'}"
         )
     return arrays
+
+
+@contextmanager
+def _as_value_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(
+            f"{path} is not a whole .npz file of plain arrays ({error!s:.200}); delete it and make it again"
+        ) from error
+
+
+def _checked_size(content: zipfile.ZipFile, key: str) -> int:
+    """Bytes of an array: what its header announces is what its member holds, no more is read of it."""
+    name = key if key in content.namelist() else f"{key}.npy"
+    with content.open(name) as member:
+        version = np.lib.format.read_magic(member)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(member)
+        held = content.getinfo(name).file_size - member.tell()
+    if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != held:
+        raise ValueError(f"{key} has {dtype} of shape {shape}, which do not fit its {held} bytes")
+    return held
 
 
 def _images(x: Array, what: str) -> Tensor:
@@ -82,6 +116,12 @@ def _channels_last(shape: tuple[int, ...], what: str) -> bool:
 def _names(names: Array, what: str) -> list[str]:
     if names.ndim != 1 or names.dtype.kind not in "US":
         raise ValueError(f"{what}: names must be strings of shape (K,), got {names.dtype} of shape {names.shape}")
+    if names.dtype.kind == "U" and names.dtype.itemsize:
+        codes = np.frombuffer(names.astype(names.dtype.newbyteorder("=")).tobytes(), np.uint32)
+        if ((codes > sys.maxunicode) | ((codes >= 0xD800) & (codes < 0xE000))).any():
+            raise ValueError(
+                f"{what}: names must be valid Unicode, got numbers that are no characters; save them again"
+            )
     return [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in names.tolist()]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.formats import mat
+from flatmin_lab.system.files import read_regular
 
 FILES = ("train_32x32.mat", "test_32x32.mat")
 
@@ -22,7 +23,7 @@ def load(source: Path) -> Dataset:
 
 def _split(path: Path) -> Split:
     try:
-        content = mat.load(path.read_bytes(), ("X", "y"))
+        content = mat.load(read_regular(path, max_bytes=mat.MAX_BYTES), ("X", "y"))
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(
             f"{path} cannot be read: it may be damaged or cut short ({error!s:.200}); fetch it again"

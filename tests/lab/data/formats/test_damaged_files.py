@@ -129,6 +129,27 @@ def test_no_instruction_copies_the_stack(name: str) -> None:
     assert stack.copied < 2 * len(HOSTILE[name])
 
 
+LABELS = {
+    "too many, as an array": np.zeros(4 * MIB, np.int8),
+    "of nothing, without end": np.zeros((2, 1 << 39, 0), np.int8),
+    "a column": np.zeros((2, 1), np.int64),
+    "a list that doubles": pickle.loads(b"\x80\x02" + doubled(60) + b"."),
+    "a list of lists that double": [pickle.loads(b"\x80\x02" + doubled(60) + b".")] * 2,
+}
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
+def test_labels_are_counted_before_they_are_listed(tmp_path: Path, labels: Any) -> None:
+    root = official_files.cifar10_python(tmp_path, made(10, 10, seed=0), made(2, 10, seed=1))
+    images = np.zeros((2, 3072), np.uint8)
+    (root / "test_batch").write_bytes(pickle.dumps({b"data": images, b"labels": labels}))
+    with (
+        at_most(20),
+        pytest.raises(ValueError, match=r"test_batch: (every image needs one label|the labels must be a)"),
+    ):
+        load("cifar10", tmp_path)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999, -1, -9])
 def test_a_file_cut_short_is_said_to_be(tmp_path: Path, layout: str, share: float) -> None:
@@ -211,6 +232,25 @@ def test_an_archive_that_unpacks_without_end_is_stopped(tmp_path: Path) -> None:
         official_files.member(tar, "cifar-100-python/test", b"")
     with pytest.raises((ValueError, FileNotFoundError), match=r"not a whole|missing: train"):
         load("cifar100", tmp_path)
+
+
+def test_a_file_larger_than_any_official_one_is_not_read(tmp_path: Path) -> None:
+    """Packed, or sparse: neither takes room on the disk."""
+    root = official_files.cifar10_python(tmp_path, made(10, 10, seed=0), made(3, 10, seed=1))
+    with (root / "data_batch_2").open("r+b") as file:
+        file.truncate(900 * MIB)
+    with at_most(5), pytest.raises(ValueError, match="data_batch_2 must have at most 268435456 bytes, got 943718400"):
+        load("cifar10", tmp_path)
+    info = tarfile.TarInfo("cifar-100-python/train")
+    info.size = 900 * MIB
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(gzip.compress(info.tobuf() + bytes(MIB)))
+    with at_most(5), pytest.raises(ValueError, match="train has 943718400 bytes, more than 268435456"):
+        load("cifar100", tmp_path)
+    official_files.svhn(tmp_path, made(5, 10, seed=0), made(3, 10, seed=1))
+    with (tmp_path / "train_32x32.mat").open("r+b") as file:
+        file.truncate(900 * MIB)
+    with at_most(5), pytest.raises(ValueError, match=r"train_32x32\.mat must have at most 268435456 bytes"):
+        load("svhn", tmp_path)
 
 
 def test_headers_and_members_without_end_are_stopped(tmp_path: Path) -> None:

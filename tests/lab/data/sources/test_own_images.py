@@ -1,17 +1,23 @@
 """One's own images: an .npz file, or a folder."""
 
+import io
+import struct
+import tracemalloc
+import zipfile
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from torch import Tensor
 
 from flatmin_lab.data import load
 from flatmin_lab.data.sources import image_folder
 from tests.support.official_files import made
+from tests.support.pipes import pipe
 
 
 class TestNpz:
@@ -96,6 +102,46 @@ class TestNpz:
         with pytest.raises(ValueError, match=r"not a whole \.npz"):
             load(tmp_path / "x.npz")
 
+    def test_what_the_arrays_take_is_checked_before_one_is_read(self, tmp_path: Path) -> None:
+        """A member's header and its size in the file's directory must agree; neither is believed alone."""
+        x, y = np.zeros((64, 64, 64), np.uint8), np.arange(64) % 2
+        place = tmp_path / "x.npz"
+        np.savez_compressed(place, x_train=x, y_train=y, x_test=x, y_test=y)
+        assert len(load(place).train) == 64
+        tracemalloc.start()
+        try:
+            with_header(place, "x_train.npy", (1 << 20, 64, 64), size=64 * 64 << 20)
+            with pytest.raises(ValueError, match=r"x\.npz must take at most 4 GiB, got 4\.0 GiB packed into \d+ bytes"):
+                load(place)
+            with_header(place, "x_train.npy", (1 << 14, 64, 64), size=64**3)
+            with pytest.raises(ValueError, match=r"x_train has uint8 of shape \(16384, 64, 64\), which do not fit"):
+                load(place)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 4 << 20
+
+    @pytest.mark.parametrize("code", [0xD800, 0x110000, 0xFFFFFFFF])
+    def test_names_that_are_no_characters_are_refused(self, tmp_path: Path, code: int) -> None:
+        x, y = np.zeros((2, 8, 8), np.uint8), np.array([0, 1])
+        names = np.array([[99, 97, 116], [100, code, 103]], np.uint32).view("U3")[:, 0]
+        np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y, names=names)
+        with pytest.raises(ValueError, match=r"x\.npz: names: names must be valid Unicode"):
+            load(tmp_path / "x.npz")
+
+
+def with_header(place: Path, name: str, shape: tuple[int, ...], *, size: int) -> None:
+    """Replace a member by one that announces uint8 of that shape, and to have that many bytes; it has but a few."""
+    with zipfile.ZipFile(place) as old:
+        kept = {other: old.read(other) for other in old.namelist() if other != name}
+    start = io.BytesIO()
+    np.lib.format.write_array_header_1_0(start, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(place, "w") as new:
+        for other, content in kept.items():
+            new.writestr(other, content)
+        new.writestr(name, start.getvalue() + bytes(999))
+        new.getinfo(name).file_size = len(start.getvalue()) + size  # written into the directory at the end
+
 
 class TestFolder:
     def write(self, root: Path, *, count: int = 10, mode: str = "RGB", size: tuple[int, int] = (9, 7)) -> Path:
@@ -173,3 +219,54 @@ class TestFolder:
         (tmp_path / "half" / "test" / "bird").mkdir()
         with pytest.raises(ValueError, match="only one of them has bird"):
             load(tmp_path / "half")
+
+    def test_the_name_of_a_file_does_not_choose_the_program_that_reads_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """PostScript is a program; Pillow hands it to Ghostscript, whatever the file is called."""
+        started: list[object] = []
+        monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **_: started.append(given))
+        root = self.write(tmp_path / "pets")
+        (root / "cat" / "x.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 7\n%%EndComments\n%%EOF\n")
+        with pytest.raises(ValueError, match=r"x\.png is not an image that can be read"):
+            load(root)
+        assert not started
+
+    def test_an_image_that_is_too_large_is_refused_by_its_header(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "pets")
+        (root / "dog" / "x.png").write_bytes(png_without_pixels(13_000, 12_000))
+        with pytest.raises(ValueError, match=r"at most 67108864 pixels, got 13000 by 12000 in .*x\.png; make it"):
+            load(root)
+        (root / "dog" / "x.png").write_bytes(png_without_pixels(100_000, 100_000))
+        with pytest.raises(ValueError, match=r"x\.png is not an image .* \(10000000000 pixels\) exceeds limit"):
+            load(root)
+
+    def test_images_that_are_too_large_together_are_refused_by_their_headers(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "pets", count=3)
+        for number in range(90):
+            (root / "dog" / f"large-{number}.png").write_bytes(png_without_pixels(8192, 8192))
+        with pytest.raises(ValueError, match=r"at most 16 GiB, got 96 images of 16\.9 GiB in .*pets; give a"):
+            load(root)
+        with pytest.raises(ValueError, match=r"at most 16 GiB, got 96 images of 268\.2 GiB in .*pets"):
+            load(root, size=(10**5, 10**4))
+
+    def test_a_pipe_is_refused_and_a_link_to_an_image_is_followed(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "pets")
+        (root / "cat" / "link.png").symlink_to(root / "cat" / "0.png")
+        assert len(load(root).train) + len(load(root).test) == 21
+        with (
+            pipe(root / "cat" / "x.png"),
+            pytest.raises(ValueError, match=r"x\.png must be a regular file"),
+        ):
+            load(root)
+
+
+def png_without_pixels(width: int, height: int) -> bytes:
+    """The header of an RGB image of that size, and the end."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(name + content))
+        return struct.pack(">I", len(content)) + name + content + checksum
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
