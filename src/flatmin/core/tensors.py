@@ -211,8 +211,8 @@ class Copies(Generic[Key]):
         return len(self._held)
 
     def are_dense(self) -> bool:
-        """Are all tensors of the first `take` dense? False if that is not known."""
-        return self._lists is not None and self._lists.dense
+        """Are all tensors that were taken dense? False if that is not known."""
+        return self._lists is not None and self._held is self._lists.copies and self._lists.dense
 
     def nbytes(self) -> int:
         """The memory it holds, in use or not."""

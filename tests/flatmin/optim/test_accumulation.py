@@ -1,6 +1,7 @@
 """Gradient accumulation: micro-batches in one closure are one large batch; in a list, each climbs on its own."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -345,3 +346,26 @@ def test_lbfgs_takes_one_closure() -> None:
     optimizer = flatmin.AMP(torch.optim.LBFGS(case.model.parameters()), epsilon=0.0)
     with pytest.raises(TypeError, match="LBFGS evaluates its closure itself and takes one, got a list of 2"):
         optimizer.step(closures(case, optimizer))
+
+
+def test_a_weight_with_gaps_that_only_a_later_micro_batch_uses_is_moved_alone() -> None:
+    """What lies in the gaps is somebody else's."""
+    ended = []
+    for gaps in (True, False):
+        torch.manual_seed(0)
+        first, memory = nn.Parameter(torch.randn(3)), torch.randn(4, 6)
+        second = nn.Parameter(memory[:, :3] if gaps else memory[:, :3].clone())
+        optimizer = flatmin.AMP(SGD([first, second], lr=0.1), epsilon=0.5)
+        others = memory[:, 3:].clone()
+
+        def micro_batch(uses_both: bool, optimizer: Any = optimizer, params: Any = (first, second)) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = sum(param.square().sum() for param in params[: 1 + uses_both])
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step([partial(micro_batch, False), partial(micro_batch, True)])
+        assert torch.equal(memory[:, 3:], others)
+        ended.append([first, second])
+    assert all(torch.allclose(a, b) for a, b in zip(*ended, strict=True))
