@@ -261,3 +261,21 @@ def test_a_step_in_inference_mode_is_refused_before_anything_is_kept(method: str
         torch.manual_seed(1)
         each.step(own.closure(each))
     assert same(case.weights(), expected.weights())
+
+
+def test_rmp_says_that_weights_without_a_shape_cannot_be_moved() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
+    optimizer = flatmin.RMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(3, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"have no shape yet \(lazy modules\); run the model once before training"):
+        optimizer.step(closure)
+    model(torch.ones(1, 5))
+    theta = [param.detach().clone() for param in model.parameters()]
+    optimizer.step(closure)
+    assert not same(list(model.parameters()), theta)

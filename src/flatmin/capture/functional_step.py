@@ -221,7 +221,9 @@ def _separate(gradients: Gradients) -> Gradients:
     """
     seen: set[int] = set()
     for p, gradient in gradients.items():
-        if not gradient.is_sparse:
+        if gradient.is_conj():
+            gradients[p] = gradient.resolve_conj()
+        elif not gradient.is_sparse:
             memory = gradient.untyped_storage().data_ptr()
             if memory in seen or not (has_layout_of(gradient, p) if is_dense(p) else gradient.is_contiguous()):
                 gradients[p] = torch.empty_like(p, dtype=gradient.dtype, requires_grad=False).copy_(gradient)

@@ -43,6 +43,8 @@ class MeanGradient:
         for param in self._params:
             if param.grad is None:
                 continue
+            if param.grad.is_conj():
+                param.grad = param.grad.resolve_conj()
             total = self._sums.get(param)
             if total is None:  # copied: the next backward pass may write into this memory
                 self._sums[param] = param.grad.to(compute_dtype(param.grad), copy=True)

@@ -7,6 +7,7 @@ The paper's baseline for AMP: how much of the gain comes from perturbing at all,
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from flatmin.ball import Ball, Norm, combine, fill_with_noise, norms, uniform_factors
@@ -61,6 +62,11 @@ class RMP(PerturbedOptimizer):
             return
         params = [[p for p in group["params"] if p.requires_grad] for group in groups]
         everything = [p for here in params for p in here]
+        if any(map(is_lazy, everything)):
+            raise RuntimeError(
+                "RMP moves the weights before the first pass, and some have no shape yet (lazy modules); run the model "
+                "once before training"
+            )
         storage.keep_theta(everything)
         moved = [storage.perturbed(p) for p in everything]
         fill_with_noise(moved, like=everything, norm=self.norm, generator=self.generator)

@@ -66,7 +66,12 @@ class InPlace:
 
     def gradients_of(self, params: Sequence[Tensor]) -> Gradients:
         found = [p for p in params if p.grad is not None]
-        return found, [p.grad for p in found]  # type: ignore[misc]  # none of them is None
+        gradients = [p.grad for p in found]
+        if True in map(Tensor.is_conj, gradients):  # type: ignore[arg-type]  # none of them is None
+            for p, gradient in zip(found, gradients, strict=True):
+                p.grad = gradient.resolve_conj()  # type: ignore[union-attr]
+            gradients = [p.grad for p in found]
+        return found, gradients  # type: ignore[return-value]
 
     def norms_of(self, tensors: Sequence[Tensor], *, norm: Norm) -> Tensor:
         return norms(tensors, norm=norm)

@@ -137,6 +137,37 @@ def test_memory_beyond_the_base_is_one_copy_and_two_for_more_passes() -> None:
         assert optimizer._theta.nbytes() + optimizer._delta.nbytes() == copies * size
 
 
+@pytest.mark.parametrize("form", ["closure", "blocks", "list"])
+@pytest.mark.parametrize("choice", [{}, {"inner_iter": 2}, {"norm": "linf"}], ids=str)
+def test_a_gradient_that_is_a_lazy_conjugate_is_the_gradient(form: str, choice: dict[str, Any]) -> None:
+    """torch.conj() sets a bit, and computes nothing; so do gradients of what was conjugated."""
+    ended = []
+    for lazy in (True, False):
+        weight = nn.Parameter(torch.tensor([3 + 4j, 1 - 2j]))
+        optimizer = flatmin.AMP(SGD([weight], lr=0.1), **{"epsilon": 0.5, **choice})
+
+        def closure(lazy: bool = lazy, weight: nn.Parameter = weight, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = weight.abs().square().sum() / 2
+            loss.backward()
+            assert weight.grad is not None
+            weight.grad = weight.grad.conj().resolve_conj().conj() if lazy else weight.grad
+            assert weight.grad.is_conj() == lazy
+            return loss
+
+        for _ in range(3):
+            if form == "blocks":
+                closure()
+                for _ in range(optimizer.inner_iter):
+                    with optimizer.perturbed():
+                        closure()
+                optimizer.step()
+            else:
+                optimizer.step([closure, closure] if form == "list" else closure)
+        ended.append(weight)
+    assert torch.equal(*(weight.detach() for weight in ended))
+
+
 def test_complex_parameters_are_perturbed_as_pairs_of_reals() -> None:
     weight = nn.Parameter(torch.tensor([3 + 4j, 0j]))
     for choice in ({"inner_iter": 1}, {"inner_iter": 3}, {"norm": "linf"}):
