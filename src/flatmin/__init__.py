@@ -33,7 +33,10 @@ __all__ = [
     "theory",
 ]
 
-_LATER = {name: f"flatmin.{name}" for name in ("attacks", "doctor", "flatness", "metrics", "regularisers", "theory")}
+_LATER = {
+    name: f"flatmin.{name}"
+    for name in ("attacks", "capture", "doctor", "flatness", "metrics", "regularisers", "theory")
+}
 _LATER["captured_step"] = "flatmin.capture.captured_step"
 
 

@@ -195,7 +195,6 @@ class FunctionalStep:
         try:
             if wrapper is not None and self.perturbs:
                 step_unless(self.skip, wrapper.owners, list(self.gradients), self.theta, spec.scaler)
-                self.theta.forget()
                 return self.skip
             if spec.scaler is None:
                 spec.base.step()
@@ -203,7 +202,8 @@ class FunctionalStep:
                 return step_scaled(self.skip, wrapper.owners, [], spec.scaler)
             else:
                 spec.scaler.step(spec.base)
-        finally:
+        finally:  # even if this raises, the next step must not restore this θ
+            self.theta.forget()
             for p in params:
                 p.grad = None
         return None

@@ -71,7 +71,8 @@ class StepSpec:
 
     def generator(self) -> torch.Generator | None:
         """The generator that the optimizer draws from, if it has one besides the device's default."""
-        return getattr(self.optimizer, "generator", None)
+        found: torch.Generator | None = vars(self.optimizer).get("generator")
+        return found
 
 
 def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:

@@ -47,18 +47,16 @@ class Snapshot:
         self._host: HostRandom | None = None
 
     def take(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
-        """The buffers, and the random states of these devices and the host. `since`: taken earlier in this step."""
+        """The buffers, and the random states of these devices and the host. `since`: see `take_random`."""
         self.take_random(devices, since=since)
-        self.take_buffers(since=since)
+        self.take_buffers()
 
     def put_back(self) -> None:
         self.put_back_buffers()
         self.put_back_random()
 
-    def take_buffers(self, *, since: "Snapshot | None" = None) -> None:
-        """`since`: one that has taken them earlier in this step, and knows where they are."""
-        known = None if since is None else since._places
-        self._places = known if known is not None and known.are_all() else _BufferPlaces(self.model)
+    def take_buffers(self) -> None:
+        self._places = _BufferPlaces(self.model)
         self._buffers.forget()
         buffers = self._places.buffers()
         if not self._buffers.take_again(buffers):
@@ -82,11 +80,10 @@ class Snapshot:
 
 
 class _BufferPlaces:
-    """Where a model's buffers are. Found once a step; `named_buffers` takes five times as long."""
+    """Where a model's buffers are. Found twice a step; `named_buffers` takes five times as long."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[int, str, dict[str, Tensor | None]]] = []
-        self._sizes: list[dict[str, Any]] = []
         seen, ahead = set[int](), list[nn.Module | None]([model])
         while ahead:
             module = ahead.pop()
@@ -94,15 +91,9 @@ class _BufferPlaces:
                 continue
             seen.add(id(module))
             ahead.extend(module._modules.values())
-            self._sizes += (module._modules, module._buffers)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     self._places.append((id(module), name, module._buffers))
-        self._size = sum(map(len, self._sizes))
-
-    def are_all(self) -> bool:
-        """Has no pass added a module or a buffer?"""
-        return sum(map(len, self._sizes)) == self._size
 
     def buffers(self) -> list[Tensor | None]:
         """Those that are there now."""

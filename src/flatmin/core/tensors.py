@@ -240,7 +240,7 @@ class Copies(Generic[Key]):
         lists = self._lists
         if lists is None or self._held or lists.layout != _layout(tensors):
             return False
-        for ours, theirs in lists.kinds:
+        for ours, theirs in lists.pairs(tensors):
             torch._foreach_copy_(ours, theirs)
         self._held = lists.copies
         return True
@@ -258,11 +258,11 @@ class Copies(Generic[Key]):
         """
         if self._lists is None or not self.holds_just(tensors):
             return False
-        for ours, theirs in self._lists.kinds if flag is None else self._lists.bits():
+        for ours, theirs in self._lists.pairs(tensors):
             if flag is None:
                 torch._foreach_copy_(theirs, ours)
             else:
-                _select_lists(theirs, ours, flag.to(theirs[0].device))
+                _select_lists(list(map(_bits, theirs)), list(map(_bits, ours)), flag.to(theirs[0].device))
         return True
 
     @torch.no_grad()
@@ -296,24 +296,25 @@ class Copies(Generic[Key]):
 
 
 class _CopyLists(Generic[Key]):
-    """Some ordinary tensors and their copies, in lists of one device and dtype each."""
+    """Copies of ordinary tensors, in lists of one device and dtype each; the tensors themselves are not held."""
 
     def __init__(self, tensors: Mapping[Key, Tensor], copies: dict[Key, Tensor], layout: list[tuple[Any, ...]]) -> None:
         self.copies, self.layout = copies, layout
-        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for key, tensor in tensors.items():
-            ours, theirs = kinds[tensor.device, tensor.dtype]
+        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = defaultdict(lambda: ([], []))
+        for place, (key, tensor) in enumerate(tensors.items()):
+            ours, places = kinds[tensor.device, tensor.dtype]
             ours.append(plain(copies[key]))
-            theirs.append(plain(tensor.detach()))
-        self.kinds = list(kinds.values())
+            places.append(place)
+        self._kinds = [(ours, places, dtype.is_complex) for (_, dtype), (ours, places) in kinds.items()]
         self.dense = all(map(is_dense, tensors.values()))
-        self._bits: list[tuple[list[Tensor], list[Tensor]]] = []
 
-    def bits(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """The same memory as integers."""
-        if not self._bits:
-            self._bits = [([_bits(o) for o in ours], [_bits(t) for t in theirs]) for ours, theirs in self.kinds]
-        return self._bits
+    def pairs(self, tensors: Sequence[Any]) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Lists of copies, and of those of these tensors that they are of."""
+        found = []
+        for ours, places, is_complex in self._kinds:
+            theirs = list(map(tensors.__getitem__, places))
+            found.append((ours, list(map(torch.view_as_real, theirs)) if is_complex else theirs))
+        return found
 
 
 def _layout(tensors: Collection[Tensor | None]) -> list[tuple[Any, ...]] | None:

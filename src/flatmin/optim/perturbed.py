@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any, ClassVar
 
 import torch
@@ -141,7 +142,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def devices(self) -> list[torch.device]:
         """The devices of the parameters, each once, in the order of the groups."""
-        return list({p.device: None for p in self._params()})
+        return list({p.device: None for group in self.base.param_groups for p in group["params"]})
 
     def has_gradients(self) -> bool:
         return any(p.grad is not None for p in self._params())
@@ -485,10 +486,11 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if misplaced or scaler is not None or not (closure is None or callable(closure)):
             scaler = self._check_call(closure, misplaced, scaler)
         settings = [group.get(key) for group in self.base.param_groups for key in self._hyperparameters]
-        on_device = Tensor in map(type, settings)  # then they are not compared: the host might wait
-        if on_device or [self.ball, *settings] != self._checked:
+        kinds = list(map(type, settings))
+        compared = Tensor not in kinds and NoneType not in kinds  # not on a device, where the host might wait
+        if not compared or [self.ball, *settings, *kinds] != self._checked:
             self.check_groups()
-            self._checked = None if on_device else [self.ball, *settings]
+            self._checked = [self.ball, *settings, *kinds] if compared else None
         if self._process_groups is None:
             self._check_ranks()
         return scaler

@@ -55,8 +55,10 @@ class InPlace:
     theta: Copies[Tensor]
 
     def keep_theta(self, params: Sequence[Tensor]) -> None:
-        if not self.theta.take_again(params):
-            self.theta.take({p: p for p in params if p not in self.theta})
+        if self.theta.take_again(params):
+            return
+        if missing := {p: p for p in params if p not in self.theta}:
+            self.theta.take(missing)
 
     def theta_of(self, param: Tensor) -> Tensor:
         return self.theta[param]

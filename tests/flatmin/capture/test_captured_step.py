@@ -298,6 +298,40 @@ def test_all_forms_of_a_step_begin_each_pass_with_the_buffers_of_the_clean_one(i
     assert same(ended[0], ended[2])
 
 
+def test_after_an_error_in_the_bases_step_its_theta_is_not_restored() -> None:
+    case = setup()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)
+    fails, infinite = [False], [False]
+
+    def hook(*_: Any) -> None:
+        if fails[0]:
+            raise KeyboardInterrupt
+
+    def loss(model: nn.Module, *inputs: Tensor) -> Tensor:
+        return loss_fn(model, *inputs) * (float("inf") if infinite[0] else 1)
+
+    optimizer.base.register_step_pre_hook(hook)
+    passes = FunctionalStep(
+        spec_of(case, optimizer, loss_fn=loss),
+        partial(loss, case.model),
+        SubstituteTensors(),
+        (case.x, case.y),
+        theta=Copies(),
+        pass_random=PassRandom(torch.device("cpu")),
+    )
+    passes.step()
+    fails[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        passes.step()
+    fails[0], infinite[0] = False, True
+    with torch.no_grad():
+        for param in case.model.parameters():
+            param.fill_(5.0)  # as a checkpoint that is loaded
+    passes.step()
+    assert passes.skip
+    assert all(bool((weight == 5.0).all()) for weight in case.weights())
+
+
 def test_a_step_aside_is_the_step_bit_for_bit(make_base: MakeBase, method: Method, model_name: str) -> None:
     plain, other = setup(model_name), setup(model_name)
     expected = method(make_base(plain.model.parameters()), model=plain.model)

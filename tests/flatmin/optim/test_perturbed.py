@@ -1,5 +1,7 @@
 """A step from outside: weights, buffers and storage come back, results pass through, nothing waits for the device."""
 
+import copy
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -184,6 +186,28 @@ class Growing(nn.Module):
         return found
 
 
+class Emerging(nn.Module):
+    """A buffer that is None, and a module that is another one, until it first runs."""
+
+    mean: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+        self.norm: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean, self.norm = torch.zeros(x.shape[1], dtype=x.dtype), nn.BatchNorm1d(x.shape[1], affine=False)
+        self.mean += x.detach().mean(dim=0)
+        found: Tensor = self.norm(x)
+        return found
+
+
+def an_emerging_module(model: nn.Sequential) -> None:
+    model[2] = Emerging()
+
+
 def another_norm(model: nn.Sequential) -> None:
     model[1] = nn.BatchNorm1d(4, affine=False)
 
@@ -207,7 +231,7 @@ def another_precision(model: nn.Sequential) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [another_norm, another_buffer, a_growing_module, moved_weights, another_precision],
+    [another_norm, another_buffer, a_growing_module, an_emerging_module, moved_weights, another_precision],
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("in_blocks", [False, True])
@@ -242,6 +266,49 @@ def test_what_is_kept_from_step_to_step_follows_the_model(
                 optimizer.step(closure)
         ended.append([*model.parameters(), *model.buffers()])
     assert same(*ended)
+
+
+@pytest.mark.parametrize("module", [Growing, Emerging])
+def test_what_the_first_clean_pass_makes_has_its_statistics_alone(module: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), module())
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.0), epsilon=0.1, inner_iter=2, model=model)
+    x = torch.randn(10, 6)
+    expected = model[0](x).detach().mean(dim=0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    buffers = dict(model[1].named_buffers())
+    assert torch.allclose(buffers["mean"], expected)
+    assert buffers["norm.num_batches_tracked"] == 1
+
+
+def test_groups_without_a_radius_get_it_in_every_step() -> None:
+    """A checkpoint of the plain optimizer, loaded into the base again and again, brings groups that have none."""
+    case = setup()
+    base = SGD(case.model.parameters(), lr=0.1)
+    plain = copy.deepcopy(base.state_dict())
+    optimizer = flatmin.AMP(base, epsilon=0.1)
+    for _ in range(3):
+        base.load_state_dict(plain)
+        run(case, optimizer, 1)
+        assert optimizer.param_groups[0]["epsilon"] == 0.1
+
+
+def test_weights_that_were_replaced_are_freed() -> None:
+    case = setup("conv-batchnorm")
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, model=case.model)
+    run(case, optimizer, 2)
+    there = [tensor for tensor in (*case.model.parameters(), *case.model.buffers()) if tensor.is_floating_point()]
+    old = [weakref.ref(tensor.untyped_storage()) for tensor in there]
+    case.model.double()
+    del there
+    gc.collect()
+    assert [storage() for storage in old] == [None] * len(old)
 
 
 class HostReads(TorchDispatchMode):
