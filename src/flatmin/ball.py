@@ -39,7 +39,7 @@ _PLAIN = frozenset(
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 )
 _ORDER = {"l2": 2.0, "linf": float("inf")}
-_ROW = 4096  # numbers: a norm on the CPU is that of the norms of its rows (see `_length`)
+_ROW = 4096  # numbers: a norm on the CPU is that of the norms of its rows (see `_lengths`)
 
 
 def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
@@ -53,16 +53,12 @@ def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
     """
     if not tensors:
         return torch.zeros(0)
-    if not _PLAIN.issuperset([(type(t), t.layout, t.dtype) for t in tensors]):
-        return _norms_of_any(tensors, norm)
     kinds = {(t.dtype, t.device) for t in tensors}
-    if len(kinds) > 1:
+    if len(kinds) > 1 or not _PLAIN.issuperset([(type(t), t.layout, t.dtype) for t in tensors]):
         return _norms_of_any(tensors, norm)
     ((dtype, device),) = kinds
-    dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    if device.type == "cuda" and all(map(Tensor.numel, tensors)):
-        return torch.stack(torch._foreach_norm(list(tensors), _ORDER[norm], dtype=dtype))
-    return torch.stack(_lengths(tensors, norm, dtype))
+    measure = _foreach_norms if device.type == "cuda" else _lengths
+    return torch.stack(measure(tensors, norm, torch.float64 if dtype == torch.float64 else torch.float32))
 
 
 def _norms_of_any(tensors: Sequence[Tensor], norm: Norm) -> Tensor:

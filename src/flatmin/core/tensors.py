@@ -17,12 +17,8 @@ from torch import Tensor
 
 Key = TypeVar("Key", bound=Hashable)
 
-ORDINARY_TYPES = (
-    Tensor,
-    torch.nn.Parameter,
-    torch.nn.Buffer,
-)  # not a subclass such as DTensor; `type(t) in …` is the fast test
-_ORDINARY = frozenset(ORDINARY_TYPES)
+# not a subclass such as DTensor; `type(t) in …` is the fast test, `….issuperset(map(type, tensors))` that of many
+ORDINARY_TYPES = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -207,9 +203,6 @@ class Copies(Generic[Key]):
     def __iter__(self) -> Iterator[Key]:
         return iter(self._held)
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def are_dense(self) -> bool:
         """Are all tensors that were taken dense? False if that is not known."""
         return self._lists is not None and self._held is self._lists.copies and self._lists.dense
@@ -319,6 +312,6 @@ class _CopyLists(Generic[Key]):
 
 def _layout(tensors: Collection[Tensor | None]) -> list[tuple[Any, ...]] | None:
     """Which tensors these are, where, and how they lie in memory; None if some are not ordinary ones."""
-    if not _ORDINARY.issuperset(map(type, tensors)):
+    if not ORDINARY_TYPES.issuperset(map(type, tensors)):
         return None
     return [(id(t), t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]  # type: ignore[union-attr]

@@ -27,8 +27,6 @@ from flatmin.optim.perturbed import Measured, PerturbedOptimizer
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import Group, whole_number
 
-_ORDINARY = frozenset(ORDINARY_TYPES)
-
 
 class AMP(PerturbedOptimizer):
     """Adversarial Model Perturbation around any torch optimizer.
@@ -203,7 +201,7 @@ def _are_laid_out_like(gradients: Sequence[Tensor], params: Sequence[Tensor]) ->
     """Are these ordinary tensors with the parameters' strides, as nearly all gradients are?"""
     return (
         {(type(gradient), gradient.layout) for gradient in gradients} <= {(Tensor, torch.strided)}
-        and _ORDINARY.issuperset(map(type, params))
+        and ORDINARY_TYPES.issuperset(map(type, params))
         and [gradient.stride() for gradient in gradients] == [p.stride() for p in params]
     )
 

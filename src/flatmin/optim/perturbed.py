@@ -145,7 +145,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         return list({p.device: None for group in self.base.param_groups for p in group["params"]})
 
     def has_gradients(self) -> bool:
-        return any(p.grad is not None for p in self._params())
+        return self._first_gradient() is not None
 
     def memory(self) -> list[Tensor]:
         """The memory in which a step may keep θ or Δ."""
@@ -525,12 +525,19 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     def _params(self) -> list[Tensor]:
         return [p for group in self.base.param_groups for p in group["params"]]
 
-    def _check_gradients(self, where: str) -> None:
+    def _first_gradient(self) -> Tensor | None:
         for group in self.base.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    _check_first_order(p.grad, where)
-                    return
+                    gradient: Tensor = p.grad
+                    return gradient
+        return None
+
+    def _check_gradients(self, where: str) -> None:
+        first = self._first_gradient()
+        if first is not None:
+            _check_first_order(first, where)
+            return
         if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
             raise RuntimeError(
                 f"no parameter got a gradient in {where}, because the optimizer's are the model's no more; make the "

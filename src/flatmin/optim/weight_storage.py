@@ -20,8 +20,6 @@ from flatmin.core.tensors import ORDINARY_TYPES, Copies, copy_, is_dense, plain
 Function = Callable[..., Any]
 Gradients = tuple[list[Tensor], list[Tensor]]  # the parameters that have one, and theirs
 
-_ORDINARY = frozenset(ORDINARY_TYPES)
-
 
 class WeightStorage(Protocol):
     """What a perturbation asks of the place where it moves the weights."""
@@ -138,7 +136,7 @@ def _fit_fused_kernel(params: Sequence[Tensor], directions: Sequence[Tensor], *,
     """Can torch's fused kernel move these weights? Not float64, where its lr is float32, nor half precision on the CPU,
     where it is wrong (torch 2.13). `dense`: they are known to be, and the kernel goes through memory, gaps included.
     """
-    if not _ORDINARY.issuperset(map(type, (*params, *directions))):
+    if not ORDINARY_TYPES.issuperset(map(type, (*params, *directions))):
         params, directions = [plain(p) for p in params], [plain(direction) for direction in directions]
     kinds = {(p.dtype, p.device, d.dtype, d.device) for p, d in zip(params, directions, strict=True)}
     (dtype, home, *others), *more = kinds
@@ -157,7 +155,7 @@ def _climb(theta: Sequence[Tensor], directions: Sequence[Tensor], rate: Tensor, 
 
     One pass over memory and one launch for all tensors; Δ is never stored.
     """
-    if not _ORDINARY.issuperset(map(type, (*theta, *directions))):
+    if not ORDINARY_TYPES.issuperset(map(type, (*theta, *directions))):
         theta, directions = [plain(p) for p in theta], [plain(direction) for direction in directions]
     home = theta[0].device
     sgd(

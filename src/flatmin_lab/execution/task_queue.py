@@ -8,6 +8,7 @@ A task is one or several runs, or a trial of a tuning, each known by its number.
 tasks there are, and what is stored of an end.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ class NoWorkerError(RunError):
     """No worker can run the tasks, now or soon."""
 
 
-class TaskQueue(Generic[T]):
+class TaskQueue(ABC, Generic[T]):
     """Which numbers run and have ended, and how many workers each has lost; a subclass knows those that wait."""
 
     def __init__(self, stop: Stop) -> None:
@@ -83,25 +84,25 @@ class TaskQueue(Generic[T]):
 
     # ---- what a subclass says
 
+    @abstractmethod
     def waiting_count(self) -> int:
         """About how many tasks there are at the moment."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, slot: Slot) -> T | None:
         """The next task for that worker, or None if there is none for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def data_of(self, task: T) -> Dataset:
         """The data set of a task; a process of its own loads it itself, by `Task.load_data`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put_back(self, number: int, task: T) -> None:
         """It waits again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unfinished(self) -> list[int]:
         """All that wait or run."""
-        raise NotImplementedError
 
     def store(self, number: int, event: Finished | Failed | Stopped) -> None:
         """It has ended."""

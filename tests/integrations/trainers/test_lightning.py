@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -172,20 +173,20 @@ def test_fit_equals_a_loop_by_hand_bit_for_bit(model: str, inner_iter: int) -> N
     assert fitted.passes == 8 * (inner_iter + 1)
 
 
+def forward_and_backward(module: Module, optimizer: Optimizer, batch: list[Tensor]) -> Tensor:
+    optimizer.zero_grad()
+    loss = module.loss(batch)
+    loss.backward()
+    return loss
+
+
 def test_fit_equals_a_loop_with_a_closure_bit_for_bit() -> None:
     fitted, looped = Module("dropout"), Module("dropout")
     fit(fitted, FlatMinima(epsilon=0.1))
     optimizer = flatmin.AMP(looped.base(looped.parameters()), epsilon=0.1, model=looped)
     torch.manual_seed(1)
     for batch in [batch for _ in range(2) for batch in loader()]:
-
-        def closure(batch: list[Tensor] = batch) -> Tensor:
-            optimizer.zero_grad()
-            loss = looped.loss(batch)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+        optimizer.step(partial(forward_and_backward, looped, optimizer, batch))
     assert same(fitted.weights(), looped.weights())
 
 
@@ -644,14 +645,7 @@ def test_an_optimizer_step_that_steps_twice_is_two_steps(epsilon: float) -> None
     optimizer = flatmin.AMP(base, epsilon=epsilon, model=expected)
     for batch in loader():
         for _ in range(2):
-
-            def closure(batch: Any = batch) -> Tensor:
-                optimizer.zero_grad()
-                loss = expected.loss(batch)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(partial(forward_and_backward, expected, optimizer, batch))
     assert same(module.weights(), expected.weights())
 
 
