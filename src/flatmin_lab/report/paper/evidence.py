@@ -13,7 +13,7 @@ from flatmin_lab.report.paper.claims import NO_DATA, ClaimVerdict, best_radius, 
 from flatmin_lab.report.paper.deviations import deviations
 from flatmin_lab.report.paper.tables import FilledTable, fill_table, runs_by_recipe
 
-PAIRS = ("ball", "adversary", "first_version", "compute", "precision")  # tables that compare rows pairwise
+PAIRS = ("ball", "adversary", "first_version", "compute", "precision", "rivals")  # tables that compare rows pairwise
 TABLES = (
     "table1",
     "table2",
