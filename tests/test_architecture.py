@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flatmin
+from flatmin.core.random_state import FIRST_LOOKS
 from tests import ROOT
 from tests.programs import torch_alone
 
@@ -109,7 +110,7 @@ def calls_of_a_step(model: nn.Module) -> Counter[str]:
         loss.backward()
         return loss
 
-    for _ in range(2):
+    for _ in range(FIRST_LOOKS + 2):
         optimizer.step(closure)
     found = Counter[str]()
 

@@ -3,7 +3,6 @@
 captured_step.py     the function that a loop calls: captures at the second call, then replays
 step_spec.py         what a step computes: model, loss, optimizer, precision
 cuda_graph.py        one captured graph, and the memory that all graphs of a step share
-packed_outputs.py    the outputs of a replay, copied out in one piece
 functional_step.py   the passes with the weights left in place, which a graph can capture
 weight_swap.py       other tensors in place of a model's weights, for the length of a pass
 compiler.py          torch.compile around a pass, with weight gradients beside the rest of the backward pass

@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from flatmin.capture.functional_step import FunctionalStep, Gradients, PassRandom, SubstituteTensors
-from flatmin.capture.packed_outputs import PackedTensors
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.core import multi_tensor
 from flatmin.core.capturable import CannotCaptureError, capturable_generator, no_host_sync
-from flatmin.core.model_state import HostRandom
-from flatmin.core.tensors import Copies
+from flatmin.core.copies import Copies
+from flatmin.core.packed_tensors import PackedTensors
+from flatmin.core.random_state import HostRandom
+from flatmin.core.recorded_launches import DeviceNumbers
 from flatmin.optim.step_info import Last, loss_in
 from flatmin.optim.wrapper import Group
 
@@ -66,9 +67,9 @@ class CapturedGraph:
         self.spec, self.space = spec, space
         self.inputs = tree_map_only(Tensor, partial(_own_memory, device=spec.device), tuple(inputs))
         self.scheduled = _ScheduledSettings(spec.optimizer, spec.device)
-        self.rates: _DeviceNumbers | None = None
+        self.rates: DeviceNumbers | None = None
         if by_kernel:  # our own, for SGD
-            self.rates = _DeviceNumbers(lambda: multi_tensor.rates_of(spec.base), torch.float64, spec.device)
+            self.rates = DeviceNumbers(multi_tensor.rates_of(spec.base), torch.float64, spec.device)
         self.inside = by_kernel or by_torch
         count = spec.wrapper.inner_iter if spec.wrapper is not None and spec.wrapper.shares_clean_state else 0
         self.pass_random = _GraphPassRandom(spec.device, count)
@@ -145,7 +146,7 @@ class CapturedGraph:
                 here.copy_(given)  # one by one: for few large tensors torch's foreach takes ten times longer
         self.scheduled.refresh()
         if self.rates is not None:
-            self.rates.refresh()
+            self.rates.write(multi_tensor.rates_of(self.spec.base))
         self.pass_random.step_begins()
         self.graph.replay()
         skipped = None if self.inside else self.functional_step.step_base()
@@ -195,21 +196,6 @@ class _GraphPassRandom(PassRandom):
             self.origin.graphsafe_set_state(own)
 
 
-class _DeviceNumbers:
-    """Numbers from the host in device memory, copied again when they change."""
-
-    def __init__(self, read: Callable[[], Any], dtype: torch.dtype, device: torch.device) -> None:
-        self.read = read
-        self.on_host = read()
-        self.on_device = torch.tensor(self.on_host, dtype=dtype, device=device)
-
-    def refresh(self) -> None:
-        now = self.read()
-        if now != self.on_host:
-            self.on_device.copy_(torch.tensor(now, dtype=self.on_device.dtype), non_blocking=True)
-            self.on_host = now
-
-
 class _ScheduledSettings:
     """What a scheduler moves, as device scalars that take the numbers' place in the groups during a capture.
 
@@ -221,18 +207,20 @@ class _ScheduledSettings:
         params = [p for group in groups for p in group["params"]]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
         self.optimizer = optimizer  # not its groups: loading a checkpoint makes new ones
-        places = [(i, key) for i, group in enumerate(groups) for key in SCHEDULED if _is_number(key, group.get(key))]
-        self.places = places
-        self.values = _DeviceNumbers(
-            lambda: [float(optimizer.param_groups[i][key]) for i, key in places], dtype, device
-        )
+        self.places = [
+            (i, key) for i, group in enumerate(groups) for key in SCHEDULED if _is_number(key, group.get(key))
+        ]
+        self.values = DeviceNumbers(self._read(), dtype, device)
 
     @property
     def _groups(self) -> list[Group]:
         return self.optimizer.param_groups
 
     def refresh(self) -> None:
-        self.values.refresh()
+        self.values.write(self._read())
+
+    def _read(self) -> list[float]:
+        return [float(self._groups[i][key]) for i, key in self.places]
 
     @contextmanager
     def in_groups(self) -> Iterator[None]:

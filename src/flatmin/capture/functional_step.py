@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map_only
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.capture.weight_swap import weights_cast_once, with_substitutes
 from flatmin.core import multi_tensor
-from flatmin.core.model_state import random_state, set_random_state
-from flatmin.core.tensors import Copies, copy_, has_layout_of, is_dense
+from flatmin.core.copies import Copies
+from flatmin.core.random_state import random_state, set_random_state
+from flatmin.core.tensors import copy_, has_layout_of, is_dense
 from flatmin.optim.amp import AMP
 from flatmin.optim.grad_scaler import inverse_scale, step_scaled
 from flatmin.optim.perturbed import Measured

@@ -15,7 +15,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from flatmin.core.capturable import CannotCaptureError
-from flatmin.core.model_state import HostRandom, Snapshot
+from flatmin.core.model_state import Snapshot
+from flatmin.core.random_state import HostRandom
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.step_info import loss_in
 

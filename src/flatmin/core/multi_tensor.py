@@ -12,6 +12,7 @@ The kernels take tables of addresses. The host cannot write to the device during
 filled when it is over: `reserved_tables` does that.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,9 +24,11 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from flatmin.core.recorded_launches import DeviceNumbers
 from flatmin.core.tensors import has_layout_of, is_dense
 
 ALIGNMENT_BYTES = 16  # of every tensor, for the kernels' wide loads
+FLOAT32_BYTES = 4
 TRITON_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 _captures: list["Tables"] = []  # in progress
@@ -89,6 +92,120 @@ def lengths(tensors: Sequence[Tensor]) -> Tensor:
     ends = _to_device(torch.tensor([*firsts, len(sums)]), sums.device)
     triton_kernels.roots[(len(tensors),)](ends, sums, found, triton_kernels.ROOTS_BLOCK)
     return found
+
+
+class GradientKernels:
+    """The same for one list of weights and their gradients in an eager step, in tables that outlive it.
+
+    The weights stay where they are; the gradients are elsewhere in every step. `locate` writes their addresses to the
+    device, and kernels turn these into the chunks' addresses. So the launches of a step are always the same, and can be
+    recorded (recorded_launches.py).
+    """
+
+    def __init__(self, gradients: Sequence[Tensor], params: Sequence[Tensor] | None = None) -> None:
+        """Without `params` there is nothing to move."""
+        from flatmin.core.triton_kernels import BLOCK
+
+        device = gradients[0].device
+        self._type = _triton_type(gradients[0])
+        owners, numbers, counts = _chunks_of(gradients, BLOCK)
+        self._chunks, self._block = len(owners), BLOCK
+        self._begins = DeviceNumbers([0] * len(gradients), torch.int64, device)
+        self._offsets = _to_device(numbers * BLOCK * gradients[0].element_size(), device)
+        rows = [torch.zeros_like(owners), counts, torch.arange(len(owners))]
+        self._gradients = _to_device(torch.cat(rows), device)
+        self._owners = _to_device(owners, device)
+        self._ends = _to_device(torch.searchsorted(owners, torch.arange(len(gradients) + 1)), device)
+        self._sums = torch.empty(self._chunks, device=device)
+        if params is not None:
+            theta = torch.tensor(list(map(Tensor.data_ptr, params)))[owners] + numbers * BLOCK * FLOAT32_BYTES
+            self._moved = _to_device(torch.cat([theta, torch.zeros_like(owners), theta, counts, owners]), device)
+
+    def locate(self, addresses: Sequence[int]) -> None:
+        """Where the gradients are now."""
+        self._begins.write(addresses)
+
+    def lengths(self) -> Tensor:
+        """‖g‖₂ of each gradient."""
+        from flatmin.core import triton_kernels
+
+        self._find_chunks()
+        arguments = (self._gradients, self._chunks, self._sums, self._type, self._block)
+        triton_kernels.squares[(self._chunks,)](*arguments, **triton_kernels.LAUNCH_OPTIONS)
+        found = torch.empty(len(self._ends) - 1, device=self._sums.device)
+        triton_kernels.roots[(len(found),)](self._ends, self._sums, found, triton_kernels.ROOTS_BLOCK)
+        return found
+
+    def move(self, factors: Tensor, finite: Tensor) -> None:
+        """θ ← θ + factor · gradient, rounded once; θ stays if `finite` does not hold."""
+        from triton.language import float32
+
+        from flatmin.core import triton_kernels
+
+        self._find_chunks()
+        self._moved[self._chunks : 2 * self._chunks].copy_(self._gradients[: self._chunks])
+        arguments = (self._moved, self._chunks, factors.float().contiguous(), finite, self._type, float32, True)
+        triton_kernels.move[(self._chunks,)](*arguments, self._block, **triton_kernels.LAUNCH_OPTIONS)
+
+    def zero_unless(self, flag: Tensor) -> None:
+        """The gradients ← 0 unless `flag` holds."""
+        from flatmin.core import triton_kernels
+
+        self._find_chunks()
+        arguments = (self._gradients, self._chunks, flag, self._type, self._block)
+        triton_kernels.zero_unless[(self._chunks,)](*arguments, **triton_kernels.LAUNCH_OPTIONS)
+
+    def _find_chunks(self) -> None:
+        """From the addresses of the gradients, on the device."""
+        torch.add(self._begins.on_device[self._owners], self._offsets, out=self._gradients[: self._chunks])
+
+
+class ConditionalCopy:
+    """Targets ← sources if a flag on the device holds, for float32 tensors that stay where they are."""
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        from flatmin.core.triton_kernels import BLOCK
+
+        self._table, self._chunks = _table([targets, sources], range(len(targets)), BLOCK)
+
+    def __call__(self, flag: Tensor) -> None:
+        from flatmin.core import triton_kernels
+
+        arguments = (self._table, self._chunks, flag, triton_kernels.BLOCK)
+        triton_kernels.copy_if[(self._chunks,)](*arguments, **triton_kernels.LAUNCH_OPTIONS)
+
+
+def conditional_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> ConditionalCopy | None:
+    """One for these tensors, if there can be one."""
+    everything = [*targets, *sources]
+    fits = all(t.dtype == torch.float32 and t.is_cuda for t in everything) and can_read(everything)
+    if not fits or not has_gradient_kernels(torch.float32) or not any(t.numel() for t in targets):
+        return None
+    alike = all(has_layout_of(target, source) for target, source in zip(targets, sources, strict=True))
+    return ConditionalCopy(targets, sources) if alike else None
+
+
+@cache
+def has_gradient_kernels(dtype: torch.dtype) -> bool:
+    """Do `GradientKernels` run here? They are compiled for this dtype, which needs Triton and a C compiler."""
+    if not _has_triton() or dtype not in TRITON_TYPES:
+        return False
+    weight, gradient = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda", dtype=dtype)
+    yes = torch.ones((), dtype=torch.bool, device="cuda")
+    try:
+        kernels = GradientKernels([gradient], [weight])
+        kernels.locate([gradient.data_ptr()])
+        kernels.move(kernels.lengths(), yes)
+        kernels.zero_unless(yes)
+        ConditionalCopy([weight], [weight])(yes)
+    except Exception as error:  # whatever is missing: plain torch is as right, only slower
+        warnings.warn(
+            f"the kernels that make eager steps fast do not run here ({type(error).__name__}: {error}); steps are as "
+            "right without them, and slower",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def is_plain_sgd(base: Optimizer) -> bool:
@@ -254,17 +371,22 @@ def _table(
 
     A chunk's place is its tensor's, or with `one_each` the one after that of the chunk before.
     """
-    sizes = torch.tensor([tensor.numel() for tensor in lists[0]])
-    counts = (sizes + block - 1) // block
-    owners = torch.arange(len(sizes)).repeat_interleave(counts)
-    numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    owners, numbers, counts = _chunks_of(lists[0], block)
     rows = []
     for tensors in lists:
         begins = torch.tensor([tensor.data_ptr() for tensor in tensors])
         rows.append(begins[owners] + numbers * block * tensors[0].element_size())
-    rows.append((sizes[owners] - numbers * block).clamp(max=block))
-    rows.append(torch.tensor(places)[owners] + (numbers if one_each else 0))
+    rows += [counts, torch.tensor(places)[owners] + (numbers if one_each else 0)]
     return _to_device(torch.cat(rows), lists[0][0].device), len(owners)
+
+
+def _chunks_of(tensors: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each chunk: which tensor's it is, which of that tensor's, and how many numbers it has."""
+    sizes = torch.tensor([tensor.numel() for tensor in tensors])
+    counts = (sizes + block - 1) // block
+    owners = torch.arange(len(sizes)).repeat_interleave(counts)
+    numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    return owners, numbers, (sizes[owners] - numbers * block).clamp(max=block)
 
 
 def _to_device(content: Tensor, device: torch.device) -> Tensor:

@@ -5,20 +5,18 @@ of a step ("was every gradient finite?") stay on the device as 0-dim bool tensor
 `zero_unless_` zeroes a list unless a flag holds, `select_` overwrites one list with another if a flag holds.
 
 `plain` looks through the wrappers of a gradient or weight (a shard of a DTensor, a sparse tensor's values, a complex
-tensor's two reals) to the dense real numbers on this rank. `Copies` keeps copies of tensors and restores them.
+tensor's two reals) to the dense real numbers on this rank.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-Key = TypeVar("Key", bound=Hashable)
-
 # not a subclass such as DTensor; `type(t) in …` is the fast test, `….issuperset(map(type, tensors))` that of many
 ORDINARY_TYPES = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
+STRIDED = frozenset((torch.strided,))
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -119,8 +117,8 @@ def zero_unless_(tensors: Iterable[Tensor], flag: Tensor) -> None:
         torch._foreach_mul_([t.view(torch.int32) for t in tensors], flag.to(torch.int32))
         return
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for bits in map(_bits, map(plain, tensors)):
-        kinds[bits.device, bits.dtype].append(bits)
+    for numbers in map(bits, map(plain, tensors)):
+        kinds[numbers.device, numbers.dtype].append(numbers)
     for (device, dtype), alike in kinds.items():
         torch._foreach_mul_(alike, flag.to(device, dtype))
 
@@ -135,14 +133,14 @@ def select_(pairs: Iterable[tuple[Tensor, Tensor]], flag: Tensor) -> None:
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for target, source in pairs:
-        bits = _bits(plain(target))
-        kinds[bits.device, bits.dtype].append((bits, _bits(plain(source))))
+        numbers = bits(plain(target))
+        kinds[numbers.device, numbers.dtype].append((numbers, bits(plain(source))))
     for (device, _), alike in kinds.items():
         targets, sources = map(list, zip(*alike, strict=True))
-        _select_lists(targets, sources, flag.to(device))
+        select_lists(targets, sources, flag.to(device))
 
 
-def _select_lists(targets: list[Tensor], sources: list[Tensor], flag: Tensor) -> None:
+def select_lists(targets: list[Tensor], sources: list[Tensor], flag: Tensor) -> None:
     """The same for integers on one device."""
     if flag.device.type == "cpu":
         select_one_by_one(targets, sources, flag)
@@ -166,152 +164,10 @@ def select_at_once(targets: list[Tensor], sources: list[Tensor], flag: Tensor) -
     torch._foreach_add_(targets, sources)
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """The same memory as integers."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def _fits_int64(tensor: Tensor) -> bool:
     return tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0
-
-
-class Copies(Generic[Key]):
-    """Copies of tensors by key (a name, or the tensor itself), in memory that is reused from step to step.
-
-    Most steps copy what the step before did. So the lists that torch copies at once are kept too, and serve again
-    (`take_again`, `put_back_again`) until a tensor is another one or is laid out otherwise.
-
-    >>> copies, weight = Copies(), torch.tensor([1.0])
-    >>> copies.take({"weight": weight})
-    >>> _ = weight.add_(1)
-    >>> copies.put_back({"weight": weight})
-    >>> weight
-    tensor([1.])
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[Key, Tensor] = {}
-        self._memory: dict[Key, Tensor] = {}
-        self._lists: _CopyLists[Key] | None = None  # of the last `take` that began with no copies
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._held
-
-    def __getitem__(self, key: Key) -> Tensor:
-        return self._held[key]
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._held)
-
-    def are_dense(self) -> bool:
-        """Are all tensors that were taken dense? False if that is not known."""
-        return self._lists is not None and self._held is self._lists.copies and self._lists.dense
-
-    def nbytes(self) -> int:
-        """The memory it holds, in use or not."""
-        return sum(plain(memory).nbytes for memory in self._memory.values())
-
-    def allocate(self, key: Key, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of the shape of `like`, to write the copy into."""
-        if self._lists is not None and self._held is self._lists.copies:
-            self._held = dict(self._held)
-        self._held[key] = self._allocate(key, like, dtype)
-        return self._held[key]
-
-    def _allocate(self, key: Key, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The memory of the last step if it still fits: new pages cost the CPU more than the copy itself."""
-        dtype = like.dtype if dtype is None else dtype
-        memory = self._memory.get(key)
-        fits = (like.shape, like.stride(), dtype, like.device)
-        if memory is None or (memory.shape, memory.stride(), memory.dtype, memory.device) != fits:
-            memory = self._memory[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-        return memory
-
-    @torch.no_grad()
-    def take_again(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Copy these if they are those of the last `take`, where and as they were; False: they are not."""
-        lists = self._lists
-        if lists is None or self._held or lists.layout != _layout(tensors):
-            return False
-        for ours, theirs in lists.pairs(tensors):
-            torch._foreach_copy_(ours, theirs)
-        self._held = lists.copies
-        return True
-
-    def holds_just(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Are these the tensors that were taken, all of them, where and as they were?"""
-        lists = self._lists
-        return lists is not None and self._held is lists.copies and lists.layout == _layout(tensors)
-
-    @torch.no_grad()
-    def put_back_again(self, tensors: Sequence[Tensor | None], *, flag: Tensor | None = None) -> bool:
-        """Restore all of these at once, on the device if `flag` holds; False: they are not those that were taken.
-
-        With a flag the copies are overwritten.
-        """
-        if self._lists is None or not self.holds_just(tensors):
-            return False
-        for ours, theirs in self._lists.pairs(tensors):
-            if flag is None:
-                torch._foreach_copy_(theirs, ours)
-            else:
-                _select_lists(list(map(_bits, theirs)), list(map(_bits, ours)), flag.to(theirs[0].device))
-        return True
-
-    @torch.no_grad()
-    def take(self, tensors: Mapping[Key, Tensor]) -> None:
-        first = not self._held
-        copies = {key: self._allocate(key, tensor) for key, tensor in tensors.items()}
-        copy_((copies[key], tensor) for key, tensor in tensors.items())
-        # last: if memory runs out above, nothing that was not copied is ever put back
-        self._held = copies if first else {**self._held, **copies}
-        if first:
-            layout = _layout(tensors.values())
-            self._lists = None if layout is None else _CopyLists(tensors, copies, layout)
-
-    @torch.no_grad()
-    def put_back(self, tensors: Mapping[Key, Tensor]) -> None:
-        """Restore these tensors, in place; one that is new, or has changed its shape, stays as it is."""
-        known = {key: tensor for key, tensor in tensors.items() if key in self._held}
-        copy_((tensor, self[key]) for key, tensor in known.items() if tensor.shape == self[key].shape)
-
-    def memory(self) -> Iterable[Tensor]:
-        return {**self._memory, **self._held}.values()
-
-    def release(self) -> None:
-        """Drop all copies, and their memory."""
-        self._held, self._memory, self._lists = {}, {}, None
-
-    def forget(self) -> None:
-        """Drop all copies; keep the memory of those held last, and free what was not used since the last call."""
-        if self._held:
-            self._memory, self._held = dict(self._held), {}
-
-
-class _CopyLists(Generic[Key]):
-    """Copies of ordinary tensors, in lists of one device and dtype each; the tensors themselves are not held."""
-
-    def __init__(self, tensors: Mapping[Key, Tensor], copies: dict[Key, Tensor], layout: list[tuple[Any, ...]]) -> None:
-        self.copies, self.layout = copies, layout
-        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = defaultdict(lambda: ([], []))
-        for place, (key, tensor) in enumerate(tensors.items()):
-            ours, places = kinds[tensor.device, tensor.dtype]
-            ours.append(plain(copies[key]))
-            places.append(place)
-        self._kinds = [(ours, places, dtype.is_complex) for (_, dtype), (ours, places) in kinds.items()]
-        self.dense = all(map(is_dense, tensors.values()))
-
-    def pairs(self, tensors: Sequence[Any]) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Lists of copies, and of those of these tensors that they are of."""
-        found = []
-        for ours, places, is_complex in self._kinds:
-            theirs = list(map(tensors.__getitem__, places))
-            found.append((ours, list(map(torch.view_as_real, theirs)) if is_complex else theirs))
-        return found
-
-
-def _layout(tensors: Collection[Tensor | None]) -> list[tuple[Any, ...]] | None:
-    """Which tensors these are, where, and how they lie in memory; None if some are not ordinary ones."""
-    if not ORDINARY_TYPES.issuperset(map(type, tensors)):
-        return None
-    return [(id(t), t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]  # type: ignore[union-attr]

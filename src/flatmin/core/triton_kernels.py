@@ -160,6 +160,23 @@ def squares(table, chunks, sums, dtype: tl.constexpr, block: tl.constexpr):
         tl.store(place, tl.sum(values * values))
 
 
+@triton.jit(do_not_specialize=["chunks"])
+def zero_unless(table, chunks, flag, dtype: tl.constexpr, block: tl.constexpr):
+    """Zero every number unless `flag` holds. One list."""
+    if not tl.load(flag):
+        exist = tl.arange(0, block) < tl.load(table + chunks + tl.program_id(0))
+        tl.store(_at(table, chunks, 0, dtype, block), tl.zeros([block], dtype), mask=exist)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def copy_if(table, chunks, flag, block: tl.constexpr):
+    """Target ← source if `flag` holds, bit by bit. Lists: targets, sources."""
+    if tl.load(flag):
+        exist = tl.arange(0, block) < tl.load(table + 2 * chunks + tl.program_id(0))
+        source = tl.load(_at(table, chunks, 1, tl.int32, block), mask=exist)
+        tl.store(_at(table, chunks, 0, tl.int32, block), source, mask=exist)
+
+
 @triton.jit
 def roots(ends, sums, lengths, block: tl.constexpr):
     """The root of each tensor's sums, those between two `ends`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatmin.ball import combine, norms
-from flatmin.core.model_state import random_state
+from flatmin.core.random_state import random_state
 from flatmin.core.tensors import compute_dtype, plain
 from flatmin.doctor.finding import Finding, first_few
 from flatmin.doctor.training import Training, same_bits

@@ -21,9 +21,11 @@ from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from flatmin.core.copies import Copies
 from flatmin.core.messages import describe
-from flatmin.core.model_state import HostRandom, Snapshot, random_state, set_random_state
-from flatmin.core.tensors import Copies, plain
+from flatmin.core.model_state import Snapshot
+from flatmin.core.random_state import HostRandom, random_state, set_random_state
+from flatmin.core.tensors import plain
 from flatmin.doctor.finding import Finding, during
 from flatmin.optim.amp import AMP
 from flatmin.optim.grad_scaler import forget_unscaled

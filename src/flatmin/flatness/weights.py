@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from flatmin.core.copies import Copies
 from flatmin.core.model_state import Snapshot, eval_mode_with_gradients
-from flatmin.core.tensors import Copies, compute_dtype, moved_within
+from flatmin.core.tensors import compute_dtype, moved_within
 from flatmin.flatness.risk import LossPart, value, value_and_gradient
 
 

@@ -15,6 +15,8 @@ on a batch at a time. Its Algorithm 1, with J the loss of the batch:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatmin.ball import Ball, Norm, clamp_, combine, radii, shrink
-from flatmin.core.tensors import ORDINARY_TYPES, compute_dtype, has_layout_of, plain, zero_unless_
+from flatmin.core.recorded_launches import Results
+from flatmin.core.tensors import ORDINARY_TYPES, STRIDED, compute_dtype, has_layout_of, plain, zero_unless_
 from flatmin.optim.perturbed import Measured, PerturbedOptimizer
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import Group, whole_number
@@ -94,28 +97,57 @@ class AMP(PerturbedOptimizer):
         """Δ ← Π(Δ + ζ∇J), and the weights to θ + Δ."""
         if n == 0:
             self._delta.forget()  # the previous step's, or micro-batch's
-        steps = [self._ascent(group, n, unscale, storage) for group in self.perturbed_groups()]
-        steps = [step for step in steps if step.params]
+        steps: list[_Ascent] = []
+        params: list[Tensor] = []
+        weights: list[list[Tensor]] = []
+        directions: list[list[Tensor]] = []
+        settings: list[float | Tensor] = []
+        for group in self.perturbed_groups():
+            step = self._ascent(group, n, unscale, storage)
+            if step.params:
+                steps.append(step)
+                params += step.params
+                weights.append(step.params)
+                directions.append(step.directions)
+                settings += (step.rate, step.epsilon)
         if not steps:
             return
-        home = self._home
-        lengths = [storage.norms_of(step.directions, norm=self.norm).to(home) for step in steps]
-        rates, epsilons = [step.rate for step in steps], [step.epsilon for step in steps]
-        found = storage.compiled(projection)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
-        if n == 0:
-            measured.numbers["grad_norm"] = _times(found.length, unscale)
-        measured.numbers |= {"delta_norm": found.delta_norm, "on_ball": found.on_ball}
-        finite = found.finite
-        measured.finite = finite if measured.finite is None else finite & measured.finite
-        storage.keep_theta([p for step in steps for p in step.params])
+        storage.keep_theta(params)
         is_last = n + 1 == self.inner_iter
-        at_once = n == 0 and is_last and self.norm == "l2"  # Δ = rate · factor · ∇J, which is not needed later
-        for step, factor in zip(steps, found.factors, strict=True):
-            if not at_once or not storage.move(
-                step.params, step.directions, step.rate * factor, finite, ball=self.ball
-            ):
-                zero_unless_(step.directions, finite)
+        if n == 0 and is_last and self.norm == "l2":  # Δ = rate · factor · ∇J, which is not needed later
+            by_kernel = [storage.has_kernel(step.params, step.directions, ball=self.ball) for step in steps]
+        else:
+            by_kernel = [False] * len(steps)
+        ascend = partial(self._ascend, steps, by_kernel, storage, is_last)
+        if all(by_kernel):
+            kept, (finite,) = storage.run(("ascent", self.ball), ascend, directions, params=weights, numbers=settings)
+        else:
+            kept, (finite,) = ascend(settings)
+        length, delta_norm, on_ball = kept
+        if n == 0:
+            measured.numbers["grad_norm"] = _times(length, unscale)
+        measured.numbers |= {"delta_norm": delta_norm, "on_ball": on_ball}
+        measured.finite = finite if measured.finite is None else finite & measured.finite
+
+    def _ascend(
+        self,
+        steps: Sequence["_Ascent"],
+        by_kernel: Sequence[bool],
+        storage: WeightStorage,
+        is_last: bool,
+        settings: Sequence[float | Tensor],
+    ) -> Results:
+        """The arithmetic of `perturb`, from norms to θ + Δ; `settings` are rate and ε of each group."""
+        home, rates, epsilons = self._home, settings[::2], settings[1::2]
+        lengths = [storage.norms_of(step.directions, norm=self.norm).to(home) for step in steps]
+        found = storage.compiled(projection)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
+        for step, rate, factor, has_kernel in zip(steps, rates, found.factors, by_kernel, strict=True):
+            if has_kernel:
+                storage.move(step.params, step.directions, rate * factor, found.finite, ball=self.ball)
+            else:
+                zero_unless_(step.directions, found.finite)
                 self._place(step, factor, storage, is_last=is_last)
+        return (found.length, found.delta_norm, found.on_ball), (found.finite,)
 
     def _ascent(self, group: Group, n: int, unscale: float | Tensor, storage: WeightStorage) -> "_Ascent":
         """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
@@ -200,9 +232,10 @@ class _Ascent:
 def _are_laid_out_like(gradients: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
     """Are these ordinary tensors with the parameters' strides, as nearly all gradients are?"""
     return (
-        {(type(gradient), gradient.layout) for gradient in gradients} <= {(Tensor, torch.strided)}
-        and ORDINARY_TYPES.issuperset(map(type, params))
-        and [gradient.stride() for gradient in gradients] == [p.stride() for p in params]
+        ORDINARY_TYPES.issuperset(map(type, params))
+        and {Tensor}.issuperset(map(type, gradients))
+        and STRIDED.issuperset(map(attrgetter("layout"), gradients))
+        and list(map(Tensor.stride, gradients)) == list(map(Tensor.stride, params))
     )
 
 

@@ -21,12 +21,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from flatmin.ball import Norm, combine, norms
 from flatmin.core import distributed
+from flatmin.core.copies import Copies
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
-from flatmin.core.tensors import Copies, plain
+from flatmin.core.random_state import HostWatch
+from flatmin.core.recorded_launches import Results
+from flatmin.core.tensors import plain
 from flatmin.optim.accumulation import GradientSnapshot, MeanGradient
 from flatmin.optim.grad_scaler import (
     Owners,
@@ -36,7 +40,7 @@ from flatmin.optim.grad_scaler import (
     step_scaled,
     step_with_grad_scale,
 )
-from flatmin.optim.skip_step import step_unless
+from flatmin.optim.skip_step import skips_by_itself, step_unless
 from flatmin.optim.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
 from flatmin.optim.wrapper import Group, OptimizerWrapper, evaluates_closure
@@ -77,8 +81,9 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         # With `model=`, buffers and random states at two moments. Before the step: restored after an exception in
         # step(closure), and the extra passes draw their masks from there. After the clean pass (RMP: before the block):
         # restored at the end of a step, and after an exception in a block.
-        self._at_start = None if model is None else Snapshot(model)
-        self._at_clean = None if model is None else Snapshot(model)
+        watch = HostWatch()
+        self._at_start = None if model is None else Snapshot(model, watch=watch)
+        self._at_clean = None if model is None else Snapshot(model, watch=watch)
         self._replicas = distributed.replicas_in(model)
         self._process_groups: list[Any] | None = None  # of the ranks that share the model; None until checked
         self._is_new = True
@@ -128,21 +133,49 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """Keep θ of the parameters to move, and move them to θ + Δ for the n-th perturbed pass, all in `storage`."""
 
     def must_skip(
-        self, gradients: Sequence[Tensor], scaler: GradScaler | None, storage: WeightStorage, measured: "Measured"
+        self,
+        gradients: Sequence[Tensor],
+        scaler: GradScaler | None,
+        storage: WeightStorage,
+        measured: "Measured",
+        *,
+        drop: bool = False,
     ) -> Tensor:
-        """Was some gradient of the step not finite, these of the last pass among them?"""
-        lengths = storage.norms_of(gradients, norm=self.norm).to(self._home)
-        skip: Tensor
-        length, skip = storage.compiled(_check_lengths)(lengths, measured.finite, norm=self.norm)
+        """Was some gradient of the step not finite, these of the last pass among them? With `drop`, they are 0 then."""
+        finite, home = measured.finite, self._home
+        measures = "grad_norm" not in measured.numbers  # RMP, or nothing to perturb had a gradient in the clean pass
+
+        def check(_: object) -> Results:
+            lengths = storage.norms_of(gradients, norm=self.norm).to(home)
+            length, skip = storage.compiled(_check_lengths)(lengths, finite, norm=self.norm)
+            if drop:
+                storage.zero_unless(gradients, ~skip)
+            return (length, skip) if measures else (skip,), (skip,)
+
+        if self.norm == "l2":
+            flags = [] if finite is None else [finite]
+            kept, (skip,) = storage.run(("check", drop, measures), check, [gradients], flags=flags)
+        else:
+            kept, (skip,) = check(())
+        measured.skipped = kept[-1]
         if not self.sync_perturbation:  # else the gradients, and so the flags, are the same everywhere
-            skip = distributed.any_rank(skip, self._process_groups or [])
-        if "grad_norm" not in measured.numbers:  # RMP, or nothing to perturb had a gradient in the clean pass
-            measured.numbers["grad_norm"] = length * inverse_scale(scaler, self.owners, self._home)
+            skip = measured.skipped = distributed.any_rank(kept[-1], self._process_groups or [])
+        if measures:
+            measured.numbers["grad_norm"] = kept[0] * inverse_scale(scaler, self.owners, self._home)
         return skip
 
     def devices(self) -> list[torch.device]:
         """The devices of the parameters, each once, in the order of the groups."""
         return list({p.device: None for group in self.base.param_groups for p in group["params"]})
+
+    def _drop_gradients(self) -> None:
+        """The base's zero_grad(), without the detours of torch's own."""
+        if type(self.base).zero_grad is not Optimizer.zero_grad:
+            self.base.zero_grad()
+            return
+        for group in self.base.param_groups:
+            for p in group["params"]:
+                p.grad = None
 
     def has_gradients(self) -> bool:
         return self._first_gradient() is not None
@@ -216,20 +249,22 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     def _run(self, closure: Closure, scaler: GradScaler | None) -> tuple[Any, Any]:
         """All passes of a step; the closure's first and last results."""
         start, clean = self._at_start, self._at_clean
+        devices = [] if start is None else self.devices()
         if start is not None:
-            start.take(self.devices())
+            start.take(devices)
+            self._knows_start = True
         with torch.enable_grad():
             if self.starts_clean:
                 with self._ascent_pass(is_last=False):
                     first = latest = closure()
                 self._check_gradients("the closure")
                 if clean is not None:
-                    clean.take(self.devices(), since=start)
+                    clean.take(devices, since=start)
             for n in range(self.inner_iter):
                 self._move(n, scaler)
                 if n > 0 and self.starts_clean and clean is not None:
                     clean.put_back_buffers()  # every pass begins with those of the clean one
-                self.base.zero_grad()  # for closures that leave it to the loop: gradients of two passes must not add up
+                self._drop_gradients()  # for closures that leave it to the loop: those of two passes must not add up
                 if self.starts_clean and start is not None:
                     start.put_back_random()
                 with self._ascent_pass(is_last=n + 1 == self.inner_iter):
@@ -254,7 +289,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             for closure in closures:
                 self.base.zero_grad()
                 forget_unscaled(scaler, self.owners)
-                self._measured = Measured(self._measured.finite)
+                finite = self._measured.finite  # in memory that the next ascent writes to
+                self._measured = Measured(None if finite is None else finite.clone())
                 passes.append(self._run_plainly(closure) if idle else self._run(closure, scaler))
                 self._return_to_theta()
                 measured.append(self._measured.numbers)
@@ -400,6 +436,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     def _return_to_theta(self) -> None:
         self._put_back_theta()
         if self._at_clean is not None and self.starts_clean:
+            if self._knows_start:
+                self._at_clean.check_replay()
             self._at_clean.put_back()
 
     def _put_back_theta(self) -> None:
@@ -416,16 +454,18 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 check_scaler_used(scaler)
             if self._is_new:
                 self._compare_gradients(ascends=False)
-            skip = self.must_skip(gradients, scaler, self._storage, self._measured)
-            measured = self._measured.numbers
-            if scaler is None and skip.device.type in READ_AT_ONCE and not skip:
+            measured = self._measured
+            reads_at_once = self._home.type in READ_AT_ONCE
+            drop = not (reads_at_once or scaler is not None or skips_by_itself(self.base)) and self.sync_perturbation
+            skip = self.must_skip(gradients, scaler, self._storage, measured, drop=drop)
+            if scaler is None and reads_at_once and not skip:
                 self.base.step()
             else:
-                step_unless(skip, self.owners, params, self._theta, scaler)
+                step_unless(skip, self.owners, params, self._theta, scaler, dropped=drop)
         finally:
             self.forget_step()
         self._is_new = False
-        self.last = Last(skipped=skip, **measured, **losses)
+        self.last = Last(skipped=measured.skipped, **measured.numbers, **losses)
 
     def _step_plainly(self, closure: Closure | None, scaler: GradScaler | None, *, skip: Tensor | None = None) -> Any:
         """N = 0 or ε = 0: the base optimizer itself. `skip`: for a scaler that has not seen all gradients."""
@@ -536,7 +576,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     def _check_gradients(self, where: str) -> None:
         first = self._first_gradient()
         if first is not None:
-            _check_first_order(first, where)
+            if first.requires_grad:
+                raise _second_order_error(where)
             return
         if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
             raise RuntimeError(
@@ -546,12 +587,11 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         raise RuntimeError(f"no parameter got a gradient in {where}; call backward() inside it")
 
 
-def _check_first_order(gradient: Tensor, where: str) -> None:
-    if gradient.requires_grad:
-        raise RuntimeError(
-            f"the gradients of {where} have a graph of their own (create_graph=True), for a base that differentiates "
-            "them once more, and the weights have moved when it steps; use epsilon=0 with such a base, or another one"
-        )
+def _second_order_error(where: str) -> RuntimeError:
+    return RuntimeError(
+        f"the gradients of {where} have a graph of their own (create_graph=True), for a base that differentiates them "
+        "once more, and the weights have moved when it steps; use epsilon=0 with such a base, or another one"
+    )
 
 
 @dataclass
@@ -559,6 +599,7 @@ class Measured:
     """What the passes of a step have measured so far."""
 
     finite: Tensor | None = None  # was every gradient behind Δ finite? None: there was none
+    skipped: Tensor | None = None  # was the last one not, or one before?
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -17,35 +17,43 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from flatmin.core.tensors import Copies, select_, zero_unless_
+from flatmin.core.copies import Copies
+from flatmin.core.tensors import select_, zero_unless_
 from flatmin.optim.grad_scaler import Owners, step_fused, step_scaled
 
 
 def step_unless(
-    skip: Tensor, owners: Owners, params: Sequence[Tensor], theta: Copies[Tensor], scaler: GradScaler | None
+    skip: Tensor,
+    owners: Owners,
+    params: Sequence[Tensor],
+    theta: Copies[Tensor],
+    scaler: GradScaler | None,
+    *,
+    dropped: bool = False,
 ) -> None:
     """`base.step()`; if `skip` holds, `params` (those with a gradient) and the base's state stay as they are.
 
-    `theta` has copies of parameters; missing ones are added.
+    `theta` has copies of parameters; missing ones are added. `dropped`: the gradients are zero already if it holds.
     """
     _, base = owners
     gradients = [p.grad for p in params if p.grad is not None]
     if scaler is not None:
         with _clear_fresh_state(skip, base, params):
             step_scaled(skip, owners, gradients, scaler)
-    elif _skips_by_itself(base):
+    elif skips_by_itself(base):
         with _clear_fresh_state(skip, base, params):
             step_fused(base, None, skip.float())
     else:
         if not theta.holds_just(params):
             theta.take({p: p for p in params if p not in theta})
-        zero_unless_(gradients, ~skip)
+        if not dropped:
+            zero_unless_(gradients, ~skip)
         base.step()
         if not theta.put_back_again(params, flag=skip):
             select_([(p, theta[p]) for p in params], skip)
 
 
-def _skips_by_itself(base: Optimizer) -> bool:
+def skips_by_itself(base: Optimizer) -> bool:
     """Do its kernels return at once if they are told to? Torch's fused ones do; a copy of one no longer says so."""
     says_so = getattr(base, "_step_supports_amp_scaling", False) or type(base).__module__.startswith("torch.optim.")
     return says_so and all(group.get("fused") for group in base.param_groups)

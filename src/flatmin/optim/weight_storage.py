@@ -5,8 +5,9 @@ Beside     a captured step. The parameters stay at θ; θ + Δ is written to ten
            the passes compute in, and gradients are taken there: θ is neither copied nor restored
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +16,12 @@ from torch.optim.sgd import sgd
 
 from flatmin.ball import Ball, Norm, norms
 from flatmin.core import multi_tensor
-from flatmin.core.tensors import ORDINARY_TYPES, Copies, copy_, is_dense, plain
+from flatmin.core.copies import Copies
+from flatmin.core.recorded_launches import Results, Work
+from flatmin.core.tensors import ORDINARY_TYPES, copy_, is_dense, plain, zero_unless_
+from flatmin.optim.recurring_work import RecurringWork
 
+_DTYPE = attrgetter("dtype")
 Function = Callable[..., Any]
 Gradients = tuple[list[Tensor], list[Tensor]]  # the parameters that have one, and theirs
 
@@ -37,10 +42,27 @@ class WeightStorage(Protocol):
     def norms_of(self, tensors: Sequence[Tensor], *, norm: Norm) -> Tensor:
         """The norm of each of these gradients, or other directions."""
 
+    def has_kernel(self, params: Sequence[Tensor], directions: Sequence[Tensor], *, ball: Ball) -> bool:
+        """Can `move` move these?"""
+
     def move(
         self, params: Sequence[Tensor], directions: Sequence[Tensor], factors: Tensor, finite: Tensor, *, ball: Ball
-    ) -> bool:
-        """θ + factor · direction in one kernel, θ itself unless `finite`; False: there is none for these tensors."""
+    ) -> None:
+        """θ + factor · direction in one kernel, θ itself unless `finite`."""
+
+    def zero_unless(self, gradients: Sequence[Tensor], flag: Tensor) -> None: ...
+
+    def run(
+        self,
+        what: Hashable,
+        work: Work,
+        gradients: Sequence[Sequence[Tensor]],
+        *,
+        params: Sequence[Sequence[Tensor]] = (),
+        flags: Sequence[Tensor] = (),
+        numbers: Sequence[float | Tensor] = (),
+    ) -> Results:
+        """`work(numbers)`, which launches kernels on lists of gradients, perhaps with their weights, and on flags."""
 
     def compiled(self, function: Function) -> Function:
         """A function of a few numbers, compiled where the step is."""
@@ -51,6 +73,7 @@ class InPlace:
     """θ + Δ is written into the parameters; θ is kept in `theta`."""
 
     theta: Copies[Tensor]
+    recurring: RecurringWork = field(default_factory=RecurringWork)
 
     def keep_theta(self, params: Sequence[Tensor]) -> None:
         if self.theta.take_again(params):
@@ -74,15 +97,42 @@ class InPlace:
         return found, gradients  # type: ignore[return-value]
 
     def norms_of(self, tensors: Sequence[Tensor], *, norm: Norm) -> Tensor:
-        return norms(tensors, norm=norm)
+        kernels = self.recurring.kernels.get(id(tensors))
+        return norms(tensors, norm=norm) if kernels is None or norm != "l2" else kernels.lengths()
+
+    def has_kernel(self, params: Sequence[Tensor], directions: Sequence[Tensor], *, ball: Ball) -> bool:
+        return ball != "tensor" and _fit_fused_kernel(params, directions, dense=self.theta.are_dense())
 
     def move(
         self, params: Sequence[Tensor], directions: Sequence[Tensor], factors: Tensor, finite: Tensor, *, ball: Ball
-    ) -> bool:
-        fits = ball != "tensor" and _fit_fused_kernel(params, directions, dense=self.theta.are_dense())
-        if fits:
+    ) -> None:
+        kernels = self.recurring.kernels.get(id(directions))
+        if kernels is None:
             _climb(params, directions, factors[0], unless=~finite)
-        return fits
+        else:
+            kernels.move(factors, finite)
+
+    def zero_unless(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
+        kernels = self.recurring.kernels.get(id(gradients))
+        if kernels is None:
+            zero_unless_(gradients, flag)
+        else:
+            kernels.zero_unless(flag)
+
+    def run(
+        self,
+        what: Hashable,
+        work: Work,
+        gradients: Sequence[Sequence[Tensor]],
+        *,
+        params: Sequence[Sequence[Tensor]] = (),
+        flags: Sequence[Tensor] = (),
+        numbers: Sequence[float | Tensor] = (),
+    ) -> Results:
+        """On a GPU: recorded, if it recurs."""
+        if not gradients or not gradients[0] or not gradients[0][0].is_cuda or Tensor in map(type, numbers):
+            return work(numbers)
+        return self.recurring.run(what, work, gradients, params, flags, numbers)
 
     def compiled(self, function: Function) -> Function:
         return function
@@ -110,23 +160,34 @@ class Beside:
         return found, [self.gradients[p] for p in found]
 
     def norms_of(self, tensors: Sequence[Tensor], *, norm: Norm) -> Tensor:
-        if self.compiler is not None and norm == "l2" and multi_tensor.can_read(tensors):
+        if norm == "l2" and multi_tensor.can_read(tensors):
             return multi_tensor.lengths(tensors)
         return norms(tensors, norm=norm)
 
+    def has_kernel(self, params: Sequence[Tensor], directions: Sequence[Tensor], *, ball: Ball) -> bool:
+        if multi_tensor.can_update(params):
+            return True
+        same_dtypes = [self.weights[p].dtype for p in params] == [p.dtype for p in params]
+        return ball != "tensor" and same_dtypes and _fit_fused_kernel(params, directions, dense=False)
+
     def move(
         self, params: Sequence[Tensor], directions: Sequence[Tensor], factors: Tensor, finite: Tensor, *, ball: Ball
-    ) -> bool:
+    ) -> None:
         moved = [self.weights[p] for p in params]
         if multi_tensor.can_update(params):
             multi_tensor.move(params, directions, moved, factors, finite, rounded_once=ball != "tensor")
-            return True
-        same_dtypes = [there.dtype for there in moved] == [p.dtype for p in params]
-        fits = ball != "tensor" and same_dtypes and _fit_fused_kernel(params, directions, dense=False)
-        if fits:
+        else:
             copy_(zip(moved, params, strict=True))
             _climb(moved, directions, factors[0], unless=~finite)
-        return fits
+
+    def zero_unless(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
+        zero_unless_(gradients, flag)
+
+    def run(
+        self, what: Hashable, work: Work, gradients: object, *, numbers: Sequence[float | Tensor] = (), **_: object
+    ) -> Results:
+        """Part of a larger capture already."""
+        return work(numbers)
 
     def compiled(self, function: Function) -> Function:
         return function if self.compiler is None else self.compiler(function)
@@ -138,14 +199,15 @@ def _fit_fused_kernel(params: Sequence[Tensor], directions: Sequence[Tensor], *,
     """
     if not ORDINARY_TYPES.issuperset(map(type, (*params, *directions))):
         params, directions = [plain(p) for p in params], [plain(direction) for direction in directions]
-    kinds = {(p.dtype, p.device, d.dtype, d.device) for p, d in zip(params, directions, strict=True)}
-    (dtype, home, *others), *more = kinds
+    everything, home = [*params, *directions], params[0].device.type
+    dtype, *dtypes = set(map(_DTYPE, everything))
+    _, *devices = set(map(Tensor.get_device, everything))
     return (
-        not more
-        and others == [dtype, home]
-        and (dtype == torch.float32 or (home.type == "cuda" and dtype in (torch.bfloat16, torch.float16)))
-        and home.type in ("cpu", "cuda")
-        and [p.stride() for p in params] == [d.stride() for d in directions]
+        not dtypes
+        and not devices
+        and (dtype == torch.float32 or (home == "cuda" and dtype in (torch.bfloat16, torch.float16)))
+        and home in ("cpu", "cuda")
+        and list(map(Tensor.stride, params)) == list(map(Tensor.stride, directions))
         and (dense or all(map(is_dense, params)))
     )
 

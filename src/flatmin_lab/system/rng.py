@@ -18,7 +18,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from flatmin.core.model_state import random_state, set_random_state
+from flatmin.core.random_state import random_state, set_random_state
 
 State = Tensor | torch.Generator
 

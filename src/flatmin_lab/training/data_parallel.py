@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatmin.capture import StepSpec, rehearsal
-from flatmin.core.model_state import random_state, set_random_state
+from flatmin.core.random_state import random_state, set_random_state
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.system.rng import generator_devices, seed_generators

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 import flatmin
-from flatmin.core.model_state import random_state, set_random_state
+from flatmin.core.random_state import random_state, set_random_state
 from flatmin.optim import PerturbedOptimizer
 from flatmin.regularisers import Mixed, Regulariser
 from flatmin_lab.data.batches import Batches

@@ -25,12 +25,12 @@ import flatmin
 from flatmin.capture.captured_step import CapturedStep, captured_step
 from flatmin.capture.cuda_graph import _check_result, _ScheduledSettings
 from flatmin.capture.functional_step import FunctionalStep, PassRandom, SubstituteTensors
-from flatmin.capture.packed_outputs import PackedTensors
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.capture.weight_swap import weights_cast_once
 from flatmin.core.capturable import GENERATOR_REPLACEMENTS, CannotCaptureError, no_host_sync
-from flatmin.core.model_state import HostRandom
-from flatmin.core.tensors import Copies
+from flatmin.core.copies import Copies
+from flatmin.core.packed_tensors import PackedTensors
+from flatmin.core.random_state import HostRandom
 from flatmin_lab.bench.timing import MIB, memory_in_use, peak_mib_since, release_memory, use_cublas_on_all_streams
 from tests.support.cases import METHODS, MakeBase, Method, Params, Setup, run, same, setup, tensors_in
 from tests.support.host_sync import fail_on_host_sync

@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import flatmin
 from flatmin.capture.captured_step import CapturedStep, captured_step
-from flatmin.capture.cuda_graph import StateMissingError, _DeviceNumbers, _own_memory, _ScheduledSettings
+from flatmin.capture.cuda_graph import StateMissingError, _own_memory, _ScheduledSettings
 from flatmin.capture.functional_step import FunctionalStep, PassRandom, SubstituteTensors
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.core import multi_tensor
-from flatmin.core.tensors import Copies
+from flatmin.core.copies import Copies
+from flatmin.core.recorded_launches import DeviceNumbers
 from tests.support.cases import same
 
 STEPS = 14
@@ -52,9 +53,9 @@ class RepeatedStep:
         self.spec = spec
         self.inputs = tree_map_only(Tensor, lambda given: _own_memory(given, device=spec.device), tuple(inputs))
         self.scheduled = _ScheduledSettings(spec.optimizer, spec.device)
-        self.rates: _DeviceNumbers | None = None
+        self.rates: DeviceNumbers | None = None
         if by_kernel:
-            self.rates = _DeviceNumbers(lambda: multi_tensor.rates_of(spec.base), torch.float64, spec.device)
+            self.rates = DeviceNumbers(multi_tensor.rates_of(spec.base), torch.float64, spec.device)
         self.inside = by_kernel or by_torch
         self.functional_step = FunctionalStep(
             spec,
@@ -77,7 +78,7 @@ class RepeatedStep:
             here.copy_(given)
         self.scheduled.refresh()
         if self.rates is not None:
-            self.rates.refresh()
+            self.rates.write(multi_tensor.rates_of(self.spec.base))
         with self.scheduled.in_groups():
             self.functional_step.step()
         if not self.inside:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatmin.core.tensors import Copies, plain, select_, select_at_once, select_one_by_one, zero_unless_
+from flatmin.core.copies import Copies
+from flatmin.core.tensors import plain, select_, select_at_once, select_one_by_one, zero_unless_
 from tests.support.cases import same
 
 SPECIAL = [0.0, -0.0, 1.0, -1.5, float("inf"), float("-inf"), float("nan"), 1e-40, 3.4e38]

@@ -23,6 +23,7 @@ class PackedTensors:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.kinds = [(tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
+        self.numbers = torch.stack(list(tensors)) if len(set(self.kinds)) == 1 and not tensors[0].dim() else None
         self.large = {i: tensor.detach() for i, tensor in enumerate(tensors) if tensor.nbytes > MAX_PACKED_BYTES}
         device = tensors[0].device if tensors else None
         rest = torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
@@ -33,6 +34,8 @@ class PackedTensors:
         self.block = torch.cat(pieces) if pieces else rest
 
     def unpack(self) -> list[Tensor]:
+        if self.numbers is not None:
+            return list(self.numbers.clone().unbind())
         block, begin, found = self.block.clone(), 0, []
         for i, (dtype, shape, nbytes) in enumerate(self.kinds):
             if i in self.large:

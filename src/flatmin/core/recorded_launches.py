@@ -1,0 +1,96 @@
+"""Kernel launches that recur in every step: recorded once, then launched all at once.
+
+Beyond its passes, an eager step of AMP launches some sixty small kernels, and Python takes longer to launch each than a
+GPU takes to run it. Nearly every step launches what the step before did, on tensors at the same addresses. So when a
+piece of work comes for the second time with the same tensors, its launches are recorded as a CUDA graph, and replayed
+from then on: the same kernels, the same bits, in one launch. Work on tensors that are never twice at the same
+addresses, or that cannot be recorded, runs as if this were not here. So does everything on other devices, and inside a
+capture of the user's own.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatmin.core.packed_tensors import PackedTensors
+
+# what a piece of work returns: tensors that outlive the step, and such as only the rest of the step reads
+Results = tuple[Sequence[Tensor], Sequence[Tensor]]
+Work = Callable[[Sequence[float | Tensor]], Results]
+NO_RESULTS: Results = ((), ())
+
+MAX_RECORDINGS = 8  # of one piece of work: where addresses vary more, recording would cost more than it saves
+MAX_SEEN = 64
+
+
+class RecordedLaunches:
+    """One piece of work on the current GPU, recorded for each set of tensors with which it comes again."""
+
+    def __init__(self) -> None:
+        self._recordings: dict[Hashable, _Recording] = {}
+        self._seen: set[Hashable] = set()
+        self._tried = 0
+
+    def run(self, key: Hashable, work: Work, numbers: Sequence[Any] = ()) -> Results:
+        """`work(numbers)`. The key says all that decides what is launched: addresses, shapes, settings.
+
+        Numbers are no part of it: a recording reads them from the device, where they are written when they change.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return work(numbers)
+        recording = self._recordings.get(key)
+        if recording is None and key in self._seen and self._tried < MAX_RECORDINGS:
+            recording = self._record(key, work, numbers)
+        if recording is None:
+            if len(self._seen) < MAX_SEEN:
+                self._seen.add(key)
+            return work(numbers)
+        return recording.replay(numbers)
+
+    def _record(self, key: Hashable, work: Work, numbers: Sequence[Any]) -> "_Recording | None":
+        self._tried += 1
+        try:
+            recording = _Recording(work, numbers)
+        except RuntimeError:  # not recordable here, whatever the reason: the work runs launch by launch
+            self._tried = MAX_RECORDINGS
+            return None
+        self._recordings[key] = recording
+        return recording
+
+
+class _Recording:
+    """The launches of `work`, as a CUDA graph. It holds no tensor of the caller's: whoever replays it has them."""
+
+    def __init__(self, work: Work, numbers: Sequence[Any]) -> None:
+        self.numbers = DeviceNumbers(numbers, torch.float32, torch.device("cuda"))
+        self.graph = torch.cuda.CUDAGraph()
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                kept, self.passing = work(self.numbers.on_device.unbind())
+                self.packed = PackedTensors(kept) if kept else None
+            finally:
+                self.graph.capture_end()
+        current.wait_stream(stream)
+
+    def replay(self, numbers: Sequence[Any]) -> Results:
+        self.numbers.write(numbers)
+        self.graph.replay()
+        return [] if self.packed is None else self.packed.unpack(), self.passing
+
+
+class DeviceNumbers:
+    """Numbers from the host in device memory, copied again when they change."""
+
+    def __init__(self, numbers: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._on_host = numbers
+        self.on_device = torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+    def write(self, numbers: Any) -> None:
+        if numbers != self._on_host:
+            self.on_device.copy_(torch.tensor(numbers, dtype=self.on_device.dtype), non_blocking=True)
+            self._on_host = numbers

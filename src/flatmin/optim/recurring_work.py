@@ -1,0 +1,97 @@
+"""The arithmetic of an eager step on a GPU, in a few launches.
+
+Beyond its passes a step does the same work every time, on the same weights: norms of gradients, a projection, a move.
+Only the gradients are elsewhere in every step. So their addresses are written to the device, kernels find them there
+(`GradientKernels`), and with that the launches are the same in every step, recorded once and replayed.
+
+Whatever does not fit (other devices and dtypes, gradients that are not laid out in memory as the kernels need them, a
+capture of the user's own) is computed by plain torch, as on a CPU.
+"""
+
+from collections.abc import Hashable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatmin.core.copies import layout
+from flatmin.core.multi_tensor import ALIGNMENT_BYTES, GradientKernels, has_gradient_kernels
+from flatmin.core.recorded_launches import RecordedLaunches, Results, Work
+from flatmin.core.tensors import is_dense
+
+_UNALIGNED = (ALIGNMENT_BYTES - 1).__and__
+MAX_PIECES = 16  # with more, what recurs is not the same work
+
+
+class RecurringWork:
+    """Pieces of work, each with kernels for its lists of gradients."""
+
+    def __init__(self) -> None:
+        self._pieces: list[_Piece] = []
+        self.kernels: dict[int, GradientKernels] = {}  # inside `run`: those for each list of gradients, by its id
+
+    def run(
+        self,
+        what: Hashable,
+        work: Work,
+        gradients: Sequence[Sequence[Tensor]],
+        params: Sequence[Sequence[Tensor]],
+        flags: Sequence[Tensor],
+        numbers: Sequence[Any],
+    ) -> Results:
+        """`work(numbers)`; `params` are the weights of each list, or none."""
+        if torch.cuda.is_current_stream_capturing():
+            return work(numbers)
+        key: list[Any] = [what]
+        addresses: list[Sequence[int]] = []
+        for place, tensors in enumerate(gradients):
+            there = layout(tensors)
+            if there is None or any(map(_UNALIGNED, there[: len(tensors)])):
+                return work(numbers)
+            addresses.append(there[: len(tensors)])
+            key += (there[len(tensors) :], set(map(Tensor.get_device, tensors)))
+            key += (list(map(Tensor.data_ptr, params[place])),) if params else ()
+        piece = next((piece for piece in self._pieces if piece.key == key), None)
+        if piece is None:
+            if len(self._pieces) == MAX_PIECES:
+                return work(numbers)
+            piece = _Piece(key, gradients, params)
+            self._pieces.append(piece)
+        if piece.device != torch.cuda.current_device():
+            return work(numbers)
+        for kernels, where in zip(piece.kernels, addresses, strict=True):
+            kernels.locate(where)
+        self.kernels = dict(zip(map(id, gradients), piece.kernels, strict=True))
+        try:
+            return piece.launches.run(layout(flags), work, numbers)
+        finally:
+            self.kernels = {}
+
+
+class _Piece:
+    """A piece of work on gradients of these shapes: kernels for each list, and the recordings."""
+
+    def __init__(
+        self, key: list[Any], gradients: Sequence[Sequence[Tensor]], params: Sequence[Sequence[Tensor]]
+    ) -> None:
+        self.key, self.launches = key, RecordedLaunches()
+        self.device = gradients[0][0].device.index if _fit(gradients, params) else None
+        self.kernels: list[GradientKernels] = []
+        if self.device is not None:
+            weights: Sequence[Sequence[Tensor] | None] = params or [None] * len(gradients)
+            self.kernels = [GradientKernels(*lists) for lists in zip(gradients, weights, strict=True)]
+
+
+def _fit(gradients: Sequence[Sequence[Tensor]], params: Sequence[Sequence[Tensor]]) -> bool:
+    """Can the kernels work on these? Gradients of a list have one dtype, weights are float32; all fill their memory."""
+    weights = list(chain(*params))
+    layouts = [layout(tensors) for tensors in params]
+    return (
+        None not in layouts
+        and len({t.device for t in chain(weights, *gradients)}) == 1
+        and all(len({g.dtype for g in tensors}) == 1 and any(g.numel() for g in tensors) for tensors in gradients)
+        and all(has_gradient_kernels(tensors[0].dtype) for tensors in gradients)
+        and all(map(is_dense, chain(weights, *gradients)))
+        and all(p.dtype == torch.float32 and p.data_ptr() % ALIGNMENT_BYTES == 0 for p in weights)
+    )
