@@ -76,19 +76,20 @@ class _Piece:
         self, key: list[Any], gradients: Sequence[Sequence[Tensor]], params: Sequence[Sequence[Tensor]]
     ) -> None:
         self.key, self.launches = key, RecordedLaunches()
-        self.device = gradients[0][0].device.index if _fit(gradients, params) else None
+        self.device = gradients[0][0].device.index if fit_kernels(gradients, params) else None
         self.kernels: list[GradientKernels] = []
         if self.device is not None:
             weights: Sequence[Sequence[Tensor] | None] = params or [None] * len(gradients)
             self.kernels = [GradientKernels(*lists) for lists in zip(gradients, weights, strict=True)]
 
 
-def _fit(gradients: Sequence[Sequence[Tensor]], params: Sequence[Sequence[Tensor]]) -> bool:
+def fit_kernels(gradients: Sequence[Sequence[Tensor]], params: Sequence[Sequence[Tensor]]) -> bool:
     """Can the kernels work on these? Gradients of a list have one dtype, weights are float32; all fill their memory."""
     weights = list(chain(*params))
     layouts = [layout(tensors) for tensors in params]
     return (
-        None not in layouts
+        all(t.is_cuda for t in chain(weights, *gradients))
+        and None not in layouts
         and len({t.device for t in chain(weights, *gradients)}) == 1
         and all(len({g.dtype for g in tensors}) == 1 and any(g.numel() for g in tensors) for tensors in gradients)
         and all(has_gradient_kernels(tensors[0].dtype) for tensors in gradients)

@@ -19,7 +19,7 @@ from flatmin.core import multi_tensor
 from flatmin.core.copies import Copies
 from flatmin.core.recorded_launches import Results, Work
 from flatmin.core.tensors import ORDINARY_TYPES, copy_, is_dense, plain, zero_unless_
-from flatmin.optim.recurring_work import RecurringWork
+from flatmin.optim.recurring_work import RecurringWork, fit_kernels
 
 _DTYPE = attrgetter("dtype")
 Function = Callable[..., Any]
@@ -145,6 +145,7 @@ class Beside:
     weights: Mapping[Tensor, Tensor]
     gradients: Mapping[Tensor, Tensor]
     compiler: Callable[[Function], Function] | None  # None: the same bits as without a capture
+    measures_by_kernel: bool = False  # while work is being run that `InPlace` would measure by kernel
 
     def keep_theta(self, params: Sequence[Tensor]) -> None:
         """It stays where it is."""
@@ -160,7 +161,8 @@ class Beside:
         return found, [self.gradients[p] for p in found]
 
     def norms_of(self, tensors: Sequence[Tensor], *, norm: Norm) -> Tensor:
-        if norm == "l2" and multi_tensor.can_read(tensors):
+        by_kernel = self.measures_by_kernel or self.compiler is not None
+        if by_kernel and norm == "l2" and multi_tensor.can_read(tensors):
             return multi_tensor.lengths(tensors)
         return norms(tensors, norm=norm)
 
@@ -184,10 +186,21 @@ class Beside:
         zero_unless_(gradients, flag)
 
     def run(
-        self, what: Hashable, work: Work, gradients: object, *, numbers: Sequence[float | Tensor] = (), **_: object
+        self,
+        what: Hashable,
+        work: Work,
+        gradients: Sequence[Sequence[Tensor]],
+        *,
+        params: Sequence[Sequence[Tensor]] = (),
+        flags: Sequence[Tensor] = (),
+        numbers: Sequence[float | Tensor] = (),
     ) -> Results:
         """Part of a larger capture already."""
-        return work(numbers)
+        self.measures_by_kernel = fit_kernels(gradients, params)
+        try:
+            return work(numbers)
+        finally:
+            self.measures_by_kernel = False
 
     def compiled(self, function: Function) -> Function:
         return function if self.compiler is None else self.compiler(function)
