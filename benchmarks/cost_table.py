@@ -83,13 +83,19 @@ def _measured(result: Found) -> str:
     rows = [row for table in result["tables"] for row in table["rows"] if "ms" in row]
     blocks = sorted({row["blocks"] for row in rows})
     lengths = sorted({row["n"] // row["blocks"] for row in rows})
+    # a table may have been measured anew, later than the rest
+    runs = [result, *(table["measured"] for table in result["tables"] if "measured" in table)]
+    later = [f"{_name(t)} at {t['batch_size']}: {t['measured']['commit']}" for t in result["tables"] if "measured" in t]
     commit = f", commit {result['commit']}" if result["commit"] else ""
+    commit += f" ({', '.join(later)})" if later else ""
+    flops = " and ".join(f"{run['flops_per_s'] / 1e12:.3g}" for run in runs)
+    bandwidth = " and ".join(dict.fromkeys(f"{run['bytes_per_s'] / 1e12:.3g}" for run in runs))
     return (
         f"{result['hardware']}, torch {result['torch']}{commit}; {result['precision']}, channels-last, data and "
         f"augmentation in the step; medians over {_range(blocks)} blocks of {_range(lengths)} steps each, in turns, "
         f"{_spread(rows)}. Plain PyTorch mostly waits for Python here: its times are the CPU's. The floor: "
-        f"arithmetic at {result['flops_per_s'] / 1e12:.3g} TFLOP/s and the weights' bytes at "
-        f"{result['bytes_per_s'] / 1e12:.3g} TB/s, both measured. Memory is the peak of a model's steps."
+        f"arithmetic at {flops} TFLOP/s and the weights' bytes at {bandwidth} TB/s, both measured. Memory is the peak "
+        "of a model's steps."
     )
 
 

@@ -8,10 +8,11 @@ The floor counts bytes. In parameter sizes (R read, W written), the least that a
 
     R∇ for its norm · Rθ R∇ W(θ+Δ) W(copy of θ) · R(copy) Wθ to put back · R∇ to check it is finite      = 8
 
-AMP moves 9: θ is read once for the copy and once to move. On a GPU, where the host does not wait to learn whether a
-gradient was not finite, it moves 9 more for a base that is not fused: 2 to zero such a gradient before the base's step,
-and 7 to choose θ after it; a fused base is told to skip. SAM moves 12 and checks nothing. With `model=` AMP also saves
-and restores buffers and random states, which are small and many.
+AMP moves 9: θ is read once for the copy and once to move. On a GPU without Triton it moves 9 more for a base that is
+not fused, because the host does not wait to learn whether a gradient was not finite: 2 to zero such a gradient before
+the base's step, and 7 to choose θ after it. (Our kernels then read the flag and nothing else; a fused base is told to
+skip.) SAM moves 12 and checks nothing. With `model=` AMP also saves and restores buffers and random states, which are
+small and many.
 
     python benchmarks/wrapper_overhead.py [--steps 60] [--device cpu] [--json out/wrapper_overhead.json]
 """
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import flatmin
+from flatmin.core.multi_tensor import has_gradient_kernels
 from flatmin_lab import models
 from flatmin_lab.system.machine import facts
 from machine import command, in_turns, line
@@ -48,7 +50,7 @@ class Nothing(Optimizer):
 def contenders(model: nn.Module, gradients: list[Tensor]) -> dict[str, tuple[Callable[[], object], int]]:
     """Name to (one step, the parameter sizes it moves)."""
     params = list(model.parameters())
-    unfused = 18 if params[0].is_cuda else 9
+    unfused = 18 if params[0].is_cuda and not has_gradient_kernels(torch.float32) else 9
 
     def hand_over() -> float:
         for param, gradient in zip(params, gradients, strict=True):

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,19 @@ def noisy(draw: Callable[[], float], **settings: Any) -> TrainingParts:
     return make(data=lambda: (x + draw(), y), **settings)
 
 
+def beside_a_thread() -> TrainingParts:
+    """One that draws as it likes while the closure runs."""
+    (x, y), counts = batch(), itertools.count(1)
+
+    def data() -> tuple[Tensor, Tensor]:
+        thread = Thread(target=lambda: [random.random() for _ in range(next(counts))])
+        thread.start()
+        thread.join()
+        return x, y
+
+    return make(data=data)
+
+
 def in_eval_mode(model: nn.Module) -> AMP:
     model.eval()
     return amp(model)
@@ -340,6 +354,7 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
         "error",
         "Python's random",
     ),
+    "a thread that draws": (beside_a_thread, "closure repeats", "warning", "a generator of its own"),
     "a generator of its own": (with_own_generator, "closure repeats", "error", "it draws from generator"),
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
     "a buffer that the loss uses": (lambda: make(Centred), "closure repeats", "warning", "a pass changes (mean)"),

@@ -51,6 +51,10 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
+class SharedGeneratorWarning(UserWarning):
+    """Something besides the passes draws from a global generator."""
+
+
 class HostRandom:
     """The states of torch's, Python's and numpy's generators on the host, as they are now; or of torch's and `others`.
 
@@ -126,6 +130,7 @@ class HostWatch:
                 "thread that prepares batches; it is no longer wound back between passes. If the model draws from it, "
                 "its masks now differ from pass to pass: let it draw from torch, or the thread from a generator of its "
                 "own",
+                SharedGeneratorWarning,
                 stacklevel=2,
             )
 

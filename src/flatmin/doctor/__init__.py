@@ -12,9 +12,11 @@ closure_call.py         one call of the closure, observed
 check_*.py              the checks: each returns a `Finding` (finding.py)
 """
 
+import warnings
 from collections.abc import Iterator
 
 from flatmin.core.distributed import has_several_ranks
+from flatmin.core.random_state import SharedGeneratorWarning
 from flatmin.doctor import check_ranks, check_steps
 from flatmin.doctor.check_baseline import check_epsilon_zero, measure_cost
 from flatmin.doctor.check_determinism import check_repeats, rounding_of
@@ -65,7 +67,8 @@ def examine(make_training: MakeTraining) -> list[Finding]:
     ['the closure zeroes the gradients']
     """
     found: list[Finding] = []
-    with preserve_generators():
+    with preserve_generators(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SharedGeneratorWarning)  # there is a finding for it
         try:
             for part in _stages(make_training):
                 found += part

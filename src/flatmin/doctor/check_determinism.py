@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from flatmin.core.random_state import HostRandom
 from flatmin.doctor.closure_call import ClosureCall, observe
 from flatmin.doctor.finding import Finding, first_few
 from flatmin.doctor.training import Training, TrainingSnapshot, same_bits
@@ -33,13 +34,16 @@ def check_repeats(first: ClosureCall, training: Training, snapshot: TrainingSnap
     if not snapshot.has_weights():
         change = "leave optimizer.step() to the loop: a closure zeroes gradients, runs forward and backward"
         return Finding(NAME, "error", "the closure itself changes the weights", change)
-    drawn, moved = snapshot.host.moved_besides_torch(), training.buffers()
+    drawn, moved, left = snapshot.host.moved_besides_torch(), training.buffers(), HostRandom()
     snapshot.put_back()
     before, counted = training.buffers(), dict(_marks(training))
     again = observe(training)
     allowed, gap = rounding_of(training), first.gap(again)
     if gap > allowed:
         return _differs(first, again, reasons(counted, dict(_marks(training))))
+    shared = left.moved_besides_torch()
+    if shared and training.optimizer.model is not None:
+        return _shared(shared)
     if drawn and training.optimizer.model is None:  # else AMP restores them between passes
         snapshot.put_back(host=False)
         if first.gap(other := observe(training)) > allowed:
@@ -61,6 +65,17 @@ def _differs(first: ClosureCall, again: ClosureCall, why: list[str]) -> Finding:
         f"called twice at the same weights it gives {_both(first, again)}: {reason}",
         "draw the batch, with its augmentation, once a step, before the closure: Δ must be found on the data that the "
         "step is taken with. (With model=model the usual generators' numbers are the same in all passes.)",
+    )
+
+
+def _shared(names: list[str]) -> Finding:
+    return Finding(
+        NAME,
+        "warning",
+        f"{' and '.join(names)} moved differently in two calls from the same state, though the loss is the same: "
+        "something else draws from it, such as a thread that prepares batches",
+        "give that thread a generator of its own (random.Random(), numpy.random.default_rng()): with model=model, AMP "
+        "winds a global one back between its passes as long as it takes the draws for the model's",
     )
 
 
