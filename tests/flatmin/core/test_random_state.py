@@ -44,7 +44,7 @@ def steps(within: Callable[[int, int], None], count: int, *, form: str = "closur
 
         def run(n: int = n, passes: Iterator[int] = passes) -> Tensor:
             within(n, next(passes))
-            loss = model(torch.ones(1, 2)).square().mean()
+            loss: Tensor = model(torch.ones(1, 2)).square().mean()
             loss.backward()
             return loss
 
