@@ -79,6 +79,20 @@ class Snapshot:
             self._host = watch.before_step()
         self._random = {device: random_state(device) for device in devices if device.type != "cpu"}
 
+    def has_random_moved(self) -> bool:
+        """Has anything been drawn since `take_random`?"""
+        if self._torch is None or not torch.equal(self._torch, torch.get_rng_state()):
+            return True
+        if self._host is not None and self._host.moved_besides_torch():
+            return True
+        return not all(torch.equal(state, random_state(device)) for device, state in self._random.items())
+
+    def drop_others(self, later: "Snapshot") -> None:
+        """Restore no generator of the host, besides torch's, that `later` does not restore."""
+        known = {} if later._host is None else later._host.others
+        if self._host is not None:
+            self._host.others = {name: state for name, state in self._host.others.items() if name in known}
+
     def check_replay(self) -> None:
         """After a perturbed pass, and before this snapshot of the clean one is restored."""
         if self._watch is not None and self._host is not None and self._host.others:

@@ -40,6 +40,7 @@ from flatmin.optim.grad_scaler import (
     step_scaled,
     step_with_grad_scale,
 )
+from flatmin.optim.pass_start import ForwardHook, PassStart
 from flatmin.optim.skip_step import skips_by_itself, step_unless
 from flatmin.optim.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
@@ -78,15 +79,23 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self.forget_step()
 
     def _attach_model(self, model: nn.Module | None) -> None:
-        # With `model=`, buffers and random states at two moments. Before the step: restored after an exception in
-        # step(closure), and the extra passes draw their masks from there. After the clean pass (RMP: before the block):
-        # restored at the end of a step, and after an exception in a block.
+        # With `model=`, buffers and random states at two moments. Before a step with a closure: restored after an
+        # exception in it, and the extra passes draw their masks from there (in blocks: `PassStart`). After the clean
+        # pass (RMP: before the block): restored at the end of a step, and after an exception in a block.
         watch = HostWatch()
         self._at_start = None if model is None else Snapshot(model, watch=watch)
         self._at_clean = None if model is None else Snapshot(model, watch=watch)
+        self._pass_start = None if model is None or not self.starts_clean else PassStart(model, watch)
+        self._watch_forward(model)
         self._replicas = distributed.replicas_in(model)
         self._process_groups: list[Any] | None = None  # of the ranks that share the model; None until checked
         self._is_new = True
+
+    def _watch_forward(self, model: nn.Module | None) -> None:
+        """None: not needed, because a closure says where its passes begin."""
+        if (earlier := vars(self).get("_hook")) is not None:
+            earlier.remove()
+        self._hook = None if model is None or not self.starts_clean else ForwardHook(model, self._forward_begins)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -94,18 +103,21 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._process_groups, self._is_new = None, True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. Outside a pass this also starts a new step.
-
-        With `model=`, the random state is saved here: called right before the forward pass, as loops do, it lets the
-        `perturbed()` blocks that follow draw the dropout masks of the clean pass again.
-        """
+        """Drop the gradients. Outside a pass this also starts a new step, before its forward pass or after it."""
         if not self._in_a_pass:
             self.forget_step()
             self.zeroed += 1
-            if self._at_start is not None:
-                self._at_start.take_random(self.devices())
-                self._knows_start = True
+            if self._pass_start is not None:
+                self._pass_start.zero_grad(self.devices())
         self.base.zero_grad(set_to_none)
+
+    def _forward_begins(self) -> None:
+        if self._pass_start is None:
+            return
+        if self._in_a_pass:
+            self._pass_start.forward_begins_in_block()
+        else:
+            self._pass_start.forward_begins(self.devices(), has_gradients=self.has_gradients)
 
     # ---- what the captured step, the doctor and the integrations ask of it
 
@@ -194,7 +206,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._measured = Measured()
         self._blocks = 0
         self._scaler_of_blocks: GradScaler | None = None
-        self._knows_start = False
+        self._replays = False  # does the pass that is run draw what the clean one drew?
 
     # ---- with a closure
 
@@ -218,7 +230,10 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             scaler = self._check_arguments(closure, misplaced, self._scaler_of_blocks if from_scaler else scaler)
             if from_scaler and self._scaler_of_blocks is None:
                 return self._step_from_scaler()
-            return self._step(closure, scaler)
+            result = self._step(closure, scaler)
+            if closure is None and self._pass_start is not None:
+                self._pass_start.step_ends()
+            return result
         except BaseException:
             for left_by_the_scaler in ("grad_scale", "found_inf"):
                 vars(self).pop(left_by_the_scaler, None)
@@ -235,6 +250,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 f"step() ends a step that perturbed() began, and takes no closure then, got one after {self._blocks} "
                 "block(s); leave it out, or call zero_grad() to begin afresh"
             )
+        if self._hook is not None:
+            self._watch_forward(None)
         if isinstance(closure, list | tuple):
             return self._step_each(closure, scaler)
         if not self.perturbs:
@@ -252,7 +269,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         devices = [] if start is None else self.devices()
         if start is not None:
             start.take(devices)
-            self._knows_start = True
+            self._replays = True
         with torch.enable_grad():
             if self.starts_clean:
                 with self._ascent_pass(is_last=False):
@@ -326,6 +343,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """
         scaler = self._check_arguments(None, misplaced, scaler)
         self._check_block(scaler)
+        if self._hook is None:
+            self._watch_forward(self.model)
         idle = not self.perturbs
         # ε = 0 is the base's step bit for bit, so with the gradients of the clean pass, which are saved here
         # (with a perturbation per rank those were not synchronised; the block's, also at θ, are)
@@ -333,14 +352,18 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         saved = GradientSnapshot(self._params(), scaler, self.owners) if idle and self.starts_clean and synced else None
         with self._pass(undo=self._at_clean):
             if self._blocks == 0 and self._at_clean is not None:
-                self._at_clean.take_random(self.devices(), since=self._at_start if self.starts_clean else None)
+                start = None if self._pass_start is None else self._pass_start.known
+                self._at_clean.take_random(self.devices(), since=start)
                 self._at_clean.take_buffers()
+                if self._pass_start is not None:
+                    self._pass_start.clean_pass_ended(self._at_clean)
             if not idle:
                 self._move(self._blocks, scaler)
             self.base.zero_grad()
             forget_unscaled(scaler, self.owners)
-            if self.starts_clean and self._knows_start and self._at_start is not None:
-                self._at_start.put_back_random()
+            if self._pass_start is not None:
+                self._pass_start.block_begins()
+                self._replays = self._pass_start.known is not None
             with self._ascent_pass(is_last=self._blocks + 1 == self.inner_iter):
                 yield
             self._check_gradients("the perturbed() block")
@@ -436,7 +459,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     def _return_to_theta(self) -> None:
         self._put_back_theta()
         if self._at_clean is not None and self.starts_clean:
-            if self._knows_start:
+            if self._replays:
                 self._at_clean.check_replay()
             self._at_clean.put_back()
 

@@ -1,0 +1,98 @@
+"""Where did the clean pass of a step begin? In a loop with `perturbed()` blocks, its dropout masks are drawn again.
+
+The clean pass runs before the optimizer is asked for anything, and loops differ. Two moments are known: when
+zero_grad() was called, and when the model was first called, which a hook on the model tells. A block begins with the
+random state of the first of them. If nothing is drawn in it before the model is called, but something was in the clean
+pass (a batch augmented once, and run twice), the model gets the state that it had then; else the block draws as the
+clean pass did (a loss function that draws noise, and is called twice).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatmin.core.model_state import Snapshot
+from flatmin.core.random_state import HostWatch
+
+
+class PassStart:
+    """The random states of a model at zero_grad() and at the first call of the model in a step."""
+
+    def __init__(self, model: nn.Module, watch: HostWatch) -> None:
+        self._zero, self._later, self._forward = (Snapshot(model, watch=watch) for _ in range(3))
+        self.step_ends()
+
+    def step_ends(self) -> None:
+        self._knows_zero = self._has_run = self._zeroed_since = self._replays = False
+
+    @property
+    def known(self) -> Snapshot | None:
+        """The first moment that is known."""
+        if self._knows_zero:
+            return self._zero
+        return self._forward if self._has_run else None
+
+    def zero_grad(self, devices: Sequence[torch.device]) -> None:
+        """Before the forward pass, or after it; or that pass was given up, and another one will begin."""
+        if self._has_run:
+            self._later.take_random(devices)
+            self._zeroed_since = True
+        else:
+            self._zero.take_random(devices)
+            self._knows_zero = True
+
+    def forward_begins(self, devices: Sequence[torch.device], *, has_gradients: Callable[[], bool]) -> None:
+        """The model is called outside a block: other calls belong to the same pass, or to the next micro-batch."""
+        given_up = self._zeroed_since and not has_gradients()
+        if given_up:
+            self._zero, self._later, self._knows_zero = self._later, self._zero, True
+        if given_up or not self._has_run:
+            self._forward.take_random(devices)
+        self._has_run, self._zeroed_since = True, False
+
+    def clean_pass_ended(self, clean: Snapshot) -> None:
+        """What no pass draws from is not set back."""
+        for snapshot in (self._zero, self._forward):
+            snapshot.drop_others(clean)
+
+    def block_begins(self) -> None:
+        if (start := self.known) is not None:
+            start.put_back_random()
+        self._replays = self._knows_zero and self._has_run
+
+    def forward_begins_in_block(self) -> None:
+        if self._replays and not self._zero.has_random_moved():
+            self._forward.put_back_random()
+        self._replays = False
+
+
+class ForwardHook:
+    """Calls `begins()` before the model runs with gradients.
+
+    A copy of the model, or one from a file, has no trace of it: there it is a method of an empty dict, which returns
+    the inputs as they are.
+    """
+
+    def __init__(self, model: nn.Module, begins: Callable[[], None]) -> None:
+        """`begins`: a method, whose object may go."""
+        self._begins = weakref.WeakMethod(begins)
+        self._handle = model.register_forward_pre_hook(self)
+        weakref.finalize(begins.__self__, self._handle.remove)  # type: ignore[attr-defined]
+
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        begins = self._begins()
+        if begins is not None and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            begins()
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ({}, "get")

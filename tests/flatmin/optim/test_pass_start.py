@@ -1,0 +1,243 @@
+"""In blocks, the dropout masks are those of the clean pass, in whatever order a loop calls things."""
+
+import copy
+import gc
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatmin
+
+
+class Masks(nn.Module):
+    """Remembers the mask of every run with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(4, 32), nn.Dropout(0.5)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.first(x).square() + 1)
+        if torch.is_grad_enabled():
+            self.seen.append(hidden.detach() != 0)
+        mean: Tensor = hidden.mean()
+        return mean
+
+
+class Loop:
+    def __init__(self, model: nn.Module | None = None, **settings: object) -> None:
+        torch.manual_seed(0)
+        self.masks = Masks()
+        self.model = self.masks if model is None else model
+        base = torch.optim.SGD(self.masks.parameters(), lr=0.1)
+        self.optimizer = flatmin.AMP(base, epsilon=0.1, model=self.model, **settings)  # type: ignore[arg-type]
+        self.x = torch.randn(8, 4)
+
+    def forward(self) -> Tensor:
+        return self.model(self.x + 0 * torch.rand(8, 4))  # type: ignore[no-any-return]  # an augmentation that draws
+
+    def block(self, runs: int = 1) -> None:
+        with self.optimizer.perturbed():
+            for _ in range(runs):
+                self.model(self.x).backward()
+        self.optimizer.step()
+
+    def check(self, runs: int = 1) -> None:
+        """The last runs, of the block, have the masks of as many before them."""
+        clean, perturbed = self.masks.seen[-2 * runs : -runs], self.masks.seen[-runs:]
+        assert len(clean) == len(perturbed) == runs
+        assert all(map(torch.equal, clean, perturbed))
+
+
+def usual(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.forward().backward()
+    loop.block()
+    loop.check()
+
+
+def after_the_forward_pass(loop: Loop) -> None:
+    loss = loop.forward()
+    loop.optimizer.zero_grad()
+    loss.backward()
+    loop.block()
+    loop.check()
+
+
+def after_the_step(loop: Loop) -> None:
+    loop.forward().backward()
+    loop.block()
+    loop.optimizer.zero_grad()
+    loop.check()
+
+
+def of_the_model(loop: Loop) -> None:
+    loop.model.zero_grad()
+    loop.forward().backward()
+    loop.block()
+    loop.check()
+
+
+def noise_drawn_by_the_loss_function(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.forward().backward()
+    with loop.optimizer.perturbed():
+        loop.forward().backward()
+    loop.optimizer.step()
+    loop.check()
+
+
+def two_runs_in_one_loss(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    (loop.model(loop.x) + loop.model(loop.x)).backward()
+    loop.block(runs=2)
+    loop.check(runs=2)
+
+
+def two_micro_batches(loop: Loop) -> None:
+    first = loop.model(loop.x)
+    loop.optimizer.zero_grad()
+    first.backward()
+    loop.model(loop.x).backward()
+    loop.block(runs=2)
+    loop.check(runs=2)
+
+
+def a_pass_that_is_given_up(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.forward()
+    usual(loop)
+
+
+def a_pass_that_is_given_up_with_its_gradient(loop: Loop) -> None:
+    loop.forward().backward()
+    usual(loop)
+
+
+def a_validation_between(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    with torch.no_grad():
+        loop.forward()
+    loop.forward().backward()
+    with torch.no_grad():
+        loop.forward()
+    loop.block()
+    loop.check()
+
+
+ORDERS = (
+    usual,
+    after_the_forward_pass,
+    after_the_step,
+    of_the_model,
+    noise_drawn_by_the_loss_function,
+    two_runs_in_one_loss,
+    two_micro_batches,
+    a_pass_that_is_given_up,
+    a_pass_that_is_given_up_with_its_gradient,
+    a_validation_between,
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_step_draws_its_masks_again(order: Callable[[Loop], None]) -> None:
+    loop = Loop()
+    for _ in range(5):
+        order(loop)
+    firsts = loop.masks.seen[:: len(loop.masks.seen) // 5]
+    assert not any(map(torch.equal, firsts, firsts[1:]))  # new ones in the next step
+
+
+def test_orders_may_change_from_step_to_step() -> None:
+    loop = Loop()
+    for order in (*ORDERS, *reversed(ORDERS)):
+        order(loop)
+
+
+def test_a_pass_that_does_not_call_the_model_draws_from_zero_grad_on() -> None:
+    loop = Loop()
+    for _ in range(3):
+        loop.optimizer.zero_grad()
+        loop.masks.forward(loop.x).backward()
+        with loop.optimizer.perturbed():
+            loop.masks.forward(loop.x).backward()
+        loop.optimizer.step()
+        loop.check()
+
+
+def test_a_loop_with_a_closure_has_no_hook_after_its_first_step() -> None:
+    loop = Loop()
+    assert len(loop.model._forward_pre_hooks) == 1
+
+    def closure() -> Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.forward()
+        loss.backward()
+        return loss
+
+    loop.optimizer.step(closure)
+    assert not loop.model._forward_pre_hooks
+    loop.optimizer.zero_grad()
+    loop.model(loop.x).backward()
+    loop.block()  # has a hook again, for the next step
+    after_the_forward_pass(loop)
+    assert len(loop.model._forward_pre_hooks) == 1
+
+
+def test_the_hook_goes_with_the_optimizer_or_with_another_model() -> None:
+    loop = Loop()
+    model = loop.model
+    loop.optimizer.model = nn.Sequential(model)
+    assert not model._forward_pre_hooks
+    loop.optimizer.model = model
+    assert len(model._forward_pre_hooks) == 1
+    del loop
+    gc.collect()
+    assert not model._forward_pre_hooks
+
+
+def test_copies_and_files_of_the_model_do_not_know_the_optimizer() -> None:
+    loop = Loop()
+    usual(loop)
+    file = io.BytesIO()
+    torch.save(loop.model, file)
+    assert b"ForwardHook" not in file.getvalue()
+    file.seek(0)
+    start = loop.optimizer._pass_start
+    for model in (copy.deepcopy(loop.model), torch.load(file, weights_only=False)):
+        model(loop.x).backward()
+        assert start is not None
+        assert start.known is None  # no forward pass of a step has begun
+
+
+def test_a_copied_optimizer_watches_its_own_model() -> None:
+    loop = Loop()
+    usual(loop)
+    loop.masks, loop.model, loop.optimizer = copy.deepcopy((loop.masks, loop.model, loop.optimizer))
+    for order in ORDERS:
+        order(loop)
+
+
+def test_a_compiled_model_is_one_graph_as_before() -> None:
+    loop = Loop()
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(nn.Sequential(loop.masks.first, loop.masks.drop), backend=count)
+    loop.optimizer.model = compiled  # type: ignore[assignment]
+    x = loop.x
+    for _ in range(3):
+        loss = compiled(x).mean()
+        loop.optimizer.zero_grad()
+        loss.backward()
+        with loop.optimizer.perturbed():
+            compiled(x).mean().backward()
+        loop.optimizer.step()
+    assert len(graphs) == 1
