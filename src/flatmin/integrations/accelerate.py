@@ -88,6 +88,12 @@ class Window:
 
     def run(self, run: Callable[[], T]) -> T:
         """A micro-batch, forward and backward: now at θ, and with the others at θ + Δ, once the window is complete."""
+        if self.optimizer.awaits_step:
+            raise RuntimeError(
+                "a window ends with the micro-batch at which accelerator.sync_gradients holds, and optimizer.step() "
+                "follows; here the next micro-batch came instead. To accumulate, write `with "
+                "accelerator.accumulate(model):` around the loop's body, and Accelerator(gradient_accumulation_steps=n)"
+            )
         if self.optimizer.zeroed != self._zeroed:  # those before this one were dropped, with their gradients
             self._passes, self._zeroed = [], self.optimizer.zeroed
         replay = Replay(run, self.optimizer)

@@ -127,6 +127,11 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         return self.inner_iter > 0 and bool(self.perturbed_groups())
 
     @property
+    def awaits_step(self) -> bool:
+        """Have all `perturbed()` blocks of a step been run, so that step() or zero_grad() must follow?"""
+        return 0 < self.inner_iter <= self._blocks
+
+    @property
     def shares_clean_state(self) -> bool:
         """Do all passes of a step have the buffers and masks of the clean one?"""
         return self.model is not None and self.starts_clean

@@ -410,3 +410,24 @@ def test_rmp_draws_anew_in_every_step() -> None:
     clean, perturbed = seen[0::2], seen[1::2]
     assert all(torch.equal(weight, clean[0]) for weight in clean)
     assert len({float(weight.sum()) for weight in perturbed}) == 3
+
+
+def test_accumulation_by_hand_is_told_how_to_accumulate() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = new_model("mlp")
+    model, optimizer = accelerator.prepare(model, wrapped(model))
+    window = Window(accelerator, model, optimizer)
+    x, y = torch.randn(4, 6), torch.zeros(4, dtype=torch.long)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x), y)
+
+    window.backward(loss_of, x, y)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"accelerator\.accumulate\(model\)"):
+        window.backward(loss_of, x, y)
+    assert same(before, list(model.parameters()))
+    optimizer.step()
+    optimizer.zero_grad()
+    window.backward(loss_of, x, y)
+    optimizer.step()
