@@ -50,7 +50,7 @@ class Nothing(Optimizer):
 def contenders(model: nn.Module, gradients: list[Tensor]) -> dict[str, tuple[Callable[[], object], int]]:
     """Name to (one step, the parameter sizes it moves)."""
     params = list(model.parameters())
-    unfused = 18 if params[0].is_cuda and not has_gradient_kernels(torch.float32) else 9
+    unfused = 18 if params[0].is_cuda and not has_gradient_kernels(torch.float32, params[0].device) else 9
 
     def hand_over() -> float:
         for param, gradient in zip(params, gradients, strict=True):

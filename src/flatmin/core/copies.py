@@ -181,7 +181,7 @@ class _CopyLists(Generic[Key]):
 
     def _conditional_copy(self, place: int, ours: list[Tensor], theirs: list[Tensor]) -> ConditionalCopy | None:
         """A kernel that only reads the flag unless it holds: hardly any step of an optimizer has to be undone."""
-        if self._gpu is None:
+        if self._gpu is None or self._gpu != torch.cuda.current_device():
             return None
         if place not in self._conditional and not torch.cuda.is_current_stream_capturing():  # it needs the host
             self._conditional[place] = conditional_copy(theirs, ours)

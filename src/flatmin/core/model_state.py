@@ -71,12 +71,12 @@ class Snapshot:
         watch, self._torch = self._watch, torch.get_rng_state()
         if watch is None:
             self._host = HostRandom()
-        elif since is not None:
-            self._host = None if since._host is None else watch.after_clean_pass(since._host)
-        elif watch.rest:
-            self._host, watch.rest = None, watch.rest - 1
+        elif since is None:
+            self._host = None if watch.rest else watch.before_step()
+        elif since._host is not None:
+            self._host = watch.after_clean_pass(since._host)
         else:
-            self._host = watch.before_step()
+            self._host, watch.rest = None, max(watch.rest - 1, 0)
         self._random = {device: random_state(device) for device in devices if device.type != "cpu"}
 
     def has_random_moved(self) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from threading import local
 from typing import Any
 
 import torch
@@ -31,7 +32,15 @@ ALIGNMENT_BYTES = 16  # of every tensor, for the kernels' wide loads
 FLOAT32_BYTES = 4
 TRITON_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
-_captures: list["Tables"] = []  # in progress
+
+class _Captures(local):
+    """Those of this thread that are in progress."""
+
+    def __init__(self) -> None:
+        self.tables: list[Tables] = []
+
+
+_captures = _Captures()
 
 
 @cache
@@ -82,14 +91,14 @@ def lengths(tensors: Sequence[Tensor]) -> Tensor:
 
     counts = [_chunks(tensor.numel(), triton_kernels.BLOCK) for tensor in tensors]
     firsts = [sum(counts[:place]) for place in range(len(counts))]
-    sums = torch.empty(sum(counts), device=tensors[0].device)
+    sums = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
     for kind in _by_dtype(tensors):
         places = [firsts[i] for i in kind]
         table, chunks = _table([[tensors[i] for i in kind]], places, triton_kernels.BLOCK, one_each=True)
         arguments = (table, chunks, sums, _triton_type(tensors[kind[0]]), triton_kernels.BLOCK)
         triton_kernels.squares[(chunks,)](*arguments, **triton_kernels.LAUNCH_OPTIONS)
-    found = torch.empty(len(tensors), device=sums.device)
-    ends = _to_device(torch.tensor([*firsts, len(sums)]), sums.device)
+    found = torch.empty(len(tensors), dtype=torch.float32, device=sums.device)
+    ends = _to_device(torch.tensor([*firsts, len(sums)], device="cpu"), sums.device)
     triton_kernels.roots[(len(tensors),)](ends, sums, found, triton_kernels.ROOTS_BLOCK)
     return found
 
@@ -112,13 +121,15 @@ class GradientKernels:
         self._chunks, self._block = len(owners), BLOCK
         self._begins = DeviceNumbers([0] * len(gradients), torch.int64, device)
         self._offsets = _to_device(numbers * BLOCK * gradients[0].element_size(), device)
-        rows = [torch.zeros_like(owners), counts, torch.arange(len(owners))]
+        rows = [torch.zeros_like(owners), counts, torch.arange(len(owners), device="cpu")]
         self._gradients = _to_device(torch.cat(rows), device)
         self._owners = _to_device(owners, device)
-        self._ends = _to_device(torch.searchsorted(owners, torch.arange(len(gradients) + 1)), device)
-        self._sums = torch.empty(self._chunks, device=device)
+        self._ends = _to_device(torch.searchsorted(owners, torch.arange(len(gradients) + 1, device="cpu")), device)
+        self._sums = torch.empty(self._chunks, dtype=torch.float32, device=device)
         if params is not None:
-            theta = torch.tensor(list(map(Tensor.data_ptr, params)))[owners] + numbers * BLOCK * FLOAT32_BYTES
+            theta = (
+                torch.tensor(list(map(Tensor.data_ptr, params)), device="cpu")[owners] + numbers * BLOCK * FLOAT32_BYTES
+            )
             self._moved = _to_device(torch.cat([theta, torch.zeros_like(owners), theta, counts, owners]), device)
 
     def locate(self, addresses: Sequence[int]) -> None:
@@ -132,7 +143,7 @@ class GradientKernels:
         self._find_chunks()
         arguments = (self._gradients, self._chunks, self._sums, self._type, self._block)
         triton_kernels.squares[(self._chunks,)](*arguments, **triton_kernels.LAUNCH_OPTIONS)
-        found = torch.empty(len(self._ends) - 1, device=self._sums.device)
+        found = torch.empty(len(self._ends) - 1, dtype=torch.float32, device=self._sums.device)
         triton_kernels.roots[(len(found),)](self._ends, self._sums, found, triton_kernels.ROOTS_BLOCK)
         return found
 
@@ -179,19 +190,19 @@ def conditional_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Co
     """One for these tensors, if there can be one."""
     everything = [*targets, *sources]
     fits = all(t.dtype == torch.float32 and t.is_cuda for t in everything) and can_read(everything)
-    if not fits or not has_gradient_kernels(torch.float32) or not any(t.numel() for t in targets):
+    if not fits or not has_gradient_kernels(torch.float32, targets[0].device) or not any(t.numel() for t in targets):
         return None
     alike = all(has_layout_of(target, source) for target, source in zip(targets, sources, strict=True))
     return ConditionalCopy(targets, sources) if alike else None
 
 
 @cache
-def has_gradient_kernels(dtype: torch.dtype) -> bool:
-    """Do `GradientKernels` run here? They are compiled for this dtype, which needs Triton and a C compiler."""
-    if not _has_triton() or dtype not in TRITON_TYPES:
+def has_gradient_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Do `GradientKernels` run there? They are compiled for this dtype, which needs Triton and a C compiler."""
+    if not _has_triton() or dtype not in TRITON_TYPES or device.index != torch.cuda.current_device():
         return False
-    weight, gradient = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda", dtype=dtype)
-    yes = torch.ones((), dtype=torch.bool, device="cuda")
+    weight, gradient = (torch.zeros(1, dtype=kind, device=device) for kind in (torch.float32, dtype))
+    yes = torch.ones((), dtype=torch.bool, device=device)
     try:
         kernels = GradientKernels([gradient], [weight])
         kernels.locate([gradient.data_ptr()])
@@ -260,7 +271,7 @@ def compile_sgd(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Tens
     """Compile the kernels that `sgd` will launch, without taking a step: on tensors of one number."""
     for group, rate in zip(base.param_groups, rates, strict=True):
         for dtype in {gradients[p].dtype for p in group["params"] if p in gradients}:
-            theta, gradient, buffer = (torch.zeros(1, device=rates.device) for _ in range(3))
+            theta, gradient, buffer = (torch.zeros(1, dtype=torch.float32, device=rates.device) for _ in range(3))
             _sgd(group, [[theta], [gradient.to(dtype)], [buffer]], rate, skip)
 
 
@@ -356,11 +367,11 @@ def reserved_tables(params: Sequence[Tensor], passes: int) -> Iterator[Tables | 
         yield None
         return
     tables = Tables(params, passes)
-    _captures.append(tables)
+    _captures.tables.append(tables)
     try:
         yield tables
     finally:
-        _captures.pop()
+        _captures.tables.pop()
     tables.fill()
 
 
@@ -374,24 +385,25 @@ def _table(
     owners, numbers, counts = _chunks_of(lists[0], block)
     rows = []
     for tensors in lists:
-        begins = torch.tensor([tensor.data_ptr() for tensor in tensors])
+        begins = torch.tensor([tensor.data_ptr() for tensor in tensors], device="cpu")
         rows.append(begins[owners] + numbers * block * tensors[0].element_size())
-    rows += [counts, torch.tensor(places)[owners] + (numbers if one_each else 0)]
+    rows += [counts, torch.tensor(places, device="cpu")[owners] + (numbers if one_each else 0)]
     return _to_device(torch.cat(rows), lists[0][0].device), len(owners)
 
 
 def _chunks_of(tensors: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each chunk: which tensor's it is, which of that tensor's, and how many numbers it has."""
-    sizes = torch.tensor([tensor.numel() for tensor in tensors])
+    sizes = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
     counts = (sizes + block - 1) // block
-    owners = torch.arange(len(sizes)).repeat_interleave(counts)
-    numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    owners = torch.arange(len(sizes), device="cpu").repeat_interleave(counts)
+    numbers = torch.arange(len(owners), device="cpu") - (counts.cumsum(0) - counts)[owners]
     return owners, numbers, (sizes[owners] - numbers * block).clamp(max=block)
 
 
 def _to_device(content: Tensor, device: torch.device) -> Tensor:
     """Numbers from the host on the device; during a capture, they arrive at its end."""
-    return _captures[-1].reserve(content) if _captures else content.to(device, non_blocking=True)
+    tables = _captures.tables
+    return tables[-1].reserve(content) if tables else content.to(device, non_blocking=True)
 
 
 def _chunks(size: int, block: int) -> int:

@@ -25,6 +25,8 @@ class PackedTensors:
         self.kinds = [(tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
         self.numbers = torch.stack(list(tensors)) if len(set(self.kinds)) == 1 and not tensors[0].dim() else None
         self.large = {i: tensor.detach() for i, tensor in enumerate(tensors) if tensor.nbytes > MAX_PACKED_BYTES}
+        if self.numbers is not None:
+            return
         device = tensors[0].device if tensors else None
         rest = torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
         pieces = []

@@ -12,6 +12,7 @@ import pickle
 import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 PYTHON, NUMPY = "Python's random", "numpy.random"
 BESIDES_TORCH = (PYTHON, NUMPY)
-FIRST_LOOKS, LOOK_EVERY = 10, 50  # steps
+FIRST_LOOKS, LOOK_EVERY, UNEVEN_STEPS = 10, 50, 3  # steps
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -91,21 +92,19 @@ class HostWatch:
     """Do the passes of a training draw from Python's or numpy's global generator?
 
     It looks in the first steps, and every LOOK_EVERY-th one; a generator that a pass was seen to draw from is wound
-    back in every step from then on. If it then moves differently in the passes of one step, something else draws from
-    it, such as a thread that prepares batches: from then on it is left alone.
+    back in every step from then on. If it moves differently in the passes of one step, and not just once (a model may
+    draw something the first time it runs), something else draws from it too, such as a thread that prepares batches:
+    then it is left alone.
     """
 
     def __init__(self) -> None:
         self.rest = 0  # steps until it looks again
         self._looks = 0
         self._drawn: list[str] = []
-        self._left_alone: list[str] = []
+        self._uneven: Counter[str] = Counter()
 
     def before_step(self) -> HostRandom:
-        self._looks += 1
-        if self._looks >= FIRST_LOOKS and not self._drawn:
-            self.rest = LOOK_EVERY - 1
-        return HostRandom([name for name in BESIDES_TORCH if name not in self._left_alone])
+        return HostRandom([name for name in BESIDES_TORCH if self._uneven[name] < UNEVEN_STEPS])
 
     def after_clean_pass(self, before: HostRandom) -> HostRandom:
         """What no pass was ever seen to draw from, neither this nor `before` will set back."""
@@ -113,26 +112,26 @@ class HostWatch:
         for name in tuple(now.others):
             if not _same(name, now.others[name], before.others[name]):
                 self._drawn += [] if name in self._drawn else [name]
-            if name in self._drawn:
-                self.rest = 0
-            else:
+            elif name not in self._drawn:
                 del now.others[name], before.others[name]
+        self._looks += 1
+        if self._looks >= FIRST_LOOKS and not any(self._uneven[name] < UNEVEN_STEPS for name in self._drawn):
+            self.rest = LOOK_EVERY - 1
         return now
 
     def after_perturbed_pass(self, clean: HostRandom) -> None:
         """With the same draws, every generator is now where the clean pass left it."""
         for name in clean.moved_besides_torch():
-            self._left_alone.append(name)
-            self._drawn.remove(name)
-            del clean.others[name]
-            warnings.warn(
-                f"{name} moved differently in the passes of one step, so something else draws from it, such as a "
-                "thread that prepares batches; it is no longer wound back between passes. If the model draws from it, "
-                "its masks now differ from pass to pass: let it draw from torch, or the thread from a generator of its "
-                "own",
-                SharedGeneratorWarning,
-                stacklevel=2,
-            )
+            self._uneven[name] += 1
+            if self._uneven[name] == UNEVEN_STEPS:
+                warnings.warn(
+                    f"{name} moved differently in the passes of {UNEVEN_STEPS} steps, so something else draws from it, "
+                    "such as a thread that prepares batches; it is no longer wound back between passes. If the model "
+                    "draws from it, its masks now differ from pass to pass: let it draw from torch, or the thread from "
+                    "a generator of its own",
+                    SharedGeneratorWarning,
+                    stacklevel=2,
+                )
 
 
 def _read(name: str) -> Any:

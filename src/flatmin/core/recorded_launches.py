@@ -8,12 +8,17 @@ addresses, or that cannot be recorded, runs as if this were not here. So does ev
 capture of the user's own.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatmin.core.capturable import capturable_generator
 from flatmin.core.packed_tensors import PackedTensors
 
 # what a piece of work returns: tensors that outlive the step, and such as only the rest of the step reads
@@ -23,6 +28,7 @@ NO_RESULTS: Results = ((), ())
 
 MAX_RECORDINGS = 8  # of one piece of work: where addresses vary more, recording would cost more than it saves
 MAX_SEEN = 64
+_LOCK = Lock()  # one capture at a time: threads share the stream
 
 
 class RecordedLaunches:
@@ -53,7 +59,7 @@ class RecordedLaunches:
         self._tried += 1
         try:
             recording = _Recording(work, numbers)
-        except RuntimeError:  # not recordable here, whatever the reason: the work runs launch by launch
+        except Exception:  # not recordable here, whatever the reason: the work runs launch by launch
             self._tried = MAX_RECORDINGS
             return None
         self._recordings[key] = recording
@@ -64,18 +70,26 @@ class _Recording:
     """The launches of `work`, as a CUDA graph. It holds no tensor of the caller's: whoever replays it has them."""
 
     def __init__(self, work: Work, numbers: Sequence[Any]) -> None:
-        self.numbers = DeviceNumbers(numbers, torch.float32, torch.device("cuda"))
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.numbers = DeviceNumbers(numbers, torch.float32, device)
         self.graph = torch.cuda.CUDAGraph()
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                kept, self.passing = work(self.numbers.on_device.unbind())
-                self.packed = PackedTensors(kept) if kept else None
-            finally:
+        with _LOCK, _no_garbage_collection(), capturable_generator(torch.cuda.default_generators[device.index], device):
+            stream, current = _capture_stream(device), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                self._capture(work)
+            current.wait_stream(stream)
+
+    def _capture(self, work: Work) -> None:
+        self.graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            kept, self.passing = work(self.numbers.on_device.unbind())
+            self.packed = PackedTensors(kept) if kept else None
+        except BaseException:
+            with suppress(RuntimeError):  # the capture may be broken, too: the first error is the one to raise
                 self.graph.capture_end()
-        current.wait_stream(stream)
+            raise
+        self.graph.capture_end()
 
     def replay(self, numbers: Sequence[Any]) -> Results:
         self.numbers.write(numbers)
@@ -83,14 +97,32 @@ class _Recording:
         return [] if self.packed is None else self.packed.unpack(), self.passing
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: torch has 32 streams to give, and another thread may be at work on any of them."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What it frees on the device would break a capture off."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class DeviceNumbers:
     """Numbers from the host in device memory, copied again when they change."""
 
     def __init__(self, numbers: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._on_host = numbers
-        self.on_device = torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+        self.on_device = torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
     def write(self, numbers: Any) -> None:
         if numbers != self._on_host:
-            self.on_device.copy_(torch.tensor(numbers, dtype=self.on_device.dtype), non_blocking=True)
+            self.on_device.copy_(torch.tensor(numbers, dtype=self.on_device.dtype, device="cpu"), non_blocking=True)
             self._on_host = numbers

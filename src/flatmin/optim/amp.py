@@ -119,7 +119,7 @@ class AMP(PerturbedOptimizer):
         else:
             by_kernel = [False] * len(steps)
         ascend = partial(self._ascend, steps, by_kernel, storage, is_last)
-        if all(by_kernel) and self.ball != "tensor":
+        if all(by_kernel) and self.ball != "tensor" and params[0].device == self._home:
             kept, (finite,) = storage.run(("ascent", self.ball), ascend, directions, params=weights, numbers=settings)
         else:
             kept, (finite,) = ascend(settings)

@@ -23,7 +23,7 @@ from flatmin.core.random_state import HostWatch
 class PassStart:
     """The random states of a model at zero_grad() and at the first call of the model in a step."""
 
-    def __init__(self, model: nn.Module, watch: HostWatch) -> None:
+    def __init__(self, model: nn.Module, watch: HostWatch | None) -> None:
         self._zero, self._later, self._forward = (Snapshot(model, watch=watch) for _ in range(3))
         self.step_ends()
 

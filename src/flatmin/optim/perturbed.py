@@ -82,7 +82,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         # With `model=`, buffers and random states at two moments. Before a step with a closure: restored after an
         # exception in it, and the extra passes draw their masks from there (in blocks: `PassStart`). After the clean
         # pass (RMP: before the block): restored at the end of a step, and after an exception in a block.
-        watch = HostWatch()
+        watch = HostWatch() if self.starts_clean else None
         self._at_start = None if model is None else Snapshot(model, watch=watch)
         self._at_clean = None if model is None else Snapshot(model, watch=watch)
         self._pass_start = None if model is None or not self.starts_clean else PassStart(model, watch)
@@ -169,7 +169,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 storage.zero_unless(gradients, ~skip)
             return (length, skip) if measures else (skip,), (skip,)
 
-        if self.norm == "l2":
+        if self.norm == "l2" and gradients and gradients[0].device == home:
             flags = [] if finite is None else [finite]
             kept, (skip,) = storage.run(("check", drop, measures), check, [gradients], flags=flags)
         else:
@@ -187,7 +187,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _drop_gradients(self) -> None:
         """The base's zero_grad(), without the detours of torch's own."""
-        if type(self.base).zero_grad is not Optimizer.zero_grad:
+        if getattr(self.base.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             self.base.zero_grad()
             return
         for group in self.base.param_groups:
@@ -314,7 +314,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 finite = self._measured.finite  # in memory that the next ascent writes to
                 self._measured = Measured(None if finite is None else finite.clone())
                 passes.append(self._run_plainly(closure) if idle else self._run(closure, scaler))
-                self._return_to_theta()
+                if not idle:
+                    self._return_to_theta()
                 measured.append(self._measured.numbers)
                 mean.add()
             mean.write_mean()

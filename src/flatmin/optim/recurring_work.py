@@ -21,7 +21,7 @@ from flatmin.core.recorded_launches import RecordedLaunches, Results, Work
 from flatmin.core.tensors import is_dense
 
 _UNALIGNED = (ALIGNMENT_BYTES - 1).__and__
-MAX_PIECES = 16  # with more, what recurs is not the same work
+KEPT_PIECES, MAX_PIECES = 8, 64  # with more, what recurs is not the same work
 
 
 class RecurringWork:
@@ -29,6 +29,7 @@ class RecurringWork:
 
     def __init__(self) -> None:
         self._pieces: list[_Piece] = []
+        self._made = 0
         self.kernels: dict[int, GradientKernels] = {}  # inside `run`: those for each list of gradients, by its id
 
     def run(
@@ -41,7 +42,7 @@ class RecurringWork:
         numbers: Sequence[Any],
     ) -> Results:
         """`work(numbers)`; `params` are the weights of each list, or none."""
-        if torch.cuda.is_current_stream_capturing():
+        if gradients[0][0].get_device() != torch.cuda.current_device() or torch.cuda.is_current_stream_capturing():
             return work(numbers)
         key: list[Any] = [what]
         addresses: list[Sequence[int]] = []
@@ -54,11 +55,12 @@ class RecurringWork:
             key += (list(map(Tensor.data_ptr, params[place])),) if params else ()
         piece = next((piece for piece in self._pieces if piece.key == key), None)
         if piece is None:
-            if len(self._pieces) == MAX_PIECES:
+            if self._made == MAX_PIECES:
                 return work(numbers)
-            piece = _Piece(key, gradients, params)
-            self._pieces.append(piece)
-        if piece.device != torch.cuda.current_device():
+            self._made += 1
+            self._pieces = [_Piece(key, gradients, params), *self._pieces[: KEPT_PIECES - 1]]
+            piece = self._pieces[0]
+        if not piece.kernels:
             return work(numbers)
         for kernels, where in zip(piece.kernels, addresses, strict=True):
             kernels.locate(where)
@@ -76,9 +78,8 @@ class _Piece:
         self, key: list[Any], gradients: Sequence[Sequence[Tensor]], params: Sequence[Sequence[Tensor]]
     ) -> None:
         self.key, self.launches = key, RecordedLaunches()
-        self.device = gradients[0][0].device.index if fit_kernels(gradients, params) else None
-        self.kernels: list[GradientKernels] = []
-        if self.device is not None:
+        self.kernels: list[GradientKernels] = []  # none: they do not fit
+        if fit_kernels(gradients, params):
             weights: Sequence[Sequence[Tensor] | None] = params or [None] * len(gradients)
             self.kernels = [GradientKernels(*lists) for lists in zip(gradients, weights, strict=True)]
 
@@ -92,7 +93,7 @@ def fit_kernels(gradients: Sequence[Sequence[Tensor]], params: Sequence[Sequence
         and None not in layouts
         and len({t.device for t in chain(weights, *gradients)}) == 1
         and all(len({g.dtype for g in tensors}) == 1 and any(g.numel() for g in tensors) for tensors in gradients)
-        and all(has_gradient_kernels(tensors[0].dtype) for tensors in gradients)
+        and all(has_gradient_kernels(tensors[0].dtype, tensors[0].device) for tensors in gradients)
         and all(map(is_dense, chain(weights, *gradients)))
         and all(p.dtype == torch.float32 and p.data_ptr() % ALIGNMENT_BYTES == 0 for p in weights)
     )

@@ -79,7 +79,7 @@ def test_a_recorded_step_has_the_bits_of_one_launched_kernel_by_kernel(
 def test_the_kernels_compute_what_plain_torch_does(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, optimizer = train(BASES[base], steps=3, spoilt=(1,))
     assert recordings(optimizer)
-    monkeypatch.setattr(recurring_work, "has_gradient_kernels", lambda dtype: False)
+    monkeypatch.setattr(recurring_work, "has_gradient_kernels", lambda *_: False)
     plain, optimizer = train(BASES[base], steps=3, spoilt=(1,))
     assert not recordings(optimizer)
     for here, there in zip(kernels, plain, strict=True):

@@ -383,3 +383,42 @@ def test_an_optimizer_shows_its_settings_and_its_base() -> None:
     assert shown.startswith("AMP(inner_iter=1, ball='global', norm='l2') around SGD")
     assert "epsilon: 0.3" in shown
     assert repr(flatmin.RMP(SGD(params, lr=0.1), epsilon=0.3)).startswith("RMP(ball='global', norm='l2') around SGD")
+
+
+def test_micro_batches_of_an_unperturbed_step_leave_the_buffers_as_their_passes_did() -> None:
+    """After a radius that a schedule took to 0."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout())
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.randn(4, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    states = []
+    for epsilon in (0.1, 0.0, 0.0):
+        optimizer.param_groups[0]["epsilon"] = epsilon
+        optimizer.step([closure, closure])
+        states.append(torch.get_rng_state())
+    assert model[1].num_batches_tracked == 6
+    assert not torch.equal(states[1], states[2])
+
+
+def test_a_zero_grad_of_the_base_s_own_is_called_between_passes() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    base, calls = SGD([weight], lr=0.1), list[bool]()
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        calls.append(set_to_none)
+        weight.grad = None
+
+    base.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def closure() -> Tensor:
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    flatmin.AMP(base, epsilon=0.1).step(closure)
+    assert len(calls) == 1
