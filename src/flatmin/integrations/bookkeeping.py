@@ -9,15 +9,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection
 from typing import Any
 
-_PLAIN = {
-    dict,
-    defaultdict,
-    OrderedDict,
-    Counter,
-    list,
-    deque,
-    set,
-}  # by exact type: subclasses have rules of their own
+# by exact type: subclasses have rules of their own
+_PLAIN = {dict, defaultdict, OrderedDict, Counter, list, deque, set}
 
 
 class Bookkeeping:
