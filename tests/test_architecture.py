@@ -25,6 +25,7 @@ WITH_TRITON = ("triton_kernels.py", "multi_tensor.py")  # the second looks wheth
 INTEGRATIONS = {  # each imports its own trainer
     "accelerate.py": {"accelerate"},
     "lightning.py": {"lightning", "pytorch_lightning", "torchmetrics"},
+    "recorded_step.py": {"transformers"},
     "transformers.py": {"transformers"},
 }
 ALLOWED = {"flatmin", "torch", *sys.stdlib_module_names}

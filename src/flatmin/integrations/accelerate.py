@@ -53,6 +53,7 @@ class Window:
         self.model = model
         self.optimizer = unwrap_optimizer(optimizer)
         self._passes: list[Replay] = []
+        self._current: Replay | None = None  # of the micro-batch that runs at θ now
         self._zeroed = self.optimizer.zeroed
         check_strategy(accelerator)
         if self.optimizer.model is not None:
@@ -86,8 +87,11 @@ class Window:
 
         return self.run(run)
 
-    def run(self, run: Callable[[], T]) -> T:
-        """A micro-batch, forward and backward: now at θ, and with the others at θ + Δ, once the window is complete."""
+    def run(self, run: Callable[[], T], *, again: Callable[[], object] | None = None) -> T:
+        """A micro-batch, forward and backward: now at θ, and with the others at θ + Δ, once the window is complete.
+
+        `again` runs at θ + Δ in place of `run`, if `run` does more than a pass: makes the inputs, say.
+        """
         if self.optimizer.awaits_step:
             raise RuntimeError(
                 "a window ends with the micro-batch at which accelerator.sync_gradients holds, and optimizer.step() "
@@ -96,7 +100,7 @@ class Window:
             )
         if self.optimizer.zeroed != self._zeroed:  # those before this one were dropped, with their gradients
             self._passes, self._zeroed = [], self.optimizer.zeroed
-        replay = Replay(run, self.optimizer)
+        replay = self._current = Replay(again or run, self.optimizer)
         together = (
             self.optimizer.sync_perturbation or not self.optimizer.perturbs
         )  # else each process ascends its own gradient
@@ -107,6 +111,11 @@ class Window:
             passes, self._passes = self._passes, []
             self._run_perturbed(passes)
         return result
+
+    def record_random_state(self) -> None:
+        """Called within `run`: at θ + Δ the random numbers are those drawn from here on."""
+        assert self._current is not None
+        self._current.record_random_state()
 
     def _run_perturbed(self, passes: list[Replay]) -> None:
         if not self.optimizer.perturbs:  # the base's own step follows

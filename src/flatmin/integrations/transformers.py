@@ -6,7 +6,6 @@ Trainer's. The loss it reports is that of the clean passes, the gradient norm th
 """
 
 from collections.abc import Callable
-from copy import copy
 from inspect import signature
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import Trainer
 from transformers.trainer_utils import HPSearchBackend
 
 from flatmin.integrations.accelerate import Window, check_strategy, unwrap_optimizer
+from flatmin.integrations.recorded_step import RecordedStep
 from flatmin.optim import AMP, RMP
 from flatmin.optim.param_groups import groups
 from flatmin.optim.perturbed import PerturbedOptimizer
@@ -35,6 +35,8 @@ class AMPTrainer(Trainer):
     settings are its own. Before another subclass of Trainer it works as a mixin:
 
         class AMPSeq2SeqTrainer(AMPTrainer, Seq2SeqTrainer): ...
+
+    `replaying` is true in a perturbed pass, for a `compute_loss` that keeps statistics outside the trainer.
     """
 
     hp_space: Any  # of a search: what a trial draws
@@ -58,6 +60,7 @@ class AMPTrainer(Trainer):
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
         self._method, self._settings, self._perturb = method, settings, perturb
         self._window: Window | None = None
+        self.replaying = False
         super().__init__(*args, **kwargs)
         check_strategy(self.accelerator)
 
@@ -115,17 +118,12 @@ class AMPTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """A micro-batch at θ; after the last one of a window, all of them at θ + Δ."""
+        """A micro-batch at θ; after the last one of a window, loss and backward of all of them at θ + Δ."""
         if self._window is None:
             self._check_wrapped()
             self._window = Window(self.accelerator, model, self.optimizer)
-        step = super().training_step
-
-        def run() -> Tensor:
-            loss: Tensor = step(model, copy(inputs), num_items_in_batch)  # copied: some trainers pop entries
-            return loss
-
-        return self._window.run(run)
+        recorded = RecordedStep(self, super().training_step, before_loss=self._window.record_random_state)
+        return self._window.run(lambda: recorded.run(model, inputs, num_items_in_batch), again=recorded.replay)
 
 
 def _settings_of(method: type[AMP] | type[RMP]) -> set[str]:

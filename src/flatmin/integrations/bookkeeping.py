@@ -1,0 +1,63 @@
+"""The attributes of an object as they were: what a pass counted, appended or replaced there is undone.
+
+A trainer's loss may count tokens and append metrics to lists. A pass that is replayed at θ + Δ calls it again, and must
+leave no trace there. Attributes are put back by name, plain collections in place, so that whoever else holds one of
+them sees it put back too. Tensors and objects of other classes are left alone: they would have to be copied.
+"""
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection
+from typing import Any
+
+# by exact type: subclasses have rules of their own
+_PLAIN = {dict, defaultdict, OrderedDict, Counter, list, deque, set}
+
+
+class Bookkeeping:
+    """An object's attributes, and the contents of its plain collections at any depth, to be put back.
+
+    >>> from types import SimpleNamespace
+    >>> trainer = SimpleNamespace(tokens=5, metrics={"loss": [0.7]})
+    >>> before = Bookkeeping(trainer)
+    >>> trainer.tokens += 5
+    >>> trainer.metrics["loss"].append(0.9)
+    >>> before.put_back()
+    >>> trainer.tokens, trainer.metrics
+    (5, {'loss': [0.7]})
+
+    `shallow`: attributes whose contents are left alone, such as data sets, which are large and do not change.
+    """
+
+    def __init__(self, owner: object, *, shallow: Collection[str] = ()) -> None:
+        attributes = vars(owner)
+        self._kept: dict[int, tuple[Any, Any]] = {id(attributes): (attributes, attributes.copy())}
+        left = [value for name, value in attributes.items() if name not in shallow]
+        while left:
+            value = left.pop()
+            if type(value) in _PLAIN and id(value) not in self._kept:
+                self._kept[id(value)] = value, value.copy()
+                left.extend(value.values() if isinstance(value, dict) else value)
+
+    def put_back(self) -> None:
+        for collection, before in self._kept.values():
+            if isinstance(collection, dict):
+                _put_back_entries(collection, before)
+            elif isinstance(collection, list):
+                collection[:] = before
+            elif isinstance(collection, deque):
+                collection.clear()
+                collection.extend(before)
+            else:
+                collection.clear()
+                collection.update(before)
+
+
+def _put_back_entries(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Without emptying it first: the object whose attributes these are is whole if Ctrl-C comes in between."""
+    for key, value in before.items():  # not update(), by which a Counter adds
+        entries[key] = value  # noqa: PERF403
+    for key in entries.keys() - before.keys():
+        del entries[key]
+    if list(entries) != list(before):  # one was deleted, and is now the last
+        for key in before:
+            entries[key] = entries.pop(key)
