@@ -1,5 +1,6 @@
 """The parts of the cluster executor, without a cluster: file sync, a worker, nodes, and the queue of runs."""
 
+import os
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -150,10 +151,21 @@ def test_a_node_that_cannot_continue_says_so_and_leaves_nothing_behind(tmp_path:
     said = list(Worker(None).run(0, full, task, [content(place) for place in task.paths()], tiny_data()))
     assert isinstance(said[-1], NodeFailure)
     assert f"No space left on device: '{task.paths()[0]}'" in said[-1].why
-    dead = Path(tempfile.gettempdir()) / f"{worker.FOLDER_PREFIX}{2**22 + 1}-left"  # no process can have that number
-    dead.mkdir(exist_ok=True)
+
+
+def test_folders_of_killed_workers_are_removed_and_those_of_other_nodes_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # nodes may share it
+    nobody = 2**22 + 1  # no process can have that number
+    dead, alive, elsewhere = (
+        tmp_path / f"{worker.FOLDER_PREFIX}{node}-{number}-left"
+        for node, number in ((worker.this_node(), nobody), (worker.this_node(), os.getpid()), ("other", nobody))
+    )
+    for folder in (dead, alive, elsewhere):
+        folder.mkdir()
     Worker(None).info("cpu")
-    assert not dead.exists()
+    assert [folder.exists() for folder in (dead, alive, elsewhere)] == [False, True, True]
 
 
 def test_the_source_is_known_by_its_content() -> None:

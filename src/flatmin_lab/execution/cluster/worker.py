@@ -7,10 +7,11 @@ to retry a task on another node: only what was done since the last checkpoint is
 
 import hashlib
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from flatmin_lab.execution.task_queue import Task, TaskFailure, TaskFunction
 from flatmin_lab.runs.events import Event, Failed, Finished, Measured, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.system.machine import facts
 
-FOLDER_PREFIX = "flatmin-worker-"  # then the number of the process
+FOLDER_PREFIX = "flatmin-worker-"  # then this node, and the number of the process there
 
 
 class FileChanges(NamedTuple):
@@ -89,7 +90,7 @@ class Worker:
         """A task's events and changes; `TaskFailure` if it cannot be done, `NodeFailure` if it cannot be done here."""
         names: dict[str, str] = {}
         try:
-            with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-") as folder:
+            with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{this_node()}-{os.getpid()}-") as folder:
                 here = task.moved_to(Path(folder))
                 names = {str(own): str(name) for own, name in zip(here.paths(), task.paths(), strict=True)}
                 for path, content in zip(here.paths(), contents, strict=True):
@@ -117,11 +118,21 @@ class Worker:
 
 
 def _remove_leftovers() -> None:
-    """Remove the folders that killed workers have left on this node."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+    """Remove the folders that killed workers of this node have left; nodes may share the folder of all of them."""
+    prefix = f"{FOLDER_PREFIX}{this_node()}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        pid = folder.name.removeprefix(prefix).partition("-")[0]
         if pid.isdecimal() and not _is_alive(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def this_node() -> str:
+    """Where a process's number means a process: a machine since it was started, and a container on it."""
+    known = [platform.node()]
+    with suppress(OSError):  # not Linux
+        known += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]
+    return hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
 
 
 def _is_alive(pid: int) -> bool:
