@@ -18,8 +18,10 @@ from torch import Tensor
 
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.formats import safe_pickle, tar
+from flatmin_lab.data.formats.official_bytes import warn_unless_official
 
 PIXELS = 3 * 32 * 32
+OFFICIAL_SIZES = (50_000, 10_000)
 CIFAR10_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
@@ -88,13 +90,10 @@ def load(name: str, source: Path, layout: Layout) -> Dataset:
     names = layout.names(files.pop(layout.meta, None), key, where)
     if len(names) != count:
         names = CIFAR10_NAMES if name == "cifar10" else [str(number) for number in range(count)]
-    return Dataset(
-        name,
-        layout.split(files, layout.train, label, where),
-        layout.split(files, [layout.test], label, where),
-        names,
-        where,
-    )
+    train, test = (layout.split(files, part, label, where) for part in (layout.train, [layout.test]))
+    if source.is_dir() and (len(train.y), len(test.y)) == OFFICIAL_SIZES:
+        warn_unless_official(layout.folder, files, where)
+    return Dataset(name, train, test, names, where)
 
 
 def _from_pickle(content: bytes, what: str, label: str) -> tuple[Tensor, Tensor]:

@@ -10,20 +10,25 @@ import torch
 
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.formats import mat
+from flatmin_lab.data.formats.official_bytes import warn_unless_official
 from flatmin_lab.system.files import read_regular
 
 FILES = ("train_32x32.mat", "test_32x32.mat")
+OFFICIAL_SIZES = (73_257, 26_032)
 
 
 def load(source: Path) -> Dataset:
     """From the folder that holds both files."""
-    train, test = (_split(source / name) for name in FILES)
+    contents = {name: read_regular(source / name, max_bytes=mat.MAX_BYTES) for name in FILES}
+    train, test = (_split(source / name, content) for name, content in contents.items())
+    if (len(train.y), len(test.y)) == OFFICIAL_SIZES:
+        warn_unless_official("svhn", contents, str(source))
     return Dataset("svhn", train, test, [str(digit) for digit in range(10)], str(source))
 
 
-def _split(path: Path) -> Split:
+def _split(path: Path, file: bytes) -> Split:
     try:
-        content = mat.load(read_regular(path, max_bytes=mat.MAX_BYTES), ("X", "y"))
+        content = mat.load(file, ("X", "y"))
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(
             f"{path} cannot be read: it may be damaged or cut short ({error!s:.200}); fetch it again"

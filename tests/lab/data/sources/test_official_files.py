@@ -1,5 +1,6 @@
 """CIFAR-10, CIFAR-100 and SVHN from their official layouts, and what a file of another kind gets."""
 
+import hashlib
 import pickle
 import struct
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from flatmin_lab.data import Dataset, load
 from flatmin_lab.data.formats import mat
+from flatmin_lab.data.formats.official_bytes import MD5, SHA256, NotOfficialWarning
+from flatmin_lab.data.sources import cifar, svhn
 from tests.support import official_files
 from tests.support.official_files import LAYOUTS, classes, made, packed
 
@@ -45,6 +48,34 @@ def test_official_files_are_read_to_the_last_byte(tmp_path: Path, layout: str, f
     assert data.num_classes == classes(name)
     assert data.names[3] == {"cifar10": "cat", "cifar100": "fine_3", "svhn": "3"}[name]
     data.train.x[0] = 0  # it may be written to
+
+
+@pytest.mark.parametrize(
+    ("layout", "version", "file"),
+    [
+        ("cifar10-python", "cifar-10-batches-py", "data_batch_3"),
+        ("cifar100-python", "cifar-100-python", "test"),
+        ("svhn", "svhn", "test_32x32.mat"),
+    ],
+)
+def test_an_unpacked_file_that_is_not_the_official_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, version: str, file: str
+) -> None:
+    name, write, _ = LAYOUTS[layout]
+    folder = write(tmp_path, made(25, classes(name), seed=0), made(7, classes(name), seed=1))
+    source, table, digest = (svhn, SHA256, hashlib.sha256) if name == "svhn" else (cifar, MD5, hashlib.md5)
+    official = {each: digest((folder / each).read_bytes()).hexdigest() for each in table[version]}
+    load(name, tmp_path)  # 25 pictures: nobody's complete set
+    monkeypatch.setattr(source, "OFFICIAL_SIZES", (25, 7))
+    with pytest.warns(NotOfficialWarning, match="not the official bytes in"):
+        load(name, tmp_path)
+    monkeypatch.setitem(table, version, official)
+    load(name, tmp_path)
+    # a file that is as good as the official one, but not it
+    other = write(tmp_path / "other", made(25, classes(name), seed=2), made(7, classes(name), seed=3))
+    (folder / file).write_bytes((other / file).read_bytes())
+    with pytest.warns(NotOfficialWarning, match=f"not the official bytes in {file};"):
+        load(name, tmp_path)
 
 
 @pytest.mark.parametrize("protocol", range(6))
