@@ -170,16 +170,8 @@ class PerturbedOptimizer(LightningOptimizer):
         """What `configure_optimizers` returned: schedulers hold it, LearningRateMonitor searches for it."""
         return self._configured
 
-    # Lightning lets this class inherit from AMP, so that isinstance() holds. AMP's methods must run on AMP, not here.
-
     def __reduce__(self) -> Any:
         return partial(PerturbedOptimizer, configured=self._configured), (self._optimizer,)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._optimizer.zero_grad(set_to_none)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)
 
     @contextmanager
     def perturbed(self) -> Iterator[None]:
