@@ -37,6 +37,7 @@ from flatmin.core import multi_tensor
 from flatmin.core.capturable import GENERATOR_REPLACEMENTS, CannotCaptureError
 from flatmin.core.messages import describe, one_line
 from flatmin.core.tensors import ORDINARY_TYPES
+from flatmin.optim.perturbed import PerturbedOptimizer
 
 MAX_GRAPHS = 8  # kept at a time, one for each kind of input; each holds memory of its own
 CAPTURE_MIN_REPLAYS = 50  # on average: with fewer, capturing costs more than replaying saves
@@ -91,7 +92,7 @@ def captured_step(
     spec = StepSpec(
         model=model,
         loss_fn=loss_fn,
-        optimizer=optimizer,
+        optimizer=optimizer.behind_proxy() if isinstance(optimizer, PerturbedOptimizer) else optimizer,
         batch=batch or _unchanged,
         autocast=autocast,
         scaler=scaler if scaler is not None and scaler.is_enabled() else None,

@@ -124,11 +124,10 @@ def new_training(make_training: MakeTraining) -> Training:
     model, optimizer, closure, scaler = (*made, None)[:4]
     _check(model, optimizer, closure, scaler)
     with during("flatmin.AMP(optimizer)"):
-        wrapped = (
-            optimizer if isinstance(optimizer, PerturbedOptimizer) else AMP(optimizer, epsilon=EPSILON, model=model)
-        )
+        was_plain = not isinstance(optimizer, PerturbedOptimizer)
+        wrapped = AMP(optimizer, epsilon=EPSILON, model=model) if was_plain else optimizer.behind_proxy()
     in_use = scaler if scaler is not None and scaler.is_enabled() else None
-    return Training(model, wrapped, closure, in_use, was_plain=wrapped is not optimizer)
+    return Training(model, wrapped, closure, in_use, was_plain=was_plain)
 
 
 def _check(model: object, optimizer: object, closure: object, scaler: object) -> None:

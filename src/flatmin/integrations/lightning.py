@@ -6,7 +6,8 @@ A step takes N + 1 passes, and Lightning knows of one. Left to call the optimize
 perturbed passes too, replay only the last micro-batch of an accumulation, clip the gradient that Δ comes from, and
 hand a GradScaler an optimizer that had no passes. So the step is taken in the one place that all loops go through: the
 `LightningOptimizer`, which a subclass replaces in `trainer.optimizers`. No loop, plugin or strategy is replaced, and of
-the module only `log`, for the length of a perturbed pass. A step is then
+the module only `log`, for the length of a perturbed pass. (Lightning's tuners remove all callbacks while they search:
+for them alone, `fit_loop.run` brings this one back.) A step is then
 
     the clean pass                   Lightning's own, of every micro-batch, with all its hooks and logs
     N perturbed passes               the same micro-batches again: forward and backward alone, invisible to the rest
@@ -29,12 +30,14 @@ from torchmetrics import Metric  # Lightning depends on it
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ModuleNotFoundError:  # the same package under its older name
     import pytorch_lightning as pl  # type: ignore[no-redef]
+    from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder  # type: ignore[assignment]
     from pytorch_lightning.core.optimizer import LightningOptimizer  # type: ignore[assignment]
     from pytorch_lightning.plugins.precision import MixedPrecision, Precision  # type: ignore[assignment]
     from pytorch_lightning.strategies import (  # type: ignore[assignment]
@@ -96,6 +99,11 @@ class FlatMinima(pl.Callback):
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), epsilon=epsilon, **{**settings, "model": None})
         self.epsilon, self.method, self.settings = epsilon, method, settings
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if _has_tuner(trainer):  # it searches in its on_fit_start: ours comes first, and wraps the optimizers
+            others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+            trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_trainer(trainer, pl_module)
         if (count := sum(isinstance(callback, FlatMinima) for callback in trainer.callbacks)) > 1:  # type: ignore[attr-defined]
@@ -108,6 +116,20 @@ class FlatMinima(pl.Callback):
                 "write FlatMinima(epsilon=0.1)"
             )
         trainer.optimizers = optimizers  # type: ignore[assignment]  # Lightning keeps a LightningOptimizer as it is
+        if _has_tuner(trainer):
+            trainer.fit_loop.run = partial(self._run_with_callback, trainer, trainer.fit_loop.run)  # type: ignore[method-assign]
+
+    def _run_with_callback(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
+        """The fit loop, for a tuner too: it has put other callbacks in the place of the trainer's, until it is done."""
+        if self not in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.append(self)  # type: ignore[attr-defined]  # at the end: the tuner reads the first one
+        run()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        vars(trainer.fit_loop).pop("run", None)  # uncovers the class's own
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        vars(trainer.fit_loop).pop("run", None)
 
     def _wrapped(self, optimizer: Optimizer, trainer: pl.Trainer) -> "Optimizer | PerturbedOptimizer":
         if isinstance(optimizer, LightningOptimizer):  # configure_optimizers may return one
@@ -170,16 +192,8 @@ class PerturbedOptimizer(LightningOptimizer):
         """What `configure_optimizers` returned: schedulers hold it, LearningRateMonitor searches for it."""
         return self._configured
 
-    # Lightning lets this class inherit from AMP, so that isinstance() holds. AMP's methods must run on AMP, not here.
-
     def __reduce__(self) -> Any:
         return partial(PerturbedOptimizer, configured=self._configured), (self._optimizer,)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._optimizer.zero_grad(set_to_none)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)
 
     @contextmanager
     def perturbed(self) -> Iterator[None]:
@@ -197,7 +211,7 @@ class PerturbedOptimizer(LightningOptimizer):
     def remember(self, batch: Any, batch_idx: int) -> None:
         """A micro-batch arrives: it runs at θ now, and at θ + Δ when the step is due."""
         if batch_idx % self._module.trainer.accumulate_grad_batches == 0:
-            self._window.clear()
+            self._window, self._stepped = [], False  # a tuner's last batch may have been too large to end
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         arguments = (batch, batch_idx) if takes_index else (batch,)
         self._window.append(Replay(partial(self._train_on, *arguments), self._optimizer))
@@ -325,6 +339,12 @@ class _NoLossError(Exception):
 
 def _log_nothing(*args: object, **kwargs: object) -> None:
     """In place of `LightningModule.log`."""
+
+
+def _has_tuner(trainer: pl.Trainer) -> bool:
+    """Will Lightning search for a learning rate or batch size? Its `Tuner` does so with these callbacks as well."""
+    tuners = LearningRateFinder, BatchSizeFinder
+    return any(isinstance(callback, tuners) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:

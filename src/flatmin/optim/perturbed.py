@@ -99,11 +99,15 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.forget_step()
-        self._process_groups, self._is_new = None, True
+        optimizer = self.behind_proxy()
+        optimizer.forget_step()
+        optimizer._process_groups, optimizer._is_new = None, True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Outside a pass this also starts a new step, before its forward pass or after it."""
+        if "_itself" not in self.__dict__:
+            self.behind_proxy().zero_grad(set_to_none)
+            return
         if not self._in_a_pass:
             self.forget_step()
             self.zeroed += 1
@@ -347,6 +351,10 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         Outside the blocks the weights are θ. Before the first block of an AMP step comes a backward pass at θ; after
         `inner_iter` blocks (RMP: one) comes `step()`. The gradients left for it are those of the last block.
         """
+        if "_itself" not in self.__dict__:
+            with self.behind_proxy().perturbed(*misplaced, scaler=scaler):
+                yield
+            return
         scaler = self._check_arguments(None, misplaced, scaler)
         self._check_block(scaler)
         if self._hook is None:

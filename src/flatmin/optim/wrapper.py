@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter, signature
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,6 +35,7 @@ class OptimizerWrapper(Optimizer):
     norm: Norm
     sync_perturbation: bool = True
 
+    _model: nn.Module | None
     _hyperparameters: ClassVar[tuple[str, ...]]
     _shown: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm")
     _settings: ClassVar[tuple[str, ...]] = ("base", "inner_iter", "ball", "norm", "model")
@@ -53,6 +55,7 @@ class OptimizerWrapper(Optimizer):
 
     def _initialise(self, attributes: Mapping[str, Any]) -> None:
         """Of a new instance, or a copy: its settings, torch's tables of hooks, and what a step keeps."""
+        self._itself: ref[Any] = ref(self)
         for key, value in attributes.items():
             setattr(self, key, value)
         super().__setstate__({})  # not Optimizer.__init__, which would create groups and state of its own
@@ -60,6 +63,22 @@ class OptimizerWrapper(Optimizer):
 
     def _make_step_state(self) -> None:
         """What a step keeps until the next: nothing in here is copied or saved."""
+
+    def behind_proxy(self) -> Self:
+        """The optimizer itself; asked of a proxy that imitates its class, as Lightning Fabric's does, the one inside.
+
+        A proxy finds methods in the class and attributes in the optimizer, so what a method sets would stay on the
+        proxy, unseen by the step. Methods that set something therefore run on what this returns.
+        """
+        optimizer: Self | None = self._itself()  # a proxy has none of its own, and finds the optimizer's
+        assert optimizer is not None
+        if optimizer is not self:
+            for name in (name for name in self._settings if name in vars(self)):
+                raise RuntimeError(
+                    f"{name} is read from the optimizer itself, got {getattr(self, name)!r} on the "
+                    f"{type(self).__name__} around it; set optimizer.optimizer.{name}"
+                )
+        return optimizer
 
     @property
     def state(self) -> Any:
@@ -93,8 +112,9 @@ class OptimizerWrapper(Optimizer):
     @model.setter
     def model(self, model: nn.Module | None) -> None:
         _check_model(self.base, model)
-        self._model = model
-        self._attach_model(model)
+        optimizer = self.behind_proxy()
+        optimizer._model = model
+        optimizer._attach_model(model)
 
     def _attach_model(self, model: nn.Module | None) -> None:
         """Called with every new model."""

@@ -32,9 +32,17 @@ from tests.support.doc_blocks import code
 pytest.importorskip("lightning", reason="needs Lightning: pip install 'flatmin[lightning]'")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.lr_finder import _ExponentialLR
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -757,6 +765,125 @@ def test_several_optimizers_in_manual_optimisation(only_one: bool) -> None:
     assert result.global_step == 16
 
 
+# ---- tuners
+
+
+class Tuned(Module):
+    """`lr` and `batch_size` are what tuners look for; batches of `too_large` do not fit, at θ + Δ alone."""
+
+    def __init__(self, model: str = "dropout", too_large: int = 1000) -> None:
+        super().__init__(model)
+        self.lr, self.batch_size, self.too_large = 0.1, 6, too_large
+        self.kept: list[bool] = []  # was there a copy of θ in memory, in each pass?
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        self.kept.append(isinstance(optimizer, PerturbedOptimizer) and bool(optimizer._optimizer.memory()))
+        if len(batch[0]) >= self.too_large and optimizer.replaying:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(self.batch_size)
+
+
+def scale(tuner: Tuner, module: Tuned, **settings: Any) -> Any:
+    return tuner.scale_batch_size(module, steps_per_trial=2, init_val=2, **settings)
+
+
+SEARCHES: dict[str, tuple[Callable[[Tuner, Tuned], Any], int]] = {  # and the steps that each takes
+    "learning rate": (lambda tuner, module: tuner.lr_find(module, num_training=10, update_attr=False), 10),
+    "batch size": (partial(scale, max_trials=2), 4),
+    "batch size by bisection": (partial(scale, max_trials=2, mode="binsearch", margin=0.0), 4),
+}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("inner_iter", [1, 2])
+@pytest.mark.parametrize("search", list(SEARCHES))
+def test_tuners_run_all_passes_of_a_step(search: str, inner_iter: int, window: int, tmp_path: Path) -> None:
+    """And have θ in memory twice from the first perturbed pass on."""
+    module = Tuned()
+    tuned = trainer(
+        FlatMinima(epsilon=0.1, inner_iter=inner_iter),
+        default_root_dir=tmp_path,
+        accumulate_grad_batches=window,
+        max_epochs=9,
+    )
+    run, steps = SEARCHES[search]
+    run(Tuner(tuned), module)
+    assert module.passes == steps * window * (inner_iter + 1)
+    assert module.kept == [False] * window + [True] * (module.passes - window)
+
+
+@pytest.mark.parametrize("search", list(SEARCHES))
+def test_a_training_after_a_tuner_is_that_without_bit_for_bit(search: str, tmp_path: Path) -> None:
+    """The user's callbacks are there again, and nothing else is left."""
+    tuned, plain = Tuned(), Tuned()
+    callback, hooks = FlatMinima(epsilon=0.1), Hooks()
+    both = trainer(hooks, callback, default_root_dir=tmp_path)
+    SEARCHES[search][0](Tuner(both), tuned)
+    assert not hooks.calls
+    assert set(both.callbacks) == {hooks, callback}  # type: ignore[attr-defined]
+    assert "run" not in vars(both.fit_loop)
+    assert same(tuned.weights(), plain.weights())
+    tuned.batch_size, tuned.passes = 6, 0
+    torch.manual_seed(1)
+    both.fit(tuned)
+    fit(plain, FlatMinima(epsilon=0.1))
+    assert tuned.passes == plain.passes == 16
+    assert same(tuned.weights(), plain.weights())
+
+
+def test_the_learning_rate_finder_sees_the_losses_of_the_loop_by_hand_bit_for_bit(tmp_path: Path) -> None:
+    tuned, looped = Tuned(), Tuned()
+    torch.manual_seed(1)
+    search = trainer(FlatMinima(epsilon=0.1), default_root_dir=tmp_path, max_epochs=3)
+    found = Tuner(search).lr_find(tuned, min_lr=1e-3, max_lr=1.0, num_training=12, update_attr=False)
+    assert found is not None
+    base = SGD(looped.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = flatmin.AMP(base, epsilon=0.1, model=looped)
+    losses = by_hand(looped, optimizer, epochs=3, after_step=_ExponentialLR(optimizer, 1.0, 12).step)
+    expected, mean = [], 0.0
+    for count, loss in enumerate(losses, start=1):
+        mean = 0.98 * mean + (1 - 0.98) * loss
+        expected.append(mean / (1 - 0.98 ** (count + 1)))
+    assert found.results["loss"] == expected
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_finders_among_the_callbacks_search_with_the_perturbation_and_training_goes_on(
+    first: bool, tmp_path: Path
+) -> None:
+    for finder, steps in (
+        (LearningRateFinder(max_lr=0.5, num_training_steps=16, early_stop_threshold=None), 16),
+        (BatchSizeFinder(steps_per_trial=2, init_val=2, max_trials=2), 4),
+    ):
+        module = Tuned()
+        callbacks = [FlatMinima(epsilon=0.1), finder]
+        fitted = trainer(*(callbacks if first else reversed(callbacks)), default_root_dir=tmp_path, max_epochs=5)
+        fitted.fit(module)
+        trained = 5 * (24 // module.batch_size)
+        assert module.passes == 2 * (steps + trained)
+        assert fitted.global_step == trained
+        assert isinstance(fitted.optimizers[0], PerturbedOptimizer)
+        assert fitted.optimizers[0].param_groups[0]["lr"] == module.lr
+        assert (module.lr, module.batch_size) != (0.1, 6)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_batch_that_fits_at_theta_alone_is_too_large(window: int, tmp_path: Path) -> None:
+    module = Tuned(too_large=8)
+    tuned = trainer(FlatMinima(epsilon=0.1), default_root_dir=tmp_path, accumulate_grad_batches=window, max_epochs=9)
+    assert scale(Tuner(tuned), module, mode="binsearch", margin=0.0) == 7
+    assert same(module.weights(), Tuned().weights())
+    fits = 2 + 2 + 2 + 2  # steps with 2, 4, 6 and 7, and beside them the clean passes of 8
+    assert module.passes == fits * window * 2 + window
+
+
 # ---- several processes
 
 
@@ -897,7 +1024,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "test error" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", code(PAGE))
+@pytest.mark.parametrize("text", [text for text in code(PAGE) if "fabric" not in text])  # test_fabric.py runs those
 def test_the_blocks_of_the_page_run(text: str) -> None:
     class Quiet(pl.Trainer):
         def __init__(self, **settings: Any) -> None:
