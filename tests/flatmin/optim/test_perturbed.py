@@ -2,8 +2,11 @@
 
 import copy
 import gc
+import itertools
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -422,3 +425,73 @@ def test_a_zero_grad_of_the_base_s_own_is_called_between_passes() -> None:
 
     flatmin.AMP(base, epsilon=0.1).step(closure)
     assert len(calls) == 1
+
+
+def one_step(form: str) -> tuple[nn.Module, flatmin.AMP, Callable[[], None]]:
+    """A model, its optimizer, and a function that takes one step."""
+    torch.manual_seed(0)
+    first, x = nn.Linear(3, 2), torch.randn(4, 3)
+    model = nn.Sequential(first, nn.BatchNorm1d(2))
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.5, model=model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean() + first.weight.square().sum()
+        loss.backward()
+        return loss
+
+    def step() -> None:
+        if form == "closure":
+            optimizer.step(closure)
+            return
+        closure()
+        with optimizer.perturbed():
+            closure()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def interrupted_at(place: int, step: Callable[[], None]) -> bool:
+    """Run it, with Ctrl-C at that line of perturbed.py, counted as they are run; False: there are fewer.
+
+    But for the lines of `_pass`: one that is interrupted while it restores everything cannot restore everything.
+    """
+    lines = itertools.count(1)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.endswith("optim/perturbed.py") or frame.f_code.co_name == "_pass":
+            return None
+        if event == "line" and next(lines) == place:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("form", ["closure", "blocks"])
+def test_ctrl_c_at_any_line_of_a_step_leaves_theta_and_an_optimizer_that_goes_on(form: str) -> None:
+    expected = []  # θ after no step, one, and two
+    model, _, step = one_step(form)
+    for _ in range(3):
+        expected.append([p.detach().clone() for p in model.parameters()])
+        step()
+    for place in itertools.count(1):
+        model, optimizer, step = one_step(form)
+        if not interrupted_at(place, step):
+            break
+        done = 0 if same(list(model.parameters()), expected[0]) else 1
+        assert same(list(model.parameters()), expected[done])
+        optimizer.zero_grad()
+        step()  # it is not inside a pass, and has no blocks of before
+        assert same(list(model.parameters()), expected[done + 1])
+    assert place > 50
