@@ -199,12 +199,14 @@ def test_the_readme_names_commands_that_exist() -> None:
     assert {"demo", "test"} <= named <= targets
 
 
-@pytest.mark.parametrize("page", ["compared.md", "trainers_huggingface.md", "trainers_lightning.md", "from_sam.md"])
+@pytest.mark.parametrize(
+    "page", ["compared.md", "trainers_huggingface.md", "trainers_lightning.md", "trainers_others.md", "from_sam.md"]
+)
 def test_the_tests_that_a_page_names_exist(page: str) -> None:
     text, files = (DOCS / page).read_text(), list((ROOT / "tests").rglob("test_*.py"))
     known = {name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
     named = set(re.findall(r"`(test_\w+)`", text))
-    assert len(named) > (1 if page == "from_sam.md" else 15)
+    assert len(named) > {"from_sam.md": 1, "trainers_others.md": 10}.get(page, 15)
     assert named <= known, named - known
 
 

@@ -213,12 +213,22 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
             f"{type(base).__name__} evaluates its closure itself, at points of its own, and cannot be perturbed, got "
             f"epsilon={values['epsilon']}; use epsilon=0 with it, or another base such as SGD"
         )
+    if _is_positive(values.get("epsilon", 0)) and _steps_in_backward(base):
+        raise ValueError(
+            f"{type(base).__name__} with overlap_with_ddp=True steps within every backward pass and cannot be "
+            f"perturbed, got epsilon={values['epsilon']}; leave overlap_with_ddp out, or use epsilon=0"
+        )
 
 
 def evaluates_closure(base: Optimizer) -> bool:
     """Can its step not do without a closure? LBFGS looks for a good point with it."""
     given = signature(type(base).step).parameters.get("closure")
     return given is not None and given.default is Parameter.empty
+
+
+def _steps_in_backward(base: Optimizer) -> bool:
+    """Does a hook of DDP take its steps? torch's ZeroRedundancyOptimizer has no public name for this mode."""
+    return bool(getattr(base, "_overlap_with_ddp", False))
 
 
 def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 from flatmin import AMP
 from tests.integrations.ranks.overflow import overflow_once
@@ -65,6 +67,90 @@ def train_as_one(rank: int, inner_iter: int, **options: Any) -> dict[str, Any]:
     for _ in range(STEPS):
         optimizer.step(case.closure(optimizer))
     return {"weights": case.weights(), "expected": whole.weights()}
+
+
+BASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (AdamW, {"lr": 0.01}),
+    "adamw-fused": (AdamW, {"lr": 0.01, "fused": True}),
+}
+
+
+def zero(case: Setup, base: str = "sgd", **settings: Any) -> AMP:
+    """AMP around a base whose state is distributed over the ranks; the model of `case` becomes a replicated one."""
+    if not isinstance(case.model, DistributedDataParallel):
+        case.model = DistributedDataParallel(case.model)
+    kind, options = BASES[base]
+    inner = ZeroRedundancyOptimizer(case.model.parameters(), optimizer_class=kind, **options)
+    return AMP(inner, epsilon=0.1, model=case.model, **settings)
+
+
+def zero_as_one(rank: int, base: str, form: str) -> dict[str, Any]:
+    """ZeRO-1 with one perturbation for all, beside one process with the whole batch and the plain base."""
+    whole = twelve()
+    kind, options = BASES[base]
+    single = AMP(kind(whole.model.parameters(), **options), epsilon=0.1)
+    case = own_part(twelve(), rank)
+    optimizer = zero(case, base)
+    for _ in range(STEPS):
+        single.step(whole.closure(single))
+        if form == "closure":
+            optimizer.step(case.closure(optimizer))
+            continue
+        optimizer.zero_grad()
+        case.loss().backward()
+        with optimizer.perturbed():
+            case.loss().backward()
+        optimizer.step()
+    return {"weights": case.weights(), "expected": whole.weights()}
+
+
+def zero_apart(rank: int) -> dict[str, Any]:
+    case = own_part(twelve(), rank)
+    optimizer = zero(case, sync_perturbation=False)
+    for _ in range(STEPS):
+        optimizer.step(case.closure(optimizer))
+    return {"weights": case.weights(), "expected": each_on_its_own(1, dist.get_world_size())}
+
+
+def zero_skips(rank: int, scaled: bool) -> dict[str, Any]:
+    case = own_part(twelve("mlp", None), rank)
+    return overflow_once(case, zero(case, sync_perturbation=False), scaled=scaled)
+
+
+def zero_resumes(rank: int) -> dict[str, Any]:
+    """Two steps, a checkpoint with an ε of its own, two more; beside two from the checkpoint."""
+    case = own_part(twelve(), rank)
+    optimizer = zero(case)
+    optimizer.param_groups[0]["epsilon"] = 0.25
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
+            saved = [deepcopy(optimizer.state_dict()) if rank == 0 else None]
+            weights = deepcopy(case.model.state_dict())
+        optimizer.step(case.closure(optimizer))
+    expected = case.weights()
+    dist.broadcast_object_list(saved, src=0)
+    assert saved[0] is not None
+    case.model.load_state_dict(weights)  # the same replicas: new ones sum gradients in another order at first
+    resumed = zero(case)
+    resumed.load_state_dict(saved[0])
+    for _ in range(STEPS // 2):
+        resumed.step(case.closure(resumed))
+    return {"expected": expected, "weights": case.weights(), "epsilon": resumed.param_groups[0]["epsilon"]}
+
+
+def zero_overlaps(rank: int) -> dict[str, Any]:
+    """The error of a base that steps within the backward pass."""
+    case = own_part(twelve(), rank)
+    model = DistributedDataParallel(case.model)
+    base = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=SGD, overlap_with_ddp=True, lr=0.1)
+    message = ""
+    try:
+        AMP(base, epsilon=0.1, model=model)
+    except ValueError as error:
+        message = str(error)
+    return {"message": message, "weights": case.weights()}
 
 
 def each_on_its_own(inner_iter: int, ranks: int) -> list[Tensor]:
@@ -264,6 +350,15 @@ JOBS: dict[str, Any] = {
         for n in (1, 2)
         for form in ("closure", "blocks")
     },
+    **{
+        f"as-one-zero-{base}-{form}": partial(zero_as_one, base=base, form=form)
+        for base in BASES
+        for form in ("closure", "blocks")
+    },
+    "apart-zero": zero_apart,
+    **{f"skip-zero-{scaled}": partial(zero_skips, scaled=scaled) for scaled in (False, True)},
+    "zero-resumes": zero_resumes,
+    "zero-overlaps": zero_overlaps,
     "micro-apart": partial(train_micro_batches, sync=False),
     "micro-as-one": partial(train_micro_batches, sync=True),
     **{

@@ -61,6 +61,19 @@ def test_an_ascent_that_overflows_on_one_rank_is_skipped_on_all(seen: Seen, job:
         assert results[job]["scale"] == (2.0**9 if job.endswith("True") else 1.0)
 
 
+def test_a_checkpoint_of_zero_goes_on_bit_for_bit_with_its_epsilon(seen: Seen) -> None:
+    for results in seen:
+        job = results["zero-resumes"]
+        assert same(job["expected"], job["weights"])
+        assert job["epsilon"] == 0.25
+
+
+def test_zero_that_steps_within_the_backward_pass_is_refused(seen: Seen) -> None:
+    for results in seen:
+        with pytest.raises(ValueError, match=r"steps within every backward pass.*got epsilon=0\.1; leave overlap_with"):
+            raise ValueError(results["zero-overlaps"]["message"])
+
+
 def test_batchnorm_counts_as_without_a_perturbation(seen: Seen) -> None:
     for results in seen:
         assert same(results["statistics"]["plain"], results["statistics"]["amp"])
