@@ -196,10 +196,15 @@ def conditional_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Co
     return ConditionalCopy(targets, sources) if alike else None
 
 
-@cache
 def has_gradient_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Do `GradientKernels` run there? They are compiled for this dtype, which needs Triton and a C compiler."""
-    if not _has_triton() or dtype not in TRITON_TYPES or device.index != torch.cuda.current_device():
+    """Do `GradientKernels` run there, for gradients of this dtype? On the current GPU, if Triton can compile them."""
+    return _has_triton() and device.index == torch.cuda.current_device() and _compile_kernels(dtype, device)
+
+
+@cache
+def _compile_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """It needs a C compiler."""
+    if dtype not in TRITON_TYPES:
         return False
     weight, gradient = (torch.zeros(1, dtype=kind, device=device) for kind in (torch.float32, dtype))
     yes = torch.ones((), dtype=torch.bool, device=device)
