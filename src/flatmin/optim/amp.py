@@ -27,6 +27,7 @@ from flatmin.ball import Ball, Norm, clamp_, combine, radii, shrink
 from flatmin.core.recorded_launches import Results
 from flatmin.core.tensors import ORDINARY_TYPES, STRIDED, compute_dtype, has_layout_of, plain, zero_unless_
 from flatmin.optim.perturbed import Measured, PerturbedOptimizer
+from flatmin.optim.recurring_work import Operands
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import Group, whole_number
 
@@ -99,16 +100,12 @@ class AMP(PerturbedOptimizer):
             self._delta.forget()  # the previous step's, or micro-batch's
         steps: list[_Ascent] = []
         params: list[Tensor] = []
-        weights: list[list[Tensor]] = []
-        directions: list[list[Tensor]] = []
         settings: list[float | Tensor] = []
         for group in self.perturbed_groups():
             step = self._ascent(group, n, unscale, storage)
             if step.params:
                 steps.append(step)
                 params += step.params
-                weights.append(step.params)
-                directions.append(step.directions)
                 settings += (step.rate, step.epsilon)
         if not steps:
             return
@@ -120,7 +117,9 @@ class AMP(PerturbedOptimizer):
             by_kernel = [False] * len(steps)
         ascend = partial(self._ascend, steps, by_kernel, storage, is_last)
         if all(by_kernel) and self.ball != "tensor" and params[0].device == self._home:
-            kept, (finite,) = storage.run(("ascent", self.ball), ascend, directions, params=weights, numbers=settings)
+            weights, directions = [step.params for step in steps], [step.directions for step in steps]
+            operands = Operands(("ascent", self.ball), directions, params=weights, numbers=settings)
+            kept, (finite,) = storage.run(ascend, operands)
         else:
             kept, (finite,) = ascend(settings)
         length, delta_norm, on_ball = kept

@@ -41,6 +41,7 @@ from flatmin.optim.grad_scaler import (
     step_with_grad_scale,
 )
 from flatmin.optim.pass_start import ForwardHook, PassStart
+from flatmin.optim.recurring_work import Operands
 from flatmin.optim.skip_step import skips_by_itself, step_unless
 from flatmin.optim.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
@@ -175,7 +176,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
         if self.norm == "l2" and gradients and gradients[0].device == home:
             flags = [] if finite is None else [finite]
-            kept, (skip,) = storage.run(("check", drop, measures), check, [gradients], flags=flags)
+            kept, (skip,) = storage.run(check, Operands(("check", drop, measures), [gradients], flags=flags))
         else:
             kept, (skip,) = check(())
         measured.skipped = kept[-1]

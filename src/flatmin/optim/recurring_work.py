@@ -10,7 +10,7 @@ capture of the user's own) is computed by plain torch, as on a CPU.
 
 from collections.abc import Hashable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ _UNALIGNED = (ALIGNMENT_BYTES - 1).__and__
 KEPT_PIECES, MAX_PIECES = 8, 64  # with more, what recurs is not the same work
 
 
+class Operands(NamedTuple):
+    """What a piece of work is, and the tensors it works on."""
+
+    what: Hashable
+    gradients: Sequence[Sequence[Tensor]]  # lists of them
+    params: Sequence[Sequence[Tensor]] = ()  # the weights of each list, if they are moved
+    flags: Sequence[Tensor] = ()
+    numbers: Sequence[Any] = ()  # which may change from step to step
+
+
 class RecurringWork:
     """Pieces of work, each with kernels for its lists of gradients."""
 
@@ -32,16 +42,9 @@ class RecurringWork:
         self._made = 0
         self.kernels: dict[int, GradientKernels] = {}  # inside `run`: those for each list of gradients, by its id
 
-    def run(
-        self,
-        what: Hashable,
-        work: Work,
-        gradients: Sequence[Sequence[Tensor]],
-        params: Sequence[Sequence[Tensor]],
-        flags: Sequence[Tensor],
-        numbers: Sequence[Any],
-    ) -> Results:
-        """`work(numbers)`; `params` are the weights of each list, or none."""
+    def run(self, work: Work, operands: Operands) -> Results:
+        """`work(numbers)`."""
+        what, gradients, params, flags, numbers = operands
         if gradients[0][0].get_device() != torch.cuda.current_device() or torch.cuda.is_current_stream_capturing():
             return work(numbers)
         key: list[Any] = [what]

@@ -5,7 +5,7 @@ Beside     a captured step. The parameters stay at θ; θ + Δ is written to ten
            the passes compute in, and gradients are taken there: θ is neither copied nor restored
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from flatmin.core import multi_tensor
 from flatmin.core.copies import Copies
 from flatmin.core.recorded_launches import Results, Work
 from flatmin.core.tensors import ORDINARY_TYPES, copy_, is_dense, plain, zero_unless_
-from flatmin.optim.recurring_work import RecurringWork, fit_kernels
+from flatmin.optim.recurring_work import Operands, RecurringWork, fit_kernels
 
 _DTYPE = attrgetter("dtype")
 Function = Callable[..., Any]
@@ -52,17 +52,8 @@ class WeightStorage(Protocol):
 
     def zero_unless(self, gradients: Sequence[Tensor], flag: Tensor) -> None: ...
 
-    def run(
-        self,
-        what: Hashable,
-        work: Work,
-        gradients: Sequence[Sequence[Tensor]],
-        *,
-        params: Sequence[Sequence[Tensor]] = (),
-        flags: Sequence[Tensor] = (),
-        numbers: Sequence[float | Tensor] = (),
-    ) -> Results:
-        """`work(numbers)`, which launches kernels on lists of gradients, perhaps with their weights, and on flags."""
+    def run(self, work: Work, operands: Operands) -> Results:
+        """`work(numbers)`, which launches kernels on these operands."""
 
     def compiled(self, function: Function) -> Function:
         """A function of a few numbers, compiled where the step is."""
@@ -119,20 +110,12 @@ class InPlace:
         else:
             kernels.zero_unless(flag)
 
-    def run(
-        self,
-        what: Hashable,
-        work: Work,
-        gradients: Sequence[Sequence[Tensor]],
-        *,
-        params: Sequence[Sequence[Tensor]] = (),
-        flags: Sequence[Tensor] = (),
-        numbers: Sequence[float | Tensor] = (),
-    ) -> Results:
+    def run(self, work: Work, operands: Operands) -> Results:
         """On a GPU: recorded, if it recurs."""
-        if not gradients or not gradients[0] or not gradients[0][0].is_cuda or Tensor in map(type, numbers):
+        (first, *_), numbers = operands.gradients, operands.numbers
+        if not first or not first[0].is_cuda or Tensor in map(type, numbers):
             return work(numbers)
-        return self.recurring.run(what, work, gradients, params, flags, numbers)
+        return self.recurring.run(work, operands)
 
     def compiled(self, function: Function) -> Function:
         return function
@@ -185,20 +168,11 @@ class Beside:
     def zero_unless(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
         zero_unless_(gradients, flag)
 
-    def run(
-        self,
-        what: Hashable,
-        work: Work,
-        gradients: Sequence[Sequence[Tensor]],
-        *,
-        params: Sequence[Sequence[Tensor]] = (),
-        flags: Sequence[Tensor] = (),
-        numbers: Sequence[float | Tensor] = (),
-    ) -> Results:
+    def run(self, work: Work, operands: Operands) -> Results:
         """Part of a larger capture already."""
-        self.measures_by_kernel = fit_kernels(gradients, params)
+        self.measures_by_kernel = fit_kernels(operands.gradients, operands.params)
         try:
-            return work(numbers)
+            return work(operands.numbers)
         finally:
             self.measures_by_kernel = False
 

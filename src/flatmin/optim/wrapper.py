@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter, signature
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import ref
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from flatmin.ball import BALLS, NORMS, Ball, Norm
 from flatmin.core.messages import describe
 
 Group = dict[str, Any]
+Wrapper = TypeVar("Wrapper", bound="OptimizerWrapper")  # Self is Python 3.11's
 
 _NOT_COPIED = ("step", "last", "zeroed", "grad_scale", "found_inf")
 
@@ -64,13 +65,13 @@ class OptimizerWrapper(Optimizer):
     def _make_step_state(self) -> None:
         """What a step keeps until the next: nothing in here is copied or saved."""
 
-    def behind_proxy(self) -> Self:
+    def behind_proxy(self: Wrapper) -> Wrapper:
         """The optimizer itself; asked of a proxy that imitates its class, as Lightning Fabric's does, the one inside.
 
         A proxy finds methods in the class and attributes in the optimizer, so what a method sets would stay on the
         proxy, unseen by the step. Methods that set something therefore run on what this returns.
         """
-        optimizer: Self | None = self._itself()  # a proxy has none of its own, and finds the optimizer's
+        optimizer: Wrapper | None = self._itself()  # a proxy has none of its own, and finds the optimizer's
         assert optimizer is not None
         if optimizer is not self:
             for name in (name for name in self._settings if name in vars(self)):
