@@ -129,7 +129,7 @@ def _fields(record: griffe.Class) -> list[griffe.Attribute]:
 
 
 def _give_signature(record: griffe.Class) -> None:
-    kind = griffe.ParameterKind.positional_or_keyword
+    kind: Any = griffe.ParameterKind.positional_or_keyword  # a str to mypy, before Python 3.11
     given = [field for field in _fields(record) if "property" not in field.labels]
     own = [griffe.Parameter(one.name, annotation=one.annotation, kind=kind, default=one.value) for one in given]
     parameters = griffe.Parameters(griffe.Parameter("self", kind=kind), *own)

@@ -111,7 +111,7 @@ def _caption(found: Mapping[str, Any], pictures: str, seeds: str, lost: Sequence
 
 
 def surface_script() -> Markup:
-    return Markup(files("flatmin_lab.report").joinpath("templates", "surface.js").read_text())
+    return Markup((files("flatmin_lab.report") / "templates" / "surface.js").read_text())
 
 
 def height_colours() -> list[str]:
