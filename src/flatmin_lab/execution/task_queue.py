@@ -1,7 +1,7 @@
 """The bookkeeping of runs and trials, the same for every executor: each ends exactly once, whatever dies in between.
 
     its task raised, or its process died   it has failed; one that had not started yet waits again
-    its worker was lost on a cluster       it is retried, on another node if there is one; the third time it has failed
+    its worker was lost on a cluster       it is retried, on another node if one has room; the third time it has failed
     asked to stop                          it is stopped, whatever happens to its worker
 
 A task is one or several runs, or a trial of a tuning, each known by its number. A subclass of `TaskQueue` says which
@@ -30,7 +30,7 @@ class Slot(NamedTuple):
     device: str
     node: str = ""  # of a cluster
     workers: int = 1  # of the executor, this one included
-    others: Collection[str] = ()  # the cluster's other nodes that can run it
+    others: Collection[str] = ()  # the cluster's other nodes that can run it and are not filled by other jobs
 
 
 class Task(Protocol):

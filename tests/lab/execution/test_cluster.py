@@ -1,22 +1,27 @@
-"""The parts of the cluster executor, without a cluster: file sync, a worker, nodes, and the queue of runs."""
+"""The parts of the cluster executor, without a cluster: file sync, worker, nodes, queue of runs, scheduler."""
 
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flatmin_lab.execution.cluster import file_sync, nodes, worker
+from flatmin_lab.execution.cluster import file_sync, nodes, scheduler, worker, worker_pool
 from flatmin_lab.execution.cluster.file_sync import WatchedFolder, content, put
 from flatmin_lab.execution.cluster.nodes import Node, Share
 from flatmin_lab.execution.cluster.run_queue import ClusterRunQueue
+from flatmin_lab.execution.cluster.scheduler import Scheduler
 from flatmin_lab.execution.cluster.worker import FileChanges, NodeFailure, Worker
+from flatmin_lab.execution.cluster.worker_pool import COOLDOWN_SECONDS, WorkerHandle
+from flatmin_lab.execution.executor import run_tasks
 from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_data
-from flatmin_lab.execution.task_queue import Slot, TaskEnd, TaskFailure, WorkerLoss
+from flatmin_lab.execution.task_queue import MAX_ATTEMPTS, Slot, TaskEnd, TaskFailure, WorkerLoss
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Failed, Finished, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.runs.result_store import ResultStore
@@ -317,3 +322,195 @@ def test_a_folder_of_another_run_is_not_touched_and_named(tmp_path: Path) -> Non
         assert event.later
         assert f"Move {folder} away" in event.what
         assert tree(folder) == {"letter.txt": b"dear"}
+
+
+# ---- the scheduler
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Actor:
+    """A worker whose task says `messages`."""
+
+    def __init__(self, messages: Iterator[Any]) -> None:
+        self.messages = messages
+        self.run = self
+
+    def options(self, **_: Any) -> "Actor":
+        return self
+
+    def remote(self, *_: Any) -> Iterator[Any]:
+        return self.messages
+
+
+class SimulatedRay:
+    """Nodes of some CPUs; what is put is delivered as it is."""
+
+    exceptions = SimpleNamespace(RayError=ConnectionError)
+
+    def __init__(self, cpus: dict[str, float]) -> None:
+        self.cpus = cpus
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {"NodeID": name, "NodeManagerAddress": name, "Alive": True, "Resources": {"CPU": cpus}}
+            for name, cpus in self.cpus.items()
+        ]
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def get(self, reference: Any) -> Any:
+        return reference
+
+    def kill(self, actor: Actor) -> None:
+        pass
+
+
+@dataclass(eq=False, kw_only=True)
+class SimulatedScheduler(Scheduler):
+    """Workers start on nodes that no other job fills, and do what `act` says. Each look at them takes a second."""
+
+    clock: Clock
+    act: Callable[[str, int], Iterator[Any]]  # the messages of a node's task; the run's number
+    filled: Callable[[str], bool] = lambda _: False
+    began: list[tuple[str, float]] = field(default_factory=list)  # each task: its node, and when
+    started_on: list[str] = field(default_factory=list)  # the node of each worker
+
+    def _start_worker(self, node: Node) -> WorkerHandle:
+        self.started_on.append(node.key)
+        return WorkerHandle(None, node, pending=worker.worker_info("cpu"), started_at=self.clock())
+
+    def _assign(self, handle: WorkerHandle, function: Any, queue: Any) -> None:
+        handle.actor = Actor(self._messages(handle))
+        super()._assign(handle, function, queue)
+
+    def _messages(self, handle: WorkerHandle) -> Iterator[Any]:
+        self.began.append((handle.node.key, self.clock()))
+        for number in handle.task.numbers:
+            yield from self.act(handle.node.key, number)
+
+    def _ready_workers(self) -> list[WorkerHandle]:
+        self.clock.now += 1
+        assert self.clock.now < 3600, "it waits for ever"
+        return [handle for handle in self.workers if handle.is_busy or not self.filled(handle.node.key)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (scheduler, worker_pool):
+        monkeypatch.setattr(module, "monotonic", clock)
+    return clock
+
+
+def finish(number: int, *, seconds: int = 1) -> Iterator[Any]:
+    for _ in range(seconds - 1):
+        yield number, Note("it trains")
+    yield number, Finished({"seed": number})
+
+
+def lose_first_on(node: str) -> Callable[[str, int], Iterator[Any]]:
+    lost: list[int] = []
+
+    def act(where: str, number: int) -> Iterator[Any]:
+        if where == node and number not in lost:
+            lost.append(number)
+            yield NodeFailure("no memory")
+        yield from finish(number)
+
+    return act
+
+
+def simulate(
+    clock: Clock,
+    tmp_path: Path,
+    rooms: dict[str, float],
+    act: Any,
+    *,
+    runs: int = 1,
+    filled: Any = None,
+    **options: Any,
+) -> tuple[SimulatedScheduler, list[type]]:
+    """Runs on nodes with so many CPUs: the scheduler at the end, and the kinds of events."""
+    busy = {} if filled is None else {"filled": filled}
+    simulated = SimulatedScheduler(ray=SimulatedRay(rooms), device="cpu", share=Share(), clock=clock, act=act, **busy)
+    with ExitStack() as held:
+        events = run_tasks(simulated, run_task_on_data, queue_of(tmp_path, runs, held=held, **options))
+        return simulated, [type(event) for _, event in events if not isinstance(event, Note)]
+
+
+def test_a_run_returns_to_the_node_that_lost_it_while_another_job_fills_the_others(
+    clock: Clock, tmp_path: Path
+) -> None:
+    """Not before that node's cooldown is over, and however large the other is: one worker waits there for room."""
+    simulated, ends = simulate(clock, tmp_path, {"a": 1, "b": 64}, lose_first_on("a"), filled=lambda node: node == "b")
+    assert ends == [Finished]
+    (first, lost_at), (second, again_at) = simulated.began
+    assert (first, second) == ("a", "a")
+    assert COOLDOWN_SECONDS < again_at - lost_at < COOLDOWN_SECONDS + 10
+    assert simulated.started_on == ["a", "b", "a"]
+
+
+def test_a_run_goes_to_a_node_that_gets_room_before_the_one_that_lost_it(clock: Clock, tmp_path: Path) -> None:
+    def filled(node: str) -> bool:
+        return node == "b" and clock() < 20
+
+    simulated, ends = simulate(clock, tmp_path, {"a": 1, "b": 1}, lose_first_on("a"), filled=filled)
+    assert ends == [Finished]
+    assert [node for node, _ in simulated.began] == ["a", "b"]
+
+
+def test_a_run_waits_for_a_node_that_works_for_us(clock: Clock, tmp_path: Path) -> None:
+    """Its place comes free by itself; back on the node that kills its workers, the run would soon have failed."""
+
+    def act(node: str, number: int) -> Iterator[Any]:
+        yield from [NodeFailure("no memory")] if node == "a" else finish(number, seconds=200)
+
+    simulated, ends = simulate(clock, tmp_path, {"a": 1, "b": 1}, act, runs=2, at_once=1)
+    assert ends == [Finished, Finished]
+    assert [node for node, _ in simulated.began].count("b") == 2
+
+
+def test_a_run_that_every_worker_is_lost_with_fails_though_another_job_fills_the_others(
+    clock: Clock, tmp_path: Path
+) -> None:
+    def lose(node: str, number: int) -> Iterator[Any]:
+        yield NodeFailure("no memory")
+
+    simulated, ends = simulate(clock, tmp_path, {"a": 1, "b": 1}, lose, filled=lambda node: node == "b")
+    assert ends == [Failed]
+    assert len(simulated.began) == MAX_ATTEMPTS
+
+
+class StartingRay:
+    """Ray whose first starts fail, as where another cluster takes its port."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing, self.calls = failing, list[str]()
+
+    def init(self, address: str, **_: Any) -> None:
+        self.calls.append(address)
+        if len([call for call in self.calls if call == address]) <= self.failing:
+            raise RuntimeError("Failed to start GCS. \nLast 0 lines of error files:")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def test_a_cluster_here_is_started_again_where_another_one_took_its_port() -> None:
+    ray = StartingRay(failing=2)
+    nodes._init_ray(ray, "local")
+    assert ray.calls == ["local", "shutdown", "local", "shutdown", "local"]
+    with pytest.raises(RunError, match=r"on this machine \(Failed to start GCS.*, 3 times\).*Leave out --executor"):
+        nodes._init_ray(StartingRay(failing=3), "local")
+    elsewhere = StartingRay(failing=1)
+    with pytest.raises(RunError, match=r"joined at host:1 \(Failed to start GCS"):
+        nodes._init_ray(elsewhere, "host:1")
+    assert elsewhere.calls == ["host:1"]

@@ -18,6 +18,7 @@ from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.optional_deps import need
 
 CONNECT_TIMEOUT_SECONDS = 5.0  # for an address to answer; Ray itself would try for minutes
+LOCAL_STARTS = 3  # attempts
 HTTP2_SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # an empty SETTINGS frame; its fourth byte is the type
 
 
@@ -106,17 +107,32 @@ def _check_http2(host: str, port: int) -> None:
 
 
 def _init_ray(ray: Any, address: str) -> None:
+    """Join the cluster there, or start one here: more than once, since two that start at a time may want one port."""
     started: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    try:
-        # Ray prefers RAY_ADDRESS; and a cluster started here must outlive a closed terminal until all is saved
-        with _without_variable("RAY_ADDRESS"), _signal_ignored("SIGHUP"):
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
-    except Exception as error:  # of many kinds: not Ray, or another version of it
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise RunError(
-            f"no Ray cluster can be joined at {address} ({reason}); where it asks for a token, set RAY_AUTH_MODE=token "
-            "and have the same token here; else see `ray status` there, or leave out --address to start one here"
-        ) from error
+    for left in reversed(range(LOCAL_STARTS if address == "local" else 1)):
+        try:
+            # Ray prefers RAY_ADDRESS; and a cluster started here must outlive a closed terminal until all is saved
+            with _without_variable("RAY_ADDRESS"), _signal_ignored("SIGHUP"):
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
+            return
+        except Exception as error:  # of many kinds: not Ray, or another version of it
+            if not left:
+                raise RunError(_no_cluster(address, error)) from error
+            with suppress(Exception):  # what has started of it
+                ray.shutdown()
+
+
+def _no_cluster(address: str, error: Exception) -> str:
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    if address == "local":
+        return (
+            f"no Ray cluster can be started on this machine ({reason}, {LOCAL_STARTS} times); its logs are in Ray's "
+            "temporary folder, mostly /tmp/ray/session_latest/logs. Leave out --executor ray to do without"
+        )
+    return (
+        f"no Ray cluster can be joined at {address} ({reason}); where it asks for a token, set RAY_AUTH_MODE=token "
+        "and have the same token here; else see `ray status` there, or leave out --address to start one here"
+    )
 
 
 @contextmanager

@@ -75,10 +75,9 @@ class Scheduler(WorkerPool):
     def _assign(self, worker: WorkerHandle, function: TaskFunction, queue: TaskQueue[Any]) -> None:
         """Give an idle worker the next task, or stop it."""
         up = sum(other.info is not None for other in self.workers)
-        others = [node.key for node in self.usable_nodes() if node.key != worker.node.key]
         task = None
         if self.max_workers is None or up <= self.max_workers:
-            task = queue.take(Slot(self.device, worker.node.key, self.room(), others))
+            task = queue.take(Slot(self.device, worker.node.key, self.room(), self._other_nodes(worker.node)))
             if task is None and queue.waiting_count():
                 self.history(worker.node).record_loss()  # all that waits was lost there: no new workers for a while
         if task is None:
@@ -93,6 +92,14 @@ class Scheduler(WorkerPool):
         worker.pending = stream.remote(
             worker.task_number, function, worker.task, contents, self.sent_data[data.checksum]
         )
+
+    def _other_nodes(self, node: Node) -> list[str]:
+        """Those that can run what was lost on `node`, now or when a worker of ours has done its task.
+
+        Not those that other jobs fill, perhaps for days: then it returns to `node`, which gets no new worker before
+        its cooldown is over.
+        """
+        return [other.key for other in self.usable_nodes() if other.key != node.key and not self.is_filled(other)]
 
     def _ask_to_stop(self, queue: TaskQueue[Any]) -> Iterator[tuple[Any, WorkerLoss, str]]:
         """Ask workers to stop whose task should; one that does not within the timeout is lost."""

@@ -2,7 +2,8 @@
 
 A worker counts once it has answered and its source is the same as here. So a node that is full, has just died or has
 another version holds nothing up. A node where a worker was lost gets no new workers for a while, as long as there are
-other nodes; one with another source is excluded.
+other nodes; one that other jobs fill gets none until the first of ours has room there; one with another source is
+excluded.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,6 +99,11 @@ class WorkerPool:
     def usable_nodes(self) -> list[Node]:
         return [node for node in nodes.alive_nodes(self.ray) if node.room(self.share) and node.key not in self.excluded]
 
+    def is_filled(self, node: Node) -> bool:
+        """Do other jobs use all of the node? Our workers have waited there for room, and none of them is up."""
+        ours = [worker for worker in self.workers if worker.node.key == node.key]
+        return bool(ours) and not any(worker.is_up_or_starting for worker in ours)
+
     def history(self, node: Node) -> NodeHistory:
         return self.histories.setdefault(node.key, NodeHistory())
 
@@ -110,7 +116,8 @@ class WorkerPool:
         self._check_usable(usable, wanted)
         rested = [node for node in usable if self.history(node).cooldown_until < monotonic()] or usable
         free = wanted - sum(worker.is_up_or_starting and not worker.is_busy for worker in self.workers)
-        for node in sorted(rested, key=lambda node: (self.history(node).losses, self._count_on(node))):
+        open_nodes = [node for node in rested if not self.is_filled(node)]
+        for node in sorted(open_nodes, key=lambda node: (self.history(node).losses, self._count_on(node))):
             counted = sum(worker.is_up_or_starting for worker in self.workers)
             spare = (self.max_workers or free + len(self.workers)) - counted
             for _ in range(min(node.room(self.share) - self._count_on(node), free, spare)):
