@@ -88,7 +88,7 @@ def _measured(result: Found) -> str:
     later = [f"{_name(t)} at {t['batch_size']}: {t['measured']['commit']}" for t in result["tables"] if "measured" in t]
     commit = f", commit {result['commit']}" if result["commit"] else ""
     commit += f" ({', '.join(later)})" if later else ""
-    flops = " and ".join(f"{run['flops_per_s'] / 1e12:.3g}" for run in runs)
+    flops = " and ".join(dict.fromkeys(f"{run['flops_per_s'] / 1e12:.3g}" for run in runs))
     bandwidth = " and ".join(dict.fromkeys(f"{run['bytes_per_s'] / 1e12:.3g}" for run in runs))
     return (
         f"{result['hardware']}, torch {result['torch']}{commit}; {result['precision']}, channels-last, data and "

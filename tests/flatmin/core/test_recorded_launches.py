@@ -10,9 +10,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
 import flatmin
-from flatmin.core import recorded_launches
+from flatmin.core import recorded_launches, recurring_work
 from flatmin.core.recorded_launches import DeviceNumbers, RecordedLaunches, Results
-from flatmin.optim import recurring_work
 from tests.support.cases import same
 
 pytestmark = pytest.mark.cuda

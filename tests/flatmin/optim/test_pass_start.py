@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import flatmin
+from tests.support.flatness_cases import DEVICES
 
 
 class Masks(nn.Module):
@@ -29,16 +30,16 @@ class Masks(nn.Module):
 
 
 class Loop:
-    def __init__(self, model: nn.Module | None = None, **settings: object) -> None:
+    def __init__(self, model: nn.Module | None = None, device: str = "cpu", **settings: object) -> None:
         torch.manual_seed(0)
-        self.masks = Masks()
+        self.masks = Masks().to(device)
         self.model = self.masks if model is None else model
         base = torch.optim.SGD(self.masks.parameters(), lr=0.1)
         self.optimizer = flatmin.AMP(base, epsilon=0.1, model=self.model, **settings)  # type: ignore[arg-type]
-        self.x = torch.randn(8, 4)
+        self.x = torch.randn(8, 4, device=device)
 
     def forward(self) -> Tensor:
-        return self.model(self.x + 0 * torch.rand(8, 4))  # type: ignore[no-any-return]  # an augmentation that draws
+        return self.model(self.x + 0 * torch.rand_like(self.x))  # type: ignore[no-any-return]  # an augmentation that draws
 
     def block(self, runs: int = 1) -> None:
         with self.optimizer.perturbed():
@@ -143,9 +144,10 @@ ORDERS = (
 )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_step_draws_its_masks_again(order: Callable[[Loop], None]) -> None:
-    loop = Loop()
+def test_every_step_draws_its_masks_again(order: Callable[[Loop], None], device: str) -> None:
+    loop = Loop(device=device)
     for _ in range(5):
         order(loop)
     firsts = loop.masks.seen[:: len(loop.masks.seen) // 5]
