@@ -69,6 +69,7 @@ def reader(*, dropout: float = 0.1) -> dict[str, Any]:
     names |= {"torch": torch, "flatmin": flatmin, "model": model, "loss_fn": loss_fn, "optimizer": optimizer}
     if dist.is_initialized():
         names |= {"DistributedDataParallel": DistributedDataParallel, "ddp_model": DistributedDataParallel(model)}
+    names |= {"x_held_out": batches[1][0], "y_held_out": batches[1][1]}
     return {**names, "x": x, "y": y, "device": device, "closure": closure}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatmin import ball
 from flatmin.optim import AMP, RMP, Last, groups
+from flatmin.optim.radius import MatchedRadius, RadiusScheduler
 
 if TYPE_CHECKING:
     from flatmin import attacks, doctor, flatness, metrics, regularisers, theory
@@ -22,6 +23,8 @@ __all__ = [
     "AMP",
     "RMP",
     "Last",
+    "MatchedRadius",
+    "RadiusScheduler",
     "attacks",
     "ball",
     "captured_step",

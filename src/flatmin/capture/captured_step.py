@@ -14,6 +14,7 @@ On the CPU, and for steps that cannot be captured, every call is an ordinary ste
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -37,6 +38,7 @@ from flatmin.core import multi_tensor
 from flatmin.core.capturable import GENERATOR_REPLACEMENTS, CannotCaptureError
 from flatmin.core.messages import describe, one_line
 from flatmin.core.tensors import ORDINARY_TYPES
+from flatmin.optim.amp import AMP
 from flatmin.optim.perturbed import PerturbedOptimizer
 
 MAX_GRAPHS = 8  # kept at a time, one for each kind of input; each holds memory of its own
@@ -55,6 +57,7 @@ def captured_step(
     autocast: torch.dtype | None = None,
     compile: bool = True,  # noqa: A002
     batch: Callable[..., Sequence[Any]] | None = None,
+    ascent: Callable[..., Sequence[Any]] | None = None,
     scaler: GradScaler | None = None,
     capture: bool = True,
 ) -> "CapturedStep":
@@ -65,10 +68,12 @@ def captured_step(
     autocast    the dtype of a torch.autocast around every pass, such as torch.bfloat16
     compile     use torch.compile for the passes, where they are captured
     batch       batch(*inputs) makes loss_fn's inputs; it runs once a step, as part of the graph
+    ascent      ascent(*batch) makes loss_fn's inputs for AMP's ascent of those for the step: some of the images, say
     scaler      a GradScaler for fp16: the base then steps after the graph; call `scaler.update()` yourself
     capture     False: every call is an ordinary step, for comparison
 
-    The step returns what loss_fn returned in the clean pass, in new tensors, and leaves no gradients behind.
+    The step returns what loss_fn returned in the clean pass (with `ascent`: in the one at θ + Δ, the only one with all
+    inputs), in new tensors, and leaves no gradients behind.
     Modules and loss function must do the same in every call, except through their tensors and `train()` or `eval()`:
     a graph repeats what was captured (`reset()` discards it).
 
@@ -82,11 +87,13 @@ def captured_step(
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {describe(optimizer)}")
-    for name, function in (("loss_fn", loss_fn), ("batch", batch)):
+    for name, function in (("loss_fn", loss_fn), ("batch", batch), ("ascent", ascent)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function, got {describe(function)}")
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise TypeError(f"autocast must be a torch.dtype such as torch.bfloat16, or None, got {describe(autocast)}")
+    if ascent is not None and not isinstance(optimizer, AMP):
+        raise TypeError(f"ascent is for flatmin.AMP, whose Δ comes from it, got {describe(optimizer)}; leave it out")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {describe(scaler)}")
     spec = StepSpec(
@@ -94,6 +101,7 @@ def captured_step(
         loss_fn=loss_fn,
         optimizer=optimizer.behind_proxy() if isinstance(optimizer, PerturbedOptimizer) else optimizer,
         batch=batch or _unchanged,
+        ascent=ascent,
         autocast=autocast,
         scaler=scaler if scaler is not None and scaler.is_enabled() else None,
     )
@@ -168,15 +176,18 @@ class CapturedStep:
         spec, optimizer, scaler = self.spec, self.spec.optimizer, self.spec.scaler
         batch = spec.make_batch(inputs)
 
-        def closure() -> Any:
+        def closure(inputs: Sequence[Any] = batch) -> Any:
             optimizer.zero_grad()
             with torch.enable_grad(), spec.precision():
-                result = spec.loss_fn(spec.model, *batch)
+                result = spec.loss_fn(spec.model, *inputs)
             spec.loss_of(result).backward()
             return result
 
         if spec.wrapper is not None:
-            result = spec.wrapper.step(closure, scaler=scaler)
+            less = None
+            if spec.ascent is not None and spec.wrapper.perturbs:
+                less = partial(closure, spec.make_ascent(batch))
+            result = spec.wrapper.step(closure, scaler=scaler, ascent=less)
         elif isinstance(optimizer, LBFGS):
             result = optimizer.step(closure)
         else:  # so that hooks before the step see its gradients, as they do after a graph

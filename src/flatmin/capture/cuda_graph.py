@@ -71,7 +71,8 @@ class CapturedGraph:
         if by_kernel:  # our own, for SGD
             self.rates = DeviceNumbers(multi_tensor.rates_of(spec.base), torch.float64, spec.device)
         self.inside = by_kernel or by_torch
-        count = spec.wrapper.inner_iter if spec.wrapper is not None and spec.wrapper.shares_clean_state else 0
+        shares = spec.wrapper is not None and spec.wrapper.shares_clean_state and spec.ascent is None
+        count = spec.wrapper.inner_iter if spec.wrapper is not None and shares else 0
         self.pass_random = _GraphPassRandom(spec.device, count)
         overlapped, compiled = getattr(forward, "overlapped", None), getattr(forward, "compiled", None)
         self.functional_step = FunctionalStep(

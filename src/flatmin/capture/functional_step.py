@@ -123,6 +123,7 @@ class FunctionalStep:
             **{p: self.half[p] for p in moving if p in self.half},
         }
         self.shares_clean_state = self.perturbs and wrapper is not None and wrapper.shares_clean_state
+        self.shares_random = self.shares_clean_state and spec.ascent is None  # on less, masks have another shape
         within = wrapper.model if wrapper is not None and self.shares_clean_state else None
         self.buffers = {} if within is None else substitutes.of(within.buffers())
         self.rates, self.with_base, self.around, self.compiled = rates, with_base, around, compiled
@@ -150,6 +151,8 @@ class FunctionalStep:
             storage = Beside(self.moved, gradients, self.compiled)
             self.skip = wrapper.must_skip(list(gradients.values()), self.spec.scaler, storage, measured)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
+            if self.spec.ascent is not None:  # at θ there was less
+                self.result, losses["loss"] = latest, None
             self.measured = {**measured.numbers, **{name: loss for name, loss in losses.items() if loss is not None}}
         return gradients
 
@@ -157,13 +160,14 @@ class FunctionalStep:
         """The results of the first and the last pass, and the last gradients."""
         spec, wrapper = self.spec, self.spec.wrapper
         batch = spec.make_batch(self.inputs)
+        less = spec.make_ascent(batch) if self.perturbs else batch
         self.pass_random.clean_pass_begins()
         _fill(self.half)
         result: Any = None
         gradients: Gradients = {}
         starts_clean = wrapper is None or wrapper.starts_clean or not self.perturbs
         if starts_clean:
-            result, gradients = self._pass(batch, self.half)
+            result, gradients = self._pass(less, self.half)
         if wrapper is None or not self.perturbs:
             return result, result, gradients
         moved = {p: there for p, there in self.moved.items() if p in gradients or not starts_clean}
@@ -172,8 +176,9 @@ class FunctionalStep:
             storage = Beside(self.moved, gradients, self.compiled)
             wrapper.perturb(n, inverse_scale(spec.scaler, wrapper.owners, spec.device), storage, measured)
             storage.gradients = gradients = {}  # free them: the next gradients may use their memory
-            with self.pass_random.extra_pass(n) if self.shares_clean_state else nullcontext():
-                latest, gradients = self._pass(batch, {**self.half, **moved, **self.buffers})
+            inputs = batch if n + 1 == wrapper.inner_iter else less
+            with self.pass_random.extra_pass(n) if self.shares_random else nullcontext():
+                latest, gradients = self._pass(inputs, {**self.half, **moved, **self.buffers})
             result = latest if result is None else result
         return result, latest, gradients
 

@@ -29,6 +29,7 @@ class StepSpec:
     loss_fn: Callable[..., Any]
     optimizer: Optimizer
     batch: Callable[..., Sequence[Any]]
+    ascent: Callable[..., Sequence[Any]] | None = None  # the loss function's inputs for the ascent, of the batch's
     autocast: torch.dtype | None
     scaler: GradScaler | None
 
@@ -54,7 +55,14 @@ class StepSpec:
 
     def make_batch(self, inputs: Sequence[Any]) -> Sequence[Any]:
         with self.precision():
-            return self.batch(*inputs)
+            return _checked("batch", self.batch(*inputs))
+
+    def make_ascent(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """The loss function's inputs for the ascent; the batch's own, if none are made for it."""
+        if self.ascent is None:
+            return batch
+        with self.precision():
+            return _checked("ascent", self.ascent(*batch))
 
     def loss_of(self, result: object) -> Tensor:
         loss = loss_in(result)
@@ -67,13 +75,23 @@ class StepSpec:
 
     def modules(self) -> list[nn.Module]:
         """Every module that a step may run."""
-        roots = [part for part in (self.model, self.loss_fn, self.batch) if isinstance(part, nn.Module)]
+        roots = [part for part in (self.model, self.loss_fn, self.batch, self.ascent) if isinstance(part, nn.Module)]
         return list(dict.fromkeys(module for root in roots for module in root.modules()))
 
     def generator(self) -> torch.Generator | None:
         """The generator that the optimizer draws from, if it has one besides the device's default."""
         found: torch.Generator | None = vars(self.optimizer).get("generator")
         return found
+
+
+def _checked(name: str, made: Any) -> Sequence[Any]:
+    if isinstance(made, Tensor):
+        raise TypeError(
+            f"{name} must return the inputs of loss_fn as a tuple, got a tensor of shape {tuple(made.shape)}; write "
+            "`return (x,)` for a single one"
+        )
+    inputs: Sequence[Any] = made
+    return inputs
 
 
 def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:

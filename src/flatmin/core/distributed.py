@@ -91,6 +91,14 @@ def any_rank(flag: Tensor, groups: Sequence[Any]) -> Tensor:
     return flag
 
 
+def mean_of_ranks(numbers: Tensor, groups: Sequence[Any]) -> Tensor:
+    """Their means over all ranks that share the model."""
+    for group in groups:
+        numbers = numbers / torch.distributed.get_world_size(group)
+        torch.distributed.all_reduce(numbers, group=group)
+    return numbers
+
+
 def check_same(mine: Mapping[str, object], groups: Sequence[Any], *, device: torch.device, way_out: str) -> None:
     """Raises on every rank if these values are not the same on all of them."""
     known: dict[int, dict[str, object]] = {torch.distributed.get_rank(): dict(mine)}

@@ -2,12 +2,15 @@
 
 A trainer's loss may count tokens and append metrics to lists. A pass that is replayed at θ + Δ calls it again, and must
 leave no trace there. Attributes are put back by name, plain collections in place, so that whoever else holds one of
-them sees it put back too. Tensors and objects of other classes are left alone: they would have to be copied.
+them sees it put back too. So are tensors of one number, as counters on a GPU are: sentence-transformers adds to one in
+place. Larger tensors and objects of other classes are left alone: they would have to be copied.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
+
+from torch import Tensor
 
 # by exact type: subclasses have rules of their own
 _PLAIN = {dict, defaultdict, OrderedDict, Counter, list, deque, set}
@@ -15,6 +18,8 @@ _PLAIN = {dict, defaultdict, OrderedDict, Counter, list, deque, set}
 
 class Bookkeeping:
     """An object's attributes, and the contents of its plain collections at any depth, to be put back.
+
+    Of tensors, those with one number that are attributes or a dict's values: not those in lists, which are appended to.
 
     >>> from types import SimpleNamespace
     >>> trainer = SimpleNamespace(tokens=5, metrics={"loss": [0.7]})
@@ -31,14 +36,26 @@ class Bookkeeping:
     def __init__(self, owner: object, *, shallow: Collection[str] = ()) -> None:
         attributes = vars(owner)
         self._kept: dict[int, tuple[Any, Any]] = {id(attributes): (attributes, attributes.copy())}
+        self._counters: list[tuple[Tensor, int, Tensor]] = []  # each with its version and a copy
         left = [value for name, value in attributes.items() if name not in shallow]
+        self._keep_counters(left)
         while left:
             value = left.pop()
             if type(value) in _PLAIN and id(value) not in self._kept:
                 self._kept[id(value)] = value, value.copy()
                 left.extend(value.values() if isinstance(value, dict) else value)
+                if isinstance(value, dict):
+                    self._keep_counters(value.values())
+
+    def _keep_counters(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if _is_counter(value):
+                self._counters.append((value, value._version, value.clone()))
 
     def put_back(self) -> None:
+        for counter, version, before in self._counters:
+            if counter._version != version:
+                counter.copy_(before)
         for collection, before in self._kept.values():
             if isinstance(collection, dict):
                 _put_back_entries(collection, before)
@@ -50,6 +67,11 @@ class Bookkeeping:
             else:
                 collection.clear()
                 collection.update(before)
+
+
+def _is_counter(value: object) -> bool:
+    """A plain tensor of one number that is not trained; torch keeps no version of an inference tensor."""
+    return type(value) is Tensor and value.numel() == 1 and not value.requires_grad and not value.is_inference()
 
 
 def _put_back_entries(entries: dict[Any, Any], before: dict[Any, Any]) -> None:

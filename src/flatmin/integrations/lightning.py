@@ -33,7 +33,7 @@ try:
     from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-    from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ModuleNotFoundError:  # the same package under its older name
     import pytorch_lightning as pl  # type: ignore[no-redef]
@@ -42,6 +42,7 @@ except ModuleNotFoundError:  # the same package under its older name
     from pytorch_lightning.plugins.precision import MixedPrecision, Precision  # type: ignore[assignment]
     from pytorch_lightning.strategies import (  # type: ignore[assignment]
         DDPStrategy,
+        ModelParallelStrategy,
         ParallelStrategy,
         SingleDeviceStrategy,
     )
@@ -52,6 +53,7 @@ from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
 from flatmin.integrations.replay import Replay
 from flatmin.optim import AMP, RMP, perturbed
+from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii
 from flatmin.optim.wrapper import evaluates_closure
 
 __all__ = ["FlatMinima", "PerturbedOptimizer"]
@@ -65,6 +67,7 @@ class FlatMinima(pl.Callback):
     epsilon     the radius ε; None if `configure_optimizers` returns a flatmin optimizer itself
     method      flatmin.AMP or flatmin.RMP
     inner_lr …  the method's other settings, its own where they are None; `model` is the trainer's
+    start, growth, every    ε over the training, as in `flatmin.RadiusScheduler`; 0.5 starts at half of it
 
     Of several optimizers (in manual optimisation) all are wrapped, with ε = None those that already are.
     """
@@ -80,8 +83,12 @@ class FlatMinima(pl.Callback):
         norm: Norm | None = None,
         sync_perturbation: bool | None = None,
         generator: torch.Generator | None = None,
+        start: float = 0.0,
+        growth: Growth = "constant",
+        every: int = 1,
         **settings: Any,
     ) -> None:
+        self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         named: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
         named |= {"sync_perturbation": sync_perturbation, "generator": generator}  # by name: LightningCLI sees them
         settings |= {name: value for name, value in named.items() if value is not None}
@@ -94,6 +101,11 @@ class FlatMinima(pl.Callback):
             raise TypeError(
                 f"FlatMinima without epsilon takes no settings, got {', '.join(settings)}; add epsilon=0.1, or give "
                 f"them to flatmin.{method.__name__} in configure_optimizers"
+            )
+        if epsilon is None and self.schedule.moves:
+            raise TypeError(
+                "FlatMinima without epsilon leaves the radius as it is, got start, growth or every; add epsilon=0.1, "
+                "or return a flatmin.RadiusScheduler from configure_optimizers"
             )
         if epsilon is not None:  # wrong values raise now, not when training begins
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), epsilon=epsilon, **{**settings, "model": None})
@@ -115,9 +127,17 @@ class FlatMinima(pl.Callback):
                 f"FlatMinima without epsilon expects configure_optimizers to return flatmin.AMP(...), got {names}; "
                 "write FlatMinima(epsilon=0.1)"
             )
+        if self.schedule.moves:  # then all of them are wrapped here
+            self._radii = [radii_of(optimizer) for optimizer in optimizers]
         trainer.optimizers = optimizers  # type: ignore[assignment]  # Lightning keeps a LightningOptimizer as it is
         if _has_tuner(trainer):
             trainer.fit_loop.run = partial(self._run_with_callback, trainer, trainer.fit_loop.run)  # type: ignore[method-assign]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.schedule.moves:
+            return
+        for optimizer, radii in zip(trainer.optimizers, self._radii, strict=True):
+            scale_radii(optimizer, radii, 1.0)
 
     def _run_with_callback(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
         """The fit loop, for a tuner too: it has put other callbacks in the place of the trainer's, until it is done."""
@@ -148,9 +168,26 @@ class FlatMinima(pl.Callback):
             optimizer.model = trainer.strategy.model
         return PerturbedOptimizer(optimizer, configured=optimizer)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.schedule.moves:
+            return
+        total = trainer.estimated_stepping_batches
+        if not 1 <= total < float("inf"):
+            raise ValueError(
+                "a radius that starts late or grows needs the length of the training, and this one has no end or data "
+                "without a length; give the Trainer max_steps, or max_epochs and a loader with a length"
+            )
+        # global_step counts the steps of all optimizers, the estimate those of one, unless max_steps is the end
+        several = 1 if total == trainer.max_steps else len(trainer.optimizers)
+        self._total_steps = several * int(total)
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self.schedule.moves:
+            share = self.schedule.share(trainer.global_step, self._total_steps)
+            for optimizer, radii in zip(trainer.optimizers, self._radii, strict=True):
+                scale_radii(optimizer, radii, share)
         if pl_module.automatic_optimization:
             for optimizer in trainer.optimizers:
                 assert isinstance(optimizer, PerturbedOptimizer)
@@ -225,6 +262,8 @@ class PerturbedOptimizer(LightningOptimizer):
         """All passes, and the step. In manual optimisation without a closure: the step after `perturbed()` blocks."""
         if kwargs:
             raise TypeError(f"step() under FlatMinima takes a closure and nothing else, got {', '.join(kwargs)}")
+        if closure is None and self._optimizer.only_makes_state():  # a sharded checkpoint is being loaded
+            return self._optimizer.step()
         self._on_before_step()
         self._stepped = True
         if closure is not None and not self._module.automatic_optimization:
@@ -357,14 +396,14 @@ def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     known = Precision.optimizer_step, MixedPrecision.optimizer_step
     averages = getattr(strategy, "_model_averager", None) is not None  # post-local SGD, in DDP's optimizer_step
     if (
-        not isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+        not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy)
         or averages
         or type(plugin).optimizer_step not in known
     ):
         raise ValueError(
-            f"FlatMinima works on one device and with DDP that averages gradients, in their precisions, got "
-            f"{type(strategy).__name__} with {type(plugin).__name__}; for others write the loop yourself, with "
-            "flatmin.AMP in it"
+            "FlatMinima works on one device, with DDP that averages gradients and with ModelParallelStrategy, in "
+            f"their precisions, got {type(strategy).__name__} with {type(plugin).__name__}; for others write the loop "
+            "yourself, with flatmin.AMP in it"
         )
     if module.automatic_optimization and is_param_in_hook_signature(
         module.training_step, "dataloader_iter", explicit=True

@@ -20,6 +20,7 @@ from flatmin.integrations.recorded_step import RecordedStep
 from flatmin.optim import AMP, RMP
 from flatmin.optim.param_groups import groups
 from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii
 
 
 class AMPTrainer(Trainer):
@@ -30,6 +31,7 @@ class AMPTrainer(Trainer):
     epsilon     and the other settings of `method`: inner_lr, inner_iter, ball, norm …
     method      flatmin.AMP, or flatmin.RMP (where the clean passes run too, for the loss alone)
     perturb     if given, perturb(name, parameter) selects the parameters to perturb; the others are trained as usual
+    start, growth, every    ε over the training, as in `flatmin.RadiusScheduler`; 0.5 starts at half of it
 
     An optimizer in `optimizers=` is wrapped, or used as it is if it is a flatmin.AMP or flatmin.RMP already; then the
     settings are its own. Before another subclass of Trainer it works as a mixin:
@@ -48,8 +50,12 @@ class AMPTrainer(Trainer):
         epsilon: float | None = None,
         method: type[AMP] | type[RMP] = AMP,
         perturb: Callable[[str, nn.Parameter], bool] | None = None,
+        start: float = 0.0,
+        growth: Growth = "constant",
+        every: int = 1,
         **kwargs: Any,
     ) -> None:
+        self._schedule = RadiusSchedule(start=start, growth=growth, every=every)
         settings = {name: kwargs.pop(name) for name in _settings_of(method) & kwargs.keys()}
         if epsilon is not None:
             settings["epsilon"] = epsilon
@@ -59,6 +65,7 @@ class AMPTrainer(Trainer):
         if not isinstance(given, PerturbedOptimizer):  # wrong values raise now, not when training begins
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
         self._method, self._settings, self._perturb = method, settings, perturb
+        self._radii: list[float] = []
         self._window: Window | None = None
         self.replaying = False
         super().__init__(*args, **kwargs)
@@ -85,11 +92,17 @@ class AMPTrainer(Trainer):
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
         self._window = None
         if getattr(optimizer, "_is_accelerate_prepared", False) or isinstance(optimizer, PerturbedOptimizer):
+            self._radii = self._radii or self._radii_of(optimizer)
             return optimizer  # of an earlier train(), or the user's
         if made and self._perturb is not None:
             optimizer.param_groups = groups(self.model, perturb=self._perturb, among=optimizer.param_groups)
         self.optimizer = wrapped = self._method(optimizer, model=self.model, **self._settings)
+        self._radii = self._radii_of(wrapped)
         return wrapped
+
+    def _radii_of(self, optimizer: Optimizer) -> list[float]:
+        """Read before a checkpoint is loaded, which may have a share of them; not where nothing moves them here."""
+        return radii_of(optimizer) if self._schedule.moves else []
 
     def _check_wrapped(self) -> None:
         try:
@@ -115,6 +128,14 @@ class AMPTrainer(Trainer):
         finally:
             self.hp_space, self._trial = space, trial
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own; afterwards the optimizer has its radius again."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._schedule.moves and self._window is not None:
+                scale_radii(self._window.optimizer, self._radii, 1.0)
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -122,6 +143,9 @@ class AMPTrainer(Trainer):
         if self._window is None:
             self._check_wrapped()
             self._window = Window(self.accelerator, model, self.optimizer)
+        if self._schedule.moves:
+            share = self._schedule.share(self.state.global_step, self.state.max_steps)
+            scale_radii(self._window.optimizer, self._radii, share)
         recorded = RecordedStep(self, super().training_step, before_loss=self._window.record_random_state)
         return self._window.run(lambda: recorded.run(model, inputs, num_items_in_batch), again=recorded.replay)
 

@@ -8,6 +8,7 @@ weight_storage.py    where θ, θ + Δ and gradients are stored: in the paramete
 skip_step.py         a base step that does nothing where a gradient was not finite
 grad_scaler.py       fp16: scaled gradients, and the state that a torch.amp.GradScaler keeps of them
 accumulation.py      the mean gradient of micro-batches, each with its own Δ
+radius/              ε over a training: a late start, growth, every k-th step
 param_groups.py      which parameters are perturbed
 step_info.py         what the last step measured
 """

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from flatmin.ball import Ball, Norm, clamp_, combine, radii, shrink
 from flatmin.core.recorded_launches import Results
+from flatmin.core.recurring_work import Operands
 from flatmin.core.tensors import ORDINARY_TYPES, STRIDED, compute_dtype, has_layout_of, plain, zero_unless_
 from flatmin.optim.perturbed import Measured, PerturbedOptimizer
-from flatmin.optim.recurring_work import Operands
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import Group, whole_number
 

@@ -30,6 +30,7 @@ from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
 from flatmin.core.random_state import HostWatch
 from flatmin.core.recorded_launches import Results
+from flatmin.core.recurring_work import Operands
 from flatmin.core.tensors import plain
 from flatmin.optim.accumulation import GradientSnapshot, MeanGradient
 from flatmin.optim.grad_scaler import (
@@ -41,7 +42,6 @@ from flatmin.optim.grad_scaler import (
     step_with_grad_scale,
 )
 from flatmin.optim.pass_start import ForwardHook, PassStart
-from flatmin.optim.recurring_work import Operands
 from flatmin.optim.skip_step import skips_by_itself, step_unless
 from flatmin.optim.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
@@ -136,10 +136,22 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """Have all `perturbed()` blocks of a step been run, so that step() or zero_grad() must follow?"""
         return 0 < self.inner_iter <= self._blocks
 
+    def only_makes_state(self) -> bool:
+        """Is this the step with which torch.distributed.checkpoint creates a new optimizer's state, to load into?"""
+        if self._blocks or self.state or any(float(group.get("lr", 1)) != 0 for group in self.param_groups):
+            return False
+        return not any(plain(p.grad).any() for p in self._params() if p.grad is not None)
+
     @property
     def shares_clean_state(self) -> bool:
         """Do all passes of a step have the buffers and masks of the clean one?"""
         return self.model is not None and self.starts_clean
+
+    @property
+    def process_groups(self) -> Sequence[Any]:
+        """Of the ranks that share the model."""
+        known = self._process_groups
+        return distributed.process_groups_of(self._replicas, self._params()) if known is None else known
 
     @property
     def owners(self) -> Owners:
@@ -225,6 +237,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         closure: Closure | Closures | None = None,
         *misplaced: object,
         scaler: GradScaler | None = None,
+        ascent: Closure | None = None,
     ) -> Any:
         """One step. Returns what the first call of the closure returned.
 
@@ -234,13 +247,19 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
         A list of closures, one per micro-batch, gives each of them a perturbation of its own (m-sharpness) and steps
         with the mean of their gradients; it returns a list. For a single perturbation, run them all in one closure.
+
+        With `ascent`, a closure on less (some of the batch, smaller images), AMP's Δ comes from its gradient, and the
+        closure is called once, at θ + Δ. The passes then draw random numbers of their own, BatchNorm's statistics are
+        those of the ascent's first pass, at θ, and `last.loss` is None: nothing had all the data there.
         """
         from_scaler = "found_inf" in vars(self)  # scaler.step(optimizer), not optimizer.step(scaler=scaler)
         try:
             scaler = self._check_arguments(closure, misplaced, self._scaler_of_blocks if from_scaler else scaler)
+            if ascent is not None:
+                self._check_ascent(closure, ascent)
             if from_scaler and self._scaler_of_blocks is None:
                 return self._step_from_scaler()
-            result = self._step(closure, scaler)
+            result = self._step(closure, scaler, ascent)
             if closure is None and self._pass_start is not None:
                 self._pass_start.step_ends()
             return result
@@ -249,7 +268,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 vars(self).pop(left_by_the_scaler, None)
             raise
 
-    def _step(self, closure: Closure | Closures | None, scaler: GradScaler | None) -> Any:
+    def _step(self, closure: Closure | Closures | None, scaler: GradScaler | None, ascent: Closure | None) -> Any:
         if self._in_a_pass:
             raise RuntimeError("step() was called inside a pass: leave the perturbed() block, or the closure, first")
         if closure is None:
@@ -267,23 +286,23 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if not self.perturbs:
             return self._step_plainly(closure, scaler)
         with self._pass(undo=self._at_start):
-            first, latest = self._run(closure, scaler)
-            self._return_to_theta()
+            first, latest = self._run(closure, scaler, ascent)
+            self._return_to_theta(as_drawn=ascent is not None)
         losses = [r.detach() if type(r) is Tensor else detached_loss(r) for r in (first, latest)]
-        self._step_base(scaler, loss=losses[0], loss_perturbed=losses[1])
-        return first
+        self._step_base(scaler, loss=losses[0] if ascent is None else None, loss_perturbed=losses[1])
+        return first if ascent is None else latest
 
-    def _run(self, closure: Closure, scaler: GradScaler | None) -> tuple[Any, Any]:
-        """All passes of a step; the closure's first and last results."""
+    def _run(self, closure: Closure, scaler: GradScaler | None, ascent: Closure | None = None) -> tuple[Any, Any]:
+        """All passes of a step; the results of the first and the last."""
         start, clean = self._at_start, self._at_clean
         devices = [] if start is None else self.devices()
         if start is not None:
             start.take(devices)
-            self._replays = True
+            self._replays = ascent is None
         with torch.enable_grad():
             if self.starts_clean:
                 with self._ascent_pass(is_last=False):
-                    first = latest = closure()
+                    first = latest = (ascent or closure)()
                 self._check_gradients("the closure")
                 if clean is not None:
                     clean.take(devices, since=start)
@@ -292,10 +311,11 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 if n > 0 and self.starts_clean and clean is not None:
                     clean.put_back_buffers()  # every pass begins with those of the clean one
                 self._drop_gradients()  # for closures that leave it to the loop: those of two passes must not add up
-                if self.starts_clean and start is not None:
+                if self.starts_clean and start is not None and ascent is None:
                     start.put_back_random()
-                with self._ascent_pass(is_last=n + 1 == self.inner_iter):
-                    latest = closure()
+                is_last = n + 1 == self.inner_iter
+                with self._ascent_pass(is_last=is_last):
+                    latest = closure() if is_last or ascent is None else ascent()
                 self._check_gradients("the closure")  # in every call, not just the first
                 if n == 0 and not self.starts_clean:
                     first = latest
@@ -409,7 +429,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _step_after_blocks(self, scaler: GradScaler | None) -> None:
         idle = not self.perturbs
-        if self._blocks == 0 and not idle and not self._only_makes_state():
+        if self._blocks == 0 and not idle and not self.only_makes_state():
             raise TypeError(
                 f"{type(self).__name__}.step needs a closure that zeroes gradients, runs forward and backward, and "
                 "returns the loss; without one, use `with optimizer.perturbed():` (zero_grad() discards earlier "
@@ -425,12 +445,6 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             self._step_plainly(None, scaler)
         else:
             self._step_base(scaler)
-
-    def _only_makes_state(self) -> bool:
-        """Is this the step with which torch.distributed.checkpoint creates a new optimizer's state, to load into?"""
-        if self.state or any(float(group.get("lr", 1)) != 0 for group in self.param_groups):
-            return False
-        return not any(plain(p.grad).any() for p in self._params() if p.grad is not None)
 
     # ---- the parts of a step
 
@@ -471,12 +485,16 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if scaler is not None:
             forget_unscaled(scaler, self.owners)
 
-    def _return_to_theta(self) -> None:
+    def _return_to_theta(self, *, as_drawn: bool = False) -> None:
+        """Weights and buffers as they were at θ; random states too, but where the passes drew numbers of their own."""
         self._put_back_theta()
         if self._at_clean is not None and self.starts_clean:
             if self._replays:
                 self._at_clean.check_replay()
-            self._at_clean.put_back()
+            if as_drawn:
+                self._at_clean.put_back_buffers()
+            else:
+                self._at_clean.put_back()
 
     def _put_back_theta(self) -> None:
         if not self._theta.put_back_again(list(self._theta)):
@@ -572,6 +590,15 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if self._process_groups is None:
             self._check_ranks()
         return scaler
+
+    def _check_ascent(self, closure: object, ascent: object) -> None:
+        if not self.starts_clean:
+            raise TypeError(f"{type(self).__name__} draws Δ at random and has no ascent; leave ascent= out")
+        if not callable(ascent) or closure is None or isinstance(closure, list | tuple):
+            raise TypeError(
+                "ascent is a closure on less, beside the closure of the step: step(closure, ascent=closure_on_less), "
+                f"got {describe(ascent)} beside {describe(closure)}"
+            )
 
     def _check_call(
         self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None

@@ -18,8 +18,8 @@ from flatmin.ball import Ball, Norm, norms
 from flatmin.core import multi_tensor
 from flatmin.core.copies import Copies
 from flatmin.core.recorded_launches import Results, Work
+from flatmin.core.recurring_work import Operands, RecurringWork, fit_kernels
 from flatmin.core.tensors import ORDINARY_TYPES, copy_, is_dense, plain, zero_unless_
-from flatmin.optim.recurring_work import Operands, RecurringWork, fit_kernels
 
 _DTYPE = attrgetter("dtype")
 Function = Callable[..., Any]

@@ -184,19 +184,19 @@ class OptimizerWrapper(Optimizer):
             )
 
 
-def whole_number(name: str, value: object) -> int:
-    """`value` as an int of at least 0.
+def whole_number(name: str, value: object, *, least: int = 0) -> int:
+    """`value` as an int of at least `least`.
 
     >>> whole_number("inner_iter", 1.5)
     Traceback (most recent call last):
     ValueError: inner_iter must be a whole number of at least 0, got 1.5
     """
     try:
-        number = -1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+        number = least - 1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
     except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
     return number
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from flatmin import AMP
+from flatmin import AMP, MatchedRadius
 from tests.integrations.ranks.overflow import overflow_once
 from tests.support.cases import METHODS, Setup, setup
 
@@ -51,6 +51,24 @@ def train(rank: int, method: str, *, spoil: bool = False) -> dict[str, Any]:
         "momentum": [state["momentum_buffer"] for state in optimizer.state.values()],
         "skipped": skipped,
     }
+
+
+def train_matched(rank: int) -> dict[str, Any]:
+    """A radius that is matched with a held-out loss: the same on all ranks, and as in one process."""
+    whole, case = twelve(), own_part(twelve(), rank)
+    single = AMP(SGD(whole.model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1)
+    case.model = DistributedDataParallel(case.model)
+    optimizer = AMP(SGD(case.model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1, model=case.model)
+    radii = MatchedRadius(single), MatchedRadius(optimizer)
+    factors: list[list[float]] = [[], []]
+    for beyond in (1.0, -1.0, 0.05):
+        for mine, setting, radius, found in zip((single, optimizer), (whole, case), radii, factors, strict=True):
+            for _ in range(STEPS):
+                mine.step(setting.closure(mine))
+            found.append(radius.step(float(single.last.loss_perturbed or 0) + beyond))
+    assert len(set(factors[0])) == 3
+    alone, together = (torch.tensor(found).round(decimals=4) for found in factors)  # of losses in float32
+    return {"weights": [*case.weights(), together], "expected": [*whole.weights(), alone]}
 
 
 def train_as_one(rank: int, inner_iter: int, **options: Any) -> dict[str, Any]:
@@ -343,6 +361,7 @@ JOBS: dict[str, Any] = {
     **{f"ddp-{method}": partial(train, method=method) for method in METHODS},
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},
     **{f"as-one-{n}": partial(train_as_one, inner_iter=n) for n in (1, 2)},
+    "as-one-matched": train_matched,
     "as-one-views": partial(train_as_one, inner_iter=1, gradient_as_bucket_view=True),
     "as-one-static": partial(train_as_one, inner_iter=1, static_graph=True),
     **{

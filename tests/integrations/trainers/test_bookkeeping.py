@@ -59,6 +59,29 @@ def test_collections_are_put_back_in_place() -> None:
     assert losses == [0.7]
 
 
+def test_a_tensor_that_counts_in_place_is_put_back() -> None:
+    owner = SimpleNamespace(steps=torch.tensor(2), losses={"train": {"steps": torch.tensor([3])}})
+    held = owner.losses["train"]["steps"]
+    before = Bookkeeping(owner)
+    owner.steps += 1
+    owner.losses["train"]["steps"] += 1
+    before.put_back()
+    assert owner.losses["train"]["steps"] is held
+    assert (int(owner.steps), int(held)) == (2, 3)
+
+
+def test_tensors_that_are_large_trained_or_of_inference_are_left_alone() -> None:
+    with torch.inference_mode():
+        made = torch.tensor(1.0)
+    owner = SimpleNamespace(mean=torch.zeros(2), weight=torch.ones(1, requires_grad=True), made=made)
+    before = Bookkeeping(owner)
+    owner.mean += 1
+    with torch.no_grad():
+        owner.weight += 1
+    before.put_back()
+    assert (owner.mean.tolist(), owner.weight.item(), owner.made is made) == ([1.0, 1.0], 2.0, True)
+
+
 def test_collections_may_hold_themselves_and_be_held_twice() -> None:
     rows: list[Any] = [1]
     rows.append(rows)

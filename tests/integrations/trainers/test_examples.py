@@ -14,6 +14,22 @@ ABORTED = "terminate called without an active exception"
 EXAMPLES = ROOT / "examples"
 
 
+def test_a_transformer_has_a_matched_radius() -> None:
+    flags = ["--epsilon", "0", "auto", "--epochs", "2", "--seeds", "1"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "transformer.py"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["0", "auto"]
+    assert lines[2].endswith("0.000 to 0.000")
+    assert not lines[3].endswith(" 0.100")  # it has moved
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 @pytest.mark.parametrize("flags", [[], ["--apart"]])
 def test_torchrun_trains_equal_replicas(flags: list[str]) -> None:

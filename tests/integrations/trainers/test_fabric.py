@@ -29,10 +29,11 @@ Form = Literal["closure", "blocks"]
 PAGE = ROOT / "docs" / "trainers_lightning.md"
 
 
-def batches() -> Batches:
+def batches(device: str = "cpu") -> Batches:
     generator = torch.Generator().manual_seed(3)
     draw = partial(torch.randn, 6, 6, generator=generator)
-    return [(draw(), torch.randint(0, 3, (6,), generator=generator)) for _ in range(5)]
+    drawn = [(draw(), torch.randint(0, 3, (6,), generator=generator)) for _ in range(5)]
+    return [(x.to(device), y.to(device)) for x, y in drawn]
 
 
 def network(name: str) -> nn.Module:
@@ -57,11 +58,12 @@ def train(
     before_step: Callable[[], object] = lambda: None,
     after_step: Callable[[], object] = lambda: None,
     scaler: GradScaler | None = None,
+    device: str = "cpu",
 ) -> list[float]:
     """The loop of a user, with Fabric or without; the loss of every pass."""
     torch.manual_seed(1)
     losses = []
-    for x, y in batches():
+    for x, y in batches(device):
 
         def run(x: Tensor = x, y: Tensor = y) -> Tensor:
             loss = functional.cross_entropy(model(x).float(), y)
@@ -89,16 +91,17 @@ def train(
 # ---- the same numbers
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("inner_iter", [1, 2])
 @pytest.mark.parametrize("form", ["closure", "blocks"])
 @pytest.mark.parametrize("name", ["mlp", "conv-batchnorm", "dropout"])
-def test_fabric_equals_a_loop_without_it_bit_for_bit(name: str, form: Form, inner_iter: int) -> None:
+def test_fabric_equals_a_loop_without_it_bit_for_bit(name: str, form: Form, inner_iter: int, device: str) -> None:
     """BatchNorm's statistics and dropout's masks too, which the losses of all passes show."""
-    plain, model = network(name), network(name)
-    expected = train(plain, amp(plain, inner_iter=inner_iter), form)
-    fabric = fabric_on_cpu()
+    plain, model = network(name).to(device), network(name).to(device)
+    expected = train(plain, amp(plain, inner_iter=inner_iter), form, device=device)
+    fabric = Fabric(accelerator=device, devices=1)
     prepared, optimizer = fabric.setup(model, amp(model, inner_iter=inner_iter))
-    assert train(prepared, optimizer, form, backward=fabric.backward) == expected
+    assert train(prepared, optimizer, form, backward=fabric.backward, device=device) == expected
     assert same(model.parameters(), plain.parameters())
     assert same(model.buffers(), plain.buffers())
     assert float(optimizer.last.delta_norm) > 0

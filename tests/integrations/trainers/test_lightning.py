@@ -887,7 +887,7 @@ def test_a_batch_that_fits_at_theta_alone_is_too_large(window: int, tmp_path: Pa
 # ---- several processes
 
 
-KINDS = ["mlp", "accumulating", "manual", "batchnorm"]
+KINDS = ["mlp", "accumulating", "manual", "batchnorm", "sharded", "tensor"]
 if "sync_perturbation" in signature(flatmin.AMP).parameters:
     KINDS.append("own")  # a perturbation for each rank
 
@@ -901,7 +901,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     shared |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
-    program = [sys.executable, "-m", "tests.integrations.trainers.lightning_ranks", str(folder), *KINDS]
+    program = [sys.executable, "-m", "tests.integrations.trainers.lightning_ranks", str(folder), *KINDS, "resumed"]
     processes = []
     for rank in ("0", "1"):
         environment = {**os.environ, **shared, "PYTHONPATH": PYTHONPATH, "RANK": rank, "LOCAL_RANK": rank}
@@ -926,13 +926,22 @@ def test_two_processes_stay_bitwise_equal(ranks: Path, kind: str) -> None:
     assert (first["grad_norm"] == second["grad_norm"]) == (kind != "own")  # the gradient that Δ came from
 
 
-@pytest.mark.parametrize("kind", ["mlp", "accumulating", "manual"])
+@pytest.mark.parametrize("kind", ["mlp", "accumulating", "manual", "sharded", "tensor"])
 def test_two_processes_train_as_one_with_the_whole_batch(ranks: Path, tmp_path: Path, kind: str) -> None:
     """One perturbation for all, from the gradient of all."""
     lightning_ranks.train(tmp_path, kind, ranks=1)
     one, two = (torch.load(folder / "0.pt", weights_only=True) for folder in (tmp_path, ranks / kind))
     for mine, value in zip(two["after_batches"][-1], one["after_batches"][-1], strict=True):
         torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sharded_training_resumes_bit_for_bit_and_loading_runs_no_hooks(ranks: Path) -> None:
+    """The checkpoint's ε counts, whatever the callback says."""
+    through, resumed = (
+        torch.load(ranks / "resumed" / part / "0.pt", weights_only=True) for part in ("through", "second")
+    )
+    assert (through["steps"], resumed["steps"], resumed["hooks"]) == (8, 8, 4)
+    assert same(resumed["after_batches"][-1], through["after_batches"][-1])
 
 
 # ---- the door
@@ -975,7 +984,7 @@ def test_a_precision_plugin_with_a_step_of_its_own_is_refused() -> None:
         def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
             return super().optimizer_step(*args, **kwargs)
 
-    with pytest.raises(ValueError, match=r"works on one device and with DDP .* got SingleDeviceStrategy with Own"):
+    with pytest.raises(ValueError, match=r"works on one device, with DDP .* got SingleDeviceStrategy with Own"):
         fit(Module(), FlatMinima(epsilon=0.1), plugins=[Own()])
 
 
@@ -1017,6 +1026,8 @@ def test_flatmin_imports_no_trainer_and_the_older_package_works_where_it_is_alon
 
 EXAMPLE = ROOT / "examples" / "with_lightning.py"
 PAGE = ROOT / "docs" / "trainers_lightning.md"
+ELSEWHERE = ("fabric", "ModelParallelStrategy")  # test_fabric.py and lightning_ranks.py run those
+SNIPPETS = [text for text in code(PAGE) if not any(word in text for word in ELSEWHERE)]
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1024,7 +1035,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "test error" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", [text for text in code(PAGE) if "fabric" not in text])  # test_fabric.py runs those
+@pytest.mark.parametrize("text", SNIPPETS)
 def test_the_blocks_of_the_page_run(text: str) -> None:
     class Quiet(pl.Trainer):
         def __init__(self, **settings: Any) -> None:

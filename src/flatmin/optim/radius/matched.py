@@ -1,0 +1,172 @@
+"""A radius that nobody has to choose: ε moves until the loss at θ + Δ meets the loss on new data.
+
+    radius = MatchedRadius(optimizer)
+    …                                     an epoch of steps
+    radius.step(held_out_loss)
+
+On new data the minimum lies a little beside that of the training loss, and AMP trains for the worst point near by. The
+ball is too small while that point is better than new data are, and too large where it is worse. So at each call
+
+    ε ← ε √((L_held-out − L(θ)) / (L(θ + Δ) − L(θ)))          by a factor of at most 3/2 either way
+
+with the training losses as means over the steps since the last call. The root is for a rise between linear and
+quadratic in ε, and for held-out losses that are noisy.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from flatmin.core import distributed
+from flatmin.core.messages import describe
+from flatmin.optim.amp import AMP
+from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, scale_radii
+
+MAX_FACTOR = 1.5  # of one call, up or down
+MIN_SHARE = 0.01  # of the first radius, which ε never falls below: from 0 it could not grow
+MIN_AT_EDGE = 0.5  # share of steps at the edge of the ball below which a larger ε would change little
+
+
+class HasRadii(Protocol):
+    """What has a share of these radii in a step: a `RadiusScheduler`, say."""
+
+    radii: list[float]
+
+    def set_radii(self, radii: Sequence[float]) -> None: ...
+
+
+class MatchedRadius:
+    """Moves ε of a flatmin.AMP with the held-out loss, as torch's ReduceLROnPlateau moves the learning rate.
+
+        optimizer = flatmin.AMP(base, epsilon=0.1, model=model)       # 0.1 to begin with
+        radius = flatmin.MatchedRadius(optimizer)
+
+    scheduler   the `RadiusScheduler` of the same optimizer, if there is one: it then has shares of the radius found
+                here. Its growth must be "constant": this one grows by itself
+
+    Call `step` with the mean loss on data that are not trained on: once an epoch, or more often. A few hundred examples
+    will do. They must be like the training data (with as many wrong labels, if there are any), and the model in eval
+    mode. On several ranks all call it, with the same held-out loss; save its state right after a call, or on each.
+    """
+
+    def __init__(self, optimizer: AMP, *, scheduler: HasRadii | None = None) -> None:
+        if not isinstance(optimizer, AMP):
+            raise TypeError(f"MatchedRadius moves the epsilon of a flatmin.AMP, got {describe(optimizer)}")
+        self.optimizer, self.scheduler = optimizer.behind_proxy(), scheduler
+        if isinstance(scheduler, RadiusScheduler):
+            _check_scheduler(scheduler, self.optimizer)
+        self.first = list(self.radii)
+        self._sums: Tensor | None = None  # of both losses, of the share at the edge, and of ones: on the device
+        self._lacks_losses = False  # was there a step whose losses the optimizer has not seen?
+        self._handle = self.optimizer.register_step_post_hook(self._add)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has a copy of the optimizer, which has no hooks."""
+        vars(self).update(state)
+        self._handle = self.optimizer.register_step_post_hook(self._add)
+
+    @property
+    def radii(self) -> list[float]:
+        """ε of each group, or what its schedule grows to."""
+        return radii_of(self.optimizer) if self.scheduler is None else self.scheduler.radii
+
+    @torch.no_grad()
+    def _add(self, *_: object) -> None:
+        last = self.optimizer.last
+        if last.on_ball is None or last.skipped is None:  # nothing was perturbed
+            return
+        at_edge = last.on_ball.to(_sum_dtype(last.on_ball.device))
+        ones = torch.ones_like(at_edge)
+        losses = [loss.to(ones).reshape(()) for loss in (last.loss, last.loss_perturbed) if _is_number(loss)]
+        self._lacks_losses = self._lacks_losses or len(losses) < 2
+        row = torch.stack([*(losses if len(losses) == 2 else [0 * ones] * 2), at_edge, ones])
+        row = torch.where(last.skipped, torch.zeros_like(row), row)
+        self._sums = row if self._sums is None else self._sums + row
+
+    def step(
+        self, held_out_loss: float | Tensor, *, losses: tuple[float | Tensor, float | Tensor] | None = None
+    ) -> float:
+        """Move ε; returns the factor. 1 if nothing has been perturbed since the last call, or a loss is not finite.
+
+        `losses` are the mean training losses at θ and at θ + Δ since the last call. A step with a closure that returns
+        its loss measures them; for `perturbed()` blocks, or steps with `ascent=`, give them.
+        """
+        if self._sums is None:
+            return 1.0
+        if self._lacks_losses and losses is None:
+            raise ValueError(
+                "the optimizer has not seen the losses of all steps at θ and at θ + Δ (of perturbed() blocks, of steps "
+                "with ascent=, of a closure that returns no tensor); give their means since the last call: "
+                "step(held_out_loss, losses=(loss, loss_perturbed))"
+            )
+        if losses is not None:
+            self._sums[:2] = self._sums[3] * self._sums.new_tensor([_number(loss) for loss in losses])
+        held_out = self._sums.new_tensor([_number(held_out_loss)])
+        numbers = distributed.mean_of_ranks(torch.cat([self._sums, held_out]), self.optimizer.process_groups)
+        *sums, count, new = numbers.tolist()
+        self._sums, self._lacks_losses = None, False
+        loss, perturbed, at_edge = (total / count if count else math.nan for total in sums)
+        factor = _factor(loss, perturbed, at_edge, new)
+        self.first += self.radii[len(self.first) :]  # of groups added since
+        radii = [max(factor * now, MIN_SHARE * first) for now, first in zip(self.radii, self.first, strict=True)]
+        if self.scheduler is None:
+            scale_radii(self.optimizer, radii, 1.0)
+        else:
+            self.scheduler.set_radii(radii)
+        return factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """ε itself is in the optimizer's groups, or in the scheduler."""
+        sums = None if self._sums is None else self._sums.tolist()
+        return {"first": list(self.first), "sums": sums, "lacks_losses": self._lacks_losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.first, sums = list(state_dict["first"]), state_dict["sums"]
+        self._lacks_losses = state_dict["lacks_losses"]
+        home = self.optimizer.devices()[0]
+        self._sums = None if sums is None else torch.tensor(sums, dtype=_sum_dtype(home), device=home)
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
+
+
+def _check_scheduler(scheduler: RadiusScheduler, optimizer: AMP) -> None:
+    theirs: Any = scheduler.optimizer
+    if isinstance(theirs, AMP) and theirs.behind_proxy() is not optimizer:
+        raise ValueError("scheduler must be one of the same optimizer, got another's")
+    if scheduler.schedule.growth != "constant":
+        raise ValueError(
+            f'a matched radius grows by itself, got a scheduler with growth="{scheduler.schedule.growth}"; use '
+            '"constant" there'
+        )
+
+
+def _is_number(loss: Tensor | None) -> TypeGuard[Tensor]:
+    return loss is not None and loss.numel() == 1
+
+
+def _number(loss: float | Tensor) -> float:
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
+
+
+def _factor(loss: float, perturbed: float, at_edge: float, new: float) -> float:
+    """What ε is multiplied by.
+
+    >>> _factor(0.1, 0.2, 1.0, 0.2), _factor(0.1, 0.2, 1.0, 0.9), _factor(0.1, 0.2, 1.0, 0.05)
+    (1.0, 1.5, 0.6666666666666666)
+    >>> _factor(0.1, 0.2, 0.1, 0.9)                  # Δ seldom reaches the edge: ζ is what bounds it
+    1.0
+    """
+    rise, gap = perturbed - loss, new - loss
+    if not (math.isfinite(rise) and math.isfinite(gap)):
+        return 1.0
+    wanted = MAX_FACTOR if rise <= 0 < gap else 0.0 if gap <= 0 else math.sqrt(gap / rise)
+    factor = min(max(wanted, 1 / MAX_FACTOR), MAX_FACTOR)
+    return min(factor, 1.0) if at_edge < MIN_AT_EDGE else factor

@@ -1,0 +1,177 @@
+"""The radius ε over a training: from when on weights are perturbed, how ε grows, and in which of the steps.
+
+    scheduler = RadiusScheduler(optimizer, total_steps, start=0.5)
+    optimizer.step(closure)
+    scheduler.step()
+
+A perturbation costs a pass, and the passes before the first drop of the learning rate gain little. Where ε is 0, a step
+is the base's own: one call of the closure, one pass, one replay of a smaller CUDA graph.
+
+`RadiusSchedule` is the share of ε as a function of the step, for loops that know theirs; `RadiusScheduler` counts.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from flatmin.core.messages import describe
+from flatmin.optim.wrapper import whole_number
+
+Growth = Literal["constant", "linear", "cosine"]
+GROWTHS: tuple[str, ...] = get_args(Growth)
+
+_SHARES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RadiusSchedule:
+    """From `start`, a share of the training, on, in every k-th step, the radius grows to ε or has it at once.
+
+    >>> late = RadiusSchedule(start=0.5, every=2)
+    >>> [late.share(step, 8) for step in range(8)]
+    [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    >>> [RadiusSchedule(growth="linear").share(step, 4) for step in range(4)]
+    [0.25, 0.5, 0.75, 1.0]
+    """
+
+    start: float = 0.0
+    growth: Growth = "constant"
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.start, bool) or not isinstance(self.start, int | float) or not 0 <= self.start < 1:
+            raise ValueError(f"start is a share of the training, at least 0 and below 1, got {self.start!r}")
+        if self.growth not in GROWTHS:
+            raise ValueError(f"unknown growth {self.growth!r}; choose from {', '.join(GROWTHS)}")
+        whole_number("every", self.every, least=1)
+
+    @property
+    def moves(self) -> bool:
+        """Or has every step all of ε?"""
+        return self != RadiusSchedule()
+
+    def share(self, step: int, total_steps: int) -> float:
+        """What share of ε the step has, counted from 0: at least one has some. After the last it is all of ε."""
+        begin = min(round(self.start * total_steps), total_steps - 1)
+        if step >= total_steps:
+            return 1.0
+        if step < begin or (step - begin) % self.every:
+            return 0.0
+        return _SHARES[self.growth]((step - begin + 1) / (total_steps - begin))
+
+
+def radii_of(optimizer: Optimizer) -> list[float]:
+    """ε of each group. Not a tensor on a device: whether it is 0 would be known there alone."""
+    radii = [group["epsilon"] for group in optimizer.param_groups]
+    if any(isinstance(radius, Tensor) for radius in radii):
+        raise TypeError(
+            "a radius that is moved is a number, got a tensor as epsilon, whose passes are always taken; write "
+            "epsilon=0.1 (a captured step puts it on the device by itself)"
+        )
+    return radii
+
+
+def scale_radii(optimizer: Optimizer, radii: Sequence[float], share: float) -> None:
+    """Give each group its share of its radius."""
+    for group, radius in zip(optimizer.param_groups, radii, strict=False):
+        group["epsilon"] = share * radius
+
+
+class RadiusScheduler(LRScheduler):
+    """Moves ε of a flatmin.AMP or flatmin.RMP, as torch's schedulers move the learning rate, beside any of them.
+
+        optimizer = flatmin.AMP(base, epsilon=0.1, model=model)
+        scheduler = flatmin.RadiusScheduler(optimizer, total_steps=epochs * len(loader))
+
+    total_steps  how often the optimizer will step; call `step()` after each
+    start        the share of the training before the first perturbation: a step costs one pass until then
+    growth       from there on: "constant" ε, or from 0 to ε, "linear" or by a half "cosine"
+    every        perturb every k-th step only
+
+    The ε that each group has now is the one that its radius grows to, and has again when the training is over. It is a
+    scheduler for frameworks that ask for one (torch's `LRScheduler`), and leaves the learning rate alone.
+
+    >>> import flatmin, torch
+    >>> base = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    >>> optimizer = flatmin.AMP(base, epsilon=0.2)
+    >>> scheduler = RadiusScheduler(optimizer, total_steps=4, start=0.5, growth="linear")
+    >>> for _ in range(4):
+    ...     print(scheduler.get_last_radius(), optimizer.perturbs)
+    ...     scheduler.step()
+    [0.0] False
+    [0.0] False
+    [0.1] True
+    [0.2] True
+    """
+
+    def __init__(  # not LRScheduler's own: that one watches and counts the optimizer's steps for lr
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        *,
+        start: float = 0.5,
+        growth: Growth = "constant",
+        every: int = 1,
+    ) -> None:
+        groups = getattr(optimizer, "param_groups", None)
+        if not isinstance(groups, list) or not all("epsilon" in group for group in groups):
+            raise TypeError(
+                f"RadiusScheduler moves the epsilon of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}; write "
+                "RadiusScheduler(flatmin.AMP(optimizer, epsilon=0.1), total_steps)"
+            )
+        self.optimizer, self.total_steps = optimizer, whole_number("total_steps", total_steps, least=1)
+        self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
+        self.radii = radii_of(optimizer)
+        self.last_epoch = 0  # torch's word for how often step() was called
+        self._set()
+
+    def step(self, epoch: int | None = None) -> None:
+        """To be called after `optimizer.step()`: sets the radius of the next one, or of the step with that number."""
+        self.last_epoch = self.last_epoch + 1 if epoch is None else whole_number("epoch", epoch)
+        self._set()
+
+    def _set(self) -> None:
+        self._step_count = self.last_epoch + 1  # torch's, which Accelerate compares with total_steps
+        self.radii += radii_of(self.optimizer)[len(self.radii) :]  # of groups added since
+        scale_radii(self.optimizer, self.radii, self.schedule.share(self.last_epoch, self.total_steps))
+
+    def set_radii(self, radii: Sequence[float]) -> None:
+        """The radii to grow to, from now on, one for each group."""
+        groups = len(self.optimizer.param_groups)
+        if len(radii) != groups or not all(0 <= radius < math.inf for radius in radii):
+            raise ValueError(f"radii are {groups} numbers of at least 0, one for each group, got {list(radii)}")
+        self.radii = list(radii)
+        self._set()
+
+    def get_last_radius(self) -> list[float]:
+        """ε of the next step, for each group."""
+        return radii_of(self.optimizer)
+
+    def get_last_lr(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.last_epoch,
+            "total_steps": self.total_steps,
+            "radii": list(self.radii),
+            **asdict(self.schedule),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = dict(state_dict)
+        if missing := self.state_dict().keys() - saved.keys():
+            raise ValueError(f"this is not the state of a RadiusScheduler: it has no {', '.join(sorted(missing))}")
+        self.last_epoch, self.total_steps = saved.pop("steps"), saved.pop("total_steps")
+        self.radii = list(saved.pop("radii"))
+        self.schedule = RadiusSchedule(**saved)
+        self._set()

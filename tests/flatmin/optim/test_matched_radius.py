@@ -1,0 +1,257 @@
+"""MatchedRadius: ε goes where the loss at θ + Δ meets the held-out loss, and stays there."""
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatmin
+
+CURVATURE = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+
+
+class Bowl:
+    """J = ½ θᵀHθ + c at a θ that hardly moves: the rise to θ + Δ is a known function of ε."""
+
+    def __init__(self, epsilon: float = 0.1, device: str = "cpu", **settings: Any) -> None:
+        self.theta = nn.Parameter(torch.tensor([0.4, -0.3, 0.2, 0.1], dtype=torch.float64, device=device))
+        base = torch.optim.SGD([self.theta], lr=1e-12)
+        self.optimizer = flatmin.AMP(base, epsilon=epsilon, inner_lr=1e3, **settings)
+        self.radius = flatmin.MatchedRadius(self.optimizer)
+
+    def loss(self) -> Tensor:
+        curvature = CURVATURE.to(self.theta.device)
+        return (curvature * self.theta.square()).sum() / 2 + 0.5
+
+    def closure(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        return loss
+
+    def steps(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.optimizer.step(self.closure)
+
+    @property
+    def epsilon(self) -> float:
+        return float(self.optimizer.param_groups[0]["epsilon"])
+
+
+@pytest.mark.parametrize("first", [0.01, 0.1, 3.0])
+@pytest.mark.parametrize("gap", [0.05, 0.5])
+def test_the_loss_at_the_edge_comes_to_meet_the_held_out_loss(first: float, gap: float) -> None:
+    bowl = Bowl(first)
+    held_out = float(bowl.loss().detach()) + gap
+    for _ in range(40):
+        bowl.steps()
+        bowl.radius.step(held_out)
+    bowl.steps(1)
+    last = bowl.optimizer.last
+    assert last.loss_perturbed is not None
+    assert float(last.loss_perturbed) == pytest.approx(held_out, rel=1e-3)
+    assert bowl.radius.step(held_out) == pytest.approx(1, rel=1e-2)
+
+
+def test_a_call_moves_it_by_a_factor_of_one_and_a_half_at_most_and_never_to_nothing() -> None:
+    bowl = Bowl(0.1)
+    bowl.steps()
+    assert bowl.radius.step(1e6) == 1.5
+    assert bowl.epsilon == pytest.approx(0.15)
+    for _ in range(20):
+        bowl.steps()
+        bowl.radius.step(0.0)  # new data are better than the training data
+    assert bowl.epsilon == pytest.approx(0.1 / 100)
+    bowl.steps()
+    assert bowl.radius.step(1e6) == 1.5
+    assert bowl.epsilon == pytest.approx(1.5 * 0.1 / 100)
+
+
+def test_without_a_perturbed_step_or_with_a_loss_that_is_not_finite_it_stays() -> None:
+    bowl = Bowl(0.1)
+    assert bowl.radius.step(1.0) == 1.0
+    bowl.steps()
+    assert bowl.radius.step(float("nan")) == 1.0
+    bowl.steps()
+    assert bowl.radius.step(torch.tensor(float("inf"))) == 1.0
+    assert bowl.epsilon == 0.1
+
+
+def test_a_step_that_was_skipped_does_not_count() -> None:
+    bowl, other = Bowl(0.1), Bowl(0.1)
+    bowl.steps()
+    other.steps()
+
+    def overflowing() -> Tensor:
+        loss = bowl.closure()
+        assert bowl.theta.grad is not None
+        bowl.theta.grad.fill_(float("inf"))
+        return loss * float("inf")
+
+    bowl.optimizer.step(overflowing)
+    assert bool(bowl.optimizer.last.skipped)
+    assert bowl.radius.step(1.5) == other.radius.step(1.5)
+
+
+def test_where_the_rate_of_the_ascent_bounds_the_way_a_larger_ball_is_not_asked_for() -> None:
+    bowl = Bowl(5.0)
+    bowl.optimizer.param_groups[0]["inner_lr"] = 1e-3
+    bowl.steps()
+    assert bowl.radius.step(1e6) == 1.0
+    bowl.steps()
+    assert bowl.radius.step(0.0) == pytest.approx(1 / 1.5)
+
+
+def test_blocks_do_not_tell_their_losses_and_the_loop_does() -> None:
+    bowl, other = Bowl(0.1), Bowl(0.1)
+    sums = [0.0, 0.0]
+    for _ in range(3):
+        sums[0] += float(bowl.closure().detach())
+        with bowl.optimizer.perturbed():
+            loss = bowl.loss()
+            loss.backward()
+            sums[1] += float(loss.detach())
+        bowl.optimizer.step()
+    other.steps()
+    again = Bowl(0.1).radius
+    again.load_state_dict(bowl.radius.state_dict())
+    for radius in (bowl.radius, again):
+        with pytest.raises(ValueError, match=r"step\(held_out_loss, losses=\(loss, loss_perturbed\)\)"):
+            radius.step(0.95)
+    factor = bowl.radius.step(0.95, losses=(sums[0] / 3, sums[1] / 3))
+    assert factor == pytest.approx(other.radius.step(0.95), rel=1e-5)
+    assert 1 < factor < 1.5
+
+
+def test_groups_keep_their_proportions() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    base = torch.optim.SGD(
+        [{"params": [w], "epsilon": e} for w, e in zip(weights, (0.1, 0.3, 0.0), strict=True)], lr=0.1
+    )
+    optimizer = flatmin.AMP(base, epsilon=0.1, ball="group")
+    radius = flatmin.MatchedRadius(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([w.square().sum() for w in weights]).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    radius.step(1e6)
+    assert [group["epsilon"] for group in optimizer.param_groups] == pytest.approx([0.15, 0.45, 0.0])
+
+
+def test_beside_a_scheduler_it_moves_what_the_radius_grows_to() -> None:
+    bowl = Bowl(0.1)
+    scheduler = flatmin.RadiusScheduler(bowl.optimizer, 10, start=0.5)
+    radius = flatmin.MatchedRadius(bowl.optimizer, scheduler=scheduler)
+    for _ in range(5):
+        bowl.steps(1)
+        scheduler.step()
+    assert radius.step(1e6) == 1.0  # nothing was perturbed yet
+    assert bowl.epsilon == pytest.approx(0.1)
+    bowl.steps(1)
+    assert radius.step(1e6) == 1.5
+    assert bowl.epsilon == pytest.approx(0.15)
+    scheduler.step()
+    assert bowl.epsilon == pytest.approx(0.15)
+
+
+def test_a_checkpoint_between_two_calls_goes_on_alike() -> None:
+    whole, part, second = Bowl(0.1), Bowl(0.1), Bowl(0.7)
+    for bowl in (whole, part):
+        bowl.steps()
+        bowl.radius.step(1e6)
+        bowl.steps(2)
+    with torch.no_grad():
+        second.theta.copy_(part.theta)
+    second.optimizer.load_state_dict(copy.deepcopy(part.optimizer.state_dict()))
+    second.radius.load_state_dict(json.loads(json.dumps(part.radius.state_dict())))
+    for bowl in (whole, second):
+        bowl.steps(1)
+    assert second.radius.step(0.95) == whole.radius.step(0.95) != 1.5
+    assert second.epsilon == whole.epsilon
+
+
+def test_an_ascent_on_less_gives_no_losses_to_compare() -> None:
+    bowl = Bowl(0.1)
+    bowl.optimizer.step(bowl.closure, ascent=bowl.closure)
+    with pytest.raises(ValueError, match="steps with ascent="):
+        bowl.radius.step(1.0)
+    assert bowl.radius.step(1e6, losses=(0.8, 0.9)) == 1.5
+
+
+def test_a_loss_of_one_row_counts_and_one_of_several_does_not() -> None:
+    for shape, expected in (((1,), 1.5), ((4,), None)):
+        bowl = Bowl(0.1)
+        bowl.optimizer.step(lambda bowl=bowl, shape=shape: bowl.closure().detach().expand(shape))  # type: ignore[misc]
+        if expected is None:
+            with pytest.raises(ValueError, match="returns no tensor"):
+                bowl.radius.step(1e6)
+        else:
+            assert bowl.radius.step(1e6) == expected
+
+
+def test_a_group_that_is_added_later_moves_too() -> None:
+    bowl = Bowl(0.1, ball="group")
+    bowl.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.float64))], "epsilon": 0.4})
+    bowl.steps()
+    assert bowl.radius.step(1e6) == 1.5
+    assert bowl.radius.radii == pytest.approx([0.15, 0.6])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda bowl: pickle.loads(pickle.dumps(bowl))])
+def test_a_copy_counts_the_steps_of_its_own_optimizer(copied: Any) -> None:
+    bowl = Bowl(0.1)
+    bowl.steps()
+    other = copied(bowl)
+    other.radius.step(1e6)
+    other.steps()
+    assert other.radius.step(1e6) == 1.5
+    assert (bowl.epsilon, other.epsilon) == (0.1, pytest.approx(0.225))
+
+
+def test_a_scheduler_that_grows_or_is_anothers_is_refused() -> None:
+    bowl = Bowl(0.1)
+    grows = flatmin.RadiusScheduler(bowl.optimizer, 10, growth="linear")
+    with pytest.raises(ValueError, match='grows by itself, got a scheduler with growth="linear"'):
+        flatmin.MatchedRadius(bowl.optimizer, scheduler=grows)
+    others = flatmin.RadiusScheduler(Bowl(0.1).optimizer, 10)
+    with pytest.raises(ValueError, match="one of the same optimizer"):
+        flatmin.MatchedRadius(bowl.optimizer, scheduler=others)
+
+
+def test_only_amp_has_a_radius_to_match() -> None:
+    base = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(TypeError, match=r"the epsilon of a flatmin.AMP, got"):
+        flatmin.MatchedRadius(base)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got .*RMP"):
+        flatmin.MatchedRadius(flatmin.RMP(base, epsilon=0.1))  # type: ignore[arg-type]
+
+
+@pytest.mark.cuda
+def test_captured_steps_are_counted_without_a_host_sync() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 1).cuda(), torch.randn(32, 8, device="cuda")
+    factors = []
+    for capture in (True, False):
+        twin = copy.deepcopy(model)
+        optimizer = flatmin.AMP(torch.optim.SGD(twin.parameters(), lr=1e-9), epsilon=0.1, model=twin)
+        radius = flatmin.MatchedRadius(optimizer)
+        step = flatmin.captured_step(
+            twin, lambda model, x: model(x).square().mean(), optimizer, compile=False, capture=capture
+        )
+        for _ in range(3):
+            step(x)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        factors.append(radius.step(float(step(x)) + 0.01))
+    assert factors[0] == pytest.approx(factors[1], rel=1e-3)

@@ -1,0 +1,218 @@
+"""The radius over a training, in trainers: as in a loop by hand, and one pass where it is 0."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flatmin
+from tests.support.cases import same
+
+pytest.importorskip("lightning", reason="needs Lightning: pip install 'flatmin[lightning]'")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import accelerate
+
+from flatmin.integrations.accelerate import Window
+from flatmin.integrations.lightning import FlatMinima
+from flatmin.integrations.transformers import AMPTrainer
+from tests.integrations.trainers import test_lightning as on_lightning
+from tests.integrations.trainers import test_transformers as on_transformers
+from tests.integrations.trainers.small_transformer import Seeds, arguments, sentences, small_gpt, weights
+
+pytestmark = on_lightning.pytestmark
+fresh_accelerator = on_transformers.fresh_accelerator
+LATE: dict[str, Any] = {"start": 0.5, "growth": "linear", "every": 2}
+
+
+# ---- Lightning
+
+
+def test_lightnings_callback_starts_late_as_a_loop_by_hand_does_bit_for_bit() -> None:
+    fitted, looped = on_lightning.Module("dropout"), on_lightning.Module("dropout")
+    on_lightning.fit(fitted, FlatMinima(epsilon=0.1, **LATE))
+    optimizer = flatmin.AMP(looped.base(looped.parameters()), epsilon=0.1, model=looped)
+    scheduler = flatmin.RadiusScheduler(optimizer, 8, **LATE)
+    on_lightning.by_hand(looped, optimizer, after_step=scheduler.step)
+    assert same(fitted.weights(), looped.weights())
+    assert fitted.passes == 4 + 2 + 1 + 2 + 1
+
+
+def test_a_scheduler_that_the_module_configures_moves_the_radius() -> None:
+    class Configured(on_lightning.Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = flatmin.AMP(super().configure_optimizers(), epsilon=0.1, model=self)
+            radius = flatmin.RadiusScheduler(optimizer, self.trainer.estimated_stepping_batches, **LATE)  # type: ignore[arg-type]
+            return [optimizer], [{"scheduler": radius, "interval": "step"}]
+
+    fitted, expected = Configured("dropout"), on_lightning.Module("dropout")
+    on_lightning.fit(fitted, FlatMinima())
+    on_lightning.fit(expected, FlatMinima(epsilon=0.1, **LATE))
+    assert same(fitted.weights(), expected.weights())
+    assert fitted.passes == expected.passes == 10
+
+
+@pytest.mark.parametrize("epsilon", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_radius_that_the_callback_does_not_move_is_left_alone(epsilon: Any) -> None:
+    class Moves(on_lightning.Module):
+        def configure_optimizers(self) -> Any:
+            self.amp = flatmin.AMP(super().configure_optimizers(), epsilon=epsilon, model=self)
+            return self.amp
+
+        def on_train_epoch_end(self) -> None:
+            self.amp.param_groups[0]["epsilon"] = 0.3
+
+    module = Moves()
+    on_lightning.fit(module, FlatMinima())
+    assert module.amp.param_groups[0]["epsilon"] == 0.3
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_resumed_training_goes_on_with_its_radius_bit_for_bit(tmp_path: Path) -> None:
+    straight, first, second = (on_lightning.Resumable() for _ in range(3))
+    on_lightning.fit(straight, FlatMinima(epsilon=0.1, **LATE), max_epochs=4)
+
+    class StopsEarly(on_lightning.pl.Callback):  # type: ignore[name-defined, misc]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.should_stop = trainer.current_epoch == 2
+
+    callbacks = FlatMinima(epsilon=0.1, **LATE), on_lightning.keeping(tmp_path), StopsEarly()
+    on_lightning.fit(first, *callbacks, max_epochs=4, enable_checkpointing=True)
+    going_on = on_lightning.trainer(FlatMinima(epsilon=0.1, **LATE), max_epochs=4)
+    going_on.fit(second, on_lightning.loader(), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert going_on.global_step == 16
+    assert first.passes + second.passes == straight.passes == 8 + 8 + 4
+    assert same(second.weights(), straight.weights())
+
+
+def test_a_radius_over_a_training_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no end or data without a length; give the Trainer max_steps"):
+        on_lightning.fit(on_lightning.Module(), FlatMinima(epsilon=0.1, start=0.5), max_epochs=-1)
+    with pytest.raises(TypeError, match=r"return a flatmin.RadiusScheduler from configure_optimizers"):
+        FlatMinima(start=0.5)
+    with pytest.raises(ValueError, match="start is a share of the training"):
+        FlatMinima(epsilon=0.1, start=5)
+
+
+def test_data_without_a_length_need_max_steps() -> None:
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(on_lightning.data())
+
+    loader = torch.utils.data.DataLoader(Endless(), batch_size=6)
+    with pytest.raises(ValueError, match="or data without a length; give the Trainer max_steps"):
+        on_lightning.fit(on_lightning.Module(), FlatMinima(epsilon=0.1, start=0.5), batches=loader)
+    module = on_lightning.Module()
+    on_lightning.fit(module, FlatMinima(epsilon=0.1, start=0.5), batches=loader, max_steps=4, max_epochs=-1)
+    assert module.passes == 2 + 2 * 2
+
+
+@pytest.mark.parametrize("ends", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 32}])
+def test_with_two_optimizers_half_of_the_training_is_half_of_it(ends: dict[str, Any]) -> None:
+    seen: list[float] = []
+
+    class Two(on_lightning.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            params = list(self.parameters())
+            return [torch.optim.SGD(part, lr=0.01) for part in (params[:1], params[1:])]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizers: Any = self.optimizers()
+            seen.append(optimizers[0].param_groups[0]["epsilon"])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                if optimizer.perturbs:
+                    with optimizer.perturbed():
+                        self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+    fitted = on_lightning.fit(Two(), FlatMinima(epsilon=0.1, start=0.5), **ends)
+    assert seen == [0.0] * 8 + [0.1] * 8
+    assert fitted.optimizers[0].param_groups[0]["epsilon"] == 0.1
+
+
+# ---- Hugging Face's Trainer
+
+
+def late_trainer(folder: Path, **settings: Any) -> AMPTrainer:
+    return AMPTrainer(
+        model=small_gpt(),
+        args=arguments(folder, **settings),
+        train_dataset=sentences(on_transformers.ROWS),
+        callbacks=[Seeds()],
+        epsilon=0.1,
+        **LATE,
+    )
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_amptrainer_starts_late_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """14 steps: 7 of one pass, then 7 of two and one in turn."""
+    straight = late_trainer(tmp_path / "straight")
+    passes: list[bool] = []
+    straight.model.register_forward_hook(lambda *_: passes.append(straight.replaying))  # type: ignore[union-attr]
+    straight.train()
+    assert straight.state.global_step == 14
+    assert passes == [False] * 7 + [False, True, False] * 3 + [False, True]
+    late_trainer(tmp_path / "kept", save_strategy="steps", save_steps=10).train()
+    resumed = late_trainer(tmp_path / "kept")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "kept" / "checkpoint-10"))
+    assert same(weights(resumed.model), weights(straight.model))
+    assert not same(weights(straight.model), weights(on_transformers.trained(tmp_path, epsilon=0.1).model))
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_an_optimizer_of_the_users_own_has_its_radius_again_after_a_training(tmp_path: Path) -> None:
+    model = small_gpt()
+    optimizer = flatmin.AMP(torch.optim.SGD(model.parameters(), lr=0.01), epsilon=0.2, model=model)
+    for _ in range(2):
+        trainer = AMPTrainer(
+            model=model,
+            args=arguments(tmp_path, max_steps=3),
+            train_dataset=sentences(on_transformers.ROWS),
+            optimizers=(optimizer, None),
+            start=0.0,
+            every=2,
+        )
+        passes: list[bool] = []
+        with model.register_forward_hook(lambda *_, to=passes, of=trainer: to.append(of.replaying)):
+            trainer.train()
+        assert passes == [False, True, False, False, True]
+        assert optimizer.param_groups[0]["epsilon"] == 0.2
+
+
+# ---- Accelerate
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize("prepared", [False, True])  # in one process they are the same
+def test_a_scheduler_moves_the_radius_once_a_window(prepared: bool) -> None:
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    optimizer = flatmin.AMP(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    scheduler = flatmin.RadiusScheduler(optimizer, 4, start=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if prepared:
+        scheduler = accelerator.prepare(scheduler)
+    window = Window(accelerator, model, optimizer)
+    seen = []
+    for x in torch.randn(8, 5, 3):
+        with accelerator.accumulate(model):
+            window.backward(lambda x: model(x).square().mean(), x)
+            optimizer.step()
+            if prepared or accelerator.sync_gradients:
+                scheduler.step()
+            optimizer.zero_grad()
+        seen.append(len(passes))
+        passes.clear()
+    assert seen == [1, 1, 1, 1, 1, 3, 1, 3]
