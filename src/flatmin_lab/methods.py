@@ -9,10 +9,10 @@ wrapper around the optimizer); the training loop is the same for all of them:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,8 +20,13 @@ from torch.optim import Optimizer
 
 import flatmin
 from flatmin.ball import Ball, Norm
+from flatmin.optim.radius.schedule import GROWTHS, Growth, RadiusSchedule
 from flatmin.regularisers import REGULARISERS, Regulariser, erm
 from flatmin_lab.data.normalise import Normalisation
+
+CONSTANT = RadiusSchedule()
+NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # settings that are listed where they are others
+AUTO, AUTO_FIRST_RADIUS = "auto", 0.1  # the word for a matched ε, and what it begins with
 
 
 def _unwrapped(optimizer: Optimizer, model: nn.Module) -> Optimizer:
@@ -34,12 +39,14 @@ def _wrap(optimizer: Optimizer, model: nn.Module, *, wrapper: Callable[..., Opti
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A regulariser, the model's dropout rate, and the wrapper around the optimizer."""
+    """A regulariser, the model's dropout rate, the wrapper around the optimizer, and its radius over time."""
 
     name: str
     regulariser: Regulariser
     dropout: float = 0.0
     wrap: Callable[[Optimizer, nn.Module], Optimizer] = _unwrapped
+    schedule: RadiusSchedule = CONSTANT  # how much of ε a step has
+    ascent_share: float = 1.0  # of the batch, for the ascent
 
 
 def dropout(rate: float = 0.1) -> Method:
@@ -58,42 +65,86 @@ def rmp(
 
 
 def amp(
-    epsilon: float = 0.5,
+    epsilon: float | Literal["auto"] = 0.5,
     *,
     inner_lr: float = 1.0,
     inner_iter: int = 1,
     ball: Ball = "global",
     norm: Norm = "l2",
+    start: float = 0.0,
+    growth: Growth = "constant",
+    every: int = 1,
+    ascent_share: float = 1.0,
+    held_out: float | None = None,
     sync_perturbation: bool = True,
 ) -> Method:
     """The worst perturbation. 0.5 and 1 are the paper's for PreActResNet18 over 200 epochs; VGG16 has 0.1 and 0.2.
 
+    `start`, `growth` and `every` are those of a `RadiusSchedule`: perturb later, grow, perturb less often.
+    `ascent_share` is the share of a batch that Δ comes from. With epsilon="auto" a `flatmin.MatchedRadius` moves ε,
+    with the loss on a part of the training set that is held out for it: on a share of `held_out`, or else of 2 %, and
+    up to 10 % where that is fewer than 500 images.
     `sync_perturbation=False`: a perturbation per rank, where several ranks train one model.
     """
     settings: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
     settings["sync_perturbation"] = sync_perturbation
-    wrap = partial(_wrap, wrapper=flatmin.AMP, epsilon=epsilon, **settings)
-    return Method(name="amp", regulariser=erm(), wrap=wrap)
+    first = AUTO_FIRST_RADIUS if epsilon == AUTO else epsilon
+    wrap = partial(_wrap, wrapper=flatmin.AMP, epsilon=first, **settings)
+    schedule = RadiusSchedule(start=start, growth=growth, every=every)
+    _check_moving(epsilon, schedule, ascent_share, held_out)
+    return Method(name="amp", regulariser=erm(), wrap=wrap, schedule=schedule, ascent_share=ascent_share)
+
+
+def _check_moving(epsilon: float | str, schedule: RadiusSchedule, ascent_share: float, held_out: float | None) -> None:
+    if not 0 < ascent_share <= 1:
+        raise ValueError(f"ascent_share is a share of the batch, above 0 and at most 1, got {ascent_share}")
+    if held_out is not None and not 0 < held_out < 1:
+        raise ValueError(f"held_out is a share of the training set, between 0 and 1, got {held_out}")
+    if held_out is not None and epsilon != AUTO:
+        raise ValueError(
+            f"held_out belongs to epsilon auto, got held_out={held_out} and epsilon={epsilon}; leave it out"
+        )
+    if epsilon == AUTO and schedule.growth != "constant":
+        raise ValueError(f"epsilon auto grows by itself, got growth={schedule.growth}; leave it out")
+    if epsilon == AUTO and ascent_share < 1:
+        raise ValueError(
+            f"epsilon auto compares losses on the same images at θ and at θ + Δ, got ascent_share={ascent_share}; "
+            "leave it out, or give a number as epsilon"
+        )
 
 
 OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp": amp}
 METHODS = (*REGULARISERS, *OTHERS)
 FLAGS = {  # settings of AMP, some of them of other methods too, that have a flag of their own, and its help
-    "epsilon": "ε: the radius of AMP (default: by the length of the run), RMP and adversarial training.",
+    "epsilon": "ε: the radius of AMP (default: by the length of the run; auto: matched to held-out data), RMP and "
+    "adversarial training.",
     "inner_lr": "ζ: AMP's learning rate of the ascent.",
     "inner_iter": "N: AMP's ascent steps.",
     "ball": "What ε bounds: global, group or tensor.",
     "norm": "l2 or linf.",
+    "start": "The share of the run before AMP's first perturbation: a step costs one pass until then; default: 0.",
+    "growth": f"AMP's radius from then on: {', '.join(GROWTHS)}; default: constant.",
+    "every": "Perturb every k-th step only; default: 1.",
+    "ascent_share": "The share of a batch that the perturbation comes from; default: 1.",
 }
 
 
 def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A method's settings, completed by the paper's: numbers and strings, not generators or flags.
 
-    >>> resolve_settings("amp", {"epsilon": 0.1})
-    {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2'}
+    The paper has one radius for all steps; what moves it is listed where something does.
+
+    >>> resolve_settings("amp", {"epsilon": 0.1, "start": 0.5})
+    {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2', 'start': 0.5}
     """
-    return {**_defaults(name), **settings}
+    own = {key: value for key, value in settings.items() if NOT_IN_PAPER.get(key, ...) != value}
+    return {**_defaults(name), **own}
+
+
+@cache
+def setting_names(name: str) -> frozenset[str]:
+    """All that a method's settings may be called."""
+    return frozenset(signature(OTHERS.get(name) or REGULARISERS[name]).parameters)
 
 
 @cache
@@ -101,6 +152,7 @@ def _defaults(name: str) -> Mapping[str, Any]:
     make = OTHERS.get(name) or REGULARISERS[name]
     known = {key: parameter.default for key, parameter in signature(make).parameters.items()}
     shown = {key: value for key, value in known.items() if isinstance(value, int | float | str)}
+    shown = {key: value for key, value in shown.items() if key not in NOT_IN_PAPER}
     return {key: value for key, value in shown.items() if not isinstance(value, bool)}
 
 
@@ -123,5 +175,7 @@ def build(name: str, *, normalise: Normalisation | None = None, **settings: Any)
                 "normalise=Normalisation.of(data.train), or mean= and std= ([0.0] and [1.0] for images of 0 to 1)"
             )
         settings = {"mean": normalise.mean, "std": normalise.std, **settings}
+    if name != "amp" and settings.get("epsilon") == AUTO:
+        raise ValueError(f"epsilon {AUTO} is a radius of AMP's, got it for {name}; give a number")
     made = make(**settings)
     return made if isinstance(made, Method) else Method(name=name, regulariser=made)

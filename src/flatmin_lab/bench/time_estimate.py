@@ -7,14 +7,16 @@ image takes about a tenth of its share of a training pass, so it cannot be deriv
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
+from flatmin.optim.radius import RadiusSchedule
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.methods import CONSTANT, resolve_settings
 from flatmin_lab.recipes.recipe import Job, Recipe
 from flatmin_lab.runs.events import Epoch, Event
 from flatmin_lab.system.rng import RandomScope
@@ -29,11 +31,29 @@ FIRST_IMAGES = 50  # of a first evaluation: a large batch of a large network tak
 TrainingSteps = Generator[Event | None, None, None]
 
 
-def passes_per_step(recipe: Recipe) -> int:
-    """Forward and backward passes in a step."""
+def passes_per_step(recipe: Recipe) -> float:
+    """Forward and backward passes over a batch in a step, one that perturbs."""
     if recipe.method == "amp":
-        return 1 + int(recipe.settings.get("inner_iter", 1))
+        settings = resolve_settings("amp", recipe.settings)
+        of_ascent = int(settings["inner_iter"]) * float(settings.get("ascent_share", 1))
+        return 1 if settings["epsilon"] == 0 else 1 + of_ascent
     return 2 if recipe.method == "adversarial" else 1
+
+
+def kinds_of_steps(recipe: Recipe) -> list[tuple[float, Recipe]]:
+    """The shares of a run's steps that take the same time, each with a recipe all of whose steps are such.
+
+    A run that perturbs late, or not in every step, has two.
+    """
+    schedule = {key: recipe.settings[key] for key in asdict(CONSTANT).keys() & recipe.settings.keys()}
+    if not schedule:
+        return [(1.0, recipe)]
+    radius = RadiusSchedule(**schedule)
+    share = (1 - radius.start) / radius.every
+    settings = {key: value for key, value in recipe.settings.items() if key not in schedule}
+    plain = replace(recipe, settings={**settings, "epsilon": 0.0})
+    kinds = [(1 - share, plain), (share, replace(recipe, settings=settings))]
+    return [(part, kind) for part, kind in kinds if part > 0]
 
 
 def cost_key(recipe: Recipe, data: Dataset) -> tuple[Any, ...]:
@@ -100,7 +120,7 @@ def seconds_per_step(recipe: Recipe, data: Dataset, *, device: torch.device) -> 
 @torch.no_grad()
 def seconds_per_evaluation(recipe: Recipe, data: Dataset, *, device: torch.device) -> float:
     """Seconds per evaluated image, with the initial network and torch's settings as in a training run."""
-    known, _, _, normalise = prepare_data(recipe, data.to(device), seed=0)
+    known, _, _, normalise, _ = prepare_data(recipe, data.to(device), seed=0)
     found = 0.0
     with RandomScope(device, deterministic=recipe.deterministic).active():
         answers = CapturedForward(build_model(recipe, known, build_method(recipe, normalise)).to(device))
@@ -136,9 +156,12 @@ def estimate_all_seconds(
     paces: dict[tuple[Any, ...], Pace] = {}
     found = []
     for job in jobs:
-        key = cost_key(job.recipe, data[job.recipe.data])
-        if key not in paces:
-            say(f"measuring {job.recipe.name}")
-            paces[key] = measure_pace(job.recipe, data[job.recipe.data], device=device)
-        found.append(estimate_seconds(job.recipe, data[job.recipe.data], paces[key]))
+        there, seconds = data[job.recipe.data], 0.0
+        for share, recipe in kinds_of_steps(job.recipe):
+            key = cost_key(recipe, there)
+            if key not in paces:
+                say(f"measuring {recipe.name}")
+                paces[key] = measure_pace(recipe, there, device=device)
+            seconds += share * estimate_seconds(recipe, there, paces[key])
+        found.append(seconds)
     return found

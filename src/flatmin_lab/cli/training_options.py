@@ -9,7 +9,7 @@ has --lr, --seed and an option for every other field. One that is not given is N
 from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import Parameter, Signature, signature
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from flatmin_lab import methods
 from flatmin_lab.cli.options import option, parse_settings
@@ -68,11 +68,13 @@ def _parameter(name: str, flag: Flag, option_name: str | None = None) -> Paramet
 def _taken(kind: Any) -> Any:
     """What an option takes: a word for a choice or for numbers with commas, KEY=VALUE for settings.
 
+    A number or a word is a word too, until it is read.
+
     >>> _taken(float | None), _taken(Literal["l2", "linf"]), _taken(tuple[float, ...]), _taken(tuple[int, int])
     (<class 'float'>, <class 'str'>, <class 'str'>, tuple[int, int])
     """
-    if get_origin(kind) is UnionType:
-        (kind,) = (one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) in (UnionType, Union):
+        kind = next(one for one in reversed(get_args(kind)) if one is not type(None))
     if get_origin(kind) is Literal or kind == NUMBERS:
         return str
     return list[str] if get_origin(kind) is Mapping else kind
@@ -92,12 +94,29 @@ def recipe_changes(given: Mapping[str, Any], recipe: type[Recipe] = Recipe) -> d
 def method_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The method's settings: those with a flag of their own, and those of --set."""
     own = {name: given[name] for name in methods.FLAGS if given[name] is not None}
-    return own | parse_settings(given["settings"])
+    if "epsilon" in own:
+        own["epsilon"] = parse_radius(own["epsilon"])
+    found = own | parse_settings(given["settings"])
+    return {name: value for name, value in found.items() if methods.NOT_IN_PAPER.get(name, ...) != value}
 
 
 def check_milestones(milestones: str | None, recipe: Recipe) -> None:
     if milestones is not None and recipe.schedule != "multi_step":
         raise ValueError(f"--milestones belongs to the schedule multi_step, got {recipe.schedule}")
+
+
+def parse_radius(text: str) -> float | str:
+    """A number, or the word auto.
+
+    >>> parse_radius("0.1"), parse_radius("auto")
+    (0.1, 'auto')
+    """
+    if text == methods.AUTO:
+        return text
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"--epsilon takes a number, or auto, got {text!r}") from error
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

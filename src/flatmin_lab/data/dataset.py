@@ -95,15 +95,19 @@ class Dataset:
 
         The real test set is not in it, so what is tuned with it has never seen the test set.
         """
+        kept, out = self.split_indices(seed, share=share)
+        return replace(self, train=self.train.at(kept), test=self.train.at(out))
+
+    def split_indices(self, seed: SupportsIndex, *, share: float, name: str = "held out") -> tuple[Tensor, Tensor]:
+        """Indices of the training images that are kept, and of those that are held out; `name` draws another order."""
         count = round(len(self.train) * share) if 0 < share < 1 else 0
         if not 0 < count < len(self.train):
             raise ValueError(
                 f"a share of {share} of {len(self.train)} training images leaves one part empty; "
                 "choose a share between 0 and 1 that gives each part one"
             )
-        order = torch.randperm(len(self.train), generator=generator("held out", seed))
-        order = order.to(self.train.x.device)
-        return replace(self, train=self.train.at(order[:-count]), test=self.train.at(order[-count:]))
+        order = torch.randperm(len(self.train), generator=generator(name, seed)).to(self.train.x.device)
+        return order[:-count], order[-count:]
 
     @cached_property
     def checksum(self) -> str:

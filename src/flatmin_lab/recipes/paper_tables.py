@@ -15,13 +15,17 @@ recipe's name says what it trains, not which table asked for it. The paper's own
 Runs are in bf16, channels-last and compiled, with the settings that the paper gives each method.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from itertools import product
 from typing import Any, Literal, get_args
 
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.sources.synthetic import SUFFIX
+from flatmin_lab.methods import AUTO
+from flatmin_lab.recipes.defaults import SMALL_DATA
 from flatmin_lab.recipes.paper_numbers import METHODS
 from flatmin_lab.recipes.recipe import PROTOCOLS, TABLE_1, TABLE_2, Job, Recipe, perturbation
 
@@ -31,6 +35,13 @@ TRIALS: dict[Protocol, int] = {"paper": 10, "short": 3, "smoke": 3}
 SETS = ("svhn", "cifar10", "cifar100")
 RESNET = TABLE_1[0]
 AUGMENTATIONS: tuple[Kind, ...] = ("vanilla", "cutout", "autoaugment")
+LATER_DROP: dict[str, dict[str, Any]] = {  # AMP with its second drop after 90 %
+    "start-0.5": {"start": 0.5},
+    "start-0.5-every-2": {"start": 0.5, "every": 2},
+    "start-0.5-ascent-0.25": {"start": 0.5, "ascent_share": 0.25},
+    "start-0.75-ascent-0.25": {"start": 0.75, "ascent_share": 0.25},
+}
+AUTO_RADII = (0.03, 0.06, 0.12, 0.25, 0.5)
 RADII = (0.03, 0.06, 0.12, 0.25)  # the paper's optimum lies at 0.06, on all three sets
 SMOKE_MODEL_SETTINGS: dict[str, dict[str, Any]] = {
     "preactresnet18": {"width": 4},
@@ -156,11 +167,10 @@ def flatness(protocol: Protocol) -> Experiment:
 
 def spiral(protocol: Protocol) -> Experiment:
     """Two decision boundaries on a spiral: AMP's is smoother."""
-    epochs = PROTOCOLS["smoke"] if protocol == "smoke" else 300
-    points: dict[str, Any] = {"data": "spiral", "model": "mlp", "augment": "none", "schedule": "cosine"}
+    points = _small("spiral", protocol)
     recipes = []
     for method in ("erm", "amp"):
-        recipe = Recipe(**points, epochs=epochs, method=method, name=f"{protocol}/spiral-mlp-{method}")
+        recipe = Recipe(**points, method=method, name=f"{protocol}/spiral-mlp-{method}")
         recipes.append(replace(recipe, settings=perturbation(recipe)) if method == "amp" else recipe)
     return _experiment("spiral", "decision boundaries on a spiral", protocol, recipes, parts=("boundary",))
 
@@ -253,6 +263,61 @@ def rivals(protocol: Protocol) -> Experiment:
     return _experiment("rivals", "more weight decay, averaged weights", protocol, recipes, trials=3)
 
 
+def frontier(protocol: Protocol) -> Experiment:
+    """AMP's gain at less than its cost: perturb late, or not in every step, beside ERM with as much time.
+
+    A step without a perturbation costs one pass, so `start` s and `every` k cost 1 + (1 − s)/k passes a step. In the
+    last quarter the rate is 0.001 and the weights hardly move: `drop` lowers it later, and ERM has the same rates.
+    """
+    recipes = []
+    for data in ("cifar10", "cifar100"):
+        late = partial(cell, protocol, data, RESNET)
+        recipes += [late("erm"), exact := late("amp")]
+        usual = exact.settings["epsilon"]
+        recipes += [late("erm", variant=f"times-{factor}", epochs=_times(factor, protocol)) for factor in (1.25, 1.5)]
+        for start, radius in product((0.5, 0.75, 0.9), (usual, 2 * usual)):
+            name = f"start-{start}" if radius == usual else f"start-{start}-radius-{radius:g}"
+            recipes.append(late("amp", variant=name, settings={"epsilon": radius, "start": start}))
+        for every in (2, 5):
+            settings = {"start": 0.5, "every": every}
+            recipes.append(late("amp", variant=f"start-0.5-every-{every}", settings=settings))
+        settings = {"start": 0.5, "ascent_share": 0.25}
+        recipes.append(late("amp", variant="start-0.5-ascent-0.25", settings=settings))
+        for drop, start in ((0.9, 0.75), (0.97, 0.9)):
+            rates: dict[str, Any] = {"milestones": (0.5, drop)}
+            recipes.append(late("erm", variant=f"drop-{drop}", **rates))
+            recipes.append(late("amp", variant=f"drop-{drop}-start-{start}", settings={"start": start}, **rates))
+        for name, settings in LATER_DROP.items():
+            recipes.append(late("amp", variant=f"drop-0.9-{name}", settings=settings, milestones=(0.5, 0.9)))
+    return _experiment("frontier", "AMP's gain at less than its cost", protocol, recipes, trials=3)
+
+
+def auto(protocol: Protocol) -> Experiment:
+    """A radius that nobody chooses beside five that are fixed: how much of the best one's gain is lost?
+
+    The radius is matched to a held-out part of the training set; the fixed ones train on all of it.
+    """
+    recipes = []
+    for data in ("cifar10", "cifar100"):
+        train = partial(cell, protocol, data, RESNET)
+        recipes += [train("erm"), *(train("amp", variant=f"radius-{r}", settings={"epsilon": r}) for r in AUTO_RADII)]
+        recipes.append(train("amp", variant="auto", settings={"epsilon": AUTO}))
+        recipes.append(train("amp", variant="auto-start-0.5", settings={"epsilon": AUTO, "start": 0.5}))
+    small = _small("digits", protocol)
+    for noise in (0.0, 0.2):
+        name = f"{protocol}/digits-convnet-{{}}{f'-noise-{noise}' if noise else ''}"
+        recipes.append(Recipe(**small, label_noise=noise, method="erm", name=name.format("erm")))
+        for radius in (*AUTO_RADII, AUTO):
+            named = name.format(f"amp-{radius if radius == AUTO else f'radius-{radius}'}")
+            settings = {"epsilon": radius, "inner_lr": 1.0}
+            recipes.append(Recipe(**small, label_noise=noise, method="amp", settings=settings, name=named))
+    return _experiment("auto", "a radius that nobody chooses", protocol, recipes, trials=3)
+
+
+def _times(factor: float, protocol: Protocol) -> int:
+    return math.ceil(factor * PROTOCOLS[protocol])
+
+
 # each is made once per protocol: a report asks for all of them
 EXPERIMENTS: dict[str, Callable[[Protocol], Experiment]] = {
     make.__name__: cache(make)
@@ -273,6 +338,8 @@ EXPERIMENTS: dict[str, Callable[[Protocol], Experiment]] = {
         compute,
         precision,
         rivals,
+        frontier,
+        auto,
     )
 }
 
@@ -282,6 +349,12 @@ def by_name() -> dict[str, Recipe]:
     """Every recipe of every experiment under every protocol."""
     experiments = [make(protocol) for make in EXPERIMENTS.values() for protocol in get_args(Protocol)]
     return {recipe.name: recipe for experiment in experiments for recipe in (*experiment.recipes, *experiment.beside)}
+
+
+def _small(data: str, protocol: Protocol) -> dict[str, Any]:
+    """A small data set's own recipe, which `smoke` shortens."""
+    shortened = {"epochs": PROTOCOLS["smoke"]} if protocol == "smoke" else {}
+    return {"data": data, **SMALL_DATA[data], **shortened}
 
 
 def _resnets(protocol: Protocol, methods: tuple[str, ...]) -> list[Recipe]:

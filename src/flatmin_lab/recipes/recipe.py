@@ -11,6 +11,7 @@ epochs, with a radius of at most 0.1; `smoke` takes seconds on synthetic images,
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -39,6 +40,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
 PAPER_EPOCHS, PAPER_BATCH_SIZE = 200, 50  # the paper's
 PROTOCOLS = {"paper": PAPER_EPOCHS, "short": 60, "smoke": 3}  # with their epochs
+LENGTH_FACTORS = (1, 1.25, 1.5, 2)  # of variants with more time
 LONG_EPOCHS = 150  # from so many epochs on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
 SHORT_RADIUS = 0.1
 SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in defaults.py
@@ -74,7 +76,7 @@ class FollowedProtocol:
     def read(text: str) -> "FollowedProtocol":
         """Of a result file, which holds the sentence."""
         found = list(filter(None, text.partition(", but ")[2].split(", ")))
-        known = {key for method in methods.METHODS for key in methods.resolve_settings(method, {})}
+        known = {key for method in methods.METHODS for key in methods.setting_names(method)}
         settings = tuple(one for one in found if one.partition(" ")[0] in known)
         return FollowedProtocol(text.partition(",")[0], settings, tuple(one for one in found if one not in settings))
 
@@ -166,21 +168,27 @@ class Recipe:
         check(self)
 
     @property
+    def is_matched(self) -> bool:
+        """Is AMP's radius matched to held-out data?"""
+        return self.method == "amp" and self.settings.get("epsilon") == methods.AUTO
+
+    @property
     def protocol(self) -> FollowedProtocol:
         """`paper` or `short` for a cell of the paper's tables, but for precision and the like; `smoke`; or `own`.
 
-        Where only the method's settings, the split, a doubled length, or what the first version of the published code
-        has otherwise (crops, momentum, clipping) differ, these are its exceptions.
+        Where only the method's settings, the split, the length, weight decay, averaging, the drops of the rate, or what
+        the first version of the published code has otherwise (crops, momentum, clipping) differ, these are its
+        exceptions.
         """
         kinds = ("vanilla",) if self.model in TABLE_1 else ("vanilla", "cutout", "autoaugment")
-        lengths = {count: name for name, epochs in PROTOCOLS.items() for count in (epochs, 2 * epochs)}
+        lengths = {math.ceil(factor * epochs): name for name, epochs in PROTOCOLS.items() for factor in LENGTH_FACTORS}
         name = lengths.get(self.epochs)
         if self.data not in (SYNTHETIC if name == "smoke" else OFFICIAL) or self.model not in TABLE_1 + TABLE_2:
             return OWN
         if name is None or self.augment not in (*kinds, "vanilla_v1"):
             return OWN
-        known = ("method", "augment", "nesterov", "clip_norm", "epochs", "name", "validation", *SPEED)
-        free = {key: getattr(self, key) for key in known}
+        known = ("method", "augment", "nesterov", "clip_norm", "weight_decay", "ema", "milestones", "epochs", "name")
+        free = {key: getattr(self, key) for key in (*known, "validation", *SPEED)}
         free |= {"model_settings": self.model_settings, "batch_size": self.batch_size} if name == "smoke" else {}
         plain = Recipe(data=self.data, model=self.model, **free)
         if replace(self, settings={}) != plain:
@@ -191,6 +199,10 @@ class Recipe:
         changed = [f"{key} {mine.get(key)}" for key in {**settings, **mine} if mine.get(key) != settings.get(key)]
         others = ["first version's crops"] * (self.augment not in kinds) + ["no Nesterov"] * (not self.nesterov)
         others += [f"clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
+        others += [f"weight decay {self.weight_decay:g}"] if self.weight_decay != Recipe.weight_decay else []
+        others += [f"EMA {self.ema:g}"] if self.ema is not None else []
+        if self.milestones != Recipe.milestones:
+            others.append(f"drops at {' and '.join(f'{share:g}' for share in self.milestones)}")
         others += ["validation"] * self.validation + [f"{self.epochs} epochs"] * (self.epochs != usual.epochs)
         return FollowedProtocol(name, tuple(changed), tuple(others))
 

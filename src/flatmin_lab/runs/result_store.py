@@ -36,7 +36,10 @@ IDENTITY_SUFFIXES = (
     "commit",
     "hardware",
 )  # what tells two runs apart
-CURVES = ("train_loss", "train_error", "nll", "error", "ece", "delta_norm", "sharpness")  # of an epoch, where known
+CURVES = (  # of an epoch, where known
+    *("train_loss", "train_error", "nll", "error", "ece"),
+    *("delta_norm", "sharpness", "epsilon", "held_out_nll"),
+)
 
 
 class PlannedRun(TypedDict, total=False):

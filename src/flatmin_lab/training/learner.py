@@ -14,7 +14,8 @@ starts with the same ones. `tensors` and `state` are what a checkpoint holds, an
 On several ranks (`join`) each learner computes its shard of every step, and all stay equal: see data_parallel.py.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.amp import GradScaler
 import flatmin
 from flatmin.core.random_state import random_state, set_random_state
 from flatmin.optim import PerturbedOptimizer
+from flatmin.optim.radius import MatchedRadius, radii_of, scale_radii
 from flatmin.regularisers import Mixed, Regulariser
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
@@ -81,14 +83,28 @@ class Learner:
             autocast=AUTOCAST.get(recipe.precision),
             compile=recipe.compile,
             batch=batch,
+            ascent=_make_ascent(self.method.ascent_share),
             scaler=self.scaler,
             capture=self.capture,
         )
         self.train_step.say = self.notes.append
+        self.radii = radii_of(self.optimizer)
+        self.matched: MatchedRadius | None = None
+        if recipe.is_matched and isinstance(self.optimizer, flatmin.AMP):
+            self.matched = MatchedRadius(self.optimizer, scheduler=self)
+
+    def set_radii(self, radii: Sequence[float]) -> None:
+        """Each step has its share of these."""
+        self.radii = list(radii)
 
     def rehearse(self, ranks: RankGroup) -> None:
         """On several ranks, before they join: try this rank's shard of a step."""
         if ranks.size > 1:
+            if self.method.ascent_share < 1:
+                raise ValueError(
+                    "an ascent on a share of the batch is for one process, got ascent_share "
+                    f"{self.method.ascent_share} and {ranks.size} of them; leave it out"
+                )
             self.sharding = BatchSharding(ranks, self.device)
             self.sharding.rehearse(self.train_step.spec, *next(self.batches.parts(0)))
 
@@ -97,10 +113,14 @@ class Learner:
         if self.sharding is not None:
             self._assemble(self.sharding.replicate(self.train_step.spec), self.sharding)
 
-    def step(self, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
-        """One step on the batch of these images; what it measured, as tensors on the device."""
+    def step(self, index: Tensor, u: Tensor, lr: float, share: float = 1.0) -> dict[str, Tensor]:
+        """One step on the batch of these images, with that share of ε; what it measured, as tensors on the device.
+
+        With an ascent on less, loss and error are those at θ + Δ.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        scale_radii(self.optimizer, self.radii, share)
         loss, error = self.train_step(index, u)
         self.scaler.update()
         if self.ema is not None:
@@ -109,8 +129,9 @@ class Learner:
 
     def _measured(self, loss: Tensor, error: Tensor) -> dict[str, Tensor]:
         measured, last = {"loss": loss, "error": error}, self.optimizer.last
-        if last.loss_perturbed is not None and isinstance(self.optimizer, flatmin.AMP):  # RMP has no pass at θ
-            measured["sharpness"] = last.loss_perturbed - loss
+        # RMP has no pass at θ, an ascent on less none with all images
+        if last.loss is not None and last.loss_perturbed is not None and isinstance(self.optimizer, flatmin.AMP):
+            measured["sharpness"] = last.loss_perturbed - last.loss
         for name in ("delta_norm", "grad_norm", "on_ball", "skipped"):
             if (value := getattr(last, name)) is not None:
                 measured[name] = value
@@ -143,7 +164,10 @@ class Learner:
             str(i): {key: value for key, value in values.items() if not isinstance(value, Tensor)}
             for i, values in optimizer["state"].items()
         }
-        return {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
+        found = {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
+        if self.matched is not None:
+            found["matched"] = {"radii": self.radii, **self.matched.state_dict()}
+        return found
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint in place, so the weights keep their storage and memory format."""
@@ -158,6 +182,10 @@ class Learner:
         self.optimizer.load_state_dict({**saved, "state": state})
         self._lay_out_moments()
         self.scaler.load_state_dict(checkpoint.state["scaler"])
+        if self.matched is not None:
+            known = dict(checkpoint.state["matched"])
+            self.set_radii(known.pop("radii"))
+            self.matched.load_state_dict(known)
         random = checkpoint.part("random")
         for device in generator_devices(self.device):
             if device.type in random:  # not where training resumes on another kind of device
@@ -187,6 +215,18 @@ def _make_batch(
         return regulariser.batch(model, x, y)
 
     return batch
+
+
+def _make_ascent(share: float) -> Callable[..., tuple[Any, ...]] | None:
+    """The first images of a batch, which is in random order; two at least, for BatchNorm."""
+    if share == 1:
+        return None
+
+    def ascent(*batch: Any) -> tuple[Any, ...]:
+        count = max(math.ceil(share * len(batch[0])), 2)
+        return tuple(part[:count] for part in batch)
+
+    return ascent
 
 
 def _make_loss(regulariser: Regulariser, sharding: BatchSharding | None) -> Callable[..., tuple[Tensor, Tensor]]:

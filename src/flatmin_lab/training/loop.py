@@ -14,6 +14,7 @@ The headline is the last epoch's evaluation. The best test epoch, which the pape
 with the test labels: it is kept for comparison only, and named so.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from time import monotonic
@@ -173,7 +174,8 @@ class _TrainingRun:
         self.uncaptured = capture and ranks.size > 1
         capture = capture and ranks.size == 1  # graphs with communication between ranks are untested
         self.checksum = data.checksum
-        self.data, self.which, self.wrong, self.normalise = prepare_data(recipe, data.to(device), seed)
+        prepared = prepare_data(recipe, data.to(device), seed)
+        self.data, self.which, self.wrong, self.normalise, self.held_out = prepared
         self.batches = Batches(
             split=self.data.train,
             batch_size=recipe.batch_size,
@@ -258,7 +260,8 @@ class _TrainingRun:
     # ---- steps and epochs
 
     def _step(self, index: Tensor, u: Tensor) -> None:
-        self.state.metrics.add(len(index), self.learner.step(index, u, self._lr(self.step)))
+        share = self.learner.method.schedule.share(self.step, self.steps)
+        self.state.metrics.add(len(index), self.learner.step(index, u, self._lr(self.step), share))
         self.state.batch += 1
 
     def _notes(self) -> Iterator[Event]:
@@ -302,6 +305,7 @@ class _TrainingRun:
             if part is None:
                 return None
             found |= part
+        found |= self._match_radius()
         means = {
             (f"train_{name}" if name in ("loss", "error") else name): m
             for name, m in self.state.metrics.means().items()
@@ -313,6 +317,16 @@ class _TrainingRun:
             if self.folder is not None:
                 self.folder.add_metrics(line)
         return line
+
+    def _match_radius(self) -> dict[str, Any]:
+        """Move AMP's radius, if it follows the loss on held-out data; that loss, and the radius of the epoch."""
+        if self.held_out is None or self.learner.matched is None:
+            return {}
+        logits = self._logits(self.forwards[0], self.held_out)
+        assert logits is not None
+        loss, radius = score_logits(logits, self.held_out.y)["nll"], max(self.learner.radii)
+        self.learner.matched.step(math.nan if loss is None else loss)
+        return {"held_out_nll": loss, "epsilon": radius}
 
     def _logits(self, forward: CapturedForward, split: Split, **more: Any) -> Tensor | None:
         broadcast_buffers([forward.model], self.ranks)

@@ -28,6 +28,7 @@ from tests.support.small_runs import learner_of, tiny_data, tiny_recipe
         ("rmp", {}),
         ("adversarial", {}),
         ("amp", {"epsilon": 0.1}),
+        ("amp", {"epsilon": 0.0}),
         ("amp", {"epsilon": 0.1, "inner_iter": 3}),
     ],
 )
@@ -47,6 +48,21 @@ def test_a_run_is_its_steps_and_an_evaluation_of_the_test_set_after_each_epoch()
     assert time_estimate.estimate_seconds(recipe, data, known) == pytest.approx(3 * (4 + 30 * 0.1))
     held_out = tiny_recipe(epochs=3, batch_size=10, validation=True)
     assert time_estimate.estimate_seconds(held_out, data, known) == pytest.approx(3 * (3.6 + 4 * 0.1))
+
+
+def test_a_run_that_perturbs_late_has_two_kinds_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(method="amp", settings={"epsilon": 0.1, "start": 0.5, "every": 2})
+    (one, plain), (other, perturbed) = time_estimate.kinds_of_steps(recipe)
+    assert (one, other) == (0.75, 0.25)
+    assert [time_estimate.passes_per_step(kind) for kind in (plain, perturbed)] == [1, 2]
+
+    def pace(recipe: Any, *_: Any, **__: Any) -> time_estimate.Pace:
+        return time_estimate.Pace(float(time_estimate.passes_per_step(recipe)), 0.0)
+
+    monkeypatch.setattr(time_estimate, "measure_pace", pace)
+    jobs = [Job(tiny_recipe(), 0), Job(recipe, 0), Job(tiny_recipe(method="amp", settings={"epsilon": 0.1}), 0)]
+    erm, late, amp = time_estimate.estimate_all_seconds(jobs, {"tiny": tiny_data()}, device=torch.device("cpu"))
+    assert [late / erm, amp / erm] == pytest.approx([1.25, 2])
 
 
 class Work(TorchDispatchMode):

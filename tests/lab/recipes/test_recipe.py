@@ -133,7 +133,7 @@ def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
         {"model_settings": {"stem": 7}},
         {"label_noise": 0.1},
         {"data": "digits"},
-        {"ema": 0.9},
+        {"schedule": "cosine"},
     ],
     ids=str,
 )
@@ -151,6 +151,13 @@ def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes:
         ({"nesterov": False}, "paper, but no Nesterov"),
         ({"clip_norm": 50.0}, "paper, but clipped to 50"),
         ({"clip_norm": 0.5, "epochs": 60}, "short, but epsilon 0.5, clipped to 0.5"),
+        ({"weight_decay": 5e-4, "ema": 0.9}, "paper, but weight decay 0.0005, EMA 0.9"),
+        ({"milestones": (0.5, 0.9), "epochs": 250}, "paper, but drops at 0.5 and 0.9, 250 epochs"),
+        (
+            {"settings": {"epsilon": 0.5, "inner_lr": 1.0, "start": 0.5, "every": 2}},
+            "paper, but start 0.5, every 2",
+        ),
+        ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "start": 0.0, "every": 1}}, "paper"),
         ({"model": "vgg16"}, "paper, but epsilon 0.5, inner_lr 1.0"),  # which has another radius
         ({"settings": {"epsilon": 0.4, "inner_lr": 1.0}}, "paper, but epsilon 0.4"),
         ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "ball": "tensor"}}, "paper, but ball tensor"),

@@ -239,6 +239,17 @@ def test_several_radii_have_rows_of_their_own_and_a_sweep(runs: Path) -> None:
     assert "What the radius does" in shown
 
 
+def test_a_radius_that_is_moved_has_a_row_and_leaves_the_sweep_to_the_fixed_ones(runs: Path) -> None:
+    moved: list[dict[str, Any]] = [{"epsilon": "auto"}, {"epsilon": 0.1, "start": 0.9}]
+    for number, settings in enumerate(({"epsilon": 0.1}, {"epsilon": 0.2}, *moved)):
+        write(runs / f"sweep-{number}", result("amp", 0, 0.045, settings={**settings, "inner_lr": 1.0}, test_nll=9.0))
+    page = page_of(runs)
+    assert "AMP (ε auto)" in text_of(page)
+    (link,) = re.findall(r'download="[^"]*-epsilon.json" href="data:application/json;base64,([^"]*)"', page)
+    assert json.loads(base64.b64decode(link))["amp"]["test"].keys() == {"0.1", "0.2", "0.5"}
+    assert json.loads(base64.b64decode(link))["amp"]["test"]["0.1"] == [9.0]
+
+
 def test_a_tuning_run_says_that_it_is_one(tmp_path: Path) -> None:
     for method in ("erm", "amp"):
         found = result(method, 0, 0.05, validation=True)

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.cuda
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"method": name} for name in methods.METHODS},
     "averaged bf16": {"method": "amp", "ema": 0.9, "precision": "bf16", "channels_last": True},
+    "late": {"method": "amp", "settings": {"epsilon": 0.1, "start": 0.4, "growth": "linear", "every": 2}},
+    "less": {"method": "amp", "settings": {"epsilon": 0.1, "ascent_share": 0.3}},
+    "auto": {"method": "amp", "settings": {"epsilon": "auto", "held_out": 0.2, "start": 0.2}, "label_noise": 0.2},
     "fp16": {"method": "amp", "precision": "fp16", "clip_norm": 1.0, "settings": {"epsilon": 0.1}},
     "noise": {"method": "mixup", "label_noise": 0.3, "augment": "vanilla"},
 }
@@ -130,7 +133,7 @@ def test_the_host_never_waits_within_a_step(method: str, precision: Any, capture
     assert all(isinstance(value, Tensor) and value.is_cuda for value in measured.values())
 
 
-@pytest.mark.parametrize("variant", ["erm", "amp", "mixup", "dropout", "rmp", "averaged bf16"])
+@pytest.mark.parametrize("variant", ["erm", "amp", "late", "mixup", "dropout", "rmp", "averaged bf16"])
 def test_the_host_never_waits_within_an_epoch(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     """Between its first step and its last, although progress is told after each: numbers come when they come."""
     monkeypatch.setattr("flatmin_lab.training.loop.PROGRESS_SECONDS", 0.0)

@@ -34,6 +34,9 @@ from tests.support.small_runs import after, images, lasting, learner_of, run, sa
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"method": name} for name in methods.METHODS},
     "amp, N = 2": {"method": "amp", "settings": {"epsilon": 0.1, "inner_iter": 2}},
+    "late": {"method": "amp", "settings": {"epsilon": 0.1, "start": 0.4, "growth": "linear", "every": 2}},
+    "less": {"method": "amp", "settings": {"epsilon": 0.1, "ascent_share": 0.3}},
+    "auto": {"method": "amp", "settings": {"epsilon": "auto", "held_out": 0.2, "start": 0.2}, "label_noise": 0.2},
     "averaged": {"method": "amp", "ema": 0.9, "settings": {"epsilon": 0.1}},
     "clipped": {"method": "erm", "clip_norm": 0.1, "schedule": "cosine", "warmup": 1.0},
     "fp16": {"method": "amp", "precision": "fp16", "clip_norm": 1.0, "settings": {"epsilon": 0.1}},
@@ -139,12 +142,12 @@ def test_every_method_has_the_same_first_weights_and_batches(monkeypatch: pytest
     seen: dict[str, list[Tensor]] = {}
     real = Learner.step
 
-    def spying(self: Learner, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
+    def spying(self: Learner, index: Tensor, u: Tensor, *rest: float) -> dict[str, Tensor]:
         mine = seen.setdefault(self.recipe.method, [])
         if not mine:
             mine.extend(param.detach().clone() for param in self.model.parameters())
         mine.extend(self.batches.at(index, u))
-        return real(self, index, u, lr)
+        return real(self, index, u, *rest)
 
     monkeypatch.setattr(Learner, "step", spying)
     for method in methods.METHODS:
@@ -220,8 +223,8 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch:
     """An infinite gradient at a finite loss: the loss tells a step later, the checkpoint must not wait for it."""
     real = Learner.step
 
-    def spoilt(self: Learner, index: Tensor, u: Tensor, lr: float) -> dict[str, Tensor]:
-        measured = real(self, index, u, lr)
+    def spoilt(self: Learner, index: Tensor, u: Tensor, *rest: float) -> dict[str, Tensor]:
+        measured = real(self, index, u, *rest)
         with torch.no_grad():
             next(self.model.parameters()).view(-1)[0] = math.inf
         return measured
@@ -447,3 +450,26 @@ class TestRandomScope:
         assert drawn[0] == drawn[1]
         assert torch.backends.cudnn.benchmark == before
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_late_start_is_erm_until_then_bit_for_bit_and_costs_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    real = Learner.step
+
+    def step(self: Learner, *given: Any) -> dict[str, Tensor]:
+        seen: list[int] = []
+        with self.model.register_forward_hook(lambda *_: seen.append(1)):
+            measured = real(self, *given)
+        passes.append(len(seen))
+        return measured
+
+    monkeypatch.setattr(Learner, "step", step)
+    epochs: dict[str, list[dict[str, Any]]] = {}
+    for method, settings in (("erm", {}), ("amp", {"epsilon": 0.1, "start": 0.4, "every": 2})):
+        events = run(tiny_recipe(method=method, settings=settings))
+        lines = [{**event.numbers, "seconds": 0} for event in events if isinstance(event, Epoch)]
+        epochs[method] = lines
+    assert epochs["amp"][0] == epochs["erm"][0]
+    assert ["delta_norm" in line for line in epochs["amp"]] == [False, True, True]
+    assert epochs["amp"][1]["test_nll"] != epochs["erm"][1]["test_nll"]
+    assert passes == [1] * 15 + [1] * 6 + [2, 1] * 4 + [2]

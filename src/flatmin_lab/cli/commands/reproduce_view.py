@@ -105,7 +105,10 @@ def show_table(experiment: Experiment, store: ResultStore, selection: Selection)
     for row in rows:
         if row.place != before:
             before = row.place
-            table.add_row(Text(", ".join(name for name in row.place if name not in ("vanilla", "none")), style="bold"))
+            *names, noise = row.place
+            words = [name for name in names if name not in ("vanilla", "none")]
+            words += [f"{noise:.0%} of the labels wrong"] if noise else []
+            table.add_row(Text(", ".join(words), style="bold"))
         table.add_row(f"  {row.name}", str(row.count), *_cells(found, row, page))
     console = wide()
     display.say(console, f"\n{experiment.name}: {experiment.title}; protocol {experiment.protocol}")

@@ -10,7 +10,14 @@ from flatmin_lab.system.optional_deps import needed_by
 with needed_by("flatmin_lab.report.figures"):  # matplotlib
     from flatmin_lab.report.figures.decision_boundary import boundaries
     from flatmin_lab.report.figures.landscapes import contours, lines, surfaces
-    from flatmin_lab.report.figures.results import bars, curves, epsilon_sweep, reliability_diagram
+    from flatmin_lab.report.figures.results import (
+        FrontierPoint,
+        bars,
+        curves,
+        epsilon_sweep,
+        frontier,
+        reliability_diagram,
+    )
     from flatmin_lab.report.figures.style import DrawnFigure
     from flatmin_lab.report.figures.theory import (
         gaussian_surface,
@@ -23,11 +30,13 @@ with needed_by("flatmin_lab.report.figures"):  # matplotlib
 
 __all__ = [
     "DrawnFigure",
+    "FrontierPoint",
     "bars",
     "boundaries",
     "contours",
     "curves",
     "epsilon_sweep",
+    "frontier",
     "gaussian_surface",
     "gradient_penalty",
     "kinked_losses",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,6 +19,16 @@ from flatmin_lab.report.figures.style import (
     styled,
     with_count,
 )
+
+
+class FrontierPoint(NamedTuple):
+    """A mode of training: its name, its method, its cost, and for each measure the share kept with its interval."""
+
+    name: str
+    method: str
+    cost: float
+    kept: Sequence[tuple[float, float | None, float | None] | None]
+
 
 Values = Mapping[str, Sequence[float]]  # method -> a number per run, or per epoch
 
@@ -94,6 +105,34 @@ def epsilon_sweep(
         "erm": {split: list(own) for split, own in erm.items()},
     }
     return DrawnFigure(figure, data, "The loss over the radius ε, on training and on test data")
+
+
+def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str]) -> DrawnFigure:
+    """The share of AMP's gain that is kept over the cost, a panel per measure; the numbers name the modes."""
+    with styled():
+        figure = Figure(figsize=(3.1 * len(measures), 3.1), layout="constrained")
+        panels = figure.subplots(1, len(measures), squeeze=False, sharey=True)[0]
+        for place, (axes, measure) in enumerate(zip(panels, measures, strict=True)):
+            for level in (0, 100):
+                axes.axhline(level, color=INK, lw=0.6, ls=(0, (4, 3)), alpha=0.6)
+            for number, point in enumerate(points, start=1):
+                kept = point.kept[place]
+                if kept is None:
+                    continue
+                before = sum(other.cost == point.cost for other in points[: number - 1])
+                x = point.cost + 0.04 * before  # beside those that cost as much
+                share, low, high = (None if value is None else 100 * value for value in kept)
+                colour = LINE_STYLES[point.method][0]
+                if low is not None and high is not None:
+                    axes.plot([x, x], [low, high], color=colour, lw=1.2, alpha=0.6)
+                axes.plot(x, share, marker="o", ms=5, color=colour, ls="")
+                axes.annotate(
+                    str(number), (x, share), xytext=(0, 6), textcoords="offset points", fontsize=9, ha="center"
+                )
+            axes.set(xlabel="passes, ERM = 1", title=measure)
+        panels[0].set_ylabel("of AMP's gain kept, %")
+    data = {"measures": list(measures), "modes": [point._asdict() for point in points]}
+    return DrawnFigure(figure, data, f"{title}: the share of AMP's gain that each mode keeps, over its cost in passes")
 
 
 def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, method: str) -> DrawnFigure:

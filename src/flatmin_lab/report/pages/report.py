@@ -12,6 +12,7 @@ from markupsafe import Markup
 import flatmin
 from flatmin_lab.bench.amp_cost import BLOCKS
 from flatmin_lab.data.sources import spiral
+from flatmin_lab.methods import NOT_IN_PAPER
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.report import figures
 from flatmin_lab.report.columns import COLUMNS, Column
@@ -22,7 +23,7 @@ from flatmin_lab.report.html import data_link, pool_bins, render
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import LoadedResults, Run
 from flatmin_lab.report.pages import landscape, summary_text, tuning
-from flatmin_lab.report.paper.evidence import evidence
+from flatmin_lab.report.paper.evidence import Evidence, evidence
 from flatmin_lab.report.schema import is_number
 from flatmin_lab.report.stats import LEVEL
 from flatmin_lab.tuning.result import Tuning
@@ -69,6 +70,7 @@ def report_page(found: LoadedResults) -> str:
         "report.html.jinja",
         sections=sections,
         evidence=shown_evidence,
+        frontier_figures=_frontier_figures(shown_evidence),
         unusable=unusable,
         tunings=[_tuning_with_figure(*one) for one in found.tunings],
         runs=len(found.runs),
@@ -82,6 +84,20 @@ def report_page(found: LoadedResults) -> str:
         paper_cost=paper_numbers,
         cost_blocks=BLOCKS,
     )
+
+
+def _frontier_figures(found: Evidence | None) -> dict[tuple[str, str], PageFigure]:
+    """By protocol and data set."""
+    drawn = {}
+    for protocol in found.protocols if found else ():
+        for one in protocol.frontiers:
+            points = [
+                figures.FrontierPoint(mode.row.name, mode.row.recipe.method, mode.cost, mode.kept) for mode in one.modes
+            ]
+            title = f"{TITLES[one.data]}, {TITLES[one.model]}"
+            file = f"frontier-{protocol.name}-{one.data}"
+            drawn[protocol.name, one.data] = page_figure(figures.frontier(title, points, one.columns), file)
+    return drawn
 
 
 def _all_facts(found: LoadedResults) -> list[Mapping[str, Any]]:
@@ -181,6 +197,7 @@ def _curves(rows: Sequence[Row], split: str) -> list[DrawnFigure]:
         "training loss": lambda line: line.get("train_loss"),
         f"{split} NLL": lambda line: line.get(f"{split}_nll"),
         f"{split} error, %": lambda line: _scaled(line.get(f"{split}_error")),
+        "radius ε": lambda line: line.get("epsilon"),  # where it was matched to held-out data
     }
     known = {row.method: [run for run in row.runs if run.lines] for row in rows}
     drawn = []
@@ -233,10 +250,11 @@ def _bars(rows: Sequence[Row]) -> dict[str, DrawnFigure]:
 
 
 def _sweep(group: Group, name: str) -> PageFigure | None:
-    """The figure over ε, if AMP was trained with at least three radii."""
-    amps = [row for row in group.rows if row.method == "amp"]
-    radii = [row.runs[0].result["settings"].get("epsilon") for row in amps]
-    if not all(is_number(radius) for radius in radii) or len(set(radii)) < 3:
+    """The figure over ε, if AMP was trained with at least three radii; without those that a schedule moves."""
+    amps = [row for row in group.rows if row.method == "amp" and not NOT_IN_PAPER.keys() & _settings_of(row).keys()]
+    amps = [row for row in amps if is_number(_settings_of(row).get("epsilon"))]  # not "auto"
+    radii = [_settings_of(row)["epsilon"] for row in amps]
+    if len(set(radii)) < 3:
         return None
     erm = group.row("erm")
     sources: dict[str, Callable[[Run], float | None]] = {
@@ -254,6 +272,11 @@ def _sweep(group: Group, name: str) -> PageFigure | None:
     if not all(losses.values()):
         return None
     return page_figure(figures.epsilon_sweep(losses, level), f"{name}-epsilon")
+
+
+def _settings_of(row: Row) -> Mapping[str, Any]:
+    settings: Mapping[str, Any] = row.runs[0].result["settings"]
+    return settings
 
 
 def _boundaries(rows: Sequence[Row], group: Group, name: str) -> PageFigure | None:

@@ -11,6 +11,7 @@ from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Failure, LoadedResults, Run, UnusableFile
 from flatmin_lab.report.paper.claims import NO_DATA, ClaimVerdict, best_radius, check_claims
 from flatmin_lab.report.paper.deviations import deviations
+from flatmin_lab.report.paper.frontier import Frontier, frontiers
 from flatmin_lab.report.paper.tables import FilledTable, fill_table, runs_by_recipe
 
 PAIRS = ("ball", "adversary", "first_version", "compute", "precision", "rivals")  # tables that compare rows pairwise
@@ -23,6 +24,7 @@ TABLES = (
     "landscape",
     "flatness",
     "spiral",
+    "auto",
     *PAIRS,
 )  # the rest is in the figures below
 
@@ -36,6 +38,7 @@ class ProtocolEvidence:
     claims: list[ClaimVerdict]
     waiting: list[ClaimVerdict]  # claims with a side that is not trained or measured yet
     settings: list[str]  # of the methods, per network and augmentation
+    frontiers: list[Frontier]  # what cheaper trainings keep of AMP's gain
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
             said = [] if protocol == "smoke" else [*check_claims(runs, protocol), *radii]
             decided = [claim for claim in said if claim.verdict != NO_DATA]
             waiting = [claim for claim in said if claim.verdict == NO_DATA]
-            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown)))
+            cheaper = frontiers(fill_table(EXPERIMENTS["frontier"](protocol), runs))
+            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown), cheaper))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
     missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done | failed]
@@ -78,7 +82,7 @@ def _settings(tables: Sequence[FilledTable]) -> list[str]:
     """Of the runs in the two large tables, per network and augmentation."""
     trained: dict[str, list[Run]] = {}
     for row in (row for table in tables if table.experiment.name in ("table1", "table2") for row in table.rows):
-        _, model, augment = row.place
+        _, model, augment, _ = row.place
         name = TITLES[model] if augment == "vanilla" else f"{TITLES[model]} with {TITLES[augment]}"
         if row.main:
             trained.setdefault(name, []).extend(row.runs)

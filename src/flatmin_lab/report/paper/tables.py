@@ -13,7 +13,7 @@ from statistics import mean
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes.paper_numbers import Value, reported
 from flatmin_lab.recipes.paper_tables import Experiment, by_name
-from flatmin_lab.recipes.recipe import FollowedProtocol, Job, Recipe
+from flatmin_lab.recipes.recipe import OWN, FollowedProtocol, Job, Recipe
 from flatmin_lab.report.columns import Column, as_in_paper, column_named
 from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.html import mean_and_std
@@ -77,14 +77,16 @@ class Row:
         return self.count > 0
 
     @property
-    def place(self) -> tuple[str, str, str]:
-        """What the rows of a block share: data, model, augmentation."""
-        return self.data, self.recipe.model, self.recipe.augment
+    def place(self) -> tuple[str, str, str, float]:
+        """What the rows of a block share: data, model, augmentation, the share of wrong labels."""
+        return self.data, self.recipe.model, self.recipe.augment, self.recipe.label_noise
 
     @property
     def name(self) -> str:
         """The method, and where it differs from the paper's."""
-        apart = ", ".join(filter(None, [*self.recipe.protocol.exceptions, self.precision]))
+        protocol, settings = self.recipe.protocol, self.recipe.settings
+        own = [f"epsilon {settings['epsilon']}"] if protocol == OWN and "epsilon" in settings else []
+        apart = ", ".join(filter(None, [*protocol.exceptions, *own, self.precision]))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
         return f"{NAMES[self.recipe.method]}{f' ({apart})' if apart else ''}"

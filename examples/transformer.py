@@ -1,0 +1,106 @@
+"""A small transformer on digits with wrong labels: AdamW alone, AMP with a fixed radius, and with one that is matched.
+
+A digit of 8×8 is a sequence of 16 patches. For `auto` a tenth of the training set is held out; its labels are wrong as
+often as the rest's.
+
+    python examples/transformer.py [--epsilon 0 0.1 auto] [--noise 0.2] [--epochs 30] [--seeds 3]
+"""
+
+import argparse
+from statistics import mean, stdev
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import flatmin
+from flatmin import metrics
+
+BATCH = 50
+
+
+class Transformer(nn.Module):
+    """Patches of 2×2, two layers of attention, the mean over the patches."""
+
+    def __init__(self, width: int = 48, layers: int = 2) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, kernel_size=2, stride=2)
+        self.places = nn.Parameter(0.02 * torch.randn(16, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        logits: Tensor = self.head(self.layers(tokens).mean(dim=1))
+        return logits
+
+
+def digits(noise: float, *, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training and test images and labels; of the former, a share is wrong."""
+    found = load_digits()
+    x, y = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 8 - 1, torch.tensor(found.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))  # the same test images for all seeds
+    x, y = x[order], y[order]
+    train, test = slice(360, None), slice(360)
+    labels, draw = y[train].clone(), torch.Generator().manual_seed(seed)
+    wrong = torch.rand(len(labels), generator=draw) < noise
+    labels[wrong] = (labels[wrong] + torch.randint(1, 10, (int(wrong.sum()),), generator=draw)) % 10
+    return x[train], labels, x[test], y[test]
+
+
+def trained(epsilon: str, noise: float, epochs: int, seed: int) -> tuple[float, float, float]:
+    """Test error in %, test NLL, and the last radius."""
+    x, y, x_test, y_test = digits(noise, seed=seed)
+    torch.manual_seed(seed)
+    model = Transformer()
+    base = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    optimizer = flatmin.AMP(base, epsilon=0.1 if epsilon == "auto" else float(epsilon), model=model)
+    radius, held_out = None, len(x)
+    if epsilon == "auto":
+        radius, held_out = flatmin.MatchedRadius(optimizer), len(x) - len(x) // 10
+    steps = epochs * (held_out // BATCH)
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
+    for _ in range(epochs):
+        model.train()
+        for index in torch.randperm(held_out).split(BATCH)[: held_out // BATCH]:
+
+            def closure(index: Tensor = index) -> Tensor:
+                optimizer.zero_grad()
+                loss = cross_entropy(model(x[index]), y[index])
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            rate.step()
+        model.eval()
+        if radius is not None:
+            with torch.no_grad():
+                radius.step(cross_entropy(model(x[held_out:]), y[held_out:]))
+    with torch.no_grad():
+        logits = model(x_test)
+    last = float(optimizer.param_groups[0]["epsilon"])
+    return 100 * float(metrics.error(logits, y_test)), float(metrics.nll(logits, y_test)), last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epsilon", nargs="+", default=["0", "0.1", "auto"], help="0 is AdamW alone")
+    parser.add_argument("--noise", type=float, default=0.2)
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the network is small: threads would only wait for one another
+    print(f"{options.noise:.0%} wrong labels, {options.epochs} epochs, n = {options.seeds}")
+    print(f"{'ε':>6}  {'error, %':>14}  {'NLL':>15}  last ε")
+    for epsilon in options.epsilon:
+        runs = [trained(epsilon, options.noise, options.epochs, seed) for seed in range(options.seeds)]
+        error, nll, radius = zip(*runs, strict=True)
+        spread = [stdev(values) if len(values) > 1 else 0.0 for values in (error, nll)]
+        numbers = f"{mean(error):6.2f} ± {spread[0]:5.2f}  {mean(nll):7.3f} ± {spread[1]:5.3f}"
+        print(f"{epsilon:>6}  {numbers}  {min(radius):.3f} to {max(radius):.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

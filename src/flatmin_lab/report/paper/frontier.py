@@ -1,0 +1,92 @@
+"""What share of AMP's gain over ERM a cheaper training keeps, and what it costs.
+
+    kept = (ERM − mode) / (ERM − AMP)          of error, NLL or ECE, means over the seeds
+
+1 is all of the gain, 0 none of it. The interval is a bootstrap over the seeds of all three; with three seeds of each it
+is narrower than the truth. The cost is counted in passes over the training set, ERM's being 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from flatmin_lab.bench.time_estimate import kinds_of_steps, passes_per_step
+from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.report.paper.tables import FilledTable, Row
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95  # of the intervals
+
+
+class Kept(NamedTuple):
+    """The share of the gain, and its interval, which a single run does not have."""
+
+    share: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A row of the frontier: its runs, the passes it takes, and what it keeps in each column."""
+
+    row: Row
+    cost: float
+    kept: list[Kept | None]
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """One data set's: its modes from cheap to costly, ERM and AMP among them."""
+
+    data: str
+    model: str
+    columns: list[str]
+    modes: list[Mode]
+
+
+def cost_of(recipe: Recipe, base: Recipe) -> float:
+    """Passes over the training set, as a multiple of the base's."""
+    passes = sum(share * passes_per_step(kind) for share, kind in kinds_of_steps(recipe))
+    return passes * recipe.epochs / base.epochs
+
+
+def kept_share(erm: Sequence[float], amp: Sequence[float], mode: Sequence[float]) -> Kept | None:
+    """None if a side has no run, or AMP has no gain.
+
+    >>> kept_share([2.0, 2.0], [1.0, 1.0], [1.25, 1.25])
+    Kept(share=0.75, low=0.75, high=0.75)
+    """
+    if not (erm and amp and mode) or np.mean(erm) <= np.mean(amp):
+        return None
+    share = float((np.mean(erm) - np.mean(mode)) / (np.mean(erm) - np.mean(amp)))
+    if min(map(len, (erm, amp, mode))) < 2:
+        return Kept(share)
+    draw = np.random.default_rng(0)
+    base, best, own = (draw.choice(values, (RESAMPLES, len(values))).mean(axis=1) for values in (erm, amp, mode))
+    gains = base > best  # a resample in which AMP gains nothing has no share
+    shares = (base - own)[gains] / (base - best)[gains]
+    low, high = np.quantile(shares, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Kept(share, float(low), float(high))
+
+
+def frontiers(table: FilledTable) -> list[Frontier]:
+    """Of each data set that has runs of ERM, AMP and a mode."""
+    found = []
+    for place in dict.fromkeys(row.place for row in table.rows):
+        rows = [row for row in table.rows if row.place == place and row.has_values]
+        plain = {row.recipe.method: row for row in rows if not row.recipe.protocol.exceptions}
+        if plain.keys() >= {"erm", "amp"} and len(rows) > 2:
+            erm, amp = plain["erm"], plain["amp"]
+            modes = [Mode(row, cost_of(row.recipe, erm.recipe), _kept(erm, amp, row)) for row in rows]
+            modes.sort(key=lambda mode: mode.cost)
+            found.append(Frontier(place[0], place[1], [column.label for column in table.columns], modes))
+    return found
+
+
+def _kept(erm: Row, amp: Row, row: Row) -> list[Kept | None]:
+    cells = zip(erm.cells, amp.cells, row.cells, strict=True)
+    found = [kept_share(*(cell.compared for cell in three)) for three in cells]
+    return [Kept(kept.share) if kept and row in (erm, amp) else kept for kept in found]  # 0 and 1 by definition

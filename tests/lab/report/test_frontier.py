@@ -1,0 +1,82 @@
+"""The frontier: what cheaper trainings keep of AMP's gain, and what they cost."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS
+from flatmin_lab.report.loader import load_results
+from flatmin_lab.report.pages.report import report_page
+from flatmin_lab.report.paper.frontier import cost_of, frontiers, kept_share
+from flatmin_lab.report.paper.tables import fill_table, runs_by_recipe
+from tests.support.pages import text_of
+from tests.support.report_files import write_result
+
+RECIPES = {
+    recipe.name.removeprefix("short/cifar10-preactresnet18-"): recipe
+    for recipe in EXPERIMENTS["frontier"]("short").recipes
+    if recipe.data == "cifar10"
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        ("erm", 1.0),
+        ("amp", 2.0),
+        ("amp-start-0.5", 1.5),
+        ("amp-start-0.75-radius-0.2", 1.25),
+        ("amp-start-0.9", 1.1),
+        ("amp-start-0.5-every-2", 1.25),
+        ("amp-start-0.5-every-5", 1.1),
+        ("amp-start-0.5-ascent-0.25", 1.125),
+        ("amp-drop-0.9-start-0.75-ascent-0.25", 1.0625),
+        ("erm-times-1.25", 1.25),
+        ("erm-times-1.5", 1.5),
+        ("erm-drop-0.9", 1.0),
+        ("amp-drop-0.9-start-0.75", 1.25),
+        ("amp-drop-0.97-start-0.9", 1.1),
+    ],
+)
+def test_a_mode_costs_its_passes(name: str, passes: float) -> None:
+    assert cost_of(RECIPES[name], RECIPES["erm"]) == pytest.approx(passes)
+
+
+def test_every_mode_is_named_by_what_is_its_own() -> None:
+    table = fill_table(EXPERIMENTS["frontier"]("short"), {})
+    names = [row.name for row in table.rows if row.data == "cifar10"]
+    assert len(set(names)) == len(names) == len(RECIPES)
+    assert {"ERM", "AMP", "AMP (start 0.5, every 2)", "ERM (75 epochs)", "ERM (drops at 0.5 and 0.9)"} <= set(names)
+
+
+def test_the_share_kept_is_the_way_from_erm_to_amp() -> None:
+    kept = kept_share([6.0, 5.8, 6.2], [5.0, 5.2, 4.8], [5.2, 5.4, 5.0])
+    assert kept is not None
+    assert kept.low is not None
+    assert kept.high is not None
+    assert kept.share == pytest.approx(0.8)
+    assert 0.4 < kept.low < 0.8 < kept.high < 1.3
+    alone = kept_share([6.0], [5.0], [6.5])
+    assert alone == (-0.5, None, None)
+    assert kept_share([5.0], [5.0], [4.0]) is None  # AMP gains nothing
+    assert kept_share([5.0], [], [4.0]) is None
+
+
+def test_the_page_has_figure_and_table(tmp_path: Path) -> None:
+    errors = {"erm": 0.06, "amp": 0.05, "amp-start-0.5-every-2": 0.052, "erm-times-1.25": 0.058}
+    for name, error in errors.items():
+        for seed in range(3 if name != "erm-times-1.25" else 1):
+            write_result(tmp_path, RECIPES[name], seed, error + 1e-4 * seed, data_sha256="same")
+    found = load_results([tmp_path])
+    (frontier,) = frontiers(fill_table(EXPERIMENTS["frontier"]("short"), runs_by_recipe(found.runs, [])))
+    assert [mode.row.name for mode in frontier.modes] == ["ERM", "ERM (75 epochs)", "AMP (start 0.5, every 2)", "AMP"]
+    assert [mode.cost for mode in frontier.modes] == [1.0, 1.25, 1.25, 2.0]
+    assert [mode.kept[0].low is None for mode in frontier.modes if mode.kept[0]] == [True, True, False, True]
+    shares = [mode.kept[0].share for mode in frontier.modes if mode.kept[0]]
+    assert shares == pytest.approx([0, 0.21, 0.8, 1], abs=0.005)
+    page = report_page(found)
+    said = text_of(page)
+    assert "AMP's gain at less than its cost: CIFAR-10, PreActResNet18" in said
+    assert re.search(r"80 % \(7\d to 8\d\) kept", said)
+    assert "frontier-short-cifar10.json" in page
