@@ -1,0 +1,77 @@
+"""What these tests start does not depend on how the suite was started, nor on what the machine ran before."""
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests import PYTHONPATH, ROOT
+
+ASKS_FOR_SIGNALS = """
+import subprocess, sys
+
+PROGRAM = "from signal import *; print('ignored:', [s.name for s in (SIGINT, SIGHUP) if getsignal(s) == SIG_IGN])"
+
+
+def test_starts_a_process() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+"""
+LEAVES_A_PROCESS = """
+import subprocess, sys
+
+
+def test_leaves_a_process() -> None:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+"""
+
+
+def ignore_signals() -> None:
+    """As `nohup` and the `&` of a script do for the program they start."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def run_suite(test: str, folder: Path) -> str:
+    """A pytest of its own, started in the background, with the settings of these tests."""
+    (folder / "test_it.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.integrations.conftest", str(folder / "test_it.py")]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        preexec_fn=ignore_signals,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_process_that_is_started_does_not_ignore_what_the_suite_ignores(tmp_path: Path) -> None:
+    assert "ignored: []" in run_suite(ASKS_FOR_SIGNALS, tmp_path)
+
+
+def test_a_process_that_is_left_is_ended(tmp_path: Path) -> None:
+    """It has the suite's output: while it runs, that has no end, and waiting for it ends in an error."""
+    assert "1 passed" in run_suite(LEAVES_A_PROCESS, tmp_path)
+
+
+def test_ray_and_hugging_face_have_folders_of_this_process() -> None:
+    folder = Path(os.environ["RAY_TMPDIR"])
+    assert folder.is_dir()
+    assert Path(os.environ["HF_HOME"]).parent == folder
+    assert "RAY_ADDRESS" not in os.environ
+
+
+def test_a_name_that_others_deprecate_fails_no_test_unless_flatmin_uses_it() -> None:
+    warnings.warn_explicit("listed in the summary", FutureWarning, "there.py", 1, module="peft.model")
+    for module in ("flatmin.integrations.transformers", "flatmin_lab.data"):
+        with pytest.raises(FutureWarning):
+            warnings.warn_explicit("used", FutureWarning, "here.py", 1, module=module)
