@@ -27,9 +27,10 @@ test-all: $(READY)
 fingerprint: $(READY)
 	$(BIN)/python -m tests.support.fingerprint out/fingerprint.txt
 
-# other people's trainers, processes that meet and processes that are killed, in an environment of their own
+# other people's trainers, processes that meet and processes that are killed, in an environment of their own; in the order
+# of the files, because the commands take longest: begun last, they would leave all cores but one idle
 test-integrations: $(INTEGRATIONS)/.ready
-	$(INTEGRATIONS)/bin/python -m pytest --numprocesses auto --dist loadfile tests/integrations
+	$(INTEGRATIONS)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder tests/integrations
 
 # A wheel and a source archive in dist/, which rebuilds to the same bytes. Then what a user has, in an environment that
 # begins empty: the wheel beside torch alone; the archive, built where there is no git; the laboratory as well.

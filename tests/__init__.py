@@ -8,3 +8,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])  # of processes that tests start
+HANG_SECONDS = 600  # a wait of that length is a hang, however busy the machine is

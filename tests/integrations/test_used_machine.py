@@ -1,7 +1,7 @@
 """What these tests start does not depend on how the suite was started, nor on what the machine ran before."""
 
 import os
-import signal
+import shlex
 import subprocess
 import sys
 import warnings
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import PYTHONPATH, ROOT
+from tests import HANG_SECONDS, PYTHONPATH, ROOT
 
 ASKS_FOR_SIGNALS = """
 import subprocess, sys
@@ -25,30 +25,19 @@ import subprocess, sys
 
 
 def test_leaves_a_process() -> None:
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"])
 """
 
 
-def ignore_signals() -> None:
-    """As `nohup` and the `&` of a script do for the program they start."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def run_suite(test: str, folder: Path) -> str:
-    """A pytest of its own, started in the background, with the settings of these tests."""
+    """A pytest of its own with the settings of these tests, started as `nohup` and the `&` of a script start one."""
     (folder / "test_it.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
     command += ["-p", "tests.integrations.conftest", str(folder / "test_it.py")]
+    command = ["sh", "-c", f"trap '' INT HUP; exec {shlex.join(command)}"]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        preexec_fn=ignore_signals,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -29,13 +29,12 @@ import torch
 from flatmin_lab.cli.app import app
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.system import files
+from tests import HANG_SECONDS
 from tests.support.processes import forked
 
 import_module("torch._dynamo")  # which every optimizer imports when it is made
 if find_spec("tensorboard"):
     import_module("torch.utils.tensorboard")
-
-WAITS = 120.0  # seconds for a child that is not killed
 
 
 def child(arguments: list[str], log: Path, prepare: Callable[[], None] = lambda: None) -> int:
@@ -129,7 +128,7 @@ class Found:
 def main(place: Path, seed: int, kills: int, arguments: list[str]) -> None:
     whole, log = place / "whole", place / "log"
     begun = time.monotonic()
-    assert ended(child([*arguments, "--out", str(whole)], log), WAITS) == 0, log.read_text()
+    assert ended(child([*arguments, "--out", str(whole)], log), HANG_SECONDS) == 0, log.read_text()
     length = time.monotonic() - begun
     expected = state_of(whole)
     draw, found = random.Random(seed), Found()
@@ -140,13 +139,13 @@ def main(place: Path, seed: int, kills: int, arguments: list[str]) -> None:
             if found.killed >= kills:
                 break
             for how in (partial(dies_at, call), partial(dies_half_way, call)):
-                found.points += ended(child(go_on, log, how), WAITS) == signal.SIGKILL
+                found.points += ended(child(go_on, log, how), HANG_SECONDS) == signal.SIGKILL
             number = child(go_on, log)
             if ended(number, draw.uniform(0, 0.5 * length)) is None:
                 os.kill(number, signal.SIGKILL)
                 os.waitpid(number, 0)
                 found.killed += 1
-        assert ended(child(go_on, log), WAITS) == 0, log.read_text()
+        assert ended(child(go_on, log), HANG_SECONDS) == 0, log.read_text()
         found.apart += differences(expected, state_of(victim))
         found.left += [path.name for path in victim.glob(".*.beside")]
         found.finished += 1

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import HANG_SECONDS
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SECONDS = 120  # a start can take long where every core is busy
 # Reports uncaught errors; and frames come every 16 ms, where without a window their timing is arbitrary.
 WATCH = """<script>
 window.onerror = (message) => console.error("uncaught: " + message);
@@ -48,7 +49,7 @@ def visit(path: Path, script: str = "", *, width: int = 1200, height: int = 900)
 def _chromium(page: Path, folder: str, *flags: str, width: int, height: int) -> subprocess.CompletedProcess[str]:
     command = [found(), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000"]
     command += [f"--user-data-dir={folder}/profile", f"--window-size={width},{height}", *flags, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_SECONDS)
 
 
 def text_of(page: str) -> str:

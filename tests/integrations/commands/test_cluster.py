@@ -30,7 +30,7 @@ from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
 from flatmin_lab.runs.open_folder import lock_folder
 from flatmin_lab.runs.result_store import ResultStore
-from tests import ROOT
+from tests import HANG_SECONDS, ROOT
 from tests.support.processes import flatmin, words
 from tests.support.small_runs import lasting, same, tiny_data, tiny_recipe
 
@@ -113,16 +113,16 @@ def said(at: Path) -> str:
     return (at / "log").read_text()
 
 
-def ended(*arguments: str, at: Path, seconds: float = 150) -> int:
+def ended(*arguments: str, at: Path) -> int:
     with command(*arguments, at=at) as process:
-        return process.wait(seconds)
+        return process.wait(HANG_SECONDS)
 
 
-def until(condition: Callable[[], Any], process: subprocess.Popen[str], at: Path, seconds: float = 150) -> Any:
+def until(condition: Callable[[], Any], process: subprocess.Popen[str], at: Path) -> Any:
     begun = time.monotonic()
     while not (found := condition()):
         assert process.poll() is None, said(at)
-        assert time.monotonic() - begun < seconds, said(at)
+        assert time.monotonic() - begun < HANG_SECONDS, said(at)
         time.sleep(0.02)
     return found
 
@@ -160,7 +160,7 @@ def test_a_node_is_killed_in_the_middle_and_every_run_ends_once_with_the_bits_of
         kill(processes(doomed))
         done = finishes(there)
         add()
-        assert process.wait(150) == 0, said(there)
+        assert process.wait(HANG_SECONDS) == 0, said(there)
     assert len(done) < 4
     assert "worker lost on node" in said(there)
     assert "resumed after step" in said(there)
@@ -188,7 +188,7 @@ def test_the_command_is_killed_or_asked_to_stop_and_goes_on(
             before = len(finishes(tmp_path))
             until(lambda: len(finishes(tmp_path)) > before, process, tmp_path)  # noqa: B023
             process.send_signal(number)
-            assert process.wait(150) == code, said(tmp_path)
+            assert process.wait(HANG_SECONDS) == code, said(tmp_path)
     assert "stopped by Ctrl-C; the same command resumes" in said(tmp_path)
     assert ended(*asked, at=tmp_path) == 0, said(tmp_path)
     assert len(finishes(tmp_path)) == len(set(finishes(tmp_path))) == 12
@@ -206,7 +206,7 @@ def test_trials_are_those_of_one_machine_also_where_a_worker_is_killed(
     with command(*asked, "--executor", "ray", "--address", cluster.address, at=there) as process:
         until(lambda: list(there.glob("tuning/trial-1/checkpoint-*")), process, there)
         kill(workers(node))
-        assert process.wait(150) == 0, said(there)
+        assert process.wait(HANG_SECONDS) == 0, said(there)
     assert "worker lost on node" in said(there)
     assert ended(*asked, at=here) == 0, said(here)
     trials = [timeless(json.loads((at / "tuning/tuning.json").read_text())["trials"]) for at in (here, there)]
@@ -271,7 +271,7 @@ def test_a_node_where_others_work_holds_nothing_up(
         other = scheduler.ray.remote(Other).options(num_cpus=2).remote()
         assert scheduler.ray.get(other.here.remote())
         add()
-        leaves = threading.Timer(180, scheduler.ray.kill, [other])  # so that waiting for it would end
+        leaves = threading.Timer(HANG_SECONDS, scheduler.ray.kill, [other])  # so that waiting for it would end
         leaves.start()
         told = list(schedule_runs(slow_runs(2, epochs=3), options, scheduler, {"tiny": tiny_data()}))
         assert leaves.is_alive(), "the trainings waited for the full node"
@@ -338,7 +338,7 @@ def test_an_address_that_does_not_answer_is_named(tmp_path: Path) -> None:
         unheard.bind(("127.0.0.1", 0))  # and does not listen
         for place in (unheard, silent):
             address = f"127.0.0.1:{place.getsockname()[1]}"
-            assert ended(*SMOKE, "--executor", "ray", "--address", address, at=tmp_path, seconds=120) == 1
+            assert ended(*SMOKE, "--executor", "ray", "--address", address, at=tmp_path) == 1
             assert f"flatmin: no Ray cluster answers at {address}" in said(tmp_path)
     assert "Traceback" not in said(tmp_path)
 

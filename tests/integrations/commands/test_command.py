@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import ROOT
+from tests import HANG_SECONDS, ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 LONG = ["train", "--data", "digits", "--method", "erm", "--epochs", "1000"]
@@ -33,7 +33,7 @@ def test_a_signal_saves_and_stops(tmp_path: Path, number: signal.Signals, code: 
         while not re.match(r"epoch +[2-9]", process.stderr.readline()):
             assert process.poll() is None
         process.send_signal(number)
-        _, rest = process.communicate(timeout=120)
+        _, rest = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == code
     assert "saved after step" in rest
     assert f"flatmin train --out {folder} --resume" in rest
@@ -70,7 +70,7 @@ def test_the_demo_takes_its_workers_with_it(tmp_path: Path, number: signal.Signa
         arguments, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
     ) as demo:
         assert demo.stderr is not None
-        until = time.monotonic() + 120
+        until = time.monotonic() + HANG_SECONDS
         while len(workers := children_of(demo.pid)) < 2:
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -83,7 +83,7 @@ def test_the_demo_takes_its_workers_with_it(tmp_path: Path, number: signal.Signa
         demo.wait()
     assert demo.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
     assert "Traceback" not in said
-    until = time.monotonic() + 120
+    until = time.monotonic() + HANG_SECONDS
     while any(is_running(worker) for worker in workers):
         assert time.monotonic() < until, "a worker is left behind"
         time.sleep(0.05)

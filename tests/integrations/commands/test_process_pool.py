@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from flatmin_lab.execution.process_pool import Stop, TaskFailure, _WorkerProcess, run_in_pool
 from flatmin_lab.runs.events import Event, Note
+from tests import HANG_SECONDS
 
 
 def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Event]]:
@@ -25,7 +26,7 @@ def work(task: tuple[int, str, str], stop: Stop) -> Iterator[tuple[int, Event]]:
         time.sleep(0.05)
     if act == "last":
         Path(place).touch()
-        until = time.monotonic() + 120
+        until = time.monotonic() + HANG_SECONDS
         while not stop() and time.monotonic() < until:
             time.sleep(0.01)
         Path(place).write_text(f"stopped by {stop()}")

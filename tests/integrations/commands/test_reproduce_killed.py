@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import ROOT
+from tests import HANG_SECONDS, ROOT
 from tests.lab.cli.test_reproduce import SOME, places, program
 from tests.support.processes import flatmin
 
@@ -20,7 +20,7 @@ def test_killed_in_the_middle_it_finishes_without_repeating_a_finished_run(tmp_p
     results = tmp_path / "results" / "smoke"
     with (tmp_path / "log").open("w") as log:
         first = subprocess.Popen(command, stdout=log, stderr=log, **environment)
-        until = time.monotonic() + 600  # a hang, not a busy machine
+        until = time.monotonic() + HANG_SECONDS
         while len(list(results.glob("*.json"))) < 2 and time.monotonic() < until:
             assert first.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.05)
@@ -49,10 +49,10 @@ def test_a_signal_to_all_processes_loses_nothing(tmp_path: Path) -> None:
     results = tmp_path / "results" / "smoke"
     with (tmp_path / "log").open("w") as log:
         started = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        until = time.monotonic() + 600  # a hang, not a busy machine
+        until = time.monotonic() + HANG_SECONDS
         while not list(results.glob("*.json")) and time.monotonic() < until:
             time.sleep(0.05)
         os.killpg(started.pid, signal.SIGTERM)
-        assert started.wait(120) == 143, (tmp_path / "log").read_text()
+        assert started.wait(HANG_SECONDS) == 143, (tmp_path / "log").read_text()
     assert not list(results.glob("*.failed.json"))
     assert "stopped by SIGTERM; the same command resumes" in (tmp_path / "log").read_text()

@@ -22,8 +22,8 @@ import typer
 import flatmin
 from flatmin import attacks, ball, doctor, flatness, metrics, regularisers, theory
 from flatmin_lab.cli.app import app
-from tests import ROOT
-from tests.support.pages import CONSOLE, SECONDS, found
+from tests import HANG_SECONDS, ROOT
+from tests.support.pages import CONSOLE, found
 
 pytest.importorskip("mkdocs", reason="installed with flatmin[docs]")
 material = pytest.importorskip("material", reason="installed with flatmin[docs]")
@@ -228,7 +228,7 @@ def test_no_page_is_wider_than_its_window_and_the_search_answers_from_files(site
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
         command += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=60000", f"--user-data-dir={profile}"]
         command += [f"--window-size={DESKTOP},900", "--dump-dom", start.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_SECONDS)
     start.unlink()
     said = re.search(r'<pre id="said">(.*?)</pre>', done.stdout, re.DOTALL)
     assert said

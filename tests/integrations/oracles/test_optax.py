@@ -1,7 +1,10 @@
 """AMP with one step of ascent is optax's `contrib.sam` with a clipped gradient as its adversary, over many steps."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -9,64 +12,30 @@ import torch
 from torch import Tensor
 
 import flatmin
+from tests import PYTHONPATH
+from tests.programs.optax_sam import BASES, EPSILON, RATES, problem
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-jnp = jax.numpy
-
-STEPS, ROWS, INPUTS, HIDDEN = 100, 32, 5, 7
-BASES: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[[], Any]]] = {
-    "sgd": (lambda params: torch.optim.SGD(params, lr=0.1), lambda: optax.sgd(0.1)),
-    "momentum": (
-        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-        lambda: optax.sgd(0.05, momentum=0.9),
-    ),
-    "adam": (lambda params: torch.optim.Adam(params, lr=1e-2), lambda: optax.adam(1e-2)),
+pytestmark = pytest.mark.skipif(find_spec("optax") is None, reason="needs optax")
+MAKE_BASE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
 }
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    path = tmp_path_factory.mktemp("optax") / "answers.npz"
+    program = [sys.executable, "-m", "tests.programs.optax_sam", str(path)]
+    subprocess.run(program, env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=True)
+    with np.load(path) as answers:
+        return dict(answers)
 
 
-def problem() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    random = np.random.default_rng(0)
-    weights = {"first": random.normal(size=(INPUTS, HIDDEN)), "last": random.normal(size=(HIDDEN, 1))}
-    return weights, random.normal(size=(STEPS, ROWS, INPUTS)), random.normal(size=(STEPS, ROWS, 1))
-
-
-def with_optax(epsilon: float, rate: float, make_base: Callable[[], Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Its adversary climbs: `chain` scales and clips the gradient, and sgd with a rate of one subtracts it."""
-    weights, x, y = problem()
-    ascent = optax.chain(optax.scale(rate), optax.clip_by_global_norm(epsilon), optax.sgd(1.0))
-    sam = optax.contrib.sam(make_base(), ascent, sync_period=2, opaque_mode=True, reset_state=False)
-
-    def loss_of(params: Any, x: Any, y: Any) -> Any:
-        return jnp.mean((jnp.tanh(x @ params["first"]) @ params["last"] - y) ** 2)
-
-    params = {name: jnp.asarray(weight) for name, weight in weights.items()}
-    state, losses = sam.init(params), []
-    for batch, labels in zip(x, y, strict=True):
-
-        def gradient(params: Any, _: object, batch: Any = batch, labels: Any = labels) -> Any:
-            return jax.grad(loss_of)(params, batch, labels)
-
-        losses.append(float(loss_of(params, batch, labels)))
-        updates, state = sam.update(gradient(params, 0), state, params, grad_fn=gradient)
-        params = optax.apply_updates(params, updates)
-    return losses, {name: np.asarray(param) for name, param in params.items()}
-
-
-def with_flatmin(
-    epsilon: float, rate: float, make_base: Callable[..., torch.optim.Optimizer]
-) -> tuple[list[float], dict[str, np.ndarray]]:
+def trained(rate: float, make_base: Callable[..., torch.optim.Optimizer]) -> dict[str, np.ndarray]:
     weights, x, y = problem()
     params = {name: torch.nn.Parameter(torch.from_numpy(weight)) for name, weight in weights.items()}
-    optimizer = flatmin.AMP(make_base(params.values()), epsilon=epsilon, inner_lr=rate)
+    optimizer = flatmin.AMP(make_base(params.values()), epsilon=EPSILON, inner_lr=rate)
     losses = []
     for batch, labels in zip(map(torch.from_numpy, x), map(torch.from_numpy, y), strict=True):
 
@@ -77,15 +46,12 @@ def with_flatmin(
             return loss
 
         losses.append(float(optimizer.step(closure).detach()))
-    return losses, {name: param.detach().numpy() for name, param in params.items()}
+    return {"losses": np.array(losses), **{name: param.detach().numpy() for name, param in params.items()}}
 
 
-@pytest.mark.parametrize("rate", [0.01, 1.0, 100.0])  # inside the ball, and at its edge
+@pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("base", BASES)
-def test_a_hundred_steps_equal_optax(base: str, rate: float) -> None:
-    ours, theirs = BASES[base]
-    losses, weights = with_flatmin(0.1, rate, ours)
-    expected, there = with_optax(0.1, rate, theirs)
-    np.testing.assert_allclose(losses, expected, rtol=1e-11, atol=1e-12)
-    for name, weight in weights.items():
-        np.testing.assert_allclose(weight, there[name], rtol=1e-10, atol=1e-11)
+def test_a_hundred_steps_equal_optax(theirs: dict[str, np.ndarray], base: str, rate: float) -> None:
+    for name, ours in trained(rate, MAKE_BASE[base]).items():
+        rtol, atol = (1e-11, 1e-12) if name == "losses" else (1e-10, 1e-11)
+        np.testing.assert_allclose(ours, theirs[f"{base} {rate} {name}"], rtol=rtol, atol=atol)

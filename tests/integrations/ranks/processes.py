@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from tests import HANG_SECONDS
+
 
 class Job(Protocol):
     def __call__(self, rank: int) -> dict[str, Any]: ...
 
 
-def in_ranks(jobs: Mapping[str, Job], ranks: int, folder: Path, *, limit: float = 240) -> list[dict[str, Any]]:
+def in_ranks(jobs: Mapping[str, Job], ranks: int, folder: Path, *, limit: float = HANG_SECONDS) -> list[dict[str, Any]]:
     """What every job returned, for each rank."""
     processes = spawn(work, args=(jobs, ranks, str(folder)), nprocs=ranks, join=False)
     assert processes is not None

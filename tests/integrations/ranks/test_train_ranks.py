@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import PYTHONPATH
+from tests import HANG_SECONDS, PYTHONPATH
 from tests.integrations.ranks.train_jobs import APART, JOBS, METHODS
 from tests.programs.kill_training import differences, state_of
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(folder: Path) -> Told:
     program = [sys.executable, "-m", "tests.integrations.ranks.forked_ranks", str(folder), json.dumps(cases(folder))]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=300)
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     found: Told = json.loads(done.stdout)
     return found
@@ -303,7 +303,7 @@ def torchrun(*flags: str) -> subprocess.Popen[str]:
 def test_torchrun_trains_as_the_forked_processes_did(told: Told, folder: Path, tmp_path: Path) -> None:
     for attempt in range(3):
         running = torchrun(*OFTEN, "--out", str(tmp_path / f"run-{attempt}"))
-        out, err = running.communicate(timeout=120)
+        out, err = running.communicate(timeout=HANG_SECONDS)
         if ABORTED not in err:
             break
     assert running.returncode == 0, err
@@ -314,11 +314,11 @@ def test_torchrun_trains_as_the_forked_processes_did(told: Told, folder: Path, t
 def test_torchrun_asked_to_end_saves_first(told: Told, folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "run"
     running = torchrun(*OFTEN, "--epochs", "400", "--out", str(place))
-    until = time.monotonic() + 90
+    until = time.monotonic() + HANG_SECONDS
     while not (place / "state.json").exists() and time.monotonic() < until:
         time.sleep(0.05)
     running.send_signal(signal.SIGTERM)
-    _, err = running.communicate(timeout=120)
+    _, err = running.communicate(timeout=HANG_SECONDS)
     step = json.loads((place / "state.json").read_text())["step"]
     assert f"stopped by SIGTERM, saved after step {step};" in err
     assert running.returncode != 0

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from tests import ROOT
+from tests import HANG_SECONDS, ROOT
 
 # gloo, now and then, in a process that is done and leaves: with plain SGD in place of AMP too (1 of 19, torch 2.13)
 ABORTED = "terminate called without an active exception"
@@ -20,7 +20,7 @@ def test_a_transformer_has_a_matched_radius() -> None:
         [sys.executable, str(EXAMPLES / "transformer.py"), *flags],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -39,7 +39,7 @@ def test_torchrun_trains_equal_replicas(flags: list[str]) -> None:
             [*command, str(EXAMPLES / "several_gpus.py"), *flags],
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=HANG_SECONDS,
             check=False,
         )
         if ABORTED not in done.stderr:

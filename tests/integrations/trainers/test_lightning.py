@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatmin
-from tests import PYTHONPATH, ROOT
+from tests import HANG_SECONDS, PYTHONPATH, ROOT
 from tests.support.cases import MODELS, OPTIMIZERS, fused_sgd, same
 from tests.support.doc_blocks import code
 
@@ -908,7 +908,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         processes.append(subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, text=True))
     try:
         for process in processes:
-            _, said = process.communicate(timeout=100)
+            _, said = process.communicate(timeout=HANG_SECONDS)
             assert process.returncode == 0, said
     finally:
         for process in processes:
@@ -1019,7 +1019,7 @@ def test_flatmin_imports_no_trainer_and_the_older_package_works_where_it_is_alon
         pytest.skip("needs pytorch_lightning")
     program = [sys.executable, "-W", "ignore", "-m", "tests.integrations.trainers.pytorch_lightning_alone"]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    subprocess.run(program, check=True, timeout=100, capture_output=True, text=True, env=environment)
+    subprocess.run(program, check=True, timeout=HANG_SECONDS, capture_output=True, text=True, env=environment)
 
 
 # ---- what is shown to users

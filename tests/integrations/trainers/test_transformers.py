@@ -294,7 +294,8 @@ def test_activation_checkpointing_changes_no_bit(tmp_path: Path) -> None:
     has_new_name = hasattr(transformers.TrainingArguments, "activation_checkpointing")  # since 5.23
     name = "activation_checkpointing" if has_new_name else "gradient_checkpointing"
     without = trained(tmp_path, epsilon=0.1)
-    checkpointed = trained(tmp_path, epsilon=0.1, **{name: True, f"{name}_kwargs": {"use_reentrant": False}})
+    settings: dict[str, Any] = {name: True, f"{name}_kwargs": {"use_reentrant": False}}
+    checkpointed = trained(tmp_path, epsilon=0.1, **settings)
     assert same(weights(without.model), weights(checkpointed.model))
 
 

@@ -25,12 +25,11 @@ from accelerate import Accelerator
 import flatmin
 from flatmin.integrations.accelerate import Window
 from flatmin.integrations.transformers import AMPTrainer
-from tests import PYTHONPATH
+from tests import HANG_SECONDS, PYTHONPATH
 from tests.integrations.trainers.small_transformer import arguments, sentences, small_gpt, weights
 from tests.support.cases import same
 
 ROWS = 16
-SECONDS = 240  # for processes that wait for one another for ever
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 
 
@@ -89,7 +88,7 @@ def runs(folder: Path, processes: int) -> list[dict[str, Any]]:
     ]
     try:
         for process in running:
-            _, errors = process.communicate(timeout=SECONDS)
+            _, errors = process.communicate(timeout=HANG_SECONDS)
             assert process.returncode == 0, errors
     finally:
         for process in running:

@@ -19,6 +19,7 @@ from flatmin_lab.data import load
 from flatmin_lab.data.formats import download
 from flatmin_lab.data.formats.download import REMOTE, Remote, fetch
 from flatmin_lab.data.formats.download_progress import download_bar
+from tests import HANG_SECONDS
 from tests.support.official_files import cifar10_python, made, packed, svhn
 
 CONTENT = os.urandom(3_000_000)
@@ -120,7 +121,7 @@ def test_a_killed_process_has_lost_nothing(tmp_path: Path, server: str) -> None:
     line = [sys.executable, "-c", code, source.url, str(source.size), source.sha256, str(tmp_path)]
     process = subprocess.Popen(line)
     part = tmp_path / "file.bin.part"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_SECONDS
     while not (part.exists() and part.stat().st_size > 300_000):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -183,7 +184,7 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path, server: str) -> Non
     first = threading.Thread(target=fetch, args=(remote(server), tmp_path))
     first.start()
     part = tmp_path / "file.bin.part"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_SECONDS
     while not (part.exists() and part.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -199,7 +200,7 @@ def test_who_comes_second_while_nothing_has_come_yet_spoils_nothing(tmp_path: Pa
     first = threading.Thread(target=fetch, args=(remote(server), tmp_path))
     first.start()
     part = tmp_path / "file.bin.part"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_SECONDS
     while not part.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
