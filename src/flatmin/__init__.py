@@ -16,6 +16,7 @@ from flatmin.optim.radius import MatchedRadius, RadiusScheduler
 if TYPE_CHECKING:
     from flatmin import attacks, doctor, flatness, metrics, regularisers, theory
     from flatmin.capture.captured_step import captured_step
+    from flatmin.optim.telemetry.step_log import StepLog
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "Last",
     "MatchedRadius",
     "RadiusScheduler",
+    "StepLog",
     "attacks",
     "ball",
     "captured_step",
@@ -36,18 +38,18 @@ __all__ = [
     "theory",
 ]
 
-_LATER = {
-    name: f"flatmin.{name}"
-    for name in ("attacks", "capture", "doctor", "flatness", "metrics", "regularisers", "theory")
-}
-_LATER["captured_step"] = "flatmin.capture.captured_step"
+_MODULES = ("attacks", "capture", "doctor", "flatness", "metrics", "regularisers", "theory")
+_OBJECTS = {"captured_step": "flatmin.capture.captured_step", "StepLog": "flatmin.optim.telemetry.step_log"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name in _OBJECTS:
+        found = getattr(import_module(_OBJECTS[name]), name)
+    elif name in _MODULES:
+        found = import_module(f"flatmin.{name}")
+    else:
         raise AttributeError(f"module 'flatmin' has no attribute {name!r}")
-    found = import_module(_LATER[name])
-    globals()[name] = found = getattr(found, name) if name == "captured_step" else found
+    globals()[name] = found
     return found
 
 

@@ -1,4 +1,4 @@
-"""Does the host wait for the device? torch can raise where it does."""
+"""Does the host wait for the device? On a GPU torch can raise where it does; on the CPU its reads are counted."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextmanager
@@ -26,3 +27,15 @@ def run_without_host_sync(work: Callable[[], Any]) -> Any:
     torch.cuda.synchronize()
     with fail_on_host_sync():
         return work()
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the reads of a number from the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

@@ -25,7 +25,7 @@ from flatmin.core.copies import Copies
 from flatmin.core.packed_tensors import PackedTensors
 from flatmin.core.random_state import HostRandom
 from flatmin.core.recorded_launches import DeviceNumbers
-from flatmin.optim.step_info import Last, loss_in
+from flatmin.optim.telemetry.step_info import Last, loss_in
 from flatmin.optim.wrapper import Group
 
 # what inputs and results may consist of, besides tuples, lists and dicts

@@ -26,7 +26,7 @@ from flatmin.optim.amp import AMP
 from flatmin.optim.grad_scaler import inverse_scale, step_scaled
 from flatmin.optim.perturbed import Measured
 from flatmin.optim.skip_step import step_unless
-from flatmin.optim.step_info import loss_in
+from flatmin.optim.telemetry.step_info import loss_in
 from flatmin.optim.weight_storage import Beside
 
 Gradients = dict[Tensor, Tensor]

@@ -18,7 +18,7 @@ from flatmin.core.capturable import CannotCaptureError
 from flatmin.core.model_state import Snapshot
 from flatmin.core.random_state import HostRandom
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.step_info import loss_in
+from flatmin.optim.telemetry.step_info import loss_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from flatmin.core.random_state import random_state
 from flatmin.core.tensors import compute_dtype, plain
 from flatmin.doctor.finding import Finding, first_few
 from flatmin.doctor.training import Training, same_bits
-from flatmin.optim.step_info import Last
+from flatmin.optim.telemetry.step_info import Last
 
 STEPS = 5  # enough for a median
 

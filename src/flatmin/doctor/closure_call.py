@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 from flatmin.ball import combine, norms
 from flatmin.doctor.training import Training
-from flatmin.optim.step_info import loss_in
+from flatmin.optim.telemetry.step_info import loss_in
 
 MAX_HALVINGS = 24  # of the scale: from the usual start, 2¹⁶, to far below 1
 

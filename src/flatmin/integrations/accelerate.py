@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from flatmin.core.messages import describe
 from flatmin.integrations.replay import Replay
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.step_info import loss_in
+from flatmin.optim.telemetry.step_info import loss_in
 
 T = TypeVar("T")
 _SKIP_HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()

@@ -54,7 +54,8 @@ from flatmin.core.model_state import Snapshot
 from flatmin.integrations.replay import Replay
 from flatmin.optim import AMP, RMP, perturbed
 from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii
-from flatmin.optim.wrapper import evaluates_closure
+from flatmin.optim.telemetry.step_log import StepLog
+from flatmin.optim.wrapper import evaluates_closure, whole_number
 
 __all__ = ["FlatMinima", "PerturbedOptimizer"]
 
@@ -68,6 +69,8 @@ class FlatMinima(pl.Callback):
     method      flatmin.AMP or flatmin.RMP
     inner_lr …  the method's other settings, its own where they are None; `model` is the trainer's
     start, growth, every    ε over the training, as in `flatmin.RadiusScheduler`; 0.5 starts at half of it
+    log_every   if given, what steps measure goes to the trainer's loggers: the numbers of `flatmin.StepLog`, means over
+                so many steps
 
     Of several optimizers (in manual optimisation) all are wrapped, with ε = None those that already are.
     """
@@ -86,8 +89,11 @@ class FlatMinima(pl.Callback):
         start: float = 0.0,
         growth: Growth = "constant",
         every: int = 1,
+        log_every: int | None = None,
         **settings: Any,
     ) -> None:
+        self.log_every = None if log_every is None else whole_number("log_every", log_every, least=1)
+        self._logs: list[StepLog] = []
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         named: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
         named |= {"sync_perturbation": sync_perturbation, "generator": generator}  # by name: LightningCLI sees them
@@ -133,7 +139,22 @@ class FlatMinima(pl.Callback):
         if _has_tuner(trainer):
             trainer.fit_loop.run = partial(self._run_with_callback, trainer, trainer.fit_loop.run)  # type: ignore[method-assign]
 
+    def _open_logs(self, trainer: pl.Trainer) -> None:
+        if self.log_every is None:
+            return
+        ours = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, PerturbedOptimizer)]
+        for number, optimizer in enumerate(ours):
+            prefix = "amp/" if len(ours) == 1 else f"amp-{number}/"
+            log = StepLog(optimizer._optimizer, *trainer.loggers, every=self.log_every, prefix=prefix)
+            log.steps = trainer.global_step  # of a resumed training
+            self._logs.append(log)
+
+    def _close_logs(self) -> None:
+        while self._logs:
+            self._logs.pop().close()
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close_logs()
         if not self.schedule.moves:
             return
         for optimizer, radii in zip(trainer.optimizers, self._radii, strict=True):
@@ -149,6 +170,7 @@ class FlatMinima(pl.Callback):
         vars(trainer.fit_loop).pop("run", None)  # uncovers the class's own
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close_logs()
         vars(trainer.fit_loop).pop("run", None)
 
     def _wrapped(self, optimizer: Optimizer, trainer: pl.Trainer) -> "Optimizer | PerturbedOptimizer":
@@ -169,6 +191,7 @@ class FlatMinima(pl.Callback):
         return PerturbedOptimizer(optimizer, configured=optimizer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._open_logs(trainer)
         if not self.schedule.moves:
             return
         total = trainer.estimated_stepping_batches

@@ -21,6 +21,9 @@ from flatmin.optim import AMP, RMP
 from flatmin.optim.param_groups import groups
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii
+from flatmin.optim.telemetry.step_log import StepLog
+
+MAX_LOGGED_STEPS = 10_000  # whose numbers are kept for the Trainer's next log, if it ever logs
 
 
 class AMPTrainer(Trainer):
@@ -32,6 +35,7 @@ class AMPTrainer(Trainer):
     method      flatmin.AMP, or flatmin.RMP (where the clean passes run too, for the loss alone)
     perturb     if given, perturb(name, parameter) selects the parameters to perturb; the others are trained as usual
     start, growth, every    ε over the training, as in `flatmin.RadiusScheduler`; 0.5 starts at half of it
+    log_perturbation        log what steps measure beside the Trainer's loss: `flatmin.StepLog`'s numbers, as amp/…
 
     An optimizer in `optimizers=` is wrapped, or used as it is if it is a flatmin.AMP or flatmin.RMP already; then the
     settings are its own. Before another subclass of Trainer it works as a mixin:
@@ -42,6 +46,7 @@ class AMPTrainer(Trainer):
     """
 
     hp_space: Any  # of a search: what a trial draws
+    _step_log: StepLog | None
     optimizer: Any  # None, then the Trainer's or the user's, wrapped, then as Accelerate prepared it
 
     def __init__(
@@ -53,8 +58,10 @@ class AMPTrainer(Trainer):
         start: float = 0.0,
         growth: Growth = "constant",
         every: int = 1,
+        log_perturbation: bool = False,
         **kwargs: Any,
     ) -> None:
+        self._log_perturbation, self._step_log = log_perturbation, None
         self._schedule = RadiusSchedule(start=start, growth=growth, every=every)
         settings = {name: kwargs.pop(name) for name in _settings_of(method) & kwargs.keys()}
         if epsilon is not None:
@@ -128,11 +135,20 @@ class AMPTrainer(Trainer):
         finally:
             self.hp_space, self._trial = space, trial
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The Trainer's own; beside a training loss, what the steps since the last one measured."""
+        if self._step_log is not None and "loss" in logs:
+            logs = {**logs, **{f"amp/{name}": value for name, value in self._step_log.read().items() if name != "lr"}}
+        super().log(logs, *args, **kwargs)
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own; afterwards the optimizer has its radius again."""
         try:
             return super().train(*args, **kwargs)
         finally:
+            if self._step_log is not None:
+                self._step_log.close()
+                self._step_log = None
             if self._schedule.moves and self._window is not None:
                 scale_radii(self._window.optimizer, self._radii, 1.0)
 
@@ -143,6 +159,8 @@ class AMPTrainer(Trainer):
         if self._window is None:
             self._check_wrapped()
             self._window = Window(self.accelerator, model, self.optimizer)
+        if self._log_perturbation and self._step_log is None:
+            self._step_log = StepLog(self._window.optimizer, every=MAX_LOGGED_STEPS)
         if self._schedule.moves:
             share = self._schedule.share(self.state.global_step, self.state.max_steps)
             scale_radii(self._window.optimizer, self._radii, share)

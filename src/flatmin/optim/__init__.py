@@ -10,13 +10,13 @@ grad_scaler.py       fp16: scaled gradients, and the state that a torch.amp.Grad
 accumulation.py      the mean gradient of micro-batches, each with its own Δ
 radius/              ε over a training: a late start, growth, every k-th step
 param_groups.py      which parameters are perturbed
-step_info.py         what the last step measured
+telemetry/           what steps measured: the last one, and many in a log
 """
 
 from flatmin.optim.amp import AMP
 from flatmin.optim.param_groups import groups
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.rmp import RMP
-from flatmin.optim.step_info import Last
+from flatmin.optim.telemetry.step_info import Last
 
 __all__ = ["AMP", "RMP", "Last", "PerturbedOptimizer", "groups"]

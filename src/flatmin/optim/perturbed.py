@@ -43,7 +43,7 @@ from flatmin.optim.grad_scaler import (
 )
 from flatmin.optim.pass_start import ForwardHook, PassStart
 from flatmin.optim.skip_step import skips_by_itself, step_unless
-from flatmin.optim.step_info import Last, detached_loss, mean_loss, mean_of
+from flatmin.optim.telemetry.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
 from flatmin.optim.wrapper import Group, OptimizerWrapper, evaluates_closure
 

@@ -9,8 +9,8 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 import flatmin
-from tests.flatmin.optim.test_perturbed import HostReads
 from tests.support.cases import OPTIMIZERS, MakeBase, Method, Setup, run, same, setup, tensors_in
+from tests.support.host_sync import HostReads
 
 
 def scaled_closure(

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatmin
 from flatmin.optim import perturbed
 from tests.support.cases import MakeBase, Method, Setup, run, same, setup, tensors_in
+from tests.support.host_sync import HostReads
 
 
 def test_weights_keep_their_storage_and_buffers_theirs(method: Method, make_base: MakeBase, model_name: str) -> None:
@@ -312,18 +312,6 @@ def test_weights_that_were_replaced_are_freed() -> None:
     del there
     gc.collect()
     assert [storage() for storage in old] == [None] * len(old)
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the reads of a number from the device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def host_reads(case: Setup, optimizer: Optimizer) -> int:

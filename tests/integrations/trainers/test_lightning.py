@@ -401,6 +401,28 @@ def test_the_logged_losses_are_those_of_the_clean_passes(tmp_path: Path) -> None
     assert float(result.callback_metrics["loss_epoch"]) == pytest.approx(sum(losses[4:]) / 4, rel=1e-6)
 
 
+def test_what_steps_measure_goes_to_the_trainers_logger_and_changes_no_bit(tmp_path: Path) -> None:
+    fitted, looped = Module("dropout"), Module("dropout")
+    logger = CSVLogger(tmp_path)
+    fit(fitted, FlatMinima(epsilon=0.1, log_every=4), logger=logger)
+    optimizer = flatmin.AMP(looped.base(looped.parameters()), epsilon=0.1, model=looped)
+    norms: list[float] = []
+
+    def note(*_: Any) -> None:
+        assert optimizer.last.delta_norm is not None
+        norms.append(float(optimizer.last.delta_norm))
+
+    optimizer.register_step_post_hook(note)
+    by_hand(looped, optimizer)
+    assert same(fitted.parameters(), looped.parameters())
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["amp/delta_norm"]]
+    assert [int(row["step"]) for row in rows] == [4, 8]
+    expected = [sum(norms[:4]) / 4, sum(norms[4:]) / 4]
+    assert [float(row["amp/delta_norm"]) for row in rows] == pytest.approx(expected, rel=1e-5)
+    assert {row["amp/epsilon"] for row in rows} == {"0.1"}
+
+
 def test_metrics_count_a_batch_once() -> None:
     class Counting(Module):
         def __init__(self) -> None:

@@ -44,7 +44,8 @@ def fresh_accelerator() -> Iterator[None]:
 def trained(folder: Path, model: nn.Module | None = None, **settings: Any) -> Any:
     """A trainer that has trained: settings of the perturbation, of the Trainer and of its arguments alike."""
     model = small_gpt() if model is None else model
-    own = ("epsilon", "inner_lr", "inner_iter", "ball", "norm", "method", "perturb", "optimizers", "callbacks")
+    own = {"epsilon", "inner_lr", "inner_iter", "ball", "norm", "method", "perturb", "optimizers", "callbacks"}
+    own |= {"log_perturbation"}
     trainer = AMPTrainer(
         model=model,
         args=arguments(folder, **{key: value for key, value in settings.items() if key not in own}),
@@ -297,6 +298,18 @@ def test_activation_checkpointing_changes_no_bit(tmp_path: Path) -> None:
     settings: dict[str, Any] = {name: True, f"{name}_kwargs": {"use_reentrant": False}}
     checkpointed = trained(tmp_path, epsilon=0.1, **settings)
     assert same(weights(without.model), weights(checkpointed.model))
+
+
+def test_what_steps_measure_is_logged_beside_the_loss_and_changes_no_bit(tmp_path: Path) -> None:
+    without = trained(tmp_path, epsilon=0.1)
+    found = trained(tmp_path, epsilon=0.1, log_perturbation=True, logging_steps=2)
+    assert same(weights(without.model), weights(found.model))
+    assert len(logged(found, "amp/delta_norm")) == len(logged(found, "loss")) > 2
+    assert logged(found, "amp/delta_norm") == pytest.approx([0.1] * len(logged(found, "loss")), rel=1e-4)
+    assert set(logged(found, "amp/skipped")) == {0}
+    assert not [key for line in without.state.log_history for key in line if key.startswith("amp/")]
+    found.train()  # once more, with a log of its own
+    assert len(logged(found, "amp/epsilon")) == len(logged(found, "loss"))
 
 
 # ---- which parameters
