@@ -29,6 +29,16 @@ def sgd(case: Setup) -> SGD:
 
 
 CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
+    "epsilon by position": (
+        lambda case: AMP(sgd(case), 0.1),
+        r"AMP takes its settings by name, got 0.1 by position; write AMP\(.*, epsilon=0.1\)",
+    ),
+    "no epsilon": (lambda case: RMP(sgd(case)), "RMP needs epsilon, the radius of the ball; write RMP"),
+    "sam's name": (lambda case: AMP(sgd(case), rho=0.05), "AMP has no setting rho; SAM's rho is epsilon here"),
+    "the base's settings": (
+        lambda case: AMP(SGD, lr=0.1, epsilon=0.1),
+        r"AMP has no setting lr; choose from epsilon, inner_lr, .* as in AMP\(torch.optim.SGD\(.*, lr=0.1\)",
+    ),
     "negative epsilon": (
         lambda case: AMP(sgd(case), epsilon=-0.1),
         "epsilon must be a finite number of at least 0, got -0.1",

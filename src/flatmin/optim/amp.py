@@ -29,7 +29,7 @@ from flatmin.core.recurring_work import Operands
 from flatmin.core.tensors import ORDINARY_TYPES, STRIDED, compute_dtype, has_layout_of, plain, zero_unless_
 from flatmin.optim.perturbed import Measured, PerturbedOptimizer
 from flatmin.optim.weight_storage import WeightStorage
-from flatmin.optim.wrapper import Group, whole_number
+from flatmin.optim.wrapper import Group, check_call, whole_number
 
 
 class AMP(PerturbedOptimizer):
@@ -41,7 +41,7 @@ class AMP(PerturbedOptimizer):
 
     epsilon     ε, the radius of the ball; 0.1 is a good start
     inner_lr    ζ, the learning rate of the ascent
-    inner_iter  N, its number of steps; each costs a pass
+    inner_iter  N, its number of steps; each costs a pass, and with 0 nothing is perturbed
     ball        what ε bounds: all parameters together ("global"), each "group", or each "tensor"
     norm        "l2", or "linf": the largest number of Δ
     model       if given, BatchNorm statistics and dropout masks of a step are those of its clean pass
@@ -71,6 +71,7 @@ class AMP(PerturbedOptimizer):
     _hyperparameters = ("epsilon", "inner_lr")
     _settings = (*PerturbedOptimizer._settings, "sync_perturbation")
 
+    @check_call
     def __init__(
         self,
         base: Optimizer,

@@ -14,6 +14,7 @@ from flatmin.ball import Ball, Norm, combine, fill_with_noise, norms, uniform_fa
 from flatmin.core.tensors import compute_dtype, plain
 from flatmin.optim.perturbed import Measured, PerturbedOptimizer
 from flatmin.optim.weight_storage import WeightStorage
+from flatmin.optim.wrapper import check_call
 
 
 class RMP(PerturbedOptimizer):
@@ -39,6 +40,7 @@ class RMP(PerturbedOptimizer):
     _settings = (*PerturbedOptimizer._settings, "generator")
     _shown = ("ball", "norm")
 
+    @check_call
     def __init__(
         self,
         base: Optimizer,

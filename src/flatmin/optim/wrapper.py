@@ -8,10 +8,11 @@ own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from inspect import Parameter, signature
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from weakref import ref
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from flatmin.core.messages import describe
 
 Group = dict[str, Any]
 Wrapper = TypeVar("Wrapper", bound="OptimizerWrapper")  # Self is Python 3.11's
+Arguments = ParamSpec("Arguments")
 
 _NOT_COPIED = ("step", "last", "zeroed", "grad_scale", "found_inf")
 
@@ -182,6 +184,27 @@ class OptimizerWrapper(Optimizer):
                 f'ball="global" has one radius, got epsilon={", ".join(map(str, sorted(radii)))} in the groups; '
                 'give them one value (or 0), or use ball="group"'
             )
+
+
+def check_call(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """A wrapper's constructor that names what is wrong with a call that Python itself would refuse in general terms."""
+    parameters = signature(init).parameters
+    known = [name for name in parameters if name not in ("self", "base")]
+
+    @wraps(init)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        name = type(args[0]).__name__
+        example = f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1)"
+        if len(args) > 2:
+            raise TypeError(f"{name} takes its settings by name, got {args[2]!r} by position; write {example}")
+        if unknown := [key for key in kwargs if key not in parameters]:
+            hint = "SAM's rho is epsilon here" if "rho" in unknown else f"choose from {', '.join(known)}"
+            raise TypeError(f"{name} has no setting {', '.join(unknown)}; {hint}, as in {example}")
+        if "epsilon" not in kwargs:
+            raise TypeError(f"{name} needs epsilon, the radius of the ball; write {example}")
+        init(*args, **kwargs)
+
+    return checked
 
 
 def whole_number(name: str, value: object, *, least: int = 0) -> int:
