@@ -9,6 +9,9 @@ NEEDED = ("typer", "rich", "numpy", "safetensors")
 
 def main() -> None:
     try:
+        overview = need("flatmin_lab.cli.overview", "the command flatmin")
+        if overview.answer(sys.argv[1:]):
+            return
         for package in NEEDED:
             need(package, "the command flatmin")
         app = need("flatmin_lab.cli.app", "the command flatmin").app

@@ -1,6 +1,7 @@
 """The command `flatmin`.
 
 app.py                the commands and their help
+overview.py           --help and --version, at once
 commands/             a file for each command
 options.py            options that commands share, and how errors are reported
 training_options.py   the options of a training run

@@ -15,19 +15,13 @@ from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import bench, evaluate, reproduce, train, tune
 from flatmin_lab.cli.commands import doctor as doctor_command
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, option, report_errors
+from flatmin_lab.cli.overview import new_app
 from flatmin_lab.cli.signals import exit_on_signals
 from flatmin_lab.cli.training_options import parse_numbers
 from flatmin_lab.system.machine import device_named
 from flatmin_lab.system.optional_deps import need
 
-app = typer.Typer(
-    name="flatmin",
-    help="Train neural networks into flat minima: Adversarial Model Perturbation, and what the paper compares it with.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = new_app()
 
 
 def version(asked: bool) -> None:

@@ -1,0 +1,83 @@
+"""What `flatmin --help` and `flatmin --version` say, without importing torch, which takes seconds.
+
+The help is that of the whole command, made from a table of the commands; the tests hold the two together.
+"""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+
+HELP = "Train neural networks into flat minima: Adversarial Model Perturbation, and what the paper compares it with."
+COMMANDS = {
+    "demo": "Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it.",
+    "train": "Train a model by the paper's protocol; kill it at any time, and resume it with --resume.",
+    "doctor": "Check this machine: versions, devices, data sets, AMP on a model. Or check your own training.",
+    "evaluate": (
+        "Measure a trained model: error, calibration, robustness, flatness. The run folder keeps it for the report."
+    ),
+    "landscape": (
+        "The loss around the weights of trained models, all along the same directions: numbers, and a page in 3D."
+    ),
+    "reproduce": (
+        "The paper's tables and figures from your own runs, beside its numbers. If killed, the same command resumes."
+    ),
+    "tune": (
+        "Tune AMP's ε and ζ, or another method's settings, without the test set. If killed, the same command resumes."
+    ),
+    "report": "One page about finished runs: tables, tests, calibration, robustness, landscapes, curves, cost, tuning.",
+    "theory": (
+        "A page on why flat minima win: move the radius and the minima with sliders, and see which minimum AMP takes."
+    ),
+    "bench": "The cost of a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Lists may use commas.",
+}
+ASKED_FOR_HELP = ([], ["--help"], ["-h"])
+
+
+def new_app() -> typer.Typer:
+    """The command, without its commands."""
+    return typer.Typer(
+        name="flatmin",
+        help=HELP,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def answer(arguments: list[str]) -> bool:
+    """Answer what can be answered from here; False where the whole command is needed."""
+    if arguments == ["--version"]:
+        return _say_version()
+    if arguments not in ASKED_FOR_HELP:
+        return False
+    app = new_app()
+    app.callback()(_main)
+    for name, text in COMMANDS.items():
+        app.command(name, help=text)(_nothing)
+    app(arguments)  # which ends the program
+    return True
+
+
+def _main(show_version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    pass
+
+
+def _nothing() -> None:
+    pass
+
+
+def _say_version() -> bool:
+    spec = find_spec("flatmin")
+    found = spec and spec.origin and re.search(r'^__version__ = "(.+)"', Path(spec.origin).read_text(), re.MULTILINE)
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        return False
+    if not found:
+        return False
+    typer.echo(f"flatmin {found[1]}, torch {torch}")
+    return True
