@@ -28,6 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # not in $TMPDIR: Ray puts sockets there, whose paths have at most 107 characters
     folder = config.stash[FOLDER] = tempfile.mkdtemp(prefix="flatmin-", dir="/tmp" if Path("/tmp").is_dir() else None)
     os.environ.update({MARK: secrets.token_hex(8), "RAY_TMPDIR": folder, "HF_HOME": f"{folder}/huggingface"})
+    # Ray keeps the first token that a process has seen: with another one its next cluster would not answer. Without one
+    # it would write one into the home folder.
+    os.environ.update(
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    )
     for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
         os.environ.pop(name, None)
     # A process that is started keeps what is ignored, and has the default for what is handled.

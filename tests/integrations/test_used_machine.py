@@ -57,6 +57,7 @@ def test_ray_and_hugging_face_have_folders_of_this_process() -> None:
     assert folder.is_dir()
     assert Path(os.environ["HF_HOME"]).parent == folder
     assert "RAY_ADDRESS" not in os.environ
+    assert os.environ["RAY_AUTH_MODE"] == "token"  # so that nobody else's cluster lets it in, and nobody joins its own
 
 
 def test_a_name_that_others_deprecate_fails_no_test_unless_flatmin_uses_it() -> None:

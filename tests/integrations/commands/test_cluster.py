@@ -7,7 +7,6 @@ that loses its power: its Ray processes and its workers, all at once, with SIGKI
 import json
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -35,8 +34,7 @@ from tests.support.processes import flatmin, words
 from tests.support.small_runs import lasting, same, tiny_data, tiny_recipe
 
 SOURCE = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-ENVIRONMENT = {**os.environ, **TOKEN, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "COLUMNS": "250"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "COLUMNS": "250"}
 SIZE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100_000_000}
 SMOKE = ["reproduce", "table1", "--protocol", "smoke", "--data", "cifar10", "--methods", "erm,amp", "--seeds", "0"]
 TIMES = re.compile("seconds|at_once|epoch_s")  # what may differ between two machines
@@ -44,12 +42,13 @@ TIMES = re.compile("seconds|at_once|epoch_s")  # what may differ between two mac
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    os.environ.update({**TOKEN, "PYTHONPATH": SOURCE})  # also of the nodes
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     head = {**SIZE, "num_cpus": 0, "include_dashboard": False}
-    there = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
-    yield there
-    there.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", SOURCE)  # of the nodes
+        there = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        yield there
+        there.shutdown()
 
 
 @pytest.fixture

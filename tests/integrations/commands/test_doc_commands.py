@@ -5,7 +5,6 @@ would take hours is cut from outside (fewer images, epochs, trials and channels;
 the line.
 """
 
-import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -76,8 +75,6 @@ def make_model():
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What lies in the reader's folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # with a token of its own Ray writes none into the reader's home
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     monkeypatch.setattr(sys, "path", [*sys.path])
     for write, classes in ((cifar10_python, 10), (cifar100_python, 100), (svhn, 10)):
         write(tmp_path / "data", drawn(60, classes, seed=0), drawn(20, classes, seed=1))
