@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 class HeldOut(NamedTuple):
     """Images that the first epochs do not train on."""
 
-    index: Tensor
+    indices: Tensor
     epochs: int  # how many of them
 
 
@@ -77,7 +77,7 @@ class Batches:
         device, count = self.split.x.device, len(self.split)
         order = torch.randperm(count, generator=generator("order", self.seed, epoch))
         if self.held_out is not None and epoch < self.held_out.epochs:
-            order = self._filled(order[~torch.isin(order, self.held_out.index.cpu())], epoch)
+            order = self._filled(order[~torch.isin(order, self.held_out.indices.cpu())], epoch)
         u = self.augment.draw(count, generator=generator("augment", self.seed, epoch))
         return Plan(order.to(device), u.to(device))
 

@@ -330,7 +330,7 @@ class _TrainingRun:
             return {}
         radius, loss = max(self.learner.radii), None
         if self.state.epoch < self.held_out.epochs:
-            split = self.data.train.at(self.held_out.index)
+            split = self.data.train.at(self.held_out.indices)
             logits = self._logits(self.forwards[0], split)
             assert logits is not None
             loss = score_logits(logits, split.y)["nll"]
