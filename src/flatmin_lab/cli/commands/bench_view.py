@@ -12,9 +12,9 @@ METHODS = {
     "erm": "ERM",
     "amp": "AMP",
     "sam": "SAM",
-    "amp-idle": "AMP, ε = 0",
-    "amp-quarter": "AMP, Δ from a quarter",
-    "amp-half": "AMP, Δ from half the size",
+    "amp-idle": "AMP, idle",
+    "amp-quarter": "AMP, quarter",
+    "amp-half": "AMP, half size",
 }
 FORMS = {"eager": "eager", "graph": "CUDA graph", "compiled": "compiled"}
 COLUMNS = ("ms", "quartiles", "steps", "floors", "ready", "MiB", "beyond ERM")
