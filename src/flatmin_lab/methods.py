@@ -27,6 +27,7 @@ from flatmin_lab.data.normalise import Normalisation
 CONSTANT = RadiusSchedule()
 NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # settings that are listed where they are others
 AUTO, AUTO_FIRST_RADIUS = "auto", 0.1  # the word for a matched ε, and what it begins with
+AUTO_RELEASE = 0.6  # of the perturbed part of a run, in which it moves
 
 
 def _unwrapped(optimizer: Optimizer, model: nn.Module) -> Optimizer:
@@ -47,6 +48,7 @@ class Method:
     wrap: Callable[[Optimizer, nn.Module], Optimizer] = _unwrapped
     schedule: RadiusSchedule = CONSTANT  # how much of ε a step has
     ascent_share: float = 1.0  # of the batch, for the ascent
+    release: float = 1.0  # the share of a run after which held-out images are trained on, and ε stays
 
 
 def dropout(rate: float = 0.1) -> Method:
@@ -76,6 +78,7 @@ def amp(
     every: int = 1,
     ascent_share: float = 1.0,
     held_out: float | None = None,
+    release: float | None = None,
     sync_perturbation: bool = True,
 ) -> Method:
     """The worst perturbation. 0.5 and 1 are the paper's for PreActResNet18 over 200 epochs; VGG16 has 0.1 and 0.2.
@@ -83,7 +86,8 @@ def amp(
     `start`, `growth` and `every` are those of a `RadiusSchedule`: perturb later, grow, perturb less often.
     `ascent_share` is the share of a batch that Δ comes from. With epsilon="auto" a `flatmin.MatchedRadius` moves ε,
     with the loss on a part of the training set that is held out for it: on a share of `held_out`, or else of 2 %, and
-    up to 10 % where that is fewer than 500 images.
+    up to 10 % where that is fewer than 500 images. After a share of `release` (0.6) of the perturbed part of the run
+    these are trained on too, and ε stays.
     `sync_perturbation=False`: a perturbation per rank, where several ranks train one model.
     """
     settings: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
@@ -91,19 +95,24 @@ def amp(
     first = AUTO_FIRST_RADIUS if epsilon == AUTO else epsilon
     wrap = partial(_wrap, wrapper=flatmin.AMP, epsilon=first, **settings)
     schedule = RadiusSchedule(start=start, growth=growth, every=every)
-    _check_moving(epsilon, schedule, ascent_share, held_out)
-    return Method(name="amp", regulariser=erm(), wrap=wrap, schedule=schedule, ascent_share=ascent_share)
+    _check_moving(epsilon, schedule, ascent_share, {"held_out": held_out, "release": release})
+    until = start + (1 - start) * (AUTO_RELEASE if release is None else release)
+    return Method(name="amp", regulariser=erm(), wrap=wrap, schedule=schedule, ascent_share=ascent_share, release=until)
 
 
-def _check_moving(epsilon: float | str, schedule: RadiusSchedule, ascent_share: float, held_out: float | None) -> None:
+def _check_moving(
+    epsilon: float | str, schedule: RadiusSchedule, ascent_share: float, of_auto: Mapping[str, float | None]
+) -> None:
     if not 0 < ascent_share <= 1:
         raise ValueError(f"ascent_share is a share of the batch, above 0 and at most 1, got {ascent_share}")
+    held_out, release = of_auto["held_out"], of_auto["release"]
     if held_out is not None and not 0 < held_out < 1:
         raise ValueError(f"held_out is a share of the training set, between 0 and 1, got {held_out}")
-    if held_out is not None and epsilon != AUTO:
-        raise ValueError(
-            f"held_out belongs to epsilon auto, got held_out={held_out} and epsilon={epsilon}; leave it out"
-        )
+    if release is not None and not 0 < release <= 1:
+        raise ValueError(f"release is a share of the run, above 0 and at most 1, got {release}")
+    for name, value in of_auto.items():
+        if value is not None and epsilon != AUTO:
+            raise ValueError(f"{name} belongs to epsilon auto, got {name}={value} and epsilon={epsilon}; leave it out")
     if epsilon == AUTO and schedule.growth != "constant":
         raise ValueError(f"epsilon auto grows by itself, got growth={schedule.growth}; leave it out")
     if epsilon == AUTO and ascent_share < 1:

@@ -150,6 +150,8 @@ def test_a_method_can_be_sent_to_another_process(name: str) -> None:
         ("amp", {"epsilon": "auto", "growth": "linear"}, "grows by itself, got growth=linear; leave it out"),
         ("amp", {"epsilon": "auto", "held_out": 0}, "held_out is a share of the training set, between 0 and 1, got 0"),
         ("amp", {"epsilon": 0.1, "held_out": 0.1}, "held_out belongs to epsilon auto, got .*; leave it out"),
+        ("amp", {"epsilon": "auto", "release": 1.5}, "release is a share of the run, above 0 and at most 1, got 1.5"),
+        ("amp", {"epsilon": 0.1, "release": 0.5}, "release belongs to epsilon auto, got .*; leave it out"),
         ("rmp", {"epsilon": "auto"}, "epsilon auto is a radius of AMP's, got it for rmp; give a number"),
         ("adversarial", {"epsilon": "auto", "mean": [0.0], "std": [1.0]}, "got it for adversarial; give a number"),
         ("dropout", {"rate": 10}, "below 1, got 10"),

@@ -7,5 +7,6 @@ table.py, rows.py  one table: contenders built and timed in turns, and their rat
 timing.py          seconds and memory of blocks of steps
 roofline.py        the least time that arithmetic and memory traffic allow
 amp_cost.py        AMP's cost over ERM's, as in the paper
+mode_cost.py       what cheaper trainings cost, from the times of their kinds of steps
 time_estimate.py   how long runs will take, from a few steps of each kind
 """

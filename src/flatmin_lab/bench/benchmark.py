@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flatmin_lab import models
-from flatmin_lab.bench.contenders import EPSILON, FORMS, METHODS, RHO, SGD_SETTINGS, why_left_out
+from flatmin_lab.bench.contenders import EPSILON, FORMS, METHODS, MODES, RHO, SGD_SETTINGS, why_left_out
 from flatmin_lab.bench.roofline import PASSES, floor, flops_of, measure_rates
 from flatmin_lab.bench.rows import ratios
 from flatmin_lab.bench.table import BenchmarkTable
@@ -55,7 +55,7 @@ class BenchmarkOptions:
             with torch.device("meta"):
                 models.build(name, num_classes=CLASSES)
         object.__setattr__(self, "models", tuple(map(models.canonical, self.models)))
-        choices = (("method", self.methods, METHODS), ("form", self.forms, FORMS))
+        choices = (("method", self.methods, METHODS + MODES), ("form", self.forms, FORMS))
         for what, given, known in (*choices, ("precision", [self.precision], PRECISIONS)):
             for name in given:
                 if name not in known:

@@ -1,6 +1,8 @@
 """The contenders of a benchmark: training steps of a method in a form.
 
     method   erm (SGD alone) · amp (SGD in AMP) · sam (pytorch_optimizer's SAM around SGD, called as its users do)
+             and the steps that cheaper trainings have: amp-idle (AMP with ε = 0, a step without a perturbation),
+             amp-quarter (Δ from a quarter of the batch), amp-half (Δ from images of half the size)
     form     eager     plain PyTorch, kernel by kernel
              graph     the whole step as one CUDA graph
              compiled  the same, with the passes compiled by torch.compile
@@ -27,11 +29,13 @@ from flatmin_lab.bench.workload import Workload
 from flatmin_lab.training.learner import AUTOCAST
 
 METHODS = ("erm", "amp", "sam")
+MODES = ("amp-idle", "amp-quarter", "amp-half")  # AMP's cheaper steps
 FORMS = ("eager", "graph", "compiled", "at-once")
 EPSILON, RHO = 0.1, 0.05
 SGD_SETTINGS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
 
 Step = Callable[..., Any]
+Ascent = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class CannotStepError(RuntimeError):
@@ -40,6 +44,20 @@ class CannotStepError(RuntimeError):
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x).float(), y)
+
+
+def _quarter(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The first quarter of the batch, rounded up; two images at least, for BatchNorm, as the learner takes them."""
+    count = max(-(-len(x) // 4), 2)
+    return x[:count], y[:count]
+
+
+def _half(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Every second row and column."""
+    return x[..., ::2, ::2].contiguous(memory_format=torch.channels_last), y
+
+
+ASCENTS: dict[str, Ascent] = {"amp-quarter": _quarter, "amp-half": _half}
 
 
 class Contender:
@@ -79,8 +97,8 @@ def build_contender(workload: Workload, method: str, form: str, *, data: bool = 
         return Contender(_sam_step(workload), inputs)
     model = workload.new_model()
     optimizer: torch.optim.Optimizer = SGD(model.parameters(), **SGD_SETTINGS)
-    if method == "amp":
-        optimizer = flatmin.AMP(optimizer, epsilon=EPSILON, model=model)
+    if method != "erm":
+        optimizer = flatmin.AMP(optimizer, epsilon=0.0 if method == "amp-idle" else EPSILON, model=model)
     scaler = GradScaler(workload.device.type) if workload.precision == "fp16" else None
     step = flatmin.captured_step(
         model,
@@ -89,6 +107,7 @@ def build_contender(workload: Workload, method: str, form: str, *, data: bool = 
         autocast=AUTOCAST.get(workload.precision),
         compile=form == "compiled",
         batch=workload.batch if data else None,
+        ascent=ASCENTS.get(method),
         scaler=scaler,
         capture=form != "eager",
     )

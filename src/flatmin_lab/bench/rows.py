@@ -28,12 +28,12 @@ def memory_over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """AMP over ERM in each form, and compiled AMP over the eager steps of the others."""
+    """AMP and its modes over ERM in each form, and compiled AMP over the eager steps of the others."""
     ms = {(row["method"], row["form"], row["models"]): row["ms"] for row in rows if "ms" in row}
     found = {
-        row_name("amp / erm,", form, count): own / ms["erm", form, count]
+        row_name(f"{method} / erm,", form, count): own / ms["erm", form, count]
         for (method, form, count), own in ms.items()
-        if method == "amp" and ("erm", form, count) in ms
+        if method not in ("erm", "sam") and ("erm", form, count) in ms
     }
     best = ms.get(("amp", "compiled", 1))
     for method in ("erm", "sam"):

@@ -59,7 +59,7 @@ class BenchmarkTable:
             for method in methods:
                 if method != "sam" or form == "eager":
                     self._enter(method, form, 1)
-        plain = [method for method in methods if method != "sam"]
+        plain = [method for method in methods if method in ("erm", "amp")]
         for form in (form for form in DATA_FORMS if form in forms):
             if plain and row_name(plain[0], form) in self.runners:
                 self._guarded(row_name("data", form), self.data[form], partial(self._without_data, plain[0], form))

@@ -5,6 +5,9 @@
 
 The plan of an epoch is made on the CPU and copied to the data's device once. So an epoch can start at any batch
 (`start=`), it is the same on every device, and every method with that seed sees the same images.
+
+Some images may be held out for the first epochs. These have as many batches as the others: images that are trained on
+fill the places of those that are not.
 """
 
 import math
@@ -34,6 +37,13 @@ class Plan(NamedTuple):
     u: Tensor  # (N, draws)
 
 
+class HeldOut(NamedTuple):
+    """Images that the first epochs do not train on."""
+
+    indices: Tensor
+    epochs: int  # how many of them
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """Augmented, normalised, shuffled batches; the last one is smaller where the size does not divide the set."""
@@ -44,6 +54,7 @@ class Batches:
     augment: Augmentation = field(default_factory=Augmentation)
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    held_out: HeldOut | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("split", Split), ("normalise", Normalisation), ("augment", Augmentation)):
@@ -65,8 +76,16 @@ class Batches:
     def plan(self, epoch: int) -> Plan:
         device, count = self.split.x.device, len(self.split)
         order = torch.randperm(count, generator=generator("order", self.seed, epoch))
+        if self.held_out is not None and epoch < self.held_out.epochs:
+            order = self._filled(order[~torch.isin(order, self.held_out.indices.cpu())], epoch)
         u = self.augment.draw(count, generator=generator("augment", self.seed, epoch))
         return Plan(order.to(device), u.to(device))
+
+    def _filled(self, order: Tensor, epoch: int) -> Tensor:
+        """As long as the split: the images of an order, then some of them again."""
+        again = torch.randperm(len(order), generator=generator("order again", self.seed, epoch))
+        rounds = math.ceil(len(self.split) / len(order)) - 1
+        return torch.cat([order, order[again].repeat(rounds)])[: len(self.split)]
 
     def at(self, index: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The batch of these images with these random numbers: work on the device alone, its shape fixed by `index`."""

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flatmin_lab.bench.mode_cost import StepTimes, step_times
 from flatmin_lab.recipes.recipe import FollowedProtocol
 from flatmin_lab.report import schema
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.runs.result import split_of
-from flatmin_lab.runs.result_store import COST, FAILED, PLANNED
+from flatmin_lab.runs.result_store import BENCH, COST, FAILED, PLANNED
 from flatmin_lab.system.files import read_regular
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import Tuning
@@ -78,6 +79,7 @@ class LoadedResults:
     planned: list[tuple[str, int]] = field(default_factory=list)  # names and seeds, recorded before they ran
     failures: list[Failure] = field(default_factory=list)
     costs: list[Mapping[str, Any]] = field(default_factory=list)
+    step_times: list[StepTimes] = field(default_factory=list)  # of all kinds of steps
 
 
 def load_results(paths: Iterable[Path]) -> LoadedResults:
@@ -110,11 +112,13 @@ def load_results(paths: Iterable[Path]) -> LoadedResults:
 def _add_plans_failures_costs(path: Path, found: LoadedResults) -> None:
     """Add what was planned, what failed and what a step costs; unreadable files are listed."""
     for file in sorted(path.rglob("*.json")) if path.is_dir() else ():
-        if file.name == PLANNED or file.name.endswith(FAILED) or file.name.startswith(COST):
+        if file.name == PLANNED or file.name.endswith(FAILED) or file.name.startswith((COST, BENCH)):
             try:
                 content = _read(file)
                 if file.name == PLANNED:
                     found.planned.extend(schema.planned(content))
+                elif file.name.startswith(BENCH):
+                    found.step_times.extend(step_times(schema.benchmark(content)))
                 elif file.name.startswith(COST):
                     found.costs.append(schema.cost({"protocol": file.resolve().parent.name, **content}))
                 elif not file.with_name(
@@ -143,7 +147,7 @@ def _is_trial(folder: Path) -> bool:
 
 def _is_result_or_tuning(path: Path) -> bool:
     """A result or a tuning, or by its name meant to be one: then it is listed if it cannot be read."""
-    if path.name.startswith(COST):  # its hardware may end in a number, as a result's name does
+    if path.name.startswith((COST, BENCH)):  # its hardware may end in a number, as a result's name does
         return False
     return path.name == result_file.FILE or bool(RESULT_NAME.fullmatch(path.name)) or _is_result(path)
 

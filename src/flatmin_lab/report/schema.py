@@ -162,6 +162,30 @@ def cost(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def benchmark(found: dict[str, Any]) -> dict[str, Any]:
+    """What `flatmin bench` measured: a time for each row, or none where it failed."""
+    for name in ("hardware", "precision"):
+        _check(found, name, lambda value: isinstance(value, str), "a name")
+    tables = found.get("tables")
+    if not isinstance(tables, list):
+        raise ValueError(f"tables is {tables!r}, not a list; write one with flatmin bench --json")
+    for table in tables:
+        _object(table, "a table")
+        _check(table, "model", lambda value: isinstance(value, str), "a name")
+        _check(table, "batch_size", is_count, "a whole number above 0")
+        rows = table.get("rows")
+        if not isinstance(rows, list):
+            raise ValueError(f"rows is {rows!r}, not a list")
+        for row in rows:
+            _object(row, "a row")
+            for name in ("method", "form"):
+                _check(row, name, lambda value: isinstance(value, str), "a name")
+            _check(row, "models", is_count, "a whole number above 0")
+            if "ms" in row:
+                _check(row, "ms", lambda value: is_number(value) and value > 0, "a number above 0")
+    return found
+
+
 def _is_seed(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -3,6 +3,7 @@
     results/short/cifar10-preactresnet18-amp-0.json           its result: small, kept, the evidence
     results/short/cifar10-preactresnet18-amp-1.failed.json    its error
     results/short/cost-nvidia-h200.json                       the time of a step of ERM and of AMP there
+    results/bench-nvidia-h200.json                            what `flatmin bench` measured there, for the frontier
     results/planned.json                                      the planned runs, written before they start
     runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and not needed once all is measured
 
@@ -26,7 +27,7 @@ from flatmin_lab.system.json_data import numbers, read_json
 from flatmin_lab.system.json_types import check_types
 
 State = Literal["done", "unmeasured", "without weights", "failed", "begun", "missing"]
-PLANNED, FAILED, COST = "planned.json", ".failed.json", "cost-"
+PLANNED, FAILED, COST, BENCH = "planned.json", ".failed.json", "cost-", "bench-"
 IDENTITY_SUFFIXES = (
     "_error",
     "_nll",

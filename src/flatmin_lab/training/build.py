@@ -5,7 +5,6 @@ statistics of the training split.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from flatmin_lab import methods, models
-from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.label_noise import add_label_noise
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.methods import Method
@@ -25,25 +24,22 @@ class PreparedData(NamedTuple):
     which: str  # "test" or "validation"
     wrong: Tensor  # indices of wrong training labels
     normalise: Normalisation
-    held_out: Split | None = None  # what AMP's radius is matched with, if it is
+    held_out: Tensor | None = None  # indices of training images that AMP's radius is matched with, if it is
 
 
 def prepare_data(recipe: Recipe, data: Dataset, seed: int) -> PreparedData:
     """Validation split, label noise and normalisation, the same for every method with that seed.
 
-    Where the radius is matched to held-out data, these come from the training set, with its wrong labels.
+    Where the radius is matched to held-out data, these are part of the training set, with its wrong labels.
     """
     which = "validation" if recipe.validation else "test"
     chosen = data.held_out(seed) if recipe.validation else data
     noisy, wrong = add_label_noise(chosen, recipe.label_noise, seed=seed)
-    if not recipe.is_matched:
-        return PreparedData(noisy, which, wrong, Normalisation.of(noisy.train))
-    usual = min(max(0.02, 500 / len(noisy.train)), 0.1)
-    share = recipe.settings.get("held_out", usual)
-    kept, out = noisy.split_indices(seed, share=share, name="matched")
-    train = replace(noisy, train=noisy.train.at(kept))
-    wrong_there = torch.isin(kept, wrong).nonzero().flatten()
-    return PreparedData(train, which, wrong_there, Normalisation.of(train.train), noisy.train.at(out))
+    held_out = None
+    if recipe.is_matched:
+        usual = min(max(0.02, 500 / len(noisy.train)), 0.1)
+        _, held_out = noisy.split_indices(seed, share=recipe.settings.get("held_out", usual), name="matched")
+    return PreparedData(noisy, which, wrong, Normalisation.of(noisy.train), held_out)
 
 
 class ClippedSGD(SGD):

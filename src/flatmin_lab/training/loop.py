@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flatmin.core.model_state import eval_mode
 from flatmin_lab.data.augment.transforms import augmentation
-from flatmin_lab.data.batches import Batches
+from flatmin_lab.data.batches import Batches, HeldOut
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.recipes.lr_schedules import rate
@@ -35,7 +35,7 @@ from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.runs.result import build_result
 from flatmin_lab.system.rng import RandomScope
-from flatmin_lab.training.build import prepare_data
+from flatmin_lab.training.build import build_method, prepare_data
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.data_parallel import broadcast_buffers, sharded_logits
 from flatmin_lab.training.evaluation import reliability_bins, score_logits
@@ -175,13 +175,16 @@ class _TrainingRun:
         capture = capture and ranks.size == 1  # graphs with communication between ranks are untested
         self.checksum = data.checksum
         prepared = prepare_data(recipe, data.to(device), seed)
-        self.data, self.which, self.wrong, self.normalise, self.held_out = prepared
+        self.data, self.which, self.wrong, self.normalise, held_out = prepared
+        matched_epochs = max(1, round(build_method(recipe, self.normalise).release * recipe.epochs))
+        self.held_out = None if held_out is None else HeldOut(held_out, matched_epochs)
         self.batches = Batches(
             split=self.data.train,
             batch_size=recipe.batch_size,
             normalise=self.normalise,
             augment=augmentation(recipe.augment, self.data),
             seed=seed,
+            held_out=self.held_out,
         )
         self.learner = Learner(recipe, self.data, self.batches, seed=seed, device=device, capture=capture)
         averaged = [] if self.learner.ema is None else [self.learner.ema.module]
@@ -319,13 +322,19 @@ class _TrainingRun:
         return line
 
     def _match_radius(self) -> dict[str, Any]:
-        """Move AMP's radius, if it follows the loss on held-out data; that loss, and the radius of the epoch."""
+        """Move AMP's radius, if it follows the loss on held-out data; that loss, and the radius of the epoch.
+
+        Once the held-out images are trained on, the radius stays.
+        """
         if self.held_out is None or self.learner.matched is None:
             return {}
-        logits = self._logits(self.forwards[0], self.held_out)
-        assert logits is not None
-        loss, radius = score_logits(logits, self.held_out.y)["nll"], max(self.learner.radii)
-        self.learner.matched.step(math.nan if loss is None else loss)
+        radius, loss = max(self.learner.radii), None
+        if self.state.epoch < self.held_out.epochs:
+            split = self.data.train.at(self.held_out.indices)
+            logits = self._logits(self.forwards[0], split)
+            assert logits is not None
+            loss = score_logits(logits, split.y)["nll"]
+            self.learner.matched.step(math.nan if loss is None else loss)
         return {"held_out_nll": loss, "epsilon": radius}
 
     def _logits(self, forward: CapturedForward, split: Split, **more: Any) -> Tensor | None:

@@ -57,18 +57,18 @@ def test_the_loss_at_the_edge_comes_to_meet_the_held_out_loss(first: float, gap:
     assert bowl.radius.step(held_out) == pytest.approx(1, rel=1e-2)
 
 
-def test_a_call_moves_it_by_a_factor_of_one_and_a_half_at_most_and_never_to_nothing() -> None:
+def test_a_call_moves_it_by_a_factor_of_three_at_most_or_two_thirds_and_never_to_nothing() -> None:
     bowl = Bowl(0.1)
     bowl.steps()
-    assert bowl.radius.step(1e6) == 1.5
-    assert bowl.epsilon == pytest.approx(0.15)
+    assert bowl.radius.step(1e6) == 3
+    assert bowl.epsilon == pytest.approx(0.3)
     for _ in range(20):
         bowl.steps()
-        bowl.radius.step(0.0)  # new data are better than the training data
+        assert bowl.radius.step(0.0) == pytest.approx(2 / 3)  # new data are better than the training data
     assert bowl.epsilon == pytest.approx(0.1 / 100)
     bowl.steps()
-    assert bowl.radius.step(1e6) == 1.5
-    assert bowl.epsilon == pytest.approx(1.5 * 0.1 / 100)
+    assert bowl.radius.step(1e6) == 3
+    assert bowl.epsilon == pytest.approx(3 * 0.1 / 100)
 
 
 def test_without_a_perturbed_step_or_with_a_loss_that_is_not_finite_it_stays() -> None:
@@ -124,7 +124,7 @@ def test_blocks_do_not_tell_their_losses_and_the_loop_does() -> None:
             radius.step(0.95)
     factor = bowl.radius.step(0.95, losses=(sums[0] / 3, sums[1] / 3))
     assert factor == pytest.approx(other.radius.step(0.95), rel=1e-5)
-    assert 1 < factor < 1.5
+    assert 1 < factor < 3
 
 
 def test_groups_keep_their_proportions() -> None:
@@ -143,7 +143,7 @@ def test_groups_keep_their_proportions() -> None:
 
     optimizer.step(closure)
     radius.step(1e6)
-    assert [group["epsilon"] for group in optimizer.param_groups] == pytest.approx([0.15, 0.45, 0.0])
+    assert [group["epsilon"] for group in optimizer.param_groups] == pytest.approx([0.3, 0.9, 0.0])
 
 
 def test_beside_a_scheduler_it_moves_what_the_radius_grows_to() -> None:
@@ -156,10 +156,10 @@ def test_beside_a_scheduler_it_moves_what_the_radius_grows_to() -> None:
     assert radius.step(1e6) == 1.0  # nothing was perturbed yet
     assert bowl.epsilon == pytest.approx(0.1)
     bowl.steps(1)
-    assert radius.step(1e6) == 1.5
-    assert bowl.epsilon == pytest.approx(0.15)
+    assert radius.step(1e6) == 3
+    assert bowl.epsilon == pytest.approx(0.3)
     scheduler.step()
-    assert bowl.epsilon == pytest.approx(0.15)
+    assert bowl.epsilon == pytest.approx(0.3)
 
 
 def test_a_checkpoint_between_two_calls_goes_on_alike() -> None:
@@ -174,7 +174,7 @@ def test_a_checkpoint_between_two_calls_goes_on_alike() -> None:
     second.radius.load_state_dict(json.loads(json.dumps(part.radius.state_dict())))
     for bowl in (whole, second):
         bowl.steps(1)
-    assert second.radius.step(0.95) == whole.radius.step(0.95) != 1.5
+    assert second.radius.step(0.95) == whole.radius.step(0.95) != 3
     assert second.epsilon == whole.epsilon
 
 
@@ -183,11 +183,11 @@ def test_an_ascent_on_less_gives_no_losses_to_compare() -> None:
     bowl.optimizer.step(bowl.closure, ascent=bowl.closure)
     with pytest.raises(ValueError, match="steps with ascent="):
         bowl.radius.step(1.0)
-    assert bowl.radius.step(1e6, losses=(0.8, 0.9)) == 1.5
+    assert bowl.radius.step(1e6, losses=(0.8, 0.9)) == 3
 
 
 def test_a_loss_of_one_row_counts_and_one_of_several_does_not() -> None:
-    for shape, expected in (((1,), 1.5), ((4,), None)):
+    for shape, expected in (((1,), 3), ((4,), None)):
         bowl = Bowl(0.1)
         bowl.optimizer.step(lambda bowl=bowl, shape=shape: bowl.closure().detach().expand(shape))  # type: ignore[misc]
         if expected is None:
@@ -201,8 +201,8 @@ def test_a_group_that_is_added_later_moves_too() -> None:
     bowl = Bowl(0.1, ball="group")
     bowl.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.float64))], "epsilon": 0.4})
     bowl.steps()
-    assert bowl.radius.step(1e6) == 1.5
-    assert bowl.radius.radii == pytest.approx([0.15, 0.6])
+    assert bowl.radius.step(1e6) == 3
+    assert bowl.radius.radii == pytest.approx([0.3, 1.2])
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bowl: pickle.loads(pickle.dumps(bowl))])
@@ -212,8 +212,8 @@ def test_a_copy_counts_the_steps_of_its_own_optimizer(copied: Any) -> None:
     other = copied(bowl)
     other.radius.step(1e6)
     other.steps()
-    assert other.radius.step(1e6) == 1.5
-    assert (bowl.epsilon, other.epsilon) == (0.1, pytest.approx(0.225))
+    assert other.radius.step(1e6) == 3
+    assert (bowl.epsilon, other.epsilon) == (0.1, pytest.approx(0.9))
 
 
 def test_a_scheduler_that_grows_or_is_anothers_is_refused() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flatmin_lab.data import Augmentation, Batches, Dataset, Normalisation, Split, augmentation, in_order, load
+from flatmin_lab.data.batches import HeldOut
 from flatmin_lab.system.rng import generator
 from tests.support.official_files import made
 
@@ -60,6 +61,23 @@ class TestBatches:
         assert [len(y) for y in seen] == [10] * 10 + [3]
         assert len(plain) == 11
         assert torch.cat(seen).sort().values.equal(torch.arange(103))
+
+    def test_images_that_are_held_out_are_not_shown_until_their_time_and_an_epoch_is_as_long(self) -> None:
+        data = images()
+        out = torch.tensor([2, 3, 50])
+        plain, some = batches(data), batches(data, held_out=HeldOut(out, epochs=2))
+        for epoch in range(2):
+            order = some.plan(epoch).order
+            assert len(order) == 103
+            assert not torch.isin(order, out).any()
+            assert len(order.unique()) == 100  # all others, three of them twice
+            assert torch.equal(order, some.plan(epoch).order)
+        assert not torch.equal(some.plan(0).order, some.plan(1).order)
+        for epoch in (2, 3):
+            assert torch.equal(some.plan(epoch).order, plain.plan(epoch).order)
+        most = batches(data, held_out=HeldOut(torch.arange(80), epochs=1)).plan(0).order
+        assert most.bincount(minlength=103)[80:].min() >= 4
+        assert len(most) == 103
 
     def test_the_same_seed_and_epoch_give_the_same_batches(self) -> None:
         data = images()

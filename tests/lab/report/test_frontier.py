@@ -1,7 +1,9 @@
 """The frontier: what cheaper trainings keep of AMP's gain, and what they cost."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,10 +28,9 @@ RECIPES = {
         ("erm", 1.0),
         ("amp", 2.0),
         ("amp-start-0.5", 1.5),
-        ("amp-start-0.75-radius-0.2", 1.25),
+        ("amp-start-0.75", 1.25),
         ("amp-start-0.9", 1.1),
         ("amp-start-0.5-every-2", 1.25),
-        ("amp-start-0.5-every-5", 1.1),
         ("amp-start-0.5-ascent-0.25", 1.125),
         ("amp-drop-0.9-start-0.75-ascent-0.25", 1.0625),
         ("erm-times-1.25", 1.25),
@@ -80,3 +81,50 @@ def test_the_page_has_figure_and_table(tmp_path: Path) -> None:
     assert "AMP's gain at less than its cost: CIFAR-10, PreActResNet18" in said
     assert re.search(r"80 % \(7\d to 8\d\) kept", said)
     assert "frontier-short-cifar10.json" in page
+
+
+def benchmark(hardware: str, ms: dict[str, float]) -> dict[str, Any]:
+    rows = [
+        {"method": name, "form": form, "models": 1, "ms": ms[name]} for form in ("compiled", "eager") for name in ms
+    ]
+    rows.append({"method": "amp", "form": "at-once", "models": 4, "failed": "out of memory"})
+    table = {"model": "preactresnet18", "batch_size": 50, "rows": rows}
+    return {"hardware": hardware, "torch": "2.11.0", "commit": "abc1234", "precision": "bf16", "tables": [table]}
+
+
+def test_the_cost_is_measured_where_the_machine_that_trained_was_timed(tmp_path: Path) -> None:
+    for name, error in {"erm": 0.06, "amp": 0.05, "amp-start-0.5": 0.052}.items():
+        write_result(tmp_path, RECIPES[name], 0, error, data_sha256="same")
+    file = tmp_path / "bench-machine-200.json"
+    steps = {"erm": 2.0, "amp-idle": 2.2, "amp": 3.8}
+    for hardware, ms, costs in (
+        ("a machine", steps, [1.0, 1.5, 1.9]),
+        ("a machine", {"erm": 2.0, "amp": 3.8}, [1.0, None, 1.9]),
+        ("another machine", steps, [None] * 3),
+    ):
+        file.write_text(json.dumps(benchmark(hardware, ms)))
+        found = load_results([tmp_path])
+        assert not found.unusable
+        table = fill_table(EXPERIMENTS["frontier"]("short"), runs_by_recipe(found.runs, []))
+        (frontier,) = frontiers(table, found.step_times)
+        for form in (0, 1):
+            assert [mode.measured[form] for mode in frontier.modes] == pytest.approx(costs)
+        assert frontier.is_measured == (None not in costs)
+        said = text_of(report_page(found))
+        assert ("time, captured" in said) == (costs[0] is not None)
+        assert ("measured in turns by flatmin bench (a machine, torch 2.11.0, commit abc1234)" in said) == bool(
+            costs[0]
+        )
+        assert ("not every mode was timed" in said) == (costs[1] is None and costs[0] is not None)
+        assert ("has not been measured on the machine that trained these" in said) == (costs[0] is None)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"hardware": "a", "precision": "bf16", "tables": [{"rows": 3}]}']
+)
+def test_a_damaged_benchmark_is_listed(tmp_path: Path, content: str) -> None:
+    write_result(tmp_path, RECIPES["erm"], 0, 0.06)
+    (tmp_path / "bench-machine.json").write_text(content)
+    found = load_results([tmp_path])
+    assert [one.path.name for one in found.unusable] == ["bench-machine.json"]
+    assert not found.step_times

@@ -25,7 +25,7 @@ from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Epoch, Finished, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.system.rng import RandomScope, generator
-from flatmin_lab.training.build import ClippedSGD, build_model
+from flatmin_lab.training.build import ClippedSGD, build_model, prepare_data
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
@@ -473,3 +473,32 @@ def test_a_late_start_is_erm_until_then_bit_for_bit_and_costs_its_passes(monkeyp
     assert ["delta_norm" in line for line in epochs["amp"]] == [False, True, True]
     assert epochs["amp"][1]["test_nll"] != epochs["erm"][1]["test_nll"]
     assert passes == [1] * 15 + [1] * 6 + [2, 1] * 4 + [2]
+
+
+def test_a_matched_radius_stays_once_all_images_are_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(method="amp", settings={"epsilon": "auto", "held_out": 0.25, "release": 0.5}, epochs=6)
+    trained: list[Tensor] = []
+    real = Learner.step
+
+    def step(self: Learner, index: Tensor, *given: Any) -> dict[str, Tensor]:
+        trained.append(index)
+        return real(self, index, *given)
+
+    monkeypatch.setattr(Learner, "step", step)
+    lines = [event.numbers for event in run(recipe) if isinstance(event, Epoch)]
+    held_out = prepare_data(recipe, tiny_data(), 0).held_out
+    assert held_out is not None
+    assert len(held_out) == 11
+    epochs = [torch.cat(trained[5 * epoch : 5 * epoch + 5]) for epoch in range(6)]
+    assert [bool(torch.isin(seen, held_out).any()) for seen in epochs] == [False] * 3 + [True] * 3
+    assert [len(seen) for seen in epochs] == [44] * 6
+    radii = [line["epsilon"] for line in lines]
+    assert len(set(radii[:4])) == 4  # moves after each of the first three epochs
+    assert len(set(radii[3:])) == 1
+    assert [line["held_out_nll"] is None for line in lines] == [False] * 3 + [True] * 3
+
+
+def test_a_late_start_is_matched_for_as_large_a_share_of_what_is_left() -> None:
+    settings: dict[str, Any] = {"epsilon": "auto", "start": 0.5, "release": 0.5}
+    assert methods.build("amp", **settings).release == 0.75
+    assert methods.build("amp", epsilon="auto").release == methods.AUTO_RELEASE

@@ -7,10 +7,14 @@
 On new data the minimum lies a little beside that of the training loss, and AMP trains for the worst point near by. The
 ball is too small while that point is better than new data are, and too large where it is worse. So at each call
 
-    ε ← ε √((L_held-out − L(θ)) / (L(θ + Δ) − L(θ)))          by a factor of at most 3/2 either way
+    ε ← ε √((L_held-out − L(θ)) / (L(θ + Δ) − L(θ)))          by a factor of 2/3 at least and 3 at most
 
 with the training losses as means over the steps since the last call. The root is for a rise between linear and
-quadratic in ε, and for held-out losses that are noisy.
+quadratic in ε, and for held-out losses that are noisy. ε may grow faster than it shrinks: under dropout, and while the
+loss falls fast, the held-out loss lies below the training losses, and what ε has lost by then must come back in time.
+
+Held-out data need not be lost to the training: the radius of the first six tenths will do for the rest. Stop calling
+`step` then, and train on all data; ε stays.
 """
 
 import math
@@ -25,7 +29,7 @@ from flatmin.core.messages import describe
 from flatmin.optim.amp import AMP
 from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, scale_radii
 
-MAX_FACTOR = 1.5  # of one call, up or down
+MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
 MIN_SHARE = 0.01  # of the first radius, which ε never falls below: from 0 it could not grow
 MIN_AT_EDGE = 0.5  # share of steps at the edge of the ball below which a larger ε would change little
 
@@ -159,8 +163,8 @@ def _number(loss: float | Tensor) -> float:
 def _factor(loss: float, perturbed: float, at_edge: float, new: float) -> float:
     """What ε is multiplied by.
 
-    >>> _factor(0.1, 0.2, 1.0, 0.2), _factor(0.1, 0.2, 1.0, 0.9), _factor(0.1, 0.2, 1.0, 0.05)
-    (1.0, 1.5, 0.6666666666666666)
+    >>> _factor(0.1, 0.2, 1.0, 0.2), _factor(0.1, 0.2, 1.0, 9.9), _factor(0.1, 0.2, 1.0, 0.05)
+    (1.0, 3.0, 0.6666666666666666)
     >>> _factor(0.1, 0.2, 0.1, 0.9)                  # Δ seldom reaches the edge: ζ is what bounds it
     1.0
     """
@@ -168,5 +172,5 @@ def _factor(loss: float, perturbed: float, at_edge: float, new: float) -> float:
     if not (math.isfinite(rise) and math.isfinite(gap)):
         return 1.0
     wanted = MAX_FACTOR if rise <= 0 < gap else 0.0 if gap <= 0 else math.sqrt(gap / rise)
-    factor = min(max(wanted, 1 / MAX_FACTOR), MAX_FACTOR)
+    factor = min(max(wanted, MIN_FACTOR), MAX_FACTOR)
     return min(factor, 1.0) if at_edge < MIN_AT_EDGE else factor

@@ -17,7 +17,7 @@ from flatmin_lab.bench.benchmark import (
     BenchmarkOptions,
     run_benchmark,
 )
-from flatmin_lab.bench.contenders import FORMS, METHODS
+from flatmin_lab.bench.contenders import FORMS, METHODS, MODES
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import bench_view
 from flatmin_lab.cli.options import Debug, Device, option, report_errors
@@ -38,7 +38,7 @@ def _list_of(values: Any) -> str:
 def bench(
     model: Annotated[Names, option(f"{', '.join(models.MODELS)}; default: {_list_of(DEFAULT_MODELS)}.")] = None,
     batch_size: Annotated[Names, option(f"Images per step; default: {_list_of(DEFAULT_BATCH_SIZES)}.")] = None,
-    methods: Annotated[Names, option(f"{', '.join(METHODS)}; default: all.")] = None,
+    methods: Annotated[Names, option(f"{', '.join(METHODS + MODES)}; default: {_list_of(METHODS)}.")] = None,
     forms: Annotated[Names, option(f"{', '.join(FORMS)}; default: all.")] = None,
     at_once: Annotated[Names, option(f"How many models step at once; default: {_list_of(DEFAULT_AT_ONCE)}.")] = None,
     steps: Annotated[int, typer.Option(help="At most this many steps of each are timed.")] = DEFAULT_STEPS,
@@ -49,7 +49,11 @@ def bench(
     json_file: Annotated[Path, typer.Option("--json", help="The file for all numbers.")] = Path("out/bench.json"),
     debug: Debug = False,
 ) -> None:
-    """The cost of a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Lists may use commas."""
+    """The cost of a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Lists may use commas.
+
+    amp-idle, amp-quarter and amp-half are AMP without a perturbation, with Δ from a quarter of the batch, and with Δ
+    from images of half the size. A report shows what cheaper trainings cost where --json is results/bench-MACHINE.json.
+    """
     with report_errors(debug), exit_on_signals():
         where = device_named(device)
         quick = quick or where.type != "cuda"  # everything would take hours on a CPU

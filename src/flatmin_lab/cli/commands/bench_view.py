@@ -8,7 +8,14 @@ from rich.table import Table
 
 from flatmin_lab.cli.display import say
 
-METHODS = {"erm": "ERM", "amp": "AMP", "sam": "SAM"}
+METHODS = {
+    "erm": "ERM",
+    "amp": "AMP",
+    "sam": "SAM",
+    "amp-idle": "AMP, idle",
+    "amp-quarter": "AMP, quarter",
+    "amp-half": "AMP, half size",
+}
 FORMS = {"eager": "eager", "graph": "CUDA graph", "compiled": "compiled"}
 COLUMNS = ("ms", "quartiles", "steps", "floors", "ready", "MiB", "beyond ERM")
 

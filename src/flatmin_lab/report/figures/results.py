@@ -26,8 +26,13 @@ class FrontierPoint(NamedTuple):
 
     name: str
     method: str
-    cost: float
+    milliseconds: float | None  # over ERM's, captured, where all modes have been measured
+    passes: float
     kept: Sequence[tuple[float, float | None, float | None] | None]
+
+    @property
+    def cost(self) -> float:
+        return self.passes if self.milliseconds is None else self.milliseconds
 
 
 Values = Mapping[str, Sequence[float]]  # method -> a number per run, or per epoch
@@ -109,6 +114,7 @@ def epsilon_sweep(
 
 def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str]) -> DrawnFigure:
     """The share of AMP's gain that is kept over the cost, a panel per measure; the numbers name the modes."""
+    unit = "passes" if any(point.milliseconds is None for point in points) else "time"
     with styled():
         figure = Figure(figsize=(3.1 * len(measures), 3.1), layout="constrained")
         panels = figure.subplots(1, len(measures), squeeze=False, sharey=True)[0]
@@ -129,10 +135,10 @@ def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str
                 axes.annotate(
                     str(number), (x, share), xytext=(0, 6), textcoords="offset points", fontsize=9, ha="center"
                 )
-            axes.set(xlabel="passes, ERM = 1", title=measure)
+            axes.set(xlabel=f"{unit}, ERM = 1", title=measure)
         panels[0].set_ylabel("of AMP's gain kept, %")
     data = {"measures": list(measures), "modes": [point._asdict() for point in points]}
-    return DrawnFigure(figure, data, f"{title}: the share of AMP's gain that each mode keeps, over its cost in passes")
+    return DrawnFigure(figure, data, f"{title}: the share of AMP's gain that each mode keeps, over its cost in {unit}")
 
 
 def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, method: str) -> DrawnFigure:

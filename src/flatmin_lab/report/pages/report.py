@@ -92,7 +92,14 @@ def _frontier_figures(found: Evidence | None) -> dict[tuple[str, str], PageFigur
     for protocol in found.protocols if found else ():
         for one in protocol.frontiers:
             points = [
-                figures.FrontierPoint(mode.row.name, mode.row.recipe.method, mode.cost, mode.kept) for mode in one.modes
+                figures.FrontierPoint(
+                    mode.row.name,
+                    mode.row.recipe.method,
+                    mode.measured[0] if one.is_measured else None,
+                    mode.cost,
+                    mode.kept,
+                )
+                for mode in one.modes
             ]
             title = f"{TITLES[one.data]}, {TITLES[one.model]}"
             file = f"frontier-{protocol.name}-{one.data}"

@@ -69,7 +69,7 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
             said = [] if protocol == "smoke" else [*check_claims(runs, protocol), *radii]
             decided = [claim for claim in said if claim.verdict != NO_DATA]
             waiting = [claim for claim in said if claim.verdict == NO_DATA]
-            cheaper = frontiers(fill_table(EXPERIMENTS["frontier"](protocol), runs))
+            cheaper = frontiers(fill_table(EXPERIMENTS["frontier"](protocol), runs), found.step_times)
             parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown), cheaper))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)

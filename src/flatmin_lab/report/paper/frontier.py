@@ -3,7 +3,8 @@
     kept = (ERM − mode) / (ERM − AMP)          of error, NLL or ECE, means over the seeds
 
 1 is all of the gain, 0 none of it. The interval is a bootstrap over the seeds of all three; with three seeds of each it
-is narrower than the truth. The cost is counted in passes over the training set, ERM's being 1.
+is narrower than the truth. The cost is counted in passes over the training set, ERM's being 1, and measured where
+`flatmin bench` has timed these kinds of steps on the machine that trained (bench/mode_cost.py).
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flatmin_lab.bench.mode_cost import CAPTURED, EAGER, StepTimes
 from flatmin_lab.bench.time_estimate import kinds_of_steps, passes_per_step
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.paper.tables import FilledTable, Row
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95  # of the intervals
+FORMS = (CAPTURED, EAGER)  # in which the cost is measured
 
 
 class Kept(NamedTuple):
@@ -30,10 +33,11 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """A row of the frontier: its runs, the passes it takes, and what it keeps in each column."""
+    """A row of the frontier: its runs, what it costs over ERM, and what it keeps in each column."""
 
     row: Row
-    cost: float
+    cost: float  # in passes
+    measured: list[float | None]  # in milliseconds, captured and eager
     kept: list[Kept | None]
 
 
@@ -45,6 +49,12 @@ class Frontier:
     model: str
     columns: list[str]
     modes: list[Mode]
+    timed_on: str | None = None  # the machine and the commit of the measured costs
+
+    @property
+    def is_measured(self) -> bool:
+        """Has every mode a measured cost of captured steps?"""
+        return all(mode.measured[0] is not None for mode in self.modes)
 
 
 def cost_of(recipe: Recipe, base: Recipe) -> float:
@@ -72,18 +82,33 @@ def kept_share(erm: Sequence[float], amp: Sequence[float], mode: Sequence[float]
     return Kept(share, float(low), float(high))
 
 
-def frontiers(table: FilledTable) -> list[Frontier]:
-    """Of each data set that has runs of ERM, AMP and a mode."""
+def frontiers(table: FilledTable, times: Sequence[StepTimes] = ()) -> list[Frontier]:
+    """Of each data set that has runs of ERM, AMP and a mode; `times` of steps give the measured costs."""
     found = []
     for place in dict.fromkeys(row.place for row in table.rows):
         rows = [row for row in table.rows if row.place == place and row.has_values]
         plain = {row.recipe.method: row for row in rows if not row.recipe.protocol.exceptions}
         if plain.keys() >= {"erm", "amp"} and len(rows) > 2:
             erm, amp = plain["erm"], plain["amp"]
-            modes = [Mode(row, cost_of(row.recipe, erm.recipe), _kept(erm, amp, row)) for row in rows]
+            timed = _times_for(rows, erm.recipe, times)
+            modes = [_mode(row, erm, amp, timed) for row in rows]
             modes.sort(key=lambda mode: mode.cost)
-            found.append(Frontier(place[0], place[1], [column.label for column in table.columns], modes))
+            labels = [column.label for column in table.columns]
+            is_timed = timed is not None and any(cost is not None for mode in modes for cost in mode.measured)
+            found.append(Frontier(place[0], place[1], labels, modes, timed.source if timed and is_timed else None))
     return found
+
+
+def _times_for(rows: Sequence[Row], recipe: Recipe, times: Sequence[StepTimes]) -> StepTimes | None:
+    """The times of this network on the machine that trained all of the rows."""
+    machines = {str(run.result.get("hardware")) for row in rows for run in row.runs}
+    fitting = [one for one in times if len(machines) == 1 and one.fits(recipe, *machines)]
+    return fitting[0] if fitting else None
+
+
+def _mode(row: Row, erm: Row, amp: Row, times: StepTimes | None) -> Mode:
+    measured = [None if times is None else times.cost(row.recipe, erm.recipe, form) for form in FORMS]
+    return Mode(row, cost_of(row.recipe, erm.recipe), measured, _kept(erm, amp, row))
 
 
 def _kept(erm: Row, amp: Row, row: Row) -> list[Kept | None]:
