@@ -41,6 +41,7 @@ class Effort(NamedTuple):
 
 EFFORTS = {
     "paper": Effort(),
+    "paper-v2": Effort(),
     "short": Effort(restarts=1, with_trace=False, radii=(0.5,)),
     "smoke": Effort(images=50, restarts=1, with_trace=False, landscape_points=5, boundary_points=21),
 }

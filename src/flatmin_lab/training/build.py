@@ -37,13 +37,18 @@ def prepare_data(recipe: Recipe, data: Dataset, seed: int) -> PreparedData:
     chosen = data.held_out(seed) if recipe.validation else data
     noisy, wrong = add_label_noise(chosen, recipe.label_noise, seed=seed)
     if not recipe.is_matched:
-        return PreparedData(noisy, which, wrong, Normalisation.of(noisy.train))
+        return PreparedData(noisy, which, wrong, build_normalisation(recipe, noisy.train))
     usual = min(max(0.02, 500 / len(noisy.train)), 0.1)
     share = recipe.settings.get("held_out", usual)
     kept, out = noisy.split_indices(seed, share=share, name="matched")
     train = replace(noisy, train=noisy.train.at(kept))
     wrong_there = torch.isin(kept, wrong).nonzero().flatten()
-    return PreparedData(train, which, wrong_there, Normalisation.of(train.train), noisy.train.at(out))
+    return PreparedData(train, which, wrong_there, build_normalisation(recipe, train.train), noisy.train.at(out))
+
+
+def build_normalisation(recipe: Recipe, train: Split) -> Normalisation:
+    """By the training set's mean and standard deviation, or by those that the recipe gives."""
+    return Normalisation.of(train) if recipe.normalise is None else Normalisation.fixed(*recipe.normalise, like=train)
 
 
 class ClippedSGD(SGD):
