@@ -134,6 +134,22 @@ def column_named(name: str) -> Column:
     return next(column for column in (*COLUMNS, *PAPER_COLUMNS) if column.name == name)
 
 
+def at_best_epoch(run: Run, column: Column) -> float | None:
+    """The value at the epoch with the lowest test error, of as many the one with the lowest NLL.
+
+    So the published code reads its numbers. The epoch is chosen with the test labels: for a comparison with the paper's
+    alone. None where a run has no curves, or no curve of this measure.
+    """
+    known = [
+        line for line in run.lines if all(line.get(f"{run.split}_{name}") is not None for name in ("error", "nll"))
+    ]
+    if column.name not in ("error", "nll", "ece") or is_smoothed(column, run.method) or not known:
+        return None
+    best = min(known, key=lambda line: (line[f"{run.split}_error"], line[f"{run.split}_nll"]))
+    value = best.get(f"{run.split}_{column.name}")
+    return None if value is None else float(value) * (1.0 if column.name == "nll" else 100.0)
+
+
 def as_in_paper(run: Run, column: Column) -> float | None:
     """The value to compare with the paper's: for the NLL of label smoothing, the smoothed loss.
 

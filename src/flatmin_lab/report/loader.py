@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab.recipes.recipe import FollowedProtocol
+from flatmin_lab.recipes.protocols import FollowedProtocol
 from flatmin_lab.report import schema
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
@@ -76,6 +76,8 @@ class LoadedResults:
     tunings: list[tuple[Path, Tuning]] = field(default_factory=list)
     unusable: list[UnusableFile] = field(default_factory=list)
     planned: list[tuple[str, int]] = field(default_factory=list)  # names and seeds, recorded before they ran
+    broken_off: list[tuple[str, int, str]] = field(default_factory=list)  # names, seeds, and what became of them
+    families: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)  # comparisons, and the day
     failures: list[Failure] = field(default_factory=list)
     costs: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -115,6 +117,8 @@ def _add_plans_failures_costs(path: Path, found: LoadedResults) -> None:
                 content = _read(file)
                 if file.name == PLANNED:
                     found.planned.extend(schema.planned(content))
+                    found.broken_off.extend(schema.broken_off(content))
+                    found.families.update(schema.families(content))
                 elif file.name.startswith(COST):
                     found.costs.append(schema.cost({"protocol": file.resolve().parent.name, **content}))
                 elif not file.with_name(

@@ -50,7 +50,7 @@ def test_a_filled_table_says_what_was_chosen_and_what_is_smoothed(tmp_path: Path
     text = shown("table1", "--data", "cifar10", "--methods", "erm,label_smoothing")
     assert "0.350 (smoothed: 1.050)" in text
     assert "smoothed: the loss smoothed over the other classes" in text
-    assert "short: baselines at the paper's values for 200 epochs, AMP's radius chosen for 60" in text
+    assert "short: as paper-v2 but for the length, with AMP's radius chosen for it" in text
     assert "smoothed:" not in shown("table1", "--data", "cifar100", "--methods", "erm")
     swept = [recipe for recipe in EXPERIMENTS["sweep"]("short").recipes if recipe.data == "cifar10"]
     for recipe in swept:
@@ -107,7 +107,7 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
         (["table1", "--runs", str(ROOT / "README.md" / "runs")], "choose other places with --results and --runs"),
         ([], "name a table or a figure: table1"),
         (["table9"], "unknown table or figure 'table9'; choose from table1"),
-        (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, short, smoke"),
+        (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, paper-v2, short, smoke"),
         (["table1", "--methods", "sam"], "--methods takes adversarial, amp"),
         (["table1", "--data", "mnist"], "--data takes cifar10, cifar100, svhn, got mnist"),
         (["table1", "--measure", "speed"], "--measure takes attack, boundary, flatness, landscape, got speed"),

@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.models import canonical
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment, Protocol, by_name
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment, by_name
+from flatmin_lab.recipes.protocols import NAMES as PROTOCOLS
+from flatmin_lab.recipes.protocols import Protocol
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.result_store import ResultStore, State
-
-PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 
 @dataclass(frozen=True, kw_only=True)
