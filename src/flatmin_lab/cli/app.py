@@ -22,7 +22,7 @@ from flatmin_lab.system.optional_deps import need
 
 app = typer.Typer(
     name="flatmin",
-    help="Train neural networks into flat minima: Adversarial Model Perturbation, and what the paper compares it with.",
+    help="Train against the worst weights nearby: Adversarial Model Perturbation, and what the paper compares it with.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -128,14 +128,15 @@ def _is_in_table_1(row: Row) -> bool:
 def _without_empty(table: FilledTable) -> FilledTable:
     """The table without empty rows and columns, and without data sets and networks that have no run.
 
-    In pairwise tables, a data set is kept only if all its rows have runs; nothing is, if all of it is in table 1 too.
+    In pairwise tables, a data set is kept only if all its rows have runs; and no block of which table 1 has all.
     """
     rows = table.rows
     if table.experiment.name in PAIRS:
         lacking = {row.data for row in rows if row.main and not row.has_values}
         rows = [row for row in rows if row.data not in lacking]
-    if table.experiment.name in (*PAIRS, "auto") and all(_is_in_table_1(row) for row in rows if row.has_values):
-        rows = []
+    if table.experiment.name in (*PAIRS, "auto"):
+        told = {row.place for row in rows if row.has_values and not _is_in_table_1(row)}
+        rows = [row for row in rows if row.place in told]
     places = {row.place for row in rows if row.has_values}
     rows = [row for row in rows if row.place in places and (row.has_values or any(c.paper for c in row.cells))]
     there = [any(row.cells[n].values or row.cells[n].paper for row in rows) for n in range(len(table.columns))]

@@ -41,6 +41,7 @@ COLUMNS = {
     "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace"),
 }
 DEFAULT_COLUMNS = ("error", "nll", "ece")
+BESIDE_PAPER = ("table1", "table2", "table3", "ece", "first_version")  # the others compare ours with ours
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,20 @@ def fill_table(
     places = list(dict.fromkeys(row.place for row in rows))
     rows.sort(key=lambda row: places.index(row.place))  # additional rows go below the block they belong to
     tested = _with_tests(rows, columns, families_with(families or {}))
+    if experiment.name not in BESIDE_PAPER:
+        return FilledTable(experiment, columns, [_without_paper(row) for row in tested])
     return FilledTable(experiment, columns, [one for row in tested for one in _readings(row, columns)])
+
+
+def _without_paper(row: Row) -> Row:
+    return replace(row, cells=[replace(cell, paper=None, agrees=None) for cell in row.cells])
 
 
 def _variant(recipe: Recipe, experiment: Experiment) -> str:
     protocol, usual = recipe.name.partition("/")[0], experiment.recipes[0]
     elsewhere = f"protocol {protocol}" if recipe in experiment.beside and protocol != experiment.protocol else ""
-    return elsewhere or (recipe.precision if recipe.precision != usual.precision else "")
+    same = recipe.precision == usual.precision or recipe.protocol == OWN  # small data sets have their own
+    return elsewhere or ("" if same else recipe.precision)
 
 
 def _readings(row: Row, columns: Sequence[Column]) -> list[Row]:
