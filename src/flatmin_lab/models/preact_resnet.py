@@ -35,9 +35,9 @@ class Block(nn.Module):
         *,
         bottleneck: bool,
         dropout: float,
-        dropout_at: DropoutAt,
         shortcut: Shortcut,
         bias: bool,
+        dropout_at: DropoutAt = "relu",
     ) -> None:
         super().__init__()
         outputs = 4 * width if bottleneck else width

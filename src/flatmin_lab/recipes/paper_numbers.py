@@ -8,6 +8,7 @@ the authors' slides print. Figures 8 and 11 have no numbers either: these were r
 from functools import cache
 from typing import NamedTuple
 
+from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.recipes.protocols import kind_of
 
 TRAINING_HOURS = {"erm": 2.4, "amp": 4.2}  # PreActResNet18 on CIFAR-10, 200 epochs, on a V100
@@ -61,7 +62,7 @@ class Value(NamedTuple):
     std: float | None = None
 
 
-def reported(data: str, model: str, method: str, augment: str = "vanilla") -> dict[str, Value]:
+def reported(data: str, model: str, method: str, augment: Kind = "vanilla") -> dict[str, Value]:
     """What the paper has for a cell of its tables: error, nll, ece, fgsm_error, pgd_error, where it has them.
 
     >>> reported("cifar10", "preactresnet18", "amp")["error"]

@@ -92,7 +92,7 @@ class FollowedProtocol:
 OWN = FollowedProtocol("own")
 
 
-def kind_of(augment: str) -> str:
+def kind_of(augment: Kind) -> Kind:
     """What a table calls an augmentation, whichever version's crops it has.
 
     >>> kind_of("vanilla_v1"), kind_of("cutout")

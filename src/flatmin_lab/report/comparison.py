@@ -233,4 +233,4 @@ def _paper_values(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
     apart = any(run.protocol.exceptions or run.protocol.name not in PAPER_LENGTH for run in row.runs)
     if setting["split"] != "test" or setting["label_noise"] or apart:
         return {}
-    return reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "")
+    return reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "none")

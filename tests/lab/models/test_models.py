@@ -1,5 +1,7 @@
 """The networks: sizes known from the published code, shapes, first gradients, dropout, and what wrong arguments get."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -209,7 +211,7 @@ def test_vgg_says_how_large_images_must_be() -> None:
 def test_dropout_at_the_block_is_where_the_published_code_has_it() -> None:
     """The last ReLU of each of eight blocks, and the pooled features; nothing but masks changes."""
 
-    def drops(**settings: object) -> list[str]:
+    def drops(**settings: Any) -> list[str]:
         model = build("preactresnet18", dropout=0.1, width=4, **settings)
         return [name for name, module in model.named_modules() if isinstance(module, nn.Dropout)]
 

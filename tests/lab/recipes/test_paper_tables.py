@@ -225,8 +225,8 @@ def test_the_paper_s_number_stands_beside_ours_of_the_best_test_epoch(tmp_path: 
     recipe = cell("paper", "cifar100", "preactresnet18", "amp")
     for seed in range(2):
         curves = {"error": [0.5] * 200, "nll": [2.0] * 200, "ece": [0.2] * 200}
-        for name, tie, best in (("error", 0.21, 0.21), ("nll", 0.79, 0.774), ("ece", 0.05, 0.04)):
-            curves[name][120], curves[name][160] = tie, best  # of two epochs with one error, that with the lower NLL
+        for name, tied, lowest in (("error", 0.21, 0.21), ("nll", 0.79, 0.774), ("ece", 0.05, 0.04)):
+            curves[name][120], curves[name][160] = tied, lowest  # of two epochs with one error, that with the lower NLL
         write_result(tmp_path, recipe, seed, 0.22, test_nll=0.8, curves=curves)
     found = fill_table(table1("paper"), read_all(ResultStore(tmp_path, tmp_path)))
     last, best = [row for row in found.rows if row.runs]
