@@ -41,7 +41,7 @@ from flatmin_lab.recipes.protocols import (
 )
 from flatmin_lab.recipes.recipe import Job, Recipe, perturbation
 
-Measurement = Literal["attack", "flatness", "landscape", "boundary"]
+Measurement = Literal["attack", "flatness", "batch_rise", "landscape", "boundary"]
 SETS = ("svhn", "cifar10", "cifar100")
 RESNET = TABLE_1[0]
 AUGMENTATIONS: tuple[Kind, ...] = ("vanilla", "cutout", "autoaugment")

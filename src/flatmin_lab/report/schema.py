@@ -98,7 +98,22 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
         if not isinstance(farther, dict) or not all(value is None or is_number(value) for value in farther.values()):
             raise ValueError(f"worst_by_radius is {farther!r}, not numbers")
         parts["flatness"] = flat
+    if (seen := found.get("batch_rise")) is not None:
+        parts["batch_rise"] = _batch_rise(seen)
     return parts
+
+
+def _batch_rise(found: Any) -> dict[str, Any]:
+    """By split and scale, the rise at each radius."""
+    _object(found, "batch_rise")
+    for split in (split for split in ("training", "test", "validation") if split in found):
+        _object(found[split], split)
+        for scale in ("filter", "global"):
+            rises = found[split].get(scale)
+            if not isinstance(rises, dict) or not all(v is None or is_number(v) for v in rises.values()):
+                raise ValueError(f"batch_rise has {rises!r} for {scale}, not numbers")
+    checked: dict[str, Any] = found
+    return checked
 
 
 def curves(found: Any, result: Mapping[str, Any]) -> list[dict[str, Any]]:

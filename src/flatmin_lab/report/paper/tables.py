@@ -38,7 +38,7 @@ COLUMNS = {
     "curves": ("train_loss", "nll"),
     "landscape": ("landscape_rise",),
     "adversary": ("error", "nll", "fgsm_normalised", "pgd_normalised"),
-    "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace"),
+    "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace", "batch_rise", "batch_rise_test"),
 }
 DEFAULT_COLUMNS = ("error", "nll", "ece")
 BESIDE_PAPER = ("table1", "table2", "table3", "ece", "first_version")  # the others compare ours with ours
