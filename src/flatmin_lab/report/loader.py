@@ -76,6 +76,7 @@ class LoadedResults:
     tunings: list[tuple[Path, Tuning]] = field(default_factory=list)
     unusable: list[UnusableFile] = field(default_factory=list)
     planned: list[tuple[str, int]] = field(default_factory=list)  # names and seeds, recorded before they ran
+    withdrawn: list[tuple[str, int, str]] = field(default_factory=list)  # of these: names, seeds, and why
     broken_off: list[tuple[str, int, str]] = field(default_factory=list)  # names, seeds, and what became of them
     families: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)  # comparisons, and the day
     failures: list[Failure] = field(default_factory=list)
@@ -117,6 +118,7 @@ def _add_plans_failures_costs(path: Path, found: LoadedResults) -> None:
                 content = _read(file)
                 if file.name == PLANNED:
                     found.planned.extend(schema.planned(content))
+                    found.withdrawn.extend(schema.withdrawn(content))
                     found.broken_off.extend(schema.broken_off(content))
                     found.families.update(schema.families(content))
                 elif file.name.startswith(COST):

@@ -147,6 +147,14 @@ def planned(found: Mapping[str, Any]) -> list[tuple[str, int]]:
     return [(run["name"], run["seed"]) for run in _listed(found, "runs", "a planned run")]
 
 
+def withdrawn(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """The planned runs that will not be run after all: names, seeds, and why."""
+    runs = [run for run in _listed(found, "runs", "a planned run") if "withdrawn" in run]
+    for run in runs:
+        _check(run, "withdrawn", lambda value: isinstance(value, str), "a text")
+    return [(run["name"], run["seed"], run["withdrawn"]) for run in runs]
+
+
 def broken_off(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
     """The runs of planned.json that were started and given up: names, seeds, and what became of them."""
     runs = _listed({"broken_off": [], **found}, "broken_off", "a run that was broken off")

@@ -51,6 +51,7 @@ class PlannedRun(TypedDict, total=False):
     planned: str
     parts: Sequence[str]
     renamed_from: str  # what its recipe was called when it was planned
+    withdrawn: str  # why it will not be run after all; it stays listed
 
 
 @dataclass(frozen=True)

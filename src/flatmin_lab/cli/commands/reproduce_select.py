@@ -120,9 +120,9 @@ def _of(experiments: Sequence[Experiment], seeds: tuple[int, ...] | None) -> lis
 
 
 def _planned(store: ResultStore) -> list[Run]:
-    """The runs of planned.json, in its order."""
+    """The runs of planned.json, in its order, without those that were withdrawn."""
     found = []
-    for run in store.planned():
+    for run in (run for run in store.planned() if "withdrawn" not in run):
         if run["name"] not in by_name():
             raise ValueError(f"planned.json names {run['name']!r}, and there is no such recipe; correct it there")
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))

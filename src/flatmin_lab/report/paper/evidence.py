@@ -62,6 +62,7 @@ class Evidence:
     planned: int  # runs, recorded before they ran
     failed: int  # of these
     missing: list[str]  # of these
+    withdrawn: Sequence[tuple[str, int, str]]  # of these: never to be run
     broken_off: Sequence[tuple[str, int, str]]  # started, and given up
     renamed: int  # results that carried another name when they were trained
     failures: Sequence[Failure]
@@ -91,10 +92,11 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
             parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown), cheaper, *drawn, sizes))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
-    missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done | failed]
+    gone = done | failed | {(name, seed) for name, seed, _ in found.withdrawn}
+    missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in gone]
     every = [run for own in runs.values() for run in own]
     renamed = sum("renamed_from" in run.result for run in every)
-    planned = len(found.planned), len(failed), missing, found.broken_off, renamed
+    planned = len(found.planned), len(failed), missing, found.withdrawn, found.broken_off, renamed
     return Evidence(parts, deviations(every), *planned, found.failures, found.costs)
 
 
