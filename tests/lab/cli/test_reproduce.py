@@ -77,6 +77,20 @@ def test_a_plan_is_written_before_anything_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_plan_fixes_what_will_be_tested_and_a_withdrawn_run_is_not_run(tmp_path: Path) -> None:
+    flatmin("reproduce", "table1", *SOME, "--methods", "erm,amp", "--seeds", "0", "--plan", *places(tmp_path))
+    path = tmp_path / "results" / "planned.json"
+    plan = json.loads(path.read_text())
+    (family,) = plan["families"]
+    assert family == "smoke/cifar10-vgg16"
+    assert plan["families"][family]["comparisons"] == ["error: amp < erm", "error: mixup < amp"]
+    plan["runs"][0]["withdrawn"] = "a test"
+    path.write_text(json.dumps(plan))
+    shown = flatmin("reproduce", "--planned", "--dry-run", *places(tmp_path))
+    assert "smoke/cifar10-vgg16-amp" in shown.stdout
+    assert "smoke/cifar10-vgg16-erm" not in shown.stdout
+
+
 def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: Path) -> None:
     for methods, seed in (("amp", 1), ("erm,mixup", 0)):
         arguments = [*SOME, "--methods", methods, "--seeds", seed, "--plan", *places(tmp_path)]
