@@ -1,9 +1,10 @@
-"""The README's table of results, from the result files that `flatmin reproduce` wrote.
+"""The README's tables of results, from the result files that `flatmin reproduce` wrote.
 
     python benchmarks/results_table.py [--results results] [--readme README.md] [--check]
 
-It replaces what is between the two markers in the README; with --check nothing is written, and the exit code is 1 if
-the README is out of date.
+One for each data set with runs of the paper's length, a row a method and protocol; the rest is on the report's page. It
+replaces what is between the two markers in the README; with --check nothing is written, and the exit code is 1 if the
+README is out of date.
 """
 
 from collections import Counter
@@ -11,50 +12,60 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import readme
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Protocol
-from flatmin_lab.recipes.recipe import FollowedProtocol
-from flatmin_lab.report.columns import Column, column_named
-from flatmin_lab.report.html import as_printed
+from flatmin_lab.data.sources.synthetic import original_name
+from flatmin_lab.recipes.paper_numbers import METHODS, reported
+from flatmin_lab.recipes.paper_tables import RESNET, SETS, cell
+from flatmin_lab.recipes.protocols import PAPER_LENGTH
+from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, column_named
+from flatmin_lab.report.figures.style import NAMES
+from flatmin_lab.report.html import as_printed, mean_and_std
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
-from flatmin_lab.report.paper.tables import Row, cell_of, fill_table, read_all
+from flatmin_lab.report.paper.tables import read_all
 from flatmin_lab.runs.result_store import ResultStore
 
 RESULTS = Path(__file__).parent.parent / "results"
 PART = "results table"
-PROTOCOLS: tuple[Protocol, ...] = ("paper", "short")
 COLUMNS = ("error", "nll", "ece")
+COMMIT_DIGITS = 7  # of a commit
 
 
 def rendered(results: Path) -> str:
-    """A table for every data set and network of table 1 that has runs."""
+    """A table for every data set that PreActResNet18 was trained on for as long as the paper's."""
     runs = read_all(ResultStore(results, results))
     parts, shown = [], []
-    for protocol in PROTOCOLS:
-        rows = [row for row in fill_table(EXPERIMENTS["table1"](protocol), runs).rows if row.runs]
-        shown += [run for row in rows for run in row.runs]
-        places = dict.fromkeys(row.place for row in rows)
-        parts += [_table(protocol, [row for row in rows if row.place == place]) for place in places]
+    for data in SETS:
+        recipes = [cell(protocol, data, RESNET, method) for method in METHODS for protocol in PAPER_LENGTH]
+        rows = [(recipe, runs[recipe.name]) for recipe in recipes if recipe.name in runs]
+        shown += [run for _, own in rows for run in own]
+        parts += [_table(data, rows)] if rows else []
     if not parts:
         raise ValueError(f"there is no result in {results}; make some with flatmin reproduce")
     return "\n\n".join([*parts, _measured(shown)])
 
 
-def _table(protocol: Protocol, rows: Sequence[Row]) -> str:
-    first = rows[0].recipe
-    title = f"{TITLES[first.data]}, {TITLES[first.model]}, {first.epochs} epochs (protocol `{protocol}`)"
+def _table(data: str, rows: Sequence[tuple[Recipe, Sequence[Run]]]) -> str:
     columns = [column_named(name) for name in COLUMNS]
-    head = [title, "n", *(label for column in columns for label in (column.label, "paper"))]
-    return readme.markdown(head, [[row.name, str(len(row.runs)), *_cells(row, columns)] for row in rows])
+    head = [f"{TITLES[data]}, {TITLES[RESNET]}, 200 epochs", "protocol", "n"]
+    head += [label for column in columns for label in (column.label, "best epoch", "paper")]
+    return readme.markdown(head, [_row(recipe, own, columns) for recipe, own in rows])
 
 
-def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
-    found = []
+def _row(recipe: Recipe, runs: Sequence[Run], columns: Sequence[Column]) -> list[str]:
+    theirs = reported(original_name(recipe.data), recipe.model, recipe.method)
+    found = [NAMES[recipe.method], f"`{recipe.protocol.name}`", str(len(runs))]
     for column in columns:
-        cell = cell_of(row.recipe, row.runs, column)
-        found += [cell.shown(column.digits), as_printed(cell.paper, column.digits) if cell.paper else ""]
+        best = [value for run in runs if (value := at_best_epoch(run, column)) is not None]
+        last = [value for run in runs if (value := as_in_paper(run, column)) is not None]
+        paper = theirs.get(column.paper)
+        found += [_shown(last, column), _shown(best, column), as_printed(paper, column.digits) if paper else ""]
     return found
+
+
+def _shown(values: Sequence[float], column: Column) -> str:
+    return mean_and_std(values, column.digits) if values else ""
 
 
 def _precision(runs: Sequence[Run]) -> str:
@@ -63,26 +74,23 @@ def _precision(runs: Sequence[Run]) -> str:
     return f"{usual} unless a row says otherwise" if others else str(usual)
 
 
+def _short(key: str, value: str) -> str:
+    return value[:COMMIT_DIGITS] if key == "commit" else value
+
+
 def _measured(runs: Sequence[Run]) -> str:
     def all_of(key: str) -> str:
-        return ", ".join(sorted({str(run.result[key]) for run in runs if run.result.get(key)}))
+        return ", ".join(sorted({_short(key, str(run.result[key])) for run in runs if run.result.get(key)}))
 
     notes = f" {TF32}" if any(run.result["precision"] == "fp32" for run in runs) else ""
     if any(run.method == "label_smoothing" for run in runs):
-        notes += (
-            " The paper's NLL of label smoothing seems to be the smoothed loss; ours stands in brackets, smoothed over "
-            "the other classes, as the published code has it, though trained with it over all."
-        )
-    if any(run.protocol == FollowedProtocol("short") for run in runs):
-        notes += (
-            " For 60 epochs AMP's ε was chosen by the test error of earlier, shorter and longer runs on CIFAR-10, "
-            "and the other methods have the paper's settings for 200, unless a row says otherwise."
-        )
+        notes += " The NLL of label smoothing is the smoothed loss, as the paper's seems to be."
     return (
-        f"Test numbers of the last epoch: mean ± standard deviation over n seeds, fewer than three singly; the paper's "
-        f"are of 10 runs with 200 epochs. {all_of('hardware')}, torch {all_of('torch')}, {_precision(runs)}, "
-        f"commit {all_of('commit')}.{notes} `flatmin report results` makes the whole page: tests, agreement with the "
-        f"paper, attacks, flatness, curves, and what we did otherwise. {' '.join(of_the_data(runs))}"
+        f"Test numbers: mean ± standard deviation over n seeds, fewer than three singly; of the last epoch, and of the "
+        f"one with the lowest test error, which the paper's are of (10 runs; ECE: the authors' slides). `paper` is the "
+        f"recipe of the published code's first version, `paper-v2` that of the second and of the paper's text "
+        f"([what differs](docs/reproducing.md#the-protocols)). {all_of('hardware')}, torch {all_of('torch')}, "
+        f"{_precision(runs)}, commit {all_of('commit')}.{notes} {' '.join(of_the_data(runs))}"
     )
 
 

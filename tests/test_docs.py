@@ -150,7 +150,7 @@ def test_both_sides_of_a_change_of_optimizer_give_the_same_weights(page: str) ->
 
 def test_the_lengths_of_delta_are_those_of_the_results() -> None:
     """The table in choosing_epsilon.md, from the result files that it names."""
-    files = sorted((ROOT / "results" / "paper").glob("cifar10-preactresnet18-amp-[0-9].json"))[:3]
+    files = sorted((ROOT / "results" / "paper-v2").glob("cifar10-preactresnet18-amp-[0-9].json"))[:3]
     curves = [json.loads(file.read_text())["curves"] for file in files]
     rows = [re.split(r"\s*\|\s*", row)[1:-1] for row in (DOCS / "choosing_epsilon.md").read_text().splitlines()]
     table = {row[0]: row[1:] for row in rows if row}

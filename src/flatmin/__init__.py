@@ -1,4 +1,4 @@
-"""flatmin trains neural networks into flat minima: Adversarial Model Perturbation for PyTorch.
+"""flatmin trains neural networks against the worst weights nearby: Adversarial Model Perturbation for PyTorch.
 
 optimizer = flatmin.AMP(optimizer, epsilon=0.1, model=model)
 loss = optimizer.step(closure)

@@ -285,9 +285,35 @@ def uniform_factors(
     return found
 
 
+def cube_factors(
+    lengths: Sequence[Tensor],
+    groups: Sequence[Sequence[Tensor]],
+    epsilons: Sequence[float | Tensor],
+    *,
+    ball: Ball,
+) -> list[Tensor]:
+    """For each group the factors, one per tensor, that make noise in [−1, 1] uniform in [−√(ε/d), √(ε/d)].
+
+    d is the dimension that the ball is taken over. Points of this cube have ‖Δ‖ ≈ √(ε/3), at most √ε: it is no ball of
+    radius ε, but what the paper's published code draws for RMP.
+    """
+    dimensions = [[_dimension([tensor]) for tensor in group] for group in groups]
+    total = sum(map(sum, dimensions))
+    found = []
+    for length, own, epsilon in zip(lengths, dimensions, epsilons, strict=True):
+        over = {"global": [total] * len(own), "group": [sum(own)] * len(own), "tensor": own}[ball]
+        sides = torch.stack([length.new_full((), max(count, 1) ** -0.5) for count in over])  # nothing from the host
+        found.append(sides * epsilon**0.5)
+    return found
+
+
+def _dimension(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors)
+
+
 def _radius_share(tensors: Sequence[Tensor], home: torch.device, generator: torch.Generator | None) -> Tensor:
     """u^(1/d): the distance of a uniform point of these tensors' ball from its centre, as a share of the radius."""
-    dimension = sum(tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors)
+    dimension = _dimension(tensors)
     device = home if generator is None else generator.device
     share: Tensor = torch.rand((), generator=generator, device=device) ** (1 / max(dimension, 1))
     return broadcast_over_mesh(share.to(home), tensors)

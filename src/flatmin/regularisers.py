@@ -12,6 +12,7 @@
 Dropout is an argument of the model, RMP and AMP are optimizers. With λ = 1, s = 0, b = 0 or ε = 0 each is erm.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from flatmin.attacks import fgsm
+from flatmin.attacks import fgsm, pgd
 
 __all__ = ["REGULARISERS", "Mixed", "Regulariser", "adversarial", "erm", "flooding", "label_smoothing", "mixup"]
 
@@ -34,6 +35,7 @@ class Mixed(NamedTuple):
     share: Tensor
 
 
+Number = float | Tensor
 Target = Tensor | Mixed  # labels (B,), class probabilities (B, K), or a mixture of labels
 Batch = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Any]]
 Loss = Callable[[Tensor, Any], Tensor]
@@ -159,13 +161,26 @@ def adversarial(
     mean: Tensor | Sequence[float] | None = None,
     std: Tensor | Sequence[float] | None = None,
     bounds: tuple[float, float] = (0.0, 1.0),
+    units: Literal["pixels", "inputs"] = "pixels",
+    random_start: bool = False,
 ) -> Regulariser:
     """Training on adversarial examples in place of the images (Goodfellow et al. 2015): one step of ε per pixel.
 
     ε and `bounds` are in pixels of 0 to 1. If the model takes normalised images, give the `mean` and `std` of their
     channels: the step is then ε/std, and the result stays in the valid range, (0 − mean)/std to (1 − mean)/std.
     Data without bounds has `bounds=(-inf, inf)`. The first batch is checked to lie within them.
+
+    With `units="inputs"` ε is a number of the inputs as the model takes them, normalised or not, and no bounds hold;
+    for CIFAR that is a quarter of the step. With `random_start` the step begins at a point drawn uniformly in the box
+    of ±ε, and ends in the box again. The paper's published code has both.
     """
+    if units not in ("pixels", "inputs"):
+        raise ValueError(f"unknown units={units!r}; choose from pixels, inputs")
+    if units == "inputs":
+        if not 0 <= epsilon < math.inf:
+            raise ValueError(f"adversarial's epsilon must be at least 0 and finite, got {epsilon}")
+        attack = partial(_attacked, epsilon=epsilon, bounds=(-math.inf, math.inf), random_start=random_start)
+        return Regulariser("adversarial", attack if epsilon > 0 else _unchanged)
     if not bounds[0] < bounds[1]:
         raise ValueError(f"bounds must be two rising numbers, got {bounds}")
     if not 0 <= epsilon <= bounds[1] - bounds[0]:
@@ -181,7 +196,17 @@ def adversarial(
         raise ValueError(
             f"mean must be finite and std above 0 in every channel, got {centre.tolist()} and {scale.tolist()}"
         )
-    return Regulariser("adversarial", _Attack(epsilon, centre, scale, bounds) if epsilon > 0 else _unchanged)
+    attack_pixels = _Attack(epsilon, centre, scale, bounds, random_start)
+    return Regulariser("adversarial", attack_pixels if epsilon > 0 else _unchanged)
+
+
+def _attacked(
+    model: nn.Module, x: Tensor, y: Tensor, *, epsilon: Number, bounds: tuple[Number, Number], random_start: bool
+) -> tuple[Tensor, Tensor]:
+    """One step of ε from x, or from a random point of the box around it, back into the box."""
+    if not random_start:
+        return fgsm(model, x, y, epsilon=epsilon, bounds=bounds), y
+    return pgd(model, x, y, epsilon=epsilon, step_size=epsilon, steps=1, random_start=True, bounds=bounds), y
 
 
 @dataclass(eq=False)
@@ -192,6 +217,7 @@ class _Attack:
     mean: Tensor
     std: Tensor
     bounds: tuple[float, float]
+    random_start: bool = False
     scaled: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,7 +225,7 @@ class _Attack:
         if key not in self.scaled:
             self.scaled[key] = self._scale_checked(x)
         epsilon, low, high = self.scaled[key]
-        return fgsm(model, x, y, epsilon=epsilon, bounds=(low, high)), y
+        return _attacked(model, x, y, epsilon=epsilon, bounds=(low, high), random_start=self.random_start)
 
     def _scale_checked(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """ε, lowest and highest value per channel; the only time that the host reads the images."""

@@ -21,11 +21,14 @@ from torch.optim import Optimizer
 import flatmin
 from flatmin.ball import Ball, Norm
 from flatmin.optim.radius.schedule import GROWTHS, Growth, RadiusSchedule
+from flatmin.optim.rmp import Noise
 from flatmin.regularisers import REGULARISERS, Regulariser, erm
 from flatmin_lab.data.normalise import Normalisation
 
 CONSTANT = RadiusSchedule()
-NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # settings that are listed where they are others
+NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # of AMP's radius over time
+# settings that are listed only where they are others: the paper has none of them, or its published code alone
+UNLISTED = {**NOT_IN_PAPER, "noise": "ball", "units": "pixels", "random_start": False}
 AUTO, AUTO_FIRST_RADIUS = "auto", 0.1  # the word for a matched ε, and what it begins with
 AUTO_RELEASE = 0.6  # of the perturbed part of a run, in which it moves
 
@@ -59,10 +62,16 @@ def dropout(rate: float = 0.1) -> Method:
 
 
 def rmp(
-    epsilon: float = 0.1, *, ball: Ball = "global", norm: Norm = "l2", generator: torch.Generator | None = None
+    epsilon: float = 0.1,
+    *,
+    ball: Ball = "global",
+    norm: Norm = "l2",
+    noise: Noise = "ball",
+    generator: torch.Generator | None = None,
 ) -> Method:
-    """A random perturbation of the weights in a ball of radius 0.1."""
-    wrap = partial(_wrap, wrapper=flatmin.RMP, epsilon=epsilon, ball=ball, norm=norm, generator=generator)
+    """A random perturbation of the weights in a ball of radius 0.1, or as published in a cube (see `flatmin.RMP`)."""
+    settings: dict[str, Any] = {"ball": ball, "norm": norm, "noise": noise, "generator": generator}
+    wrap = partial(_wrap, wrapper=flatmin.RMP, epsilon=epsilon, **settings)
     return Method(name="rmp", regulariser=erm(), wrap=wrap)
 
 
@@ -146,7 +155,7 @@ def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     >>> resolve_settings("amp", {"epsilon": 0.1, "start": 0.5})
     {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2', 'start': 0.5}
     """
-    own = {key: value for key, value in settings.items() if NOT_IN_PAPER.get(key, ...) != value}
+    own = {key: value for key, value in settings.items() if UNLISTED.get(key, ...) != value}
     return {**_defaults(name), **own}
 
 
@@ -161,7 +170,7 @@ def _defaults(name: str) -> Mapping[str, Any]:
     make = OTHERS.get(name) or REGULARISERS[name]
     known = {key: parameter.default for key, parameter in signature(make).parameters.items()}
     shown = {key: value for key, value in known.items() if isinstance(value, int | float | str)}
-    shown = {key: value for key, value in shown.items() if key not in NOT_IN_PAPER}
+    shown = {key: value for key, value in shown.items() if key not in UNLISTED}
     return {key: value for key, value in shown.items() if not isinstance(value, bool)}
 
 

@@ -284,3 +284,41 @@ def test_a_regulariser_can_be_pickled_and_copied(name: str) -> None:
             x, target = one.batch(network(), *batch())
             found.append(one.loss(network()(x), target).detach())
         assert torch.equal(found[0], found[1])
+
+
+# ---- adversarial training as the published code has it
+
+
+def test_a_step_in_inputs_does_not_know_of_pixels() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    x, y = 5 * torch.randn(4, 3, 2, 2), torch.tensor([0, 1, 2, 0])
+    moved, _ = adversarial(1 / 255, units="inputs").batch(model, x, y)
+    mean, std = [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]
+    same, _ = adversarial(1 / 255, units="inputs", mean=mean, std=std).batch(model, x, y)
+    torch.testing.assert_close((moved - x).abs(), torch.full_like(x, 1 / 255), atol=1e-6, rtol=0)
+    assert torch.equal(moved, same)
+
+
+def test_a_random_start_ends_where_the_plain_formula_does() -> None:
+    """X + U(−ε, ε), a step of ε along the sign of the gradient there, back into the box of ε around x."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    x, y = torch.randn(40, 3, 2, 2, dtype=torch.float64), torch.arange(40) % 3
+    torch.manual_seed(3)
+    moved, target = adversarial(0.1, units="inputs", random_start=True).batch(model, x, y)
+    torch.manual_seed(3)
+    start = (x + 0.1 * (2 * torch.rand_like(x) - 1)).requires_grad_()
+    cross_entropy(model(start), y).backward()
+    assert start.grad is not None
+    expected = x + (start.detach() + 0.1 * start.grad.sign() - x).clamp(-0.1, 0.1)
+    torch.testing.assert_close(moved, expected, atol=1e-12, rtol=0)
+    assert torch.equal(target, y)
+    inside = ((moved - x).abs() < 0.1 - 1e-9).double().mean()
+    assert 0.35 < inside < 0.65  # a step from a random point ends at the edge half of the time only
+
+
+def test_units_and_epsilon_of_inputs_are_checked() -> None:
+    with pytest.raises(ValueError, match="unknown units='grey levels'"):
+        adversarial(units="grey levels")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 0 and finite"):
+        adversarial(-1.0, units="inputs")
+    assert adversarial(0.0, units="inputs").batch(nn.Identity(), torch.ones(1), torch.ones(1))[0] == 1

@@ -18,6 +18,7 @@ def result(method: str, seed: int, error: float, **changes: Any) -> dict[str, An
         "data": "cifar10",
         "model": "preactresnet18",
         "method": method,
+        "protocol": "paper",
         "settings": {"epsilon": 0.5, "inner_lr": 1.0} if method == "amp" else {},
         "augment": "vanilla",
         "label_noise": 0.0,

@@ -4,6 +4,7 @@
     worst_case_loss    max over ‖Δ‖ ≤ ε of L(θ + Δ), the AMP loss, from below
     mean_loss          the mean of L(θ + Δ) over the same ball
     sharpness          L(θ + ε∇L/‖∇L‖) − L(θ), which SAM minimises
+    batch_rise         the rise along the gradient of mini-batches in train mode: what AMP sees
     gradient_norm      ‖∇L‖
     top_eigenvalues    of the Hessian of L, by Lanczos' method
     trace              of the Hessian, by Hutch++
@@ -11,10 +12,11 @@
     loss = flatness.empirical_risk(x, y)
     flatness.worst_case_loss(model, loss, epsilon=0.1).loss
 
-The model is in eval mode meanwhile: BatchNorm's statistics are fixed, nothing is dropped. Afterwards, even after an
-exception, its weights, buffers, gradients and modes are bit for bit as they were.
+The model is in eval mode meanwhile, but for `batch_rise`: BatchNorm's statistics are fixed, nothing is dropped.
+Afterwards, even after an exception, its weights, buffers, gradients and modes are bit for bit as they were.
 """
 
+from flatmin.flatness.batch_rise import BatchRise, batch_rise
 from flatmin.flatness.hutchpp import Trace, trace
 from flatmin.flatness.lanczos import Eigenvalues, top_eigenvalue, top_eigenvalues
 from flatmin.flatness.landscape import Line, Plane, directions, line, plane
@@ -22,6 +24,7 @@ from flatmin.flatness.loss_in_ball import MeanLoss, WorstCase, gradient_norm, me
 from flatmin.flatness.risk import Loss, empirical_risk
 
 __all__ = [
+    "BatchRise",
     "Eigenvalues",
     "Line",
     "Loss",
@@ -29,6 +32,7 @@ __all__ = [
     "Plane",
     "Trace",
     "WorstCase",
+    "batch_rise",
     "directions",
     "empirical_risk",
     "gradient_norm",

@@ -65,7 +65,7 @@ def directions(
     if vectors == "zero" and all(p.ndim < 2 for p in tensors):
         raise ValueError("every parameter is a vector, so all directions would be 0; use vectors='scaled'")
     derived = derived_generator(generator)
-    return [[_scaled(_noise(p, derived), p.detach(), vectors) for p in tensors] for _ in range(number)]
+    return [[scaled_to_filters(_noise(p, derived), p.detach(), vectors) for p in tensors] for _ in range(number)]
 
 
 def _noise(p: Tensor, generator: torch.Generator) -> Tensor:
@@ -74,8 +74,8 @@ def _noise(p: Tensor, generator: torch.Generator) -> Tensor:
     )
 
 
-def _scaled(noise: Tensor, p: Tensor, vectors: Vectors) -> Tensor:
-    """d[i] · ‖θ[i]‖/‖d[i]‖; a filter of zeros stays where it is."""
+def scaled_to_filters(noise: Tensor, p: Tensor, vectors: Vectors) -> Tensor:
+    """d[i] · ‖θ[i]‖/‖d[i]‖ for a direction d of a parameter's shape; a filter of zeros stays where it is."""
     if p.ndim < 2:
         return torch.zeros_like(noise) if vectors == "zero" else noise.sign() * p.to(noise.dtype).abs()
     over = tuple(range(1, p.ndim))

@@ -3,18 +3,26 @@
     Δ uniform in {‖Δ‖ ≤ ε},   θ ← base step at θ with ∇J(θ + Δ)
 
 The paper's baseline for AMP: how much of the gain comes from perturbing at all, how much from being adversarial?
+
+Its published code draws each number of Δ uniformly from [−√(ε/d), √(ε/d)] instead, d being the numbers of a tensor:
+there ‖Δ‖ ≈ √(ε/3) a tensor, 0.18 for ε = 0.1. That is `noise="cube"` with `ball="tensor"`.
 """
+
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from flatmin.ball import Ball, Norm, combine, fill_with_noise, norms, uniform_factors
+from flatmin.ball import Ball, Norm, combine, cube_factors, fill_with_noise, norms, uniform_factors
 from flatmin.core.tensors import compute_dtype, plain
 from flatmin.optim.perturbed import Measured, PerturbedOptimizer
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import check_call
+
+Noise = Literal["ball", "cube"]
+NOISES: tuple[Noise, ...] = get_args(Noise)
 
 
 class RMP(PerturbedOptimizer):
@@ -22,6 +30,9 @@ class RMP(PerturbedOptimizer):
 
     The paper's baseline (there with ε = 0.1): what remains of AMP when Δ is not adversarial. One closure call a step.
     In many dimensions nearly all of a ball lies at its edge: ‖Δ‖ = ε·u^(1/d) with u uniform in [0, 1].
+
+    With `noise="cube"` each number is uniform in [−√(ε/d), √(ε/d)] instead, d being the dimension of its ball, as in
+    the paper's published code: then ‖Δ‖ ≈ √(ε/3), which is more than ε for ε below 1/3.
 
     >>> weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = RMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.5)
@@ -37,8 +48,8 @@ class RMP(PerturbedOptimizer):
 
     starts_clean = False
     _hyperparameters = ("epsilon",)
-    _settings = (*PerturbedOptimizer._settings, "generator")
-    _shown = ("ball", "norm")
+    _settings = (*PerturbedOptimizer._settings, "noise", "generator")
+    _shown = ("ball", "norm", "noise")
 
     @check_call
     def __init__(
@@ -48,17 +59,24 @@ class RMP(PerturbedOptimizer):
         epsilon: float,
         ball: Ball = "global",
         norm: Norm = "l2",
+        noise: Noise = "ball",
         generator: torch.Generator | None = None,
         model: nn.Module | None = None,
     ) -> None:
+        if noise not in NOISES:
+            raise ValueError(f"unknown noise {noise!r}; choose from {', '.join(NOISES)}")
+        if noise == "cube" and norm != "l2":
+            raise ValueError(
+                f"noise='cube' goes with norm='l2', got {norm!r}, whose ball is a cube already; leave it out"
+            )
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
-        self.generator = generator
+        self.noise, self.generator = noise, generator
         super().__init__(base, {"epsilon": epsilon}, inner_iter=1, ball=ball, norm=norm, model=model)
 
     @torch.no_grad()
     def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: Measured) -> None:
-        """Δ uniform in its ball, and the weights to θ + Δ: noise in the weights' own memory, scaled and moved to θ."""
+        """Δ uniform in its ball or cube, and the weights to θ + Δ: noise in their memory, scaled and moved to θ."""
         groups = [group for group in self.perturbed_groups() if any(p.requires_grad for p in group["params"])]
         if not groups:
             return
@@ -71,10 +89,16 @@ class RMP(PerturbedOptimizer):
             )
         storage.keep_theta(everything)
         moved = [storage.perturbed(p) for p in everything]
-        fill_with_noise(moved, like=everything, norm=self.norm, generator=self.generator)
+        drawn: Norm = "linf" if self.noise == "cube" else self.norm
+        fill_with_noise(moved, like=everything, norm=drawn, generator=self.generator)
         lengths = [norms([storage.perturbed(p) for p in here], norm=self.norm).to(self._home) for here in params]
         epsilons = [group["epsilon"] for group in groups]
-        factors = uniform_factors(lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator)
+        if self.noise == "cube":
+            factors = cube_factors(lengths, params, epsilons, ball=self.ball)
+        else:
+            factors = uniform_factors(
+                lengths, params, epsilons, ball=self.ball, norm=self.norm, generator=self.generator
+            )
         for here, scale in zip(params, factors, strict=True):
             for p, factor in zip(here, scale.unbind(), strict=True):
                 noise = plain(storage.perturbed(p))

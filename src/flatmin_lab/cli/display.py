@@ -23,7 +23,11 @@ from flatmin_lab.runs.result import split_of
 
 LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
-PROTOCOLS = {"paper": "; the paper's protocol", "short": "; the paper's protocol, shortened"}
+PROTOCOLS = {
+    "paper": "; the paper's protocol",
+    "paper-v2": "; the paper's protocol, after the second version of its code",
+    "short": "; the paper's protocol after the second version of its code, shortened",
+}
 MORE_MEASURES = {"adaptive_ece": "ECE, bins of equal size", "brier": "Brier score"}
 FLATNESS_LABELS = {
     "loss": "training loss",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-HELP = "Train neural networks into flat minima: Adversarial Model Perturbation, and what the paper compares it with."
+HELP = "Train against the worst weights nearby: Adversarial Model Perturbation, and what the paper compares it with."
 COMMANDS = {
     "demo": "Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it.",
     "train": "Train a model by the paper's protocol; kill it at any time, and resume it with --resume.",

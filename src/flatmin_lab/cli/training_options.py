@@ -60,8 +60,10 @@ def _parameters(recipe: type[Recipe]) -> Iterator[Parameter]:
 
 
 def _parameter(name: str, flag: Flag, option_name: str | None = None) -> Parameter:
-    """Its option is named, so that one of a bool has no --no-… beside it."""
-    info = option(flag.text, option_name or f"--{name.replace('_', '-')}", panel=flag.panel)
+    """Its option is named, so that one of a bool has no --no-… beside it, unless that is what one would ask for."""
+    usual = f"--{name.replace('_', '-')}"
+    usual = f"{usual}/--no-{usual[2:]}" if flag.default is True else usual
+    info = option(flag.text, option_name or usual, panel=flag.panel)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[_taken(flag.kind) | None, info])
 
 
@@ -97,7 +99,7 @@ def method_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if "epsilon" in own:
         own["epsilon"] = parse_radius(own["epsilon"])
     found = own | parse_settings(given["settings"])
-    return {name: value for name, value in found.items() if methods.NOT_IN_PAPER.get(name, ...) != value}
+    return {name: value for name, value in found.items() if methods.UNLISTED.get(name, ...) != value}
 
 
 def check_milestones(milestones: str | None, recipe: Recipe) -> None:

@@ -1,5 +1,7 @@
 """Normalisation: (x − mean) / std, channel by channel, with the training set's own mean and standard deviation.
 
+Or with two numbers that are given, the same for all channels.
+
 Images are divided by 255 first, so both are numbers between 0 and 1. The statistics are sums of integers, exact in any
 order and on any device.
 """
@@ -30,6 +32,17 @@ class Normalisation:
             mean, variance = split.x.double().mean(dim=0), split.x.double().var(dim=0, correction=0)
         std = torch.where(variance > 0, variance, 1.0).sqrt()
         return Normalisation(mean.float(), std.float())
+
+    @staticmethod
+    def fixed(mean: float, std: float, *, like: Split) -> "Normalisation":
+        """These two numbers in every channel of the split.
+
+        0.5 and 0.5 bring pixels to −1 … 1: so the first version of the paper's published code normalises SVHN.
+        """
+        if not std > 0:
+            raise ValueError(f"the standard deviation must be above 0, got {std}")
+        channels = like.shape[0]
+        return Normalisation(*(torch.full((channels,), number, device=like.x.device) for number in (mean, std)))
 
     def __call__(self, x: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """uint8 images or float points, normalised; in `dtype`, computed in float32."""

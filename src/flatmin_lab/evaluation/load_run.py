@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatmin_lab.data.augment.transforms import augmentation
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import user_model
 from flatmin_lab.evaluation.subject import Subject
@@ -87,4 +88,12 @@ def subject_of(run: TrainedRun, data: Dataset, *, use_ema: bool, device: torch.d
         )
     ready = prepare_data(run.recipe, data.to(device), run.seed)
     model = run.load_model(ready, use_ema=use_ema).to(device)
-    return Subject(model, ready.normalise, ready.data.train, ready.data.test, ready.which)
+    return Subject(
+        model,
+        ready.normalise,
+        ready.data.train,
+        ready.data.test,
+        ready.which,
+        augment=augmentation(run.recipe.augment, ready.data),
+        batch_size=run.recipe.batch_size,
+    )

@@ -1,9 +1,11 @@
 """Every measurement of a trained classifier, as plain numbers: error and calibration, robustness, flatness.
 
 Error, NLL and the other scores are of the test set (in a tuning run: of the held-out tenth), with bootstrap intervals.
-Attacks move the pixels of the same images. Flatness is of the training loss, without augmentation, within radius ε.
+Attacks move the pixels of the same images. Flatness is of the training loss, without augmentation, within radius ε; the
+rise on batches is of augmented training images and of test images, in train mode, as training sees them.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from flatmin import attacks, flatness, metrics
 from flatmin.ball import Norm
+from flatmin.flatness.batch_rise import Scale
+from flatmin_lab.data.augment.transforms import Augmentation
+from flatmin_lab.data.batches import Batches
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.system.json_data import number
 from flatmin_lab.training import evaluation
@@ -26,6 +31,10 @@ MEAN_MEASURES = (
     "brier",
 )  # means over examples; a resampled ECE, never below 0, is biased upwards
 ATTACK_RADIUS, ATTACK_STEP_SIZE, ATTACK_STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks
+RISE_RADII: dict[Scale, tuple[float, ...]] = {
+    "filter": (0.005, 0.01, 0.02, 0.05, 0.1),  # shares of a filter's length
+    "global": (0.05, 0.1, 0.2, 0.5),  # AMP's ε
+}
 FLATNESS_EPSILON, FLATNESS_IMAGES = 0.1, 1000  # the ball's radius, and training images for the loss
 Say = Callable[[str], object]
 
@@ -166,3 +175,24 @@ def flatness_of(
         **({"worst_by_radius": {radius: number(found.loss) for radius, found in farther.items()}} if farther else {}),
         **traced,
     }
+
+
+def rise_on_batches(subject: Subject, *, batches: int = 50, say: Say = lambda _: None) -> dict[str, Any]:
+    """The mean rise of the loss along each mini-batch's own gradient, in train mode: what AMP sees while it trains.
+
+    Batches have the training's size. Those of the training set are augmented as there, those of the other split are
+    not. The same seed gives the same batches for every network of a data set.
+    """
+    found: dict[str, Any] = {"batches": batches, "batch_size": subject.batch_size}
+    for name, split in subject.splits().items():
+        augment = subject.augment if split is subject.train else Augmentation()
+        size = min(subject.batch_size, len(split))
+        made = Batches(split=split, batch_size=size, normalise=subject.normalise, augment=augment, seed=0)
+        taken = [batch for batch in itertools.islice(made.epoch(0), batches) if len(batch[0]) == size]
+        found[name] = {"batches": len(taken)}
+        for scale, radii in RISE_RADII.items():
+            say(f"rise on batches of {name} pictures, {scale}")
+            rise = flatness.batch_rise(subject.model, taken, radii=radii, scale=scale)
+            found[name]["loss"] = number(rise.losses.mean())
+            found[name][scale] = {f"{r:g}": number(value) for r, value in zip(radii, rise.mean, strict=True)}
+    return found

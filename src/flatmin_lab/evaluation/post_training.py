@@ -2,7 +2,8 @@
 
 Always: the risk on the training set without augmentation, in eval mode (`clean_train_…`); for label smoothing the
 smoothed loss, which the paper's NLL of that method seems to be; and, if test images are in the training set too, the
-error without them. On request: attacks, flatness, the landscape and, for points in a plane, the decision boundary.
+error without them. On request: attacks, flatness, the rise of the loss on
+batches, the landscape and, for points in a plane, the decision boundary.
 
 The paper attacks with a radius of 4 per pixel, and does not say whether before or after the normalisation. `attack`
 takes it as 4/255 of a pixel's range, `attack_normalised` as 4/255 of the normalised inputs. Both are measured.
@@ -37,12 +38,14 @@ class Effort(NamedTuple):
     radii: tuple[float, ...] = (0.25, 0.5, 1.0)  # further radii, searched for the worst loss from the centre
     landscape_points: int = 25  # along a side
     boundary_points: int = 61  # along a side
+    batches: int = 50  # of which the rise of the loss is measured
 
 
 EFFORTS = {
     "paper": Effort(),
+    "paper-v2": Effort(),
     "short": Effort(restarts=1, with_trace=False, radii=(0.5,)),
-    "smoke": Effort(images=50, restarts=1, with_trace=False, landscape_points=5, boundary_points=21),
+    "smoke": Effort(images=50, restarts=1, with_trace=False, landscape_points=5, boundary_points=21, batches=3),
 }
 
 
@@ -85,6 +88,10 @@ def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     return {"flatness": found}
 
 
+def _batch_rise(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
+    return {"batch_rise": measurements.rise_on_batches(subject, batches=effort.batches, say=say)}
+
+
 def _landscape(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
     say("loss landscape")
     images = effort.images or landscapes.IMAGES
@@ -102,6 +109,7 @@ def _boundary(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
 PARTS: dict[str, Callable[[Subject, Effort, Say], dict[str, Any]]] = {
     "attack": _attack,
     "flatness": _flatness,
+    "batch_rise": _batch_rise,
     "landscape": _landscape,
     "boundary": _boundary,
 }

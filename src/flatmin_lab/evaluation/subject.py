@@ -1,13 +1,15 @@
 """The subject of an evaluation: a classifier, how images become its inputs, and the data it is measured on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.recipes.recipe import PAPER_BATCH_SIZE
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Subject:
     train: Split
     test: Split
     split_name: str = "test"
+    augment: Augmentation = field(default_factory=Augmentation)  # of its training
+    batch_size: int = PAPER_BATCH_SIZE  # of its training
     notes: tuple[str, ...] = ()  # on what looks odd
 
     @property

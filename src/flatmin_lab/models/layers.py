@@ -1,8 +1,9 @@
 """What the networks share: activation with dropout, initial weights, the head, and checks of their arguments.
 
 `dropout` is the paper's Dropout baseline: that share of the neurons after every ReLU. (Its published code drops once a
-block and once before the classifier instead, but for VGG.) At 0 there is no dropout module at all, so no random number
-is drawn. A network's initial weights depend on the seed alone, not on its dropout.
+block and once before the classifier instead, but for VGG: a PreActResNet does so with dropout_at="block".) At 0 there
+is no dropout module at all, so no random number is drawn. A network's initial weights depend on the seed alone, not on
+its dropout.
 """
 
 import torch
@@ -17,13 +18,16 @@ def relu(dropout: float) -> list[nn.Module]:
     return [nn.ReLU(inplace=True), *([nn.Dropout(dropout)] if dropout > 0 else [])]
 
 
-def head(channels: int, num_classes: int, dropout: float, *, momentum: float = 0.1) -> nn.Sequential:
+def head(
+    channels: int, num_classes: int, dropout: float, *, momentum: float = 0.1, pooled_dropout: float = 0.0
+) -> nn.Sequential:
     """From the last feature maps to logits: BatchNorm, ReLU, global average pooling, one linear layer."""
     return nn.Sequential(
         nn.BatchNorm2d(channels, momentum=momentum),
         *relu(dropout),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
+        *([nn.Dropout(pooled_dropout)] if pooled_dropout > 0 else []),
         nn.Linear(channels, num_classes),
     )
 

@@ -6,6 +6,9 @@ Where a block changes the shape, its shortcut is a 1 × 1 convolution of a. Wher
 (`shortcut="identity"`), but in the very first block, where they add a; the published AMP code adds a in all of them
 (`"activated"`, the default, which the paper's numbers come from). Its convolutions have biases, all but the first;
 `bias=False` leaves them out, as He et al. do.
+
+Dropout follows every ReLU, as the paper says (`dropout_at="relu"`), or as in its published code the last ReLU of a
+block and the pooling (`"block"`).
 """
 
 from collections.abc import Sequence
@@ -17,21 +20,33 @@ from flatmin_lab.models.layers import check, conv1x1, conv3x3, head, initialise,
 
 Shortcut = Literal["activated", "identity"]
 SHORTCUTS: tuple[Shortcut, ...] = get_args(Shortcut)
+DropoutAt = Literal["relu", "block"]
+DROPOUTS_AT: tuple[DropoutAt, ...] = get_args(DropoutAt)
 
 
 class Block(nn.Module):
     """Two 3 × 3 convolutions, or for the deeper networks 1 × 1, 3 × 3, 1 × 1 with four times the channels."""
 
     def __init__(
-        self, inputs: int, width: int, stride: int, *, bottleneck: bool, dropout: float, shortcut: Shortcut, bias: bool
+        self,
+        inputs: int,
+        width: int,
+        stride: int,
+        *,
+        bottleneck: bool,
+        dropout: float,
+        shortcut: Shortcut,
+        bias: bool,
+        dropout_at: DropoutAt = "relu",
     ) -> None:
         super().__init__()
         outputs = 4 * width if bottleneck else width
-        self.activation = nn.Sequential(nn.BatchNorm2d(inputs), *relu(dropout))
+        earlier = dropout if dropout_at == "relu" else 0.0  # of the block's ReLUs but the last
+        self.activation = nn.Sequential(nn.BatchNorm2d(inputs), *relu(earlier))
         outer = conv1x1 if bottleneck else conv3x3
         layers: list[nn.Module] = [outer(inputs, width, stride=stride, bias=bias)]
         if bottleneck:
-            layers += [nn.BatchNorm2d(width), *relu(dropout), conv3x3(width, width, bias=bias)]
+            layers += [nn.BatchNorm2d(width), *relu(earlier), conv3x3(width, width, bias=bias)]
         layers += [nn.BatchNorm2d(width), *relu(dropout), outer(width, outputs, bias=bias)]
         self.residual = nn.Sequential(*layers)
         reshaping = stride != 1 or inputs != outputs
@@ -56,6 +71,7 @@ class PreActResNet(nn.Module):
         num_classes: int = 10,
         in_channels: int = 3,
         dropout: float = 0.0,
+        dropout_at: DropoutAt = "relu",
         shortcut: Shortcut = "activated",
         bias: bool = True,
         width: int = 64,
@@ -66,6 +82,8 @@ class PreActResNet(nn.Module):
             raise ValueError(f"a PreActResNet's width must be at least 1, got {width}")
         if shortcut not in SHORTCUTS:
             raise ValueError(f"unknown shortcut {shortcut!r}; choose from {', '.join(SHORTCUTS)}")
+        if dropout_at not in DROPOUTS_AT:
+            raise ValueError(f"unknown dropout_at {dropout_at!r}; choose from {', '.join(DROPOUTS_AT)}")
         self.stem = conv3x3(in_channels, width)
         groups: list[nn.Module] = []
         channels = width
@@ -76,13 +94,21 @@ class PreActResNet(nn.Module):
                 stride = 2 if number and not place else 1
                 taken = shortcut if number or place else "activated"
                 block = Block(
-                    channels, inner, stride, bottleneck=bottleneck, dropout=dropout, shortcut=taken, bias=bias
+                    channels,
+                    inner,
+                    stride,
+                    bottleneck=bottleneck,
+                    dropout=dropout,
+                    dropout_at=dropout_at,
+                    shortcut=taken,
+                    bias=bias,
                 )
                 group.append(block)
                 channels = 4 * inner if bottleneck else inner
             groups.append(nn.Sequential(*group))
         self.groups = nn.Sequential(*groups)
-        self.head = head(channels, num_classes, dropout)
+        each, pooled = (dropout, 0.0) if dropout_at == "relu" else (0.0, dropout)
+        self.head = head(channels, num_classes, each, pooled_dropout=pooled)
         initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:

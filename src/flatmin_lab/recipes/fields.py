@@ -48,6 +48,7 @@ class Flag(NamedTuple):
     kind: Any  # the type of the field
     text: str
     panel: str | None
+    default: Any = None  # the field's
 
 
 POSITIVE = Rule("above 0 and finite", lambda value, _: 0 < value < float("inf"))
@@ -97,7 +98,8 @@ def check(recipe: object) -> None:
 
 def flags(recipe: type) -> dict[str, Flag]:
     """By the names of the fields, in the order of the help."""
-    return {f.name: Flag(f.type, declared.help, declared.panel) for f, declared in _after(None, _declared(recipe))}
+    listed = _after(None, _declared(recipe))
+    return {f.name: Flag(f.type, declared.help, declared.panel, f.default) for f, declared in listed}
 
 
 def descriptions(recipe: type) -> dict[str, str]:

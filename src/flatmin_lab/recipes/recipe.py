@@ -5,21 +5,21 @@
 
 What does not change the numbers (the device, where the files are, how often a checkpoint is written) is not in it.
 
-The paper's protocol: SGD with Nesterov momentum 0.9, batches of 50, a rate of 0.1 divided by ten after epochs 100 and
-150 of 200, weight decay 1e-4, crops and flips, AMP with ε = 0.5 and ζ = 1 on PreActResNet18. `short` is the same in 60
-epochs, with a radius of at most 0.1; `smoke` takes seconds on synthetic images, to see that everything runs.
+What all of the paper's runs share is the default: SGD with momentum 0.9, batches of 50, a rate of 0.1 divided by ten
+after epochs 100 and 150 of 200, weight decay 1e-4, crops and flips, AMP with ε = 0.5 and ζ = 1 on PreActResNet18. What
+the protocols differ in is in protocols.py; a recipe without changes is of `paper-v2`.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from flatmin_lab import methods, models
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.data.registry import DATA_SETS, OFFICIAL, SYNTHETIC
+from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes.fields import (
     DEVICE,
     FRACTION,
@@ -34,54 +34,44 @@ from flatmin_lab.recipes.fields import (
     flag,
 )
 from flatmin_lab.recipes.lr_schedules import SCHEDULES
+from flatmin_lab.recipes.protocols import (
+    NAMES,
+    OWN,
+    PROTOCOLS,
+    TABLE_1,
+    TABLE_2,
+    FollowedProtocol,
+    Protocol,
+    kind_of,
+    method_settings,
+    recipe_fields,
+)
 from flatmin_lab.system.json_types import check_types
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
 PAPER_EPOCHS, PAPER_BATCH_SIZE = 200, 50  # the paper's
-PROTOCOLS = {"paper": PAPER_EPOCHS, "short": 60, "smoke": 3}  # with their epochs
 LENGTH_FACTORS = (1, 1.25, 1.5, 2)  # of variants with more time
 LONG_EPOCHS = 150  # from so many epochs on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
 SHORT_RADIUS = 0.1
 SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in defaults.py
-# the paper's tables: the first with its own augmentation, the second with three
-TABLE_1, TABLE_2 = ("preactresnet18", "vgg16"), ("wideresnet28_10", "pyramidnet164_270")
 COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # arguments of every model
 SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a run computes, not what
-
-
-@dataclass(frozen=True)
-class FollowedProtocol:
-    """The protocol that a recipe follows, and in what it differs from a cell of it; `str()` makes the sentence.
-
-    >>> str(FollowedProtocol("paper", settings=("ball tensor",), others=("no Nesterov",)))
-    'paper, but ball tensor, no Nesterov'
-    >>> FollowedProtocol.read("paper, but ball tensor, no Nesterov")
-    FollowedProtocol(name='paper', settings=('ball tensor',), others=('no Nesterov',))
-    """
-
-    name: str
-    settings: tuple[str, ...] = ()  # the method's that differ
-    others: tuple[str, ...] = ()
-
-    @property
-    def exceptions(self) -> tuple[str, ...]:
-        return self.settings + self.others
-
-    def __str__(self) -> str:
-        return f"{self.name}, but {', '.join(self.exceptions)}" if self.exceptions else self.name
-
-    @staticmethod
-    @cache
-    def read(text: str) -> "FollowedProtocol":
-        """Of a result file, which holds the sentence."""
-        found = list(filter(None, text.partition(", but ")[2].split(", ")))
-        known = {key for method in methods.METHODS for key in methods.setting_names(method)}
-        settings = tuple(one for one in found if one.partition(" ")[0] in known)
-        return FollowedProtocol(text.partition(",")[0], settings, tuple(one for one in found if one not in settings))
-
-
-OWN = FollowedProtocol("own")
+# in what a run may differ from a cell of a protocol and still be said to follow it, and how that is said of its value
+EXCEPTIONS: dict[str, Callable[[Any], str]] = {
+    "augment": lambda augment: f"{'first' if augment == 'vanilla_v1' else 'second'} version's crops",
+    "nesterov": lambda on: "Nesterov" if on else "no Nesterov",
+    "clip_norm": lambda norm: "not clipped" if norm is None else f"clipped to {norm:g}",
+    "normalise": lambda given: f"normalised by {given[0]:g} and {given[1]:g}" if given else "normalised by its own",
+    "model_settings": lambda own: (
+        "dropout once a block" if own.get("dropout_at") == "block" else "dropout after every ReLU"
+    ),
+    "weight_decay": lambda decay: f"weight decay {decay:g}",
+    "ema": lambda decay: f"EMA {decay:g}",
+    "milestones": lambda shares: f"drops at {' and '.join(f'{share:g}' for share in shares)}",
+    "validation": lambda on: "validation",
+    "epochs": lambda epochs: f"{epochs} epochs",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +95,13 @@ class Recipe:
     size: tuple[int, int] | None = flag(
         None, "Height and width that a folder's images are resized to.", panel=None, after="validation"
     )
-    augment: Kind = flag("vanilla", " (the paper: vanilla).", choices=KINDS, after="warmup")
+    augment: Kind = flag("vanilla", " (the paper: vanilla_v1, but in its table 2).", choices=KINDS, after="warmup")
+    normalise: tuple[float, float] | None = flag(
+        None,
+        "Mean and standard deviation that pixels of 0 to 1 are normalised by, in place of the training set's.",
+        Rule("a finite mean and a standard deviation above 0", lambda pair, _: _is_normalisation(pair)),
+        after="augment",
+    )
     label_noise: float = flag(0.0, "Fraction of the training labels replaced by a wrong one.", FRACTION, after="ema")
     validation: bool = flag(
         False,
@@ -117,12 +113,13 @@ class Recipe:
     lr: float = flag(0.1, "The highest learning rate (the paper: 0.1).", POSITIVE)
     momentum: float = flag(
         0.9,
-        "SGD's Nesterov momentum (the paper's code: 0.9).",
+        "SGD's momentum (the paper's code: 0.9).",
         Rule("at least 0 and below 1 (and above 0 for Nesterov's)", FRACTION.holds),
     )
-    nesterov: bool = field(
-        default=True,
-        metadata=declare("", Rule("false where momentum is 0", lambda on, recipe: recipe.momentum > 0 or not on)),
+    nesterov: bool = flag(
+        True,
+        "Nesterov's momentum or not (the first version of the paper's code: not); default: with it.",
+        Rule("false where momentum is 0", lambda on, recipe: recipe.momentum > 0 or not on),
     )
     weight_decay: float = flag(1e-4, "The paper: 1e-4.", NOT_NEGATIVE)
     schedule: str = flag("multi_step", " (the paper: multi_step).", choices=SCHEDULES)
@@ -157,7 +154,9 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", models.canonical(self.model))
         object.__setattr__(self, "milestones", tuple(self.milestones))
-        object.__setattr__(self, "size", None if self.size is None else tuple(self.size))
+        for name in ("size", "normalise"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
         for name in ("settings", "model_settings"):
             try:
                 json.dumps(getattr(self, name), allow_nan=False)
@@ -174,36 +173,36 @@ class Recipe:
 
     @property
     def protocol(self) -> FollowedProtocol:
-        """`paper` or `short` for a cell of the paper's tables, but for precision and the like; `smoke`; or `own`.
+        """That of the cell of the paper's tables that it is, but for precision and the like; or `own`.
 
-        Where only the method's settings, the split, the length, weight decay, averaging, the drops of the rate, or what
-        the first version of the published code has otherwise (crops, momentum, clipping) differ, these are its
-        exceptions.
+        Where only the method's settings and fields of `EXCEPTIONS` differ, these are its exceptions; of two protocols
+        of one length it is the one with the fewer.
         """
+        found = [followed for name in NAMES if (followed := self._following(name))]
+        return min(found, key=lambda one: len(one.exceptions), default=OWN)
+
+    def _following(self, name: Protocol) -> FollowedProtocol | None:
+        epochs, kind = PROTOCOLS[name].epochs, kind_of(self.augment)
         kinds = ("vanilla",) if self.model in TABLE_1 else ("vanilla", "cutout", "autoaugment")
-        lengths = {math.ceil(factor * epochs): name for name, epochs in PROTOCOLS.items() for factor in LENGTH_FACTORS}
-        name = lengths.get(self.epochs)
+        if self.epochs not in {math.ceil(factor * epochs) for factor in LENGTH_FACTORS} or kind not in kinds:
+            return None
         if self.data not in (SYNTHETIC if name == "smoke" else OFFICIAL) or self.model not in TABLE_1 + TABLE_2:
-            return OWN
-        if name is None or self.augment not in (*kinds, "vanilla_v1"):
-            return OWN
-        known = ("method", "augment", "nesterov", "clip_norm", "weight_decay", "ema", "milestones", "epochs", "name")
-        free = {key: getattr(self, key) for key in (*known, "validation", *SPEED)}
-        free |= {"model_settings": self.model_settings, "batch_size": self.batch_size} if name == "smoke" else {}
-        plain = Recipe(data=self.data, model=self.model, **free)
-        if replace(self, settings={}) != plain:
-            return OWN
-        usual = replace(plain, epochs=PROTOCOLS[name])
-        settings = methods.resolve_settings(self.method, perturbation(usual) if self.method == "amp" else {})
+            return None
+        own = {key: getattr(self, key) for key in ("data", "model", "method", "name", *SPEED)}
+        usual = Recipe(
+            **own, epochs=epochs, **recipe_fields(name, original_name(self.data), self.model, self.method, kind)
+        )
+        if name == "smoke":
+            usual = replace(usual, model_settings=self.model_settings, batch_size=self.batch_size)
+        apart = {f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)} - {"settings"}
+        placed = self.model_settings.keys() | usual.model_settings.keys() <= {"dropout_at"}
+        if not apart <= EXCEPTIONS.keys() or ("model_settings" in apart and not placed):
+            return None
+        known = {**(perturbation(usual) if self.method == "amp" else {}), **method_settings(name, self.method)}
+        settings = methods.resolve_settings(self.method, known)
         mine = methods.resolve_settings(self.method, self.settings)
         changed = [f"{key} {mine.get(key)}" for key in {**settings, **mine} if mine.get(key) != settings.get(key)]
-        others = ["first version's crops"] * (self.augment not in kinds) + ["no Nesterov"] * (not self.nesterov)
-        others += [f"clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
-        others += [f"weight decay {self.weight_decay:g}"] if self.weight_decay != Recipe.weight_decay else []
-        others += [f"EMA {self.ema:g}"] if self.ema is not None else []
-        if self.milestones != Recipe.milestones:
-            others.append(f"drops at {' and '.join(f'{share:g}' for share in self.milestones)}")
-        others += ["validation"] * self.validation + [f"{self.epochs} epochs"] * (self.epochs != usual.epochs)
+        others = [say(getattr(self, key)) for key, say in EXCEPTIONS.items() if key in apart]
         return FollowedProtocol(name, tuple(changed), tuple(others))
 
     def as_json(self) -> dict[str, Any]:
@@ -223,6 +222,10 @@ class Recipe:
             raise ValueError(f"a recipe has no {', '.join(unknown)}; it may be of a newer flatmin")
         check_types(Recipe, values)
         return Recipe(**values)
+
+
+def _is_normalisation(pair: Any) -> bool:
+    return len(pair) == 2 and math.isfinite(pair[0]) and 0 < pair[1] < math.inf
 
 
 class Job(NamedTuple):

@@ -70,6 +70,16 @@ def _eigenvalue(run: Run) -> float | None:
     return float(values[0]) if values and values[0] is not None else None
 
 
+def _batch_rise(split: str) -> Callable[[Run], float | None]:
+    """Where every filter has moved by a twentieth of its length, along the gradients of mini-batches."""
+
+    def read(run: Run) -> float | None:
+        value = run.evaluation.get("batch_rise", {}).get(split, {}).get("filter", {}).get("0.05")
+        return None if value is None else float(value)
+
+    return read
+
+
 def _landscape_rise(run: Run) -> float | None:
     """From the weights to where every filter has moved by its own length; the mean of both ways along the line."""
     line = (run.landscape or {}).get("splits", {}).get("training", {}).get("line")
@@ -126,12 +136,30 @@ PAPER_COLUMNS = (
     Column("clean_train_nll", "risk on the training set", 3, _result_as_named("clean_train_nll")),
     Column("train_loss", "training loss", 3, _result_as_named("train_loss")),
     Column("worst_at_half", "worst loss, radius 0.5", 1, _worst_at_half),
+    Column("batch_rise", "rise on training batches", 3, _batch_rise("training")),
+    Column("batch_rise_test", "on test batches", 3, _batch_rise("test")),
     Column("landscape_rise", "rise of the training loss", 3, _landscape_rise),
 )
 
 
 def column_named(name: str) -> Column:
     return next(column for column in (*COLUMNS, *PAPER_COLUMNS) if column.name == name)
+
+
+def at_best_epoch(run: Run, column: Column) -> float | None:
+    """The value at the epoch with the lowest test error, of as many the one with the lowest NLL.
+
+    So the published code reads its numbers. The epoch is chosen with the test labels: for a comparison with the paper's
+    alone. None where a run has no curves, or no curve of this measure.
+    """
+    known = [
+        line for line in run.lines if all(line.get(f"{run.split}_{name}") is not None for name in ("error", "nll"))
+    ]
+    if column.name not in ("error", "nll", "ece") or is_smoothed(column, run.method) or not known:
+        return None
+    best = min(known, key=lambda line: (line[f"{run.split}_error"], line[f"{run.split}_nll"]))
+    value = best.get(f"{run.split}_{column.name}")
+    return None if value is None else float(value) * (1.0 if column.name == "nll" else 100.0)
 
 
 def as_in_paper(run: Run, column: Column) -> float | None:

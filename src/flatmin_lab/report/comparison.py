@@ -1,7 +1,8 @@
 """Groups of comparable runs: runs that differ only in method and seed share a table, a row per method.
 
 Every method's mean is compared with ERM's by Welch's test, column by column, with Holm's correction over the methods
-of the column. One of the two is called better only if the difference is significant.
+of the column; runs of the paper's tables as their family has it (paper/families.py). One of the two is called better
+only if the difference is significant.
 """
 
 import json
@@ -13,17 +14,20 @@ from typing import Any
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.paper_numbers import Value
 from flatmin_lab.recipes.paper_numbers import reported as reported_by_paper
+from flatmin_lab.recipes.protocols import PAPER_LENGTH
 from flatmin_lab.report import suggested_commands
 from flatmin_lab.report.columns import COLUMNS, is_smoothed
 from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.labels import SIGNS, TITLES
 from flatmin_lab.report.loader import Run
+from flatmin_lab.report.paper.families import Families, Family, is_pair_planned, p_of_pair, split_name
 from flatmin_lab.report.schema import is_number
 from flatmin_lab.report.stats import LEVEL, p_values_against
 
 SETTING_KEYS = (
     "data", "model", "model_settings", "size", "augment", "label_noise", "validation", "epochs", "batch_size", "lr",
     "momentum", "nesterov", "weight_decay", "schedule", "milestones", "gamma", "warmup", "clip_norm", "precision",
+    "normalise",
     "data_sha256",
 )  # fmt: skip
 NOT_IN_TITLE = ("validation", "data_sha256")  # the split stands for the first; the second tells a reader nothing
@@ -36,9 +40,10 @@ class Cell:
     values: list[float]
     missing: list[str]  # commands that would measure them
     measured_differently: bool = False  # some were measured, but under other conditions
-    p: float | None = None  # against ERM, after Holm
+    p: float | None = None  # against ERM, corrected
     better: bool | None = None  # than ERM; None if not significant
     paper: Value | None = None
+    planned: bool = True  # whether it was to be tested
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Group:
     duplicate_runs: list[Run]
     unmeasured: list[str]  # commands that measure what its runs lack
     untrained: list[str]  # commands that train the paper's methods it lacks
+    family: Family | None = None  # of comparisons that were planned
 
     @property
     def title(self) -> str:
@@ -89,13 +95,14 @@ class Group:
         return next((row for row in self.rows if row.method == method), None)
 
 
-def groups_of(runs: Sequence[Run]) -> list[Group]:
+def groups_of(runs: Sequence[Run], families: Families | None = None) -> list[Group]:
     """Groups in the order of their first runs; methods in the paper's order, ERM first and AMP second."""
     settings: dict[str, list[Run]] = {}
     for run in runs:
         setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING_KEYS}}
         settings.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
-    return [_group(json.loads(key), own) for key, own in settings.items()]
+    known = families or {}
+    return [_group(json.loads(key), own, known) for key, own in settings.items()]
 
 
 def titles_of(groups: Sequence[Group]) -> list[str]:
@@ -119,7 +126,7 @@ def _apart(key: str, value: Any) -> str:
     return TITLES[value] if isinstance(value, str) and value in TITLES else f"{key.replace('_', ' ')} {_setting(value)}"
 
 
-def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
+def _group(setting: dict[str, Any], runs: Sequence[Run], families: Families) -> Group:
     runs, usual = suggested_commands.mark_differing(runs)
     kinds: dict[tuple[str, str], dict[int, Run]] = {}
     duplicates = []
@@ -138,7 +145,25 @@ def _group(setting: dict[str, Any], runs: Sequence[Run]) -> Group:
     trained = {row.method for row in rows}
     untrained = suggested_commands.train_commands(setting, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
-    return Group(setting, _with_cells(rows, setting, usual), duplicates, unmeasured, untrained)
+    family = families.get(split_name(_recipe_of(rows[0]))[0])
+    return Group(setting, _with_cells(rows, setting, usual, families), duplicates, unmeasured, untrained, family)
+
+
+def _recipe_of(row: Row) -> str:
+    return str(row.runs[0].result.get("recipe") or "")
+
+
+def _p_values(rows: list[Row], values: list[list[float]], measure: str, families: Families) -> dict[int, float]:
+    """Of the rows below the first, which is ERM, against it; in a family of what that has planned."""
+    base = _recipe_of(rows[0])
+    if split_name(base)[0] not in families:
+        return p_values_against(values[0], dict(list(enumerate(values))[1:]))
+    found = {
+        place: p_of_pair(families, measure, (_recipe_of(row), base), values[place], values[0])
+        for place, row in enumerate(rows)
+        if place
+    }
+    return {place: p for place, p in found.items() if p is not None}
 
 
 def _lacking(run: Run, usual: Mapping[str, suggested_commands.Condition]) -> list[str]:
@@ -175,13 +200,16 @@ def _setting(value: object) -> str:
 
 
 def _with_cells(
-    rows: list[Row], setting: Mapping[str, Any], usual: Mapping[str, suggested_commands.Condition]
+    rows: list[Row],
+    setting: Mapping[str, Any],
+    usual: Mapping[str, suggested_commands.Condition],
+    families: Families,
 ) -> list[Row]:
     cells: dict[int, dict[str, Cell]] = {place: {} for place in range(len(rows))}
     for column in COLUMNS:
         values = [[v for run in row.runs if (v := column.value(run)) is not None] for row in rows]
         compared = column.compared and rows[0].method == "erm"
-        adjusted = p_values_against(values[0], dict(list(enumerate(values))[1:])) if compared else {}
+        adjusted = _p_values(rows, values, column.name, families) if compared else {}
         for place, row in enumerate(rows):
             p = adjusted.get(place)
             better = mean(values[place]) < mean(values[0]) if p is not None and p < LEVEL else None
@@ -195,13 +223,14 @@ def _with_cells(
                 suggested_commands.MEASURED_DIFFERENTLY in run.evaluation.get(column.part, {}) for run in lacking
             )
             paper = None if is_smoothed(column, row.method) else _paper_values(setting, row).get(column.paper)
-            cells[place][column.name] = Cell(values[place], missing, measured_differently, p, better, paper)
+            planned = is_pair_planned(families, column.name, (_recipe_of(row), _recipe_of(rows[0])))
+            cells[place][column.name] = Cell(values[place], missing, measured_differently, p, better, paper, planned)
     return [Row(row.method, row.name, row.runs, cells[place]) for place, row in enumerate(rows)]
 
 
 def _paper_values(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:
-    """The paper's values; none for a validation split, noisy labels, or a protocol that is not quite the paper's."""
-    apart = any(run.protocol.exceptions for run in row.runs)
+    """The paper's values; none for a validation split, noisy labels, another length, or another protocol."""
+    apart = any(run.protocol.exceptions or run.protocol.name not in PAPER_LENGTH for run in row.runs)
     if setting["split"] != "test" or setting["label_noise"] or apart:
         return {}
-    return reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "")
+    return reported_by_paper(setting["data"], setting["model"], row.method, setting["augment"] or "none")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flatmin_lab.bench.mode_cost import StepTimes, step_times
-from flatmin_lab.recipes.recipe import FollowedProtocol
+from flatmin_lab.recipes.protocols import FollowedProtocol
 from flatmin_lab.report import schema
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
@@ -77,6 +77,9 @@ class LoadedResults:
     tunings: list[tuple[Path, Tuning]] = field(default_factory=list)
     unusable: list[UnusableFile] = field(default_factory=list)
     planned: list[tuple[str, int]] = field(default_factory=list)  # names and seeds, recorded before they ran
+    withdrawn: list[tuple[str, int, str]] = field(default_factory=list)  # of these: names, seeds, and why
+    broken_off: list[tuple[str, int, str]] = field(default_factory=list)  # names, seeds, and what became of them
+    families: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)  # comparisons, and the day
     failures: list[Failure] = field(default_factory=list)
     costs: list[Mapping[str, Any]] = field(default_factory=list)
     step_times: list[StepTimes] = field(default_factory=list)  # of all kinds of steps
@@ -117,6 +120,9 @@ def _add_plans_failures_costs(path: Path, found: LoadedResults) -> None:
                 content = _read(file)
                 if file.name == PLANNED:
                     found.planned.extend(schema.planned(content))
+                    found.withdrawn.extend(schema.withdrawn(content))
+                    found.broken_off.extend(schema.broken_off(content))
+                    found.families.update(schema.families(content))
                 elif file.name.startswith(BENCH):
                     found.step_times.extend(step_times(schema.benchmark(content)))
                 elif file.name.startswith(COST):

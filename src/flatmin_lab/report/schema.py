@@ -98,7 +98,22 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
         if not isinstance(farther, dict) or not all(value is None or is_number(value) for value in farther.values()):
             raise ValueError(f"worst_by_radius is {farther!r}, not numbers")
         parts["flatness"] = flat
+    if (seen := found.get("batch_rise")) is not None:
+        parts["batch_rise"] = _batch_rise(seen)
     return parts
+
+
+def _batch_rise(found: Any) -> dict[str, Any]:
+    """By split and scale, the rise at each radius."""
+    _object(found, "batch_rise")
+    for split in (split for split in ("training", "test", "validation") if split in found):
+        _object(found[split], split)
+        for scale in ("filter", "global"):
+            rises = found[split].get(scale)
+            if not isinstance(rises, dict) or not all(v is None or is_number(v) for v in rises.values()):
+                raise ValueError(f"batch_rise has {rises!r} for {scale}, not numbers")
+    checked: dict[str, Any] = found
+    return checked
 
 
 def curves(found: Any, result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -129,14 +144,47 @@ def boundary(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
 
 def planned(found: Mapping[str, Any]) -> list[tuple[str, int]]:
     """planned.json: names and seeds."""
-    runs = found.get("runs")
-    if not isinstance(runs, list):
-        raise ValueError("it has no list of runs")
+    return [(run["name"], run["seed"]) for run in _listed(found, "runs", "a planned run")]
+
+
+def withdrawn(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """The planned runs that will not be run after all: names, seeds, and why."""
+    runs = [run for run in _listed(found, "runs", "a planned run") if "withdrawn" in run]
     for run in runs:
-        _object(run, "a planned run")
+        _check(run, "withdrawn", lambda value: isinstance(value, str), "a text")
+    return [(run["name"], run["seed"], run["withdrawn"]) for run in runs]
+
+
+def broken_off(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """The runs of planned.json that were started and given up: names, seeds, and what became of them."""
+    runs = _listed({"broken_off": [], **found}, "broken_off", "a run that was broken off")
+    for run in runs:
+        _check(run, "why", lambda value: isinstance(value, str), "a text")
+    return [(run["name"], run["seed"], run["why"]) for run in runs]
+
+
+def families(found: Mapping[str, Any]) -> dict[str, tuple[tuple[str, ...], str]]:
+    """The families of comparisons of planned.json: by name, the comparisons and the day they were fixed."""
+    known = found.get("families", {})
+    _object(known, "families")
+    for name, family in known.items():
+        _object(family, f"the family {name}")
+        _check(family, "fixed", lambda value: isinstance(value, str), "a day")
+        rule = "a list of comparisons"
+        _check(family, "comparisons", lambda own: isinstance(own, list) and all(isinstance(c, str) for c in own), rule)
+    return {name: (tuple(family["comparisons"]), family["fixed"]) for name, family in known.items()}
+
+
+def _listed(found: Mapping[str, Any], key: str, what: str) -> list[Mapping[str, Any]]:
+    """Runs with a name and a seed."""
+    runs = found.get(key)
+    if not isinstance(runs, list):
+        raise ValueError(f"it has no list of {key}")
+    for run in runs:
+        _object(run, what)
         _check(run, "name", lambda value: isinstance(value, str), "a name")
         _check(run, "seed", _is_seed, "a whole number")
-    return [(run["name"], run["seed"]) for run in runs]
+    return runs
 
 
 def failure(found: Mapping[str, Any]) -> tuple[str, int, str]:

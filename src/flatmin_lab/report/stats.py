@@ -94,3 +94,14 @@ def agrees(values: Sequence[float], paper: Value | None) -> bool | None:
     if not values or paper is None or paper.std is None:
         return None
     return abs(mean(values) - paper.mean) <= tolerance(len(values), paper.std)
+
+
+def agreement(values: Sequence[float], agree: bool | None) -> str:
+    """In words; a single run cannot confirm a mean, only fail to contradict it.
+
+    >>> agreement([5.1, 5.2], True), agreement([5.1], True), agreement([5.1], False), agreement([5.1], None)
+    ('yes', 'not contradicted', 'no', '')
+    """
+    if agree is None:
+        return ""
+    return "no" if not agree else "yes" if len(values) > 1 else "not contradicted"

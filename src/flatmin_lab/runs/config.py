@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from flatmin_lab.recipes.recipe import Recipe, differences
+from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.system.json_types import check_types
 
@@ -72,9 +73,18 @@ def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -
         raise ValueError(f"{path} does not say which run it belongs to; it may be of another flatmin")
     # through a Recipe, so that fields of newer versions get their defaults
     here, there = Recipe.from_json(asked["recipe"]).as_json(), recipe_of(path, known).as_json()
+    if name_now(there["name"]) == here["name"]:
+        there["name"] = here["name"]  # renamed: the rest says whether it is this run
     apart = differences(there, here)
     apart += differences({"seed": known["seed"]}, {"seed": asked["seed"]})
     if not apart and known["data_sha256"] != asked["data_sha256"]:
         apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
     if apart:
-        raise OtherRunError(f"{path} is of another recipe: {'; '.join(apart)}.")
+        raise OtherRunError(f"{path} is of another recipe: {'; '.join(apart)}.{_moved(there['name'], here['name'])}")
+
+
+def _moved(there: str, here: str) -> str:
+    """What to do with a run from before its recipe was renamed."""
+    if there != here or (now := name_now(there)) is None:
+        return ""
+    return f" If it is from before {there} was renamed {now}, move it from …/{there}-… to …/{now}-…."

@@ -4,7 +4,7 @@
     results/short/cifar10-preactresnet18-amp-1.failed.json    its error
     results/short/cost-nvidia-h200.json                       the time of a step of ERM and of AMP there
     results/bench-nvidia-h200.json                            what `flatmin bench` measured there, for the frontier
-    results/planned.json                                      the planned runs, written before they start
+    results/planned.json                                      the planned runs, and what will be tested of them
     runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and not needed once all is measured
 
 A result file is result.json with the evaluations after training, and the training curves.
@@ -20,6 +20,7 @@ from typing import Any, Literal, TypedDict
 
 from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.recipe import SPEED, Job
+from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.system.files import atomic_write
@@ -50,6 +51,8 @@ class PlannedRun(TypedDict, total=False):
     seed: int
     planned: str
     parts: Sequence[str]
+    renamed_from: str  # what its recipe was called when it was planned
+    withdrawn: str  # why it will not be run after all; it stays listed
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,10 @@ class ResultStore:
         if not {"recipe", "seed", "method"} <= found.keys():
             raise ValueError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
         if apart := differs(found, job):
+            now = name_now(str(found["recipe"]))
+            moved = f", if it is of what is now {now}, to {self.results / f'{now}-{job.seed}.json'}" if now else " away"
             raise ValueError(
-                f"{self.file(job)} is of another run: {'; '.join(apart)}. Move it away, or give other --results"
+                f"{self.file(job)} is of another run: {'; '.join(apart)}. Move it{moved}, or give other --results"
             )
         return found
 
@@ -139,10 +144,16 @@ class ResultStore:
             raise ValueError(f"{path} is damaged: a run's {error}; put a good copy there") from error
         return runs
 
-    def plan(self, runs: Sequence[tuple[Job, tuple[str, ...]]], today: date) -> int:
+    def plan(
+        self,
+        runs: Sequence[tuple[Job, tuple[str, ...]]],
+        today: date,
+        families: Mapping[str, Sequence[str]] | None = None,
+    ) -> int:
         """Add runs and what is to be measured of them to the plan; returns how many are new.
 
-        A run that has already started cannot be planned.
+        A run that has already started cannot be planned. `families` are the comparisons that will be tested: those of a
+        name that the plan has already stay as they are.
         """
         known = self.planned()
         there = {(run["name"], run["seed"]) for run in known}
@@ -163,9 +174,28 @@ class ResultStore:
             for job, parts in fresh
         ]
         if new:
-            lines = ",\n".join(f"  {json.dumps(run)}" for run in [*known, *new])
-            _write_text(self.results / PLANNED, f'{{"runs": [\n{lines}\n]}}\n')
+            path = self.results / PLANNED
+            whole = read_json(path) if path.exists() else {}
+            fixed = {
+                name: {"fixed": today.isoformat(), "comparisons": list(own)} for name, own in (families or {}).items()
+            }
+            _write_text(
+                path, _plan_text({**whole, "families": {**fixed, **whole.get("families", {})}, "runs": [*known, *new]})
+            )
         return len(new)
+
+
+def _plan_text(plan: Mapping[str, Any]) -> str:
+    """A line a family and a run, so that two plans are merged line by line; the runs are last."""
+    parts = []
+    for key in sorted(plan, key=lambda key: key == "runs"):
+        if plan[key] and isinstance(plan[key], dict):
+            lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in plan[key].items())
+            parts.append(f"{json.dumps(key)}: {{\n{lines}\n}}")
+        elif plan[key]:
+            lines = ",\n".join(f"  {json.dumps(value)}" for value in plan[key])
+            parts.append(f"{json.dumps(key)}: [\n{lines}\n]")
+    return f"{{{', '.join(parts)}}}\n"
 
 
 def curves_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, list[float | None]]:

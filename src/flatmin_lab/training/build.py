@@ -39,7 +39,12 @@ def prepare_data(recipe: Recipe, data: Dataset, seed: int) -> PreparedData:
     if recipe.is_matched:
         usual = min(max(0.02, 500 / len(noisy.train)), 0.1)
         _, held_out = noisy.split_indices(seed, share=recipe.settings.get("held_out", usual), name="matched")
-    return PreparedData(noisy, which, wrong, Normalisation.of(noisy.train), held_out)
+    return PreparedData(noisy, which, wrong, build_normalisation(recipe, noisy.train), held_out)
+
+
+def build_normalisation(recipe: Recipe, train: Split) -> Normalisation:
+    """By the training set's mean and standard deviation, or by those that the recipe gives."""
+    return Normalisation.of(train) if recipe.normalise is None else Normalisation.fixed(*recipe.normalise, like=train)
 
 
 class ClippedSGD(SGD):

@@ -136,3 +136,55 @@ def test_entries_of_a_sparse_gradient_that_share_a_place_add_up() -> None:
 
     optimizer.step(closure)
     assert optimizer.last.grad_norm == pytest.approx(10**0.5)  # two rows: (2, 2) and (1, 1)
+
+
+# ---- the cube of the published code
+
+
+@pytest.mark.parametrize(("ball", "dimensions"), [("tensor", (200, 50)), ("group", (250, 250)), ("global", (257, 257))])
+def test_a_cube_has_numbers_up_to_the_root_of_epsilon_over_its_dimension(
+    ball: Ball, dimensions: tuple[int, int]
+) -> None:
+    matrix, vector, other = (nn.Parameter(torch.zeros(shape)) for shape in ((20, 10), (50,), (7,)))
+    base = SGD([{"params": [matrix, vector]}, {"params": [other]}], lr=0.0)
+    generator = torch.Generator().manual_seed(0)
+    optimizer = flatmin.RMP(base, epsilon=0.1, ball=ball, noise="cube", generator=generator)
+    seen = list[list[Tensor]]()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        seen.append([p.detach().clone() for p in (matrix, vector)])
+        loss = matrix.sum() + vector.sum() + other.sum()
+        loss.backward()
+        return loss
+
+    for _ in range(100):
+        optimizer.step(closure)
+    for place, dimension in enumerate(dimensions):
+        numbers, side = torch.stack([one[place] for one in seen]).flatten(), (0.1 / dimension) ** 0.5
+        assert numbers.abs().max() <= side * (1 + 1e-6)
+        gap = ((numbers.sort().values / side + 1) / 2 - torch.linspace(0, 1, len(numbers))).abs().max()
+        assert gap < 1.63 / len(numbers) ** 0.5  # Kolmogorov and Smirnov, 1 %
+
+
+def test_a_cube_is_longer_than_its_ball_for_a_small_radius() -> None:
+    weight = nn.Parameter(torch.zeros(10_000))
+    optimizer = flatmin.RMP(SGD([weight], lr=0.0), epsilon=0.1, noise="cube")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = weight.sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.last.delta_norm == pytest.approx((0.1 / 3) ** 0.5, rel=0.02)
+    assert torch.equal(weight, torch.zeros(10_000))
+
+
+def test_a_cube_is_a_setting_of_the_l2_norm() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="unknown noise 'box'"):
+        flatmin.RMP(SGD([weight], lr=0.1), epsilon=0.1, noise="box")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="norm='l2'"):
+        flatmin.RMP(SGD([weight], lr=0.1), epsilon=0.1, noise="cube", norm="linf")

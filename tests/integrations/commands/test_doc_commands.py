@@ -25,7 +25,7 @@ from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.execution import process_pool
 from flatmin_lab.execution.local import ThisProcess
 from flatmin_lab.execution.process_pool import ProcessPool
-from flatmin_lab.recipes import paper_tables
+from flatmin_lab.recipes import paper_tables, protocols
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.tuning import tuner
 from tests import ROOT
@@ -131,8 +131,8 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         check(recipe)
 
     monkeypatch.setattr(Recipe, "__post_init__", shortened)
-    for protocol in paper_tables.TRIALS:
-        monkeypatch.setitem(paper_tables.TRIALS, protocol, 1)
+    for protocol, length in protocols.PROTOCOLS.items():
+        monkeypatch.setitem(protocols.PROTOCOLS, protocol, length._replace(trials=1))
     monkeypatch.setattr(paper_tables, "METHODS", ("erm", "amp"))
     monkeypatch.setattr(process_pool, "run_in_pool", _at_once)
     monkeypatch.setattr(ProcessPool, "run", _here)

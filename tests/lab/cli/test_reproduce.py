@@ -50,7 +50,7 @@ def test_a_filled_table_says_what_was_chosen_and_what_is_smoothed(tmp_path: Path
     text = shown("table1", "--data", "cifar10", "--methods", "erm,label_smoothing")
     assert "0.350 (smoothed: 1.050)" in text
     assert "smoothed: the loss smoothed over the other classes" in text
-    assert "short: baselines at the paper's values for 200 epochs, AMP's radius chosen for 60" in text
+    assert "short: as paper-v2 but for the length, with AMP's radius chosen for it" in text
     assert "smoothed:" not in shown("table1", "--data", "cifar100", "--methods", "erm")
     swept = [recipe for recipe in EXPERIMENTS["sweep"]("short").recipes if recipe.data == "cifar10"]
     for recipe in swept:
@@ -75,6 +75,20 @@ def test_a_plan_is_written_before_anything_runs(tmp_path: Path) -> None:
     runs = json.loads((tmp_path / "results" / "planned.json").read_text())["runs"]
     assert {run["seed"] for run in runs} == {0, 2}
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_fixes_what_will_be_tested_and_a_withdrawn_run_is_not_run(tmp_path: Path) -> None:
+    flatmin("reproduce", "table1", *SOME, "--methods", "erm,amp", "--seeds", "0", "--plan", *places(tmp_path))
+    path = tmp_path / "results" / "planned.json"
+    plan = json.loads(path.read_text())
+    (family,) = plan["families"]
+    assert family == "smoke/cifar10-vgg16"
+    assert plan["families"][family]["comparisons"] == ["error: amp < erm", "error: mixup < amp"]
+    plan["runs"][0]["withdrawn"] = "a test"
+    path.write_text(json.dumps(plan))
+    shown = flatmin("reproduce", "--planned", "--dry-run", *places(tmp_path))
+    assert "smoke/cifar10-vgg16-amp" in shown.stdout
+    assert "smoke/cifar10-vgg16-erm" not in shown.stdout
 
 
 def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: Path) -> None:
@@ -107,7 +121,7 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
         (["table1", "--runs", str(ROOT / "README.md" / "runs")], "choose other places with --results and --runs"),
         ([], "name a table or a figure: table1"),
         (["table9"], "unknown table or figure 'table9'; choose from table1"),
-        (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, short, smoke"),
+        (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, paper-v2, short, smoke"),
         (["table1", "--methods", "sam"], "--methods takes adversarial, amp"),
         (["table1", "--data", "mnist"], "--data takes cifar10, cifar100, svhn, got mnist"),
         (["table1", "--measure", "speed"], "--measure takes attack, boundary, flatness, landscape, got speed"),

@@ -76,6 +76,18 @@ def test_flags_change_the_recipe(tmp_path: Path) -> None:
     assert "validation, last epoch" in result.stdout
 
 
+def test_the_published_code_s_recipe_is_flags(tmp_path: Path) -> None:
+    flags = "--augment vanilla_v1 --no-nesterov --clip-norm 50 --ball tensor --normalise 0.5 0.25"
+    assert flatmin(*FAST, *flags.split(), "--out", tmp_path / "run").exit_code == 0
+    recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    expected = {"augment": "vanilla_v1", "nesterov": False, "momentum": 0.9, "clip_norm": 50, "normalise": [0.5, 0.25]}
+    assert expected.items() <= recipe.items()
+    assert recipe["settings"]["ball"] == "tensor"
+    again = json.loads(flatmin("evaluate", tmp_path / "run", "--json").stdout)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert again["error"] == result["test_error"]  # normalised by the same two numbers
+
+
 def test_other_settings_of_a_method_and_milestones(tmp_path: Path) -> None:
     more = ["--method", "label_smoothing", "--set", "smoothing=0.05", "--set", "over=others", "--milestones", "0.2,0.9"]
     result = flatmin(*FAST, *more, "--out", tmp_path / "run")

@@ -20,6 +20,15 @@ def batches(data: Dataset, **settings: object) -> Batches:
 
 
 class TestNormalisation:
+    def test_two_given_numbers_bring_pixels_to_minus_one_and_one(self) -> None:
+        train = load("digits").train
+        given = Normalisation.fixed(0.5, 0.5, like=train)
+        assert (given.mean.tolist(), given.std.tolist()) == ([0.5], [0.5])
+        black_and_white = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
+        assert given(black_and_white).flatten().tolist() == [-1.0, 1.0]
+        with pytest.raises(ValueError, match="above 0, got 0"):
+            Normalisation.fixed(0.5, 0.0, like=train)
+
     def test_the_training_set_gets_mean_zero_and_standard_deviation_one(self) -> None:
         for data in (images(), load("digits"), load("spiral")):
             x = Normalisation.of(data.train)(data.train.x).double()

@@ -1,6 +1,7 @@
 """What is measured of a trained classifier is what the library's functions say, and what cannot be is said clearly."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatmin import attacks, flatness, metrics
-from flatmin_lab.data import load
+from flatmin_lab.data import Batches, augmentation, load
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import landscapes, measurements, subject
 from flatmin_lab.evaluation.subject import Subject, user_subject
@@ -176,3 +177,23 @@ def test_frozen_layers_are_part_of_the_landscape() -> None:
     data: Dataset = tiny_data()
     own = subject.user_subject(net, data, normalised=False, device=torch.device("cpu"))
     assert len(flatness.directions(own.model)[0]) == len(list(net.parameters()))
+
+
+def test_the_rise_on_batches_is_of_augmented_training_batches_and_of_plain_test_batches() -> None:
+    """On digits: as many images a batch as in the training, its augmentation, and none on the test set."""
+    data, device = load("digits"), torch.device("cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
+    plain = user_subject(model, data, normalised=True, device=device)
+    trained = replace(plain, augment=augmentation("vanilla", data), batch_size=40)
+    found = measurements.rise_on_batches(trained, batches=2)
+    assert (found["batches"], found["batch_size"]) == (2, 40)
+    made = Batches(split=data.train, batch_size=40, normalise=plain.normalise, augment=trained.augment, seed=0)
+    for scale, radii in measurements.RISE_RADII.items():
+        expected = flatness.batch_rise(model, list(made.epoch(0))[:2], radii=radii, scale=scale)
+        assert found["training"]["loss"] == pytest.approx(float(expected.losses.mean()))
+        assert list(found["training"][scale].values()) == pytest.approx(expected.mean.tolist())
+        assert list(found["training"][scale]) == [f"{radius:g}" for radius in radii]
+    without = measurements.rise_on_batches(replace(plain, batch_size=40), batches=2)
+    assert without["test"] == found["test"]
+    assert without["training"] != found["training"]

@@ -218,6 +218,22 @@ def test_what_is_planned_is_written_once_and_in_order(store: ResultStore) -> Non
     assert store.planned()[0]["parts"] == ["attack"]
 
 
+def test_a_plan_keeps_its_families_and_what_else_it_holds(store: ResultStore) -> None:
+    runs = [(Job(QUICK, seed), ()) for seed in range(3)]
+    store.plan(runs[:1], date(2026, 1, 2), {"smoke/cifar10-vgg16": ["error: amp < erm"]})
+    path = store.results / "planned.json"
+    given_up = [{"name": QUICK.name, "seed": 0, "why": "a test"}]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "broken_off": given_up}))
+    store.plan(runs, date(2026, 1, 3), {"smoke/cifar10-vgg16": ["nll: amp < erm"], "smoke/svhn-vgg16": []})
+    plan = json.loads(path.read_text())
+    assert plan["families"] == {
+        "smoke/cifar10-vgg16": {"fixed": "2026-01-02", "comparisons": ["error: amp < erm"]},  # as it was fixed
+        "smoke/svhn-vgg16": {"fixed": "2026-01-03", "comparisons": []},
+    }
+    assert plan["broken_off"] == given_up
+    assert [run["seed"] for run in plan["runs"]] == [0, 1, 2]
+
+
 def test_what_has_been_begun_cannot_be_planned_any_more(store: ResultStore) -> None:
     here([Job(QUICK, 0)], store)
     with pytest.raises(ValueError, match="1 of these have started: smoke/cifar10-vgg16-label_smoothing with seed 0"):

@@ -1,5 +1,7 @@
 """The networks: sizes known from the published code, shapes, first gradients, dropout, and what wrong arguments get."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -204,3 +206,22 @@ def test_an_mlp_says_what_it_takes() -> None:
 def test_vgg_says_how_large_images_must_be() -> None:
     with pytest.raises(ValueError, match="at least 32 by 32 pixels, got 28 by 28"):
         build("vgg16")(torch.zeros(1, 3, 28, 28))
+
+
+def test_dropout_at_the_block_is_where_the_published_code_has_it() -> None:
+    """The last ReLU of each of eight blocks, and the pooled features; nothing but masks changes."""
+
+    def drops(**settings: Any) -> list[str]:
+        model = build("preactresnet18", dropout=0.1, width=4, **settings)
+        return [name for name, module in model.named_modules() if isinstance(module, nn.Dropout)]
+
+    published = drops(dropout_at="block")
+    assert published == [*(f"groups.{group}.{block}.residual.3" for group in range(4) for block in range(2)), "head.4"]
+    assert len(drops()) == 2 * 8 + 1
+    torch.manual_seed(0)
+    plain = build("preactresnet18", width=4)
+    torch.manual_seed(0)
+    other = build("preactresnet18", width=4, dropout=0.1, dropout_at="block")
+    assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), other.parameters(), strict=True))
+    with pytest.raises(ValueError, match="unknown dropout_at 'head'"):
+        build("preactresnet18", dropout_at="head")

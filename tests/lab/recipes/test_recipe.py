@@ -11,7 +11,8 @@ import torch
 from flatmin_lab import models
 from flatmin_lab.data import Dataset, load
 from flatmin_lab.recipes.defaults import default_recipe
-from flatmin_lab.recipes.recipe import OWN, FollowedProtocol, Recipe, differences
+from flatmin_lab.recipes.protocols import OWN, FollowedProtocol
+from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.runs.events import Finished
 from flatmin_lab.training.loop import train
 from tests.support.small_runs import tiny_data
@@ -45,7 +46,9 @@ JSON_VALUES: list[Any] = [None, True, -1, 10**400, 0.5, math.nan, "x", "", [], [
 @pytest.mark.parametrize("name", [f.name for f in fields(Recipe)])
 def test_a_field_of_the_wrong_type_is_named(name: str) -> None:
     """Every field with values of every type that JSON has: a recipe, or an error that names the field."""
-    whole = Recipe(data="digits", model="convnet", method="amp", clip_norm=1.0, ema=0.9, size=(8, 8)).as_json()
+    whole = Recipe(
+        data="digits", model="convnet", method="amp", clip_norm=1.0, ema=0.9, size=(8, 8), normalise=(0.5, 0.5)
+    ).as_json()
     for value in JSON_VALUES:
         try:
             Recipe.from_json({**whole, name: value}).as_json()
@@ -97,6 +100,9 @@ def test_differences_are_named_with_both_values() -> None:
         {"schedule": "linear"},
         {"precision": "fp8"},
         {"augment": "crop"},
+        {"normalise": (0.5, 0.0)},
+        {"normalise": (float("nan"), 1.0)},
+        {"normalise": (0.5,)},
     ],
     ids=str,
 )
@@ -105,20 +111,20 @@ def test_a_wrong_value_is_named(wrong: dict[str, Any]) -> None:
         Recipe(data="digits", model="convnet", **wrong)
 
 
-def test_the_paper_s_protocol_is_known_as_such(photographs: Dataset) -> None:
+def test_a_default_recipe_is_the_second_version_s(photographs: Dataset) -> None:
     paper = default_recipe("cifar10", photographs, method="amp")
     assert (paper.model, paper.epochs, paper.batch_size, paper.lr) == ("preactresnet18", 200, 50, 0.1)
     assert (paper.momentum, paper.nesterov, paper.weight_decay, paper.augment) == (0.9, True, 1e-4, "vanilla")
     assert paper.settings == {"epsilon": 0.5, "inner_lr": 1.0}
-    assert paper.protocol == FollowedProtocol("paper")
-    assert replace(paper, precision="bf16", method="erm", settings={}).protocol == FollowedProtocol("paper")
+    assert paper.protocol == FollowedProtocol("paper-v2")
+    assert replace(paper, precision="bf16", method="erm", settings={}).protocol == FollowedProtocol("paper-v2")
     assert default_recipe("cifar10", photographs, method="amp", epochs=60).protocol == FollowedProtocol("short")
     assert default_recipe(
         "cifar10", photographs, method="mixup", epochs=60, settings={"alpha": 1.0}
     ).protocol == FollowedProtocol("short")
     assert default_recipe(
         "cifar100", photographs, method="amp", model="wideresnet28_10", augment="cutout"
-    ).protocol == FollowedProtocol("paper")
+    ).protocol == FollowedProtocol("paper-v2")
 
 
 @pytest.mark.parametrize(
@@ -145,24 +151,24 @@ def test_what_is_not_the_paper_s_is_not_called_so(photographs: Dataset, changes:
     ("changes", "said"),
     [
         ({"epochs": 60}, "short, but epsilon 0.5"),  # with the long training's radius
-        ({"epochs": 400}, "paper, but 400 epochs"),
-        ({"validation": True}, "paper, but validation"),
-        ({"augment": "vanilla_v1"}, "paper, but first version's crops"),
-        ({"nesterov": False}, "paper, but no Nesterov"),
-        ({"clip_norm": 50.0}, "paper, but clipped to 50"),
+        ({"epochs": 400}, "paper-v2, but 400 epochs"),
+        ({"validation": True}, "paper-v2, but validation"),
+        ({"augment": "vanilla_v1"}, "paper-v2, but first version's crops"),
+        ({"nesterov": False}, "paper-v2, but no Nesterov"),
+        ({"clip_norm": 50.0}, "paper-v2, but clipped to 50"),
         ({"clip_norm": 0.5, "epochs": 60}, "short, but epsilon 0.5, clipped to 0.5"),
-        ({"weight_decay": 5e-4, "ema": 0.9}, "paper, but weight decay 0.0005, EMA 0.9"),
-        ({"milestones": (0.5, 0.9), "epochs": 250}, "paper, but drops at 0.5 and 0.9, 250 epochs"),
+        ({"weight_decay": 5e-4, "ema": 0.9}, "paper-v2, but weight decay 0.0005, EMA 0.9"),
+        ({"milestones": (0.5, 0.9), "epochs": 250}, "paper-v2, but drops at 0.5 and 0.9, 250 epochs"),
         (
             {"settings": {"epsilon": 0.5, "inner_lr": 1.0, "start": 0.5, "every": 2}},
-            "paper, but start 0.5, every 2",
+            "paper-v2, but start 0.5, every 2",
         ),
-        ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "start": 0.0, "every": 1}}, "paper"),
-        ({"model": "vgg16"}, "paper, but epsilon 0.5, inner_lr 1.0"),  # which has another radius
-        ({"settings": {"epsilon": 0.4, "inner_lr": 1.0}}, "paper, but epsilon 0.4"),
-        ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "ball": "tensor"}}, "paper, but ball tensor"),
-        ({"method": "rmp", "settings": {"epsilon": 3.0}}, "paper, but epsilon 3.0"),
-        ({"method": "label_smoothing", "settings": {"smoothing": 0.9}}, "paper, but smoothing 0.9"),
+        ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "start": 0.0, "every": 1}}, "paper-v2"),
+        ({"model": "vgg16"}, "paper-v2, but epsilon 0.5, inner_lr 1.0"),  # which has another radius
+        ({"settings": {"epsilon": 0.4, "inner_lr": 1.0}}, "paper-v2, but epsilon 0.4"),
+        ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "ball": "tensor"}}, "paper-v2, but ball tensor"),
+        ({"method": "rmp", "settings": {"epsilon": 3.0}}, "paper-v2, but epsilon 3.0"),
+        ({"method": "label_smoothing", "settings": {"smoothing": 0.9}}, "paper-v2, but smoothing 0.9"),
     ],
     ids=str,
 )
@@ -172,6 +178,48 @@ def test_what_differs_in_the_method_the_split_or_the_length_is_said(
     protocol = replace(default_recipe("cifar10", photographs, method="amp"), **changes).protocol
     assert str(protocol) == said
     assert FollowedProtocol.read(said) == protocol  # as a result file has it
+
+
+FIRST_VERSION: dict[str, Any] = {"augment": "vanilla_v1", "nesterov": False, "clip_norm": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "erm", "settings": {}}, "paper"),
+        ({"method": "erm", "settings": {}, "epochs": 400}, "paper, but 400 epochs"),
+        ({"settings": {"epsilon": 0.5, "inner_lr": 1.0, "ball": "tensor"}}, "paper"),
+        ({"settings": {"epsilon": 0.5, "inner_lr": 1.0}}, "paper, but ball global"),
+        ({"method": "rmp", "settings": {"ball": "tensor", "noise": "cube"}}, "paper"),
+        ({"method": "rmp", "settings": {}}, "paper, but ball global, noise None"),
+        ({"method": "label_smoothing", "settings": {"over": "others"}}, "paper"),
+        ({"method": "adversarial", "settings": {"units": "inputs", "random_start": True}}, "paper"),
+        ({"method": "dropout", "settings": {}, "model_settings": {"dropout_at": "block"}}, "paper"),
+        ({"method": "dropout", "settings": {}}, "paper, but dropout after every ReLU"),
+        ({"method": "dropout", "settings": {}, "model": "vgg16"}, "paper"),
+        ({"method": "erm", "settings": {}, "data": "svhn"}, "paper, but normalised by its own"),
+        ({"method": "erm", "settings": {}, "data": "svhn", "normalise": (0.5, 0.5)}, "paper"),
+        ({"method": "erm", "settings": {}, "clip_norm": None}, "paper, but not clipped"),
+        (
+            {"method": "erm", "settings": {}, "epochs": 60},
+            "short, but first version's crops, no Nesterov, clipped to 50",
+        ),
+        (
+            {
+                "model": "wideresnet28_10",
+                "augment": "cutout",
+                "nesterov": True,
+                "settings": {"epsilon": 0.3, "inner_lr": 0.5, "ball": "tensor"},
+            },
+            "paper",
+        ),  # of the second version alone
+    ],
+    ids=str,
+)
+def test_the_paper_s_protocol_is_the_published_code_s(photographs: Dataset, changes: dict[str, Any], said: str) -> None:
+    recipe = replace(default_recipe("cifar10", photographs, method="amp"), **{**FIRST_VERSION, **changes})
+    assert str(recipe.protocol) == said
+    assert FollowedProtocol.read(said) == recipe.protocol
 
 
 @pytest.mark.parametrize(

@@ -309,11 +309,14 @@ def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
             assert Path(options["--out"]).parent == tmp_path / name
 
 
-def test_without_nesterovs_alone_there_is_no_command_that_trains_alike(tmp_path: Path) -> None:
-    for name, more, count in (("heavy ball", {"momentum": 0.9}, 0), ("none", {"momentum": 0.0}, len(METHODS) - 1)):
-        write(tmp_path / name / "erm-0", result("erm", 0, 0.05, nesterov=False, **more))
+def test_the_commands_train_without_nesterovs_and_with_a_given_normalisation(tmp_path: Path) -> None:
+    for name, more, said in (("heavy ball", {"momentum": 0.9}, True), ("none", {"momentum": 0.0}, False)):
+        changes = {"nesterov": False, "normalise": [0.5, 0.25], **more}
+        write(tmp_path / name / "erm-0", result("erm", 0, 0.05, **changes))
         (group,) = groups_of(load_results([tmp_path / name]).runs)
-        assert len(group.untrained) == count
+        assert len(group.untrained) == len(METHODS) - 1
+        assert all("--normalise 0.5 0.25" in command for command in group.untrained)
+        assert all(("--no-nesterov" in command) is said for command in group.untrained)
 
 
 def planned(options: dict[str, str]) -> Recipe:

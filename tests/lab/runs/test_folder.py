@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,14 @@ def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("fcntl.flock", missing)
     assert isinstance(run(tiny_recipe(), tmp_path / "run")[-1], Finished)
+
+
+def test_a_folder_of_a_renamed_recipe_is_resumed_and_one_of_its_namesake_says_where_it_belongs(tmp_path: Path) -> None:
+    old, now = (replace(tiny_recipe(), name=f"{protocol}/tiny-erm") for protocol in ("paper", "paper-v2"))
+    run(old, tmp_path / "run", stop=after(8))
+    assert isinstance(run(now, tmp_path / "run", resume=True)[-1], Finished)
+    with pytest.raises(ValueError, match=r"before paper/tiny-erm was renamed paper-v2/tiny-erm, move it from"):
+        run(replace(old, lr=0.02), tmp_path / "run", resume=True)
 
 
 def test_another_recipe_seed_or_data_set_is_refused_by_name(tmp_path: Path) -> None:

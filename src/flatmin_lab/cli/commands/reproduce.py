@@ -58,7 +58,11 @@ def reproduce(
     ] = None,
     protocol: Annotated[
         str | None,
-        option("paper (200 epochs, 10 trials), short (60 epochs, 3) or smoke (seconds on a CPU); default: paper."),
+        option(
+            "paper (200 epochs, 10 trials, as the published code trains), paper-v2 (the same after its second version "
+            "and the paper's text), short (60 epochs, 3 trials, else as paper-v2) or smoke (seconds on a CPU); "
+            "default: paper."
+        ),
     ] = None,
     list_: Annotated[bool, option("List all tables and figures, what is done, and what is missing.", "--list")] = False,
     dry_run: Annotated[bool, option("Show what would run, and how long it would take.", "--dry-run")] = False,
@@ -110,7 +114,9 @@ def reproduce(
         narrowed = {"seeds": seeds, "methods": methods, "data": data, "models": models, "measure": measure}
         selection = select_runs(experiments_, store, planned=planned, plan=plan, protocol=protocol, **narrowed)
         if plan:
-            new = store.plan(selection.runs, datetime.now(timezone.utc).date())
+            claims: Any = need("flatmin_lab.report.paper.claims", "flatmin reproduce")
+            families = claims.families_of([run.job.recipe.name for run in selection.runs])
+            new = store.plan(selection.runs, datetime.now(timezone.utc).date(), families)
             typer.echo(f"{new} of {len(selection.runs)} runs are new in {store.results / PLANNED}")
             return
         todo = selection.due(retry=retry, limit=limit)

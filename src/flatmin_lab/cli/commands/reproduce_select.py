@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.models import canonical
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment, Protocol, by_name
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment, by_name
+from flatmin_lab.recipes.protocols import NAMES as PROTOCOLS
+from flatmin_lab.recipes.protocols import Protocol
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.result_store import ResultStore, State
-
-PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +120,9 @@ def _of(experiments: Sequence[Experiment], seeds: tuple[int, ...] | None) -> lis
 
 
 def _planned(store: ResultStore) -> list[Run]:
-    """The runs of planned.json, in its order."""
+    """The runs of planned.json, in its order, without those that were withdrawn."""
     found = []
-    for run in store.planned():
+    for run in (run for run in store.planned() if "withdrawn" not in run):
         if run["name"] not in by_name():
             raise ValueError(f"planned.json names {run['name']!r}, and there is no such recipe; correct it there")
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))

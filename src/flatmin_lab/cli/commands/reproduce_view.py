@@ -14,7 +14,7 @@ from flatmin_lab.cli.commands.reproduce_select import Selection
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.paper_tables import Experiment
-from flatmin_lab.recipes.recipe import FollowedProtocol
+from flatmin_lab.recipes.protocols import PAPER_LENGTH, FollowedProtocol
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import ResultStore, State
@@ -92,8 +92,8 @@ def show_table(experiment: Experiment, store: ResultStore, selection: Selection)
     asked, wanted = {run.job.recipe.name for run in selection.runs}, selection.places()
     experiments: Any = need("flatmin_lab.report.paper.tables", "flatmin reproduce")
     page: Any = need("flatmin_lab.report.html", "flatmin reproduce")
-    found = experiments.fill_table(experiment, experiments.read_all(store))
-    agreeing = ["agree"] if experiment.protocol == "paper" else []
+    found = experiments.fill_table(experiment, experiments.read_all(store), experiments.planned_families(store))
+    agreeing = ["agree"] if experiment.protocol in PAPER_LENGTH else []
     table = Table(box=None, pad_edge=False)
     for label in ("method", "n"):
         table.add_column(label, no_wrap=True)
@@ -109,17 +109,18 @@ def show_table(experiment: Experiment, store: ResultStore, selection: Selection)
             words = [name for name in names if name not in ("vanilla", "none")]
             words += [f"{noise:.0%} of the labels wrong"] if noise else []
             table.add_row(Text(", ".join(words), style="bold"))
-        table.add_row(f"  {row.name}", str(row.count), *_cells(found, row, page))
+        indent = "    " if row.at_best_epoch else "  "
+        table.add_row(f"{indent}{row.name}", str(row.count), *_cells(found, row, page))
     console = wide()
     display.say(console, f"\n{experiment.name}: {experiment.title}; protocol {experiment.protocol}")
     console.print(table)
     if any(cell.better is not None for row in rows for cell in row.cells):
-        display.say(console, "▼ ▲: significantly below or above ERM's (Welch's test with Holm's correction)")
+        display.say(console, "▼ ▲: significantly below or above ERM's (Welch's test, corrected for what was planned)")
     if any(cell.smoothed(0) for row in rows for cell in row.cells):
         display.say(console, "smoothed: the loss smoothed over the other classes, as the paper's NLL seems to be")
     if experiment.protocol == "short" and any(row.recipe.protocol == FollowedProtocol("short") for row in rows):
-        what = "baselines at the paper's values for 200 epochs, AMP's radius chosen for 60"
-        display.say(console, f"short: {what}, unless a row says otherwise")
+        what = "as paper-v2 but for the length, with AMP's radius chosen for it"
+        display.say(console, f"short: {what}, unless a row says otherwise; the paper has no numbers of this length")
     if experiment.protocol == "smoke":
         display.say(console, "smoke: synthetic images, narrow networks, 3 epochs. These numbers are no evidence")
     display.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(store.results))}")
@@ -128,11 +129,11 @@ def show_table(experiment: Experiment, store: ResultStore, selection: Selection)
 def _cells(found: Any, row: Any, page: Any) -> Iterator[str]:
     for column, in_paper, cell in zip(found.columns, found.in_paper, row.cells, strict=True):
         mark = {None: "", True: " ▼", False: " ▲"}[cell.better]
-        yield cell.shown(column.digits, mark) if cell.compared else "–"
+        yield cell.shown(column.digits, mark) if cell.compared else "" if row.at_best_epoch else "not measured"
         if in_paper:
             yield "" if cell.paper is None else page.as_printed(cell.paper, column.digits)
-        if in_paper and found.experiment.protocol == "paper":
-            yield {None: "", True: "yes", False: "no"}[cell.agrees]
+        if in_paper and found.experiment.protocol in PAPER_LENGTH:
+            yield cell.agreement
 
 
 def wide() -> Console:

@@ -14,6 +14,7 @@ from flatmin_lab.bench.amp_cost import BLOCKS
 from flatmin_lab.data.sources import spiral
 from flatmin_lab.methods import NOT_IN_PAPER
 from flatmin_lab.recipes import paper_numbers
+from flatmin_lab.recipes.paper_tables import by_name
 from flatmin_lab.report import figures
 from flatmin_lab.report.columns import COLUMNS, Column
 from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of
@@ -23,7 +24,9 @@ from flatmin_lab.report.html import data_link, pool_bins, render
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import LoadedResults, Run
 from flatmin_lab.report.pages import landscape, summary_text, tuning
+from flatmin_lab.report.paper.claims import families_with
 from flatmin_lab.report.paper.evidence import Evidence, evidence
+from flatmin_lab.report.paper.families import Families, Family
 from flatmin_lab.report.schema import is_number
 from flatmin_lab.report.stats import LEVEL
 from flatmin_lab.tuning.result import Tuning
@@ -59,12 +62,12 @@ class Section(NamedTuple):
 def report_page(found: LoadedResults) -> str:
     unusable = list(found.unusable)
     shown_evidence = evidence(found, unusable)
-    groups = groups_of(found.runs)
+    groups = groups_of(found.runs, _families(found))
     sections = [_section(group, title) for group, title in zip(groups, titles_of(groups), strict=True)]
     made = [
         f"{before}{value}"
         for key, before in (("hardware", ""), ("torch", "torch "), ("commit", "commit "))
-        for value in sorted({str(facts[key]) for facts in _all_facts(found) if facts.get(key)})
+        for value in sorted({_short(key, str(facts[key])) for facts in _all_facts(found) if facts.get(key)})
     ]
     return render(
         "report.html.jinja",
@@ -86,6 +89,13 @@ def report_page(found: LoadedResults) -> str:
     )
 
 
+def _families(found: LoadedResults) -> Families:
+    """Of the paper's tables; none where there are only runs of one's own."""
+    names = {str(run.result.get("recipe") or "") for run in found.runs}
+    known = families_with({name: Family(*family) for name, family in found.families.items()})
+    return known if names & by_name().keys() else {}
+
+
 def _frontier_figures(found: Evidence | None) -> dict[tuple[str, str], PageFigure]:
     """By protocol and data set."""
     drawn = {}
@@ -105,6 +115,11 @@ def _frontier_figures(found: Evidence | None) -> dict[tuple[str, str], PageFigur
             file = f"frontier-{protocol.name}-{one.data}"
             drawn[protocol.name, one.data] = page_figure(figures.frontier(title, points, one.columns), file)
     return drawn
+
+
+def _short(key: str, value: str) -> str:
+    """A commit by its first digits, as git shows it."""
+    return value[:7] if key == "commit" else value
 
 
 def _all_facts(found: LoadedResults) -> list[Mapping[str, Any]]:

@@ -86,6 +86,8 @@ def _verdict(erm: Cell, amp: Cell) -> str:
     n = f"n\u00a0=\u00a0{len(amp.values)} and\u00a0{len(erm.values)}"
     if min(len(amp.values), len(erm.values)) < MIN_RUNS:
         return f"too few trainings to tell ({n})"
+    if not amp.planned:
+        return f"not among the planned comparisons, so not tested ({n})"
     if amp.p is None:
         return f"no spread among the seeds to judge by ({n})"
     if amp.p >= LEVEL:

@@ -1,29 +1,32 @@
 """The paper's claims, tested on our results, one protocol at a time.
 
-A claim that one method has a lower value than another is tested by Welch's test if there are three runs of each, with
-Holm's correction over all tested claims. With fewer runs there is no test, only whether every value of one method lies
-below every value of the other.
+A claim that one method has a lower value than another is tested by Welch's test if there are three runs of each, and
+corrected for the size of its family (families.py). With fewer runs there is no test, only whether every value of one
+method lies below every value of the other. That a method has the lowest value of all holds if it does against each
+other: its p is the largest of theirs, and needs no further correction (an intersection-union test).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import mean
 
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes import paper_tables
 from flatmin_lab.recipes.paper_numbers import METHODS
-from flatmin_lab.recipes.paper_tables import AUGMENTATIONS, RESNET, SETS, Protocol
-from flatmin_lab.recipes.recipe import TABLE_2
+from flatmin_lab.recipes.paper_tables import AUGMENTATIONS, RESNET, SETS
+from flatmin_lab.recipes.protocols import NAMES, TABLE_2, Protocol
 from flatmin_lab.report.columns import column_named
-from flatmin_lab.report.figures.style import NAMES
+from flatmin_lab.report.figures.style import NAMES as NAMES_OF_METHODS
 from flatmin_lab.report.html import mean_and_std
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run
-from flatmin_lab.report.stats import LEVEL, MIN_RUNS, holm, welch
+from flatmin_lab.report.paper.families import Families, Family, comparison, corrected, split_name
+from flatmin_lab.report.stats import LEVEL, MIN_RUNS, welch
 
 Runs = Mapping[str, Sequence[Run]]
-HOLDS, POINTS_THAT_WAY, UNDECIDED, POINTS_OTHER_WAY, FAILS, NOT_CONTRADICTED, NO_SPREAD, NO_DATA = (
+HOLDS, POINTS_THAT_WAY, UNDECIDED, POINTS_OTHER_WAY, FAILS, NOT_CONTRADICTED, NO_SPREAD, NOT_PLANNED, NO_DATA = (
     "holds",
     "points that way, too few to test",
     "not told apart",
@@ -31,6 +34,7 @@ HOLDS, POINTS_THAT_WAY, UNDECIDED, POINTS_OTHER_WAY, FAILS, NOT_CONTRADICTED, NO
     "does not hold",
     "not contradicted",
     "no spread to judge by",
+    "not among the planned comparisons, not tested",
     "not trained or not measured yet",
 )
 
@@ -44,14 +48,19 @@ FLATNESS_MEASURES = {
 
 @dataclass(frozen=True)
 class Claim:
-    """`lower` has a lower value of the measure than `higher`; with `no_better`, it does not."""
+    """`lower` has a lower value of the measure than each of `higher`; with `no_better`, it does not."""
 
     says: str
     measure: str
-    lower: str  # both are names of recipes
-    higher: str
+    lower: str  # these are names of recipes
+    higher: tuple[str, ...]
     no_better: bool = False
     ours: bool = False  # not in the paper, but a reader will ask
+
+    @property
+    def comparison(self) -> str:
+        """As its family lists it."""
+        return comparison(self.measure, self.lower, self.higher)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class ClaimVerdict:
     says: str
     verdict: str
     numbers: str  # both sides, in words
-    p: float | None = None  # after Holm
+    p: float | None = None  # corrected
     ours: bool = False
 
 
@@ -73,54 +82,68 @@ def claims(protocol: Protocol) -> list[Claim]:
 
     found = []
     for data in SETS:
-        title = TITLES[data]
+        title, erm, amp = TITLES[data], (cell(data, "erm"),), cell(data, "amp")
         says = f"AMP has a lower error than ERM with VGG16 on {title}"
-        found.append(Claim(says, "error", cell(data, "amp", "vgg16"), cell(data, "erm", "vgg16")))
+        found.append(Claim(says, "error", cell(data, "amp", "vgg16"), (cell(data, "erm", "vgg16"),)))
         for measure, words in MEASURES.items():
-            found.append(Claim(f"AMP has {words} than ERM on {title}", measure, cell(data, "amp"), cell(data, "erm")))
-        for other in METHODS:
-            if other not in ("erm", "amp"):
-                words = f"AMP has a lower error than {NAMES[other]} on {title}"
-                found.append(Claim(words, "error", cell(data, "amp"), cell(data, other)))
+            found.append(Claim(f"AMP has {words} than ERM on {title}", measure, amp, erm))
+        says = f"AMP has the lowest error of the eight methods on {title}"
+        found.append(Claim(says, "error", amp, tuple(cell(data, other) for other in METHODS if other != "amp")))
         says = f"RMP is no better than ERM on {title}"
-        found.append(Claim(says, "error", cell(data, "rmp"), cell(data, "erm"), no_better=True))
+        found.append(Claim(says, "error", cell(data, "rmp"), erm, no_better=True))
         says = f"label smoothing worsens calibration on {title}"
-        found.append(Claim(says, "ece", cell(data, "erm"), cell(data, "label_smoothing")))
+        found.append(Claim(says, "ece", cell(data, "erm"), (cell(data, "label_smoothing"),)))
         says = f"AMP is more robust than ERM on {title} (PGD)"
-        found.append(Claim(says, "pgd_normalised", cell(data, "amp"), cell(data, "erm")))
+        found.append(Claim(says, "pgd_normalised", amp, erm))
         for measure, words in FLATNESS_MEASURES.items():
             says = f"AMP is flatter than ERM on {title} ({words})"
-            ours = measure != "landscape_rise"
-            found.append(Claim(says, measure, cell(data, "amp"), cell(data, "erm"), ours=ours))
+            found.append(Claim(says, measure, amp, erm, ours=measure != "landscape_rise"))
         for model in TABLE_2:
             for augment in AUGMENTATIONS:
-                amp, erm = (cell(data, method, model, augment) for method in ("amp", "erm"))
+                wide, plain = (cell(data, method, model, augment) for method in ("amp", "erm"))
                 says = f"AMP has a lower error than ERM with {TITLES[model]} and {TITLES[augment]} on {title}"
-                found.append(Claim(says, "error", amp, erm))
-    for other in METHODS:
-        if other != "flooding":
-            says = f"flooding is better calibrated than {NAMES[other]} on CIFAR-10"
-            found.append(Claim(says, "ece", cell("cifar10", "flooding"), cell("cifar10", other)))
+                found.append(Claim(says, "error", wide, (plain,)))
+    others = tuple(cell("cifar10", other) for other in METHODS if other != "flooding")
+    says = "flooding has the best calibration of the eight methods on CIFAR-10"
+    found.append(Claim(says, "ece", cell("cifar10", "flooding"), others))
     twice = next(recipe.name for recipe in paper_tables.compute(protocol).recipes if recipe.method == "erm")
     for measure, words in MEASURES.items():
         says = f"AMP has {words} than ERM at twice the epochs on CIFAR-10"
-        found.append(Claim(says, measure, cell("cifar10", "amp"), twice, ours=True))
+        found.append(Claim(says, measure, cell("cifar10", "amp"), (twice,), ours=True))
     says = "MixUp has a lower error than AMP with VGG16 on CIFAR-10"
-    found.append(Claim(says, "error", cell("cifar10", "mixup", "vgg16"), cell("cifar10", "amp", "vgg16")))
+    found.append(Claim(says, "error", cell("cifar10", "mixup", "vgg16"), (cell("cifar10", "amp", "vgg16"),)))
+    erm_spiral, amp_spiral = (recipe.name for recipe in paper_tables.spiral(protocol).recipes)
+    if amp_spiral.startswith(f"{protocol}/"):  # not where another protocol has these runs
+        says = "AMP has a lower error than ERM on the spiral"
+        found.append(Claim(says, "error", amp_spiral, (erm_spiral,), ours=True))
     return found
 
 
-def check_claims(runs: Runs, protocol: Protocol) -> list[ClaimVerdict]:
+@cache
+def claimed_families(protocol: Protocol) -> dict[str, Family]:
+    """The families that the paper's claims make."""
+    found: dict[str, list[str]] = {}
+    for claim in claims(protocol):
+        found.setdefault(split_name(claim.lower)[0], []).append(claim.comparison)
+    return {name: Family(tuple(comparisons)) for name, comparisons in found.items()}
+
+
+def families_with(planned: Families) -> dict[str, Family]:
+    """Those of a plan, and those of the claims where it has none."""
+    return {**{name: one for protocol in NAMES for name, one in claimed_families(protocol).items()}, **planned}
+
+
+def families_of(recipes: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The comparisons that the claims make of these recipes, by family, as a plan records them."""
+    known = families_with({})
+    names = dict.fromkeys(split_name(recipe)[0] for recipe in recipes)
+    return {name: known[name].comparisons for name in names if name in known}
+
+
+def check_claims(runs: Runs, protocol: Protocol, families: Families | None = None) -> list[ClaimVerdict]:
     """The verdicts on all claims, including those without runs yet."""
-    known = claims(protocol)
-    tested = {}
-    sides = [(_values(runs, claim.lower, claim), _values(runs, claim.higher, claim)) for claim in known]
-    for number, (lower, higher) in enumerate(sides):
-        test = welch(lower, higher) if min(len(lower), len(higher)) >= MIN_RUNS else None
-        if test is not None:
-            tested[number] = test.p
-    adjusted = holm(tested)
-    return [_check_claim(claim, *sides[number], adjusted.get(number)) for number, claim in enumerate(known)]
+    known = families_with(families or {})
+    return [_check_claim(claim, runs, known[split_name(claim.lower)[0]]) for claim in claims(protocol)]
 
 
 def _values(runs: Runs, name: str, claim: Claim) -> list[float]:
@@ -128,26 +151,40 @@ def _values(runs: Runs, name: str, claim: Claim) -> list[float]:
     return [value for run in runs.get(name, ()) if (value := column.value(run)) is not None]
 
 
-def _check_claim(claim: Claim, lower: list[float], higher: list[float], p: float | None) -> ClaimVerdict:
-    digits, says, ours = column_named(claim.measure).digits, claim.says, claim.ours
-    numbers = f"{mean_and_std(lower, digits) if lower else '–'} and {mean_and_std(higher, digits) if higher else '–'}"
-    numbers = numbers.replace(" ± ", "\u00a0±\u00a0") + f" (n\u00a0=\u00a0{len(lower)}\u00a0and\u00a0{len(higher)})"
-    if not lower or not higher:
-        return ClaimVerdict(says, NO_DATA, numbers, ours=ours)
-    if p is None and min(len(lower), len(higher)) >= MIN_RUNS:
-        return ClaimVerdict(says, NO_SPREAD, numbers, ours=ours)
-    if p is None:
-        below, above = max(lower) < min(higher), min(lower) > max(higher)
-        verdict = POINTS_THAT_WAY if below else POINTS_OTHER_WAY if above else UNDECIDED
+def _check_claim(claim: Claim, runs: Runs, family: Family) -> ClaimVerdict:
+    digits = column_named(claim.measure).digits
+    lower, others = _values(runs, claim.lower, claim), {name: _values(runs, name, claim) for name in claim.higher}
+    known = {name: values for name, values in others.items() if values}
+    if not lower or len(known) < len(others):
+        return ClaimVerdict(claim.says, NO_DATA, "", ours=claim.ours)
+    name = min(known, key=lambda name: mean(known[name]))  # the one that is the hardest to be below
+    numbers = f"{mean_and_std(lower, digits)} and {mean_and_std(known[name], digits)}".replace(" ± ", "\u00a0±\u00a0")
+    numbers += f" (n\u00a0=\u00a0{len(lower)}\u00a0and\u00a0{len(known[name])})"
+    numbers += f", the lowest of the others, {NAMES_OF_METHODS[split_name(name)[1]]}" if len(known) > 1 else ""
+    verdict, p = _verdict(claim, lower, list(known.values()), family)
+    return ClaimVerdict(claim.says, verdict, numbers, p, claim.ours)
+
+
+def _verdict(claim: Claim, lower: list[float], others: list[list[float]], family: Family) -> tuple[str, float | None]:
+    """The verdict, and the p that it rests on."""
+    if min(len(values) for values in (lower, *others)) < MIN_RUNS:
+        below = all(max(lower) < min(values) for values in others)
+        above = any(min(lower) > max(values) for values in others)
         if claim.no_better:
-            verdict = POINTS_OTHER_WAY if below else NOT_CONTRADICTED
-        return ClaimVerdict(says, verdict, numbers, ours=ours)
-    significant, below = p < LEVEL, mean(lower) < mean(higher)
+            return POINTS_OTHER_WAY if below else NOT_CONTRADICTED, None
+        return POINTS_THAT_WAY if below else POINTS_OTHER_WAY if above else UNDECIDED, None
+    tests = [(welch(lower, values), mean(lower) < mean(values)) for values in others]
+    if any(test is None for test, _ in tests):
+        return NO_SPREAD, None
+    if claim.comparison not in family.comparisons:
+        return NOT_PLANNED, None
+    against = [test.p for test, is_below in tests if test is not None and not is_below]
+    for_it = [test.p for test, is_below in tests if test is not None and is_below]
+    # lower than all: as sure as the least sure; not the lowest: one of several suffices, so these are corrected for
+    p = corrected(min(against) * len(others), family) if against else corrected(max(for_it), family)
     if claim.no_better:
-        verdict = FAILS if significant and below else NOT_CONTRADICTED
-    else:
-        verdict = UNDECIDED if not significant else HOLDS if below else FAILS
-    return ClaimVerdict(says, verdict, numbers, p, ours)
+        return FAILS if p < LEVEL and not against else NOT_CONTRADICTED, p
+    return UNDECIDED if p >= LEVEL else FAILS if against else HOLDS, p
 
 
 # ---- the best radius, a claim that compares more than two

@@ -1,18 +1,22 @@
 """The report's section about the paper: its tables as far as they have runs, its claims, and where we differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, get_args
+from typing import Any
 
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, SETS, Protocol
+from flatmin_lab.recipes.paper_tables import EXPERIMENTS, SETS
+from flatmin_lab.recipes.protocols import NAMES as PROTOCOLS
+from flatmin_lab.recipes.protocols import OWN, PAPER_LENGTH
 from flatmin_lab.report.comparison import settings_of
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Failure, LoadedResults, Run, UnusableFile
-from flatmin_lab.report.paper.claims import NO_DATA, ClaimVerdict, best_radius, check_claims
+from flatmin_lab.report.paper.claims import NO_DATA, ClaimVerdict, best_radius, check_claims, families_with
 from flatmin_lab.report.paper.deviations import deviations
+from flatmin_lab.report.paper.families import Families, Family, split_name
 from flatmin_lab.report.paper.frontier import Frontier, frontiers
-from flatmin_lab.report.paper.tables import FilledTable, fill_table, runs_by_recipe
+from flatmin_lab.report.paper.recovered_curves import Point, figure_8, figure_11
+from flatmin_lab.report.paper.tables import FilledTable, Row, fill_table, runs_by_recipe
 
 PAIRS = ("ball", "adversary", "first_version", "compute", "precision", "rivals")  # tables that compare rows pairwise
 TABLES = (
@@ -39,6 +43,14 @@ class ProtocolEvidence:
     waiting: list[ClaimVerdict]  # claims with a side that is not trained or measured yet
     settings: list[str]  # of the methods, per network and augmentation
     frontiers: list[Frontier]  # what cheaper trainings keep of AMP's gain
+    figure_8: list[Point]
+    figure_11: list[Point]
+    family_sizes: list[tuple[str, int, str]]  # of what was tested: data set and network, comparisons, the day
+
+    @property
+    def has_paper_length(self) -> bool:
+        """Whether the paper's numbers stand beside these."""
+        return self.name in PAPER_LENGTH
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,9 @@ class Evidence:
     planned: int  # runs, recorded before they ran
     failed: int  # of these
     missing: list[str]  # of these
+    withdrawn: Sequence[tuple[str, int, str]]  # of these: never to be run
+    broken_off: Sequence[tuple[str, int, str]]  # started, and given up
+    renamed: int  # results that carried another name when they were trained
     failures: Sequence[Failure]
     costs: Sequence[Mapping[str, Any]]
 
@@ -59,23 +74,41 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
     runs = runs_by_recipe(found.runs, unusable)
     if not runs:
         return None
+    families = families_with({name: Family(*family) for name, family in found.families.items()})
     parts = []
-    for protocol in get_args(Protocol):
+    for protocol in PROTOCOLS:
         experiments = [EXPERIMENTS[name](protocol) for name in TABLES]
-        tables = [fill_table(experiment, runs) for experiment in experiments if experiment.names & runs.keys()]
+        trained = {name for name in runs if name.startswith(f"{protocol}/")}
+        tables = [fill_table(one, runs, families) for one in experiments if one.names & trained]
         shown = [table for table in map(_without_empty, tables) if table.rows]
         if shown:
             radii = [best_radius(runs, protocol, data) for data in SETS]
-            said = [] if protocol == "smoke" else [*check_claims(runs, protocol), *radii]
+            said = [] if protocol == "smoke" else [*check_claims(runs, protocol, families), *radii]
             decided = [claim for claim in said if claim.verdict != NO_DATA]
             waiting = [claim for claim in said if claim.verdict == NO_DATA]
-            cheaper = frontiers(fill_table(EXPERIMENTS["frontier"](protocol), runs), found.step_times)
-            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown), cheaper))
+            cheaper = frontiers(fill_table(EXPERIMENTS["frontier"](protocol), runs, families), found.step_times)
+            drawn = figure_8(runs, protocol), figure_11(runs, protocol)
+            sizes = _family_sizes(families, trained)
+            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown), cheaper, *drawn, sizes))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
-    missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in done | failed]
+    gone = done | failed | {(name, seed) for name, seed, _ in found.withdrawn}
+    missing = [f"{name}, seed {seed}" for name, seed in found.planned if (name, seed) not in gone]
     every = [run for own in runs.values() for run in own]
-    return Evidence(parts, deviations(every), len(found.planned), len(failed), missing, found.failures, found.costs)
+    renamed = sum("renamed_from" in run.result for run in every)
+    planned = len(found.planned), len(failed), missing, found.withdrawn, found.broken_off, renamed
+    return Evidence(parts, deviations(every), *planned, found.failures, found.costs)
+
+
+def _family_sizes(families: Families, trained: Iterable[str]) -> list[tuple[str, int, str]]:
+    """Of the families of these recipes, in words."""
+    found = []
+    for name in dict.fromkeys(split_name(recipe)[0] for recipe in sorted(trained)):
+        if name in families:
+            data, model = name.rpartition("/")[2].split("-")
+            title = f"{TITLES.get(data, data)} with {TITLES.get(model, model)}"
+            found.append((title, len(families[name].comparisons), families[name].fixed))
+    return found
 
 
 def _settings(tables: Sequence[FilledTable]) -> list[str]:
@@ -90,15 +123,22 @@ def _settings(tables: Sequence[FilledTable]) -> list[str]:
     return [f"{name}: {'; '.join(own)}." for name, own in knobs.items() if own]
 
 
+def _is_in_table_1(row: Row) -> bool:
+    return not row.variant and row.recipe.protocol != OWN and not row.recipe.protocol.exceptions
+
+
 def _without_empty(table: FilledTable) -> FilledTable:
     """The table without empty rows and columns, and without data sets and networks that have no run.
 
-    In pairwise tables, a data set is kept only if all its rows have runs.
+    In pairwise tables, a data set is kept only if all its rows have runs; and no block of which table 1 has all.
     """
     rows = table.rows
     if table.experiment.name in PAIRS:
-        lacking = {row.data for row in rows if not row.has_values}
+        lacking = {row.data for row in rows if row.main and not row.has_values}
         rows = [row for row in rows if row.data not in lacking]
+    if table.experiment.name in (*PAIRS, "auto"):
+        told = {row.place for row in rows if row.has_values and not _is_in_table_1(row)}
+        rows = [row for row in rows if row.place in told]
     places = {row.place for row in rows if row.has_values}
     rows = [row for row in rows if row.place in places and (row.has_values or any(c.paper for c in row.cells))]
     there = [any(row.cells[n].values or row.cells[n].paper for row in rows) for n in range(len(table.columns))]

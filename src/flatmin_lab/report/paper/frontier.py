@@ -86,7 +86,7 @@ def frontiers(table: FilledTable, times: Sequence[StepTimes] = ()) -> list[Front
     """Of each data set that has runs of ERM, AMP and a mode; `times` of steps give the measured costs."""
     found = []
     for place in dict.fromkeys(row.place for row in table.rows):
-        rows = [row for row in table.rows if row.place == place and row.has_values]
+        rows = [row for row in table.rows if row.place == place and row.has_values and not row.at_best_epoch]
         plain = {row.recipe.method: row for row in rows if not row.recipe.protocol.exceptions}
         if plain.keys() >= {"erm", "amp"} and len(rows) > 2:
             erm, amp = plain["erm"], plain["amp"]

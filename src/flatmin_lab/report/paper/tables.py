@@ -1,7 +1,8 @@
 """A table or figure of the paper, filled with our results beside the paper's.
 
-Rows are the experiment's recipes, cells the values of all seeds that are there. Where the protocol is the paper's own,
-a cell also tells whether the two agree (stats.py).
+Rows are the experiment's recipes, cells the values of all seeds that are there. Where the length is the paper's own,
+its numbers stand beside ours, and a cell tells whether the two agree (stats.py). The paper's are of the best test
+epoch, which its published code reports: so they stand in a row with ours of that epoch, below that of the last.
 """
 
 from collections import Counter
@@ -13,14 +14,20 @@ from statistics import mean
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes.paper_numbers import Value, reported
 from flatmin_lab.recipes.paper_tables import Experiment, by_name
-from flatmin_lab.recipes.recipe import OWN, FollowedProtocol, Job, Recipe
-from flatmin_lab.report.columns import Column, as_in_paper, column_named
+from flatmin_lab.recipes.protocols import OWN, PAPER_LENGTH, kind_of
+from flatmin_lab.recipes.recipe import Job, Recipe
+from flatmin_lab.recipes.renamed import name_now
+from flatmin_lab.report import schema
+from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, column_named
 from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.html import mean_and_std
 from flatmin_lab.report.labels import SIGNS
 from flatmin_lab.report.loader import Run, UnusableFile, read_result
-from flatmin_lab.report.stats import LEVEL, agrees, p_values_against
-from flatmin_lab.runs.result_store import ResultStore, differs
+from flatmin_lab.report.paper.claims import families_with
+from flatmin_lab.report.paper.families import Families, Family, p_of_pair
+from flatmin_lab.report.stats import LEVEL, agreement, agrees
+from flatmin_lab.runs.result_store import PLANNED, ResultStore, differs
+from flatmin_lab.system.json_data import read_json
 
 COLUMNS = {
     "table1": ("error", "nll"),
@@ -31,9 +38,10 @@ COLUMNS = {
     "curves": ("train_loss", "nll"),
     "landscape": ("landscape_rise",),
     "adversary": ("error", "nll", "fgsm_normalised", "pgd_normalised"),
-    "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace"),
+    "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace", "batch_rise", "batch_rise_test"),
 }
 DEFAULT_COLUMNS = ("error", "nll", "ece")
+BESIDE_PAPER = ("table1", "table2", "table3", "ece", "first_version")  # the others compare ours with ours
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,13 @@ class Cell:
     values: list[float]  # comparable with the paper's
     paper: Value | None
     agrees: bool | None  # with the paper; None if unknown
-    p: float | None = None  # against ERM, after Holm
+    p: float | None = None  # against ERM, corrected for its family
     better: bool | None = None  # than ERM; None if not significant
     compared: list[float] = field(default_factory=list)  # compared between methods
+
+    @property
+    def agreement(self) -> str:
+        return agreement(self.values, self.agrees)
 
     def shown(self, digits: int, mark: str = "") -> str:
         """The value that methods are compared by, and the smoothed one if it differs."""
@@ -61,7 +73,8 @@ class Row:
     runs: list[Run]
     cells: list[Cell]
     main: bool = True  # of the experiment itself
-    precision: str = ""  # if it differs from the other rows'
+    variant: str = ""  # the precision or protocol, if it differs from the other rows'
+    at_best_epoch: bool = False  # its numbers are of the best test epoch, and not of the last
 
     @property
     def data(self) -> str:
@@ -79,14 +92,16 @@ class Row:
     @property
     def place(self) -> tuple[str, str, str, float]:
         """What the rows of a block share: data, model, augmentation, the share of wrong labels."""
-        return self.data, self.recipe.model, self.recipe.augment, self.recipe.label_noise
+        return self.data, self.recipe.model, kind_of(self.recipe.augment), self.recipe.label_noise
 
     @property
     def name(self) -> str:
         """The method, and where it differs from the paper's."""
         protocol, settings = self.recipe.protocol, self.recipe.settings
         own = [f"epsilon {settings['epsilon']}"] if protocol == OWN and "epsilon" in settings else []
-        apart = ", ".join(filter(None, [*protocol.exceptions, *own, self.precision]))
+        if self.at_best_epoch:
+            return "at the best test epoch"
+        apart = ", ".join(filter(None, [self.variant, *protocol.exceptions, *own]))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
         return f"{NAMES[self.recipe.method]}{f' ({apart})' if apart else ''}"
@@ -114,25 +129,58 @@ class FilledTable:
         return f"Table {name[-1]}: {title}" if name.startswith("table") else title[0].upper() + title[1:]
 
 
-def fill_table(experiment: Experiment, runs: Mapping[str, Sequence[Run]]) -> FilledTable:
+def fill_table(
+    experiment: Experiment, runs: Mapping[str, Sequence[Run]], families: Families | None = None
+) -> FilledTable:
     """The table with all runs of its recipes (`runs`: by recipe name), whatever their seeds."""
     columns = [column_named(name) for name in COLUMNS.get(experiment.name, DEFAULT_COLUMNS)]
     rows = []
     for recipe in (*experiment.recipes, *(recipe for recipe in experiment.beside if recipe.name in runs)):
         own = list(runs.get(recipe.name, ()))
         main = recipe in experiment.recipes
-        variant = recipe.precision if recipe.precision != experiment.recipes[0].precision else ""
-        rows.append(Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main, variant))
+        rows.append(
+            Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main, _variant(recipe, experiment))
+        )
     places = list(dict.fromkeys(row.place for row in rows))
     rows.sort(key=lambda row: places.index(row.place))  # additional rows go below the block they belong to
-    return FilledTable(experiment, columns, _with_tests(rows, columns))
+    tested = _with_tests(rows, columns, families_with(families or {}))
+    if experiment.name not in BESIDE_PAPER:
+        return FilledTable(experiment, columns, [_without_paper(row) for row in tested])
+    return FilledTable(experiment, columns, [one for row in tested for one in _readings(row, columns)])
 
 
-def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
-    """Test each cell against ERM's in the same block, with Holm's correction over the block's rows in that column.
+def _without_paper(row: Row) -> Row:
+    return replace(row, cells=[replace(cell, paper=None, agrees=None) for cell in row.cells])
 
-    Rows that are beside the experiment are not tested: they would be more comparisons than the paper makes.
+
+def _variant(recipe: Recipe, experiment: Experiment) -> str:
+    protocol, usual = recipe.name.partition("/")[0], experiment.recipes[0]
+    elsewhere = f"protocol {protocol}" if recipe in experiment.beside and protocol != experiment.protocol else ""
+    same = recipe.precision == usual.precision or recipe.protocol == OWN  # small data sets have their own
+    return elsewhere or ("" if same else recipe.precision)
+
+
+def _readings(row: Row, columns: Sequence[Column]) -> list[Row]:
+    """The row and, where the paper has a number and our runs a curve, the row of the best test epoch below it.
+
+    The paper's number moves there, and agreement with it.
     """
+    cells, best = [], []
+    for cell, column in zip(row.cells, columns, strict=True):
+        values = [value for run in row.runs if (value := at_best_epoch(run, column)) is not None]
+        if cell.paper is None or not values:
+            cells.append(cell)
+            best.append(Cell([], None, None))
+        else:
+            cells.append(replace(cell, paper=None, agrees=None))
+            best.append(Cell(values, cell.paper, agrees(values, cell.paper), compared=values))
+    if not any(cell.values for cell in best):
+        return [row]
+    return [replace(row, cells=cells), replace(row, cells=best, main=False, at_best_epoch=True)]
+
+
+def _with_tests(rows: list[Row], columns: list[Column], families: Families) -> list[Row]:
+    """Test each cell against ERM's in the same block, if its family has that comparison."""
     cells = [list(row.cells) for row in rows]
     for place in dict.fromkeys(row.place for row in rows):
         numbers = [number for number, row in enumerate(rows) if row.place == place and row.main]
@@ -140,10 +188,14 @@ def _with_tests(rows: list[Row], columns: list[Column]) -> list[Row]:
         for number, column in enumerate(columns):
             if base is None or not column.compared:
                 continue
-            others = {n: cells[n][number].compared for n in numbers if n != base}
-            for n, p in p_values_against(cells[base][number].compared, others).items():
-                lower = mean(cells[n][number].compared) < mean(cells[base][number].compared)
-                cells[n][number] = replace(cells[n][number], p=p, better=lower if p < LEVEL else None)
+            erm = cells[base][number].compared
+            for n in (n for n in numbers if n != base):
+                mine = cells[n][number].compared
+                names = rows[n].recipe.name, rows[base].recipe.name
+                p = p_of_pair(families, column.name, names, mine, erm)
+                if p is not None:
+                    better = mean(mine) < mean(erm) if p < LEVEL else None
+                    cells[n][number] = replace(cells[n][number], p=p, better=better)
     return [replace(row, cells=own) for row, own in zip(rows, cells, strict=True)]
 
 
@@ -157,7 +209,10 @@ def runs_by_recipe(runs: Iterable[Run], unusable: list[UnusableFile]) -> dict[st
     found: dict[str, dict[int, Run]] = {}
     usual = _usual_checksums(runs := list(runs))
     for run in runs:
-        recipe = known.get(str(run.result.get("recipe")))
+        name = str(run.result.get("recipe"))
+        recipe, later = known.get(name), known.get(name_now(name) or "")
+        if later is not None and not differs(run.result, Job(later, run.result["seed"])):
+            recipe = later  # from before it was renamed
         if recipe is None:
             continue
         if apart := differs(run.result, Job(recipe, run.result["seed"])):
@@ -187,10 +242,18 @@ def read_all(store: ResultStore) -> dict[str, list[Run]]:
     return runs_by_recipe(found, [])
 
 
+def planned_families(store: ResultStore) -> dict[str, Family]:
+    """Those of the store's plan; none where it cannot be read, which the report says."""
+    try:
+        return {name: Family(*family) for name, family in schema.families(read_json(store.results / PLANNED)).items()}
+    except (ValueError, OSError):
+        return {}
+
+
 def cell_of(recipe: Recipe, runs: Sequence[Run], column: Column) -> Cell:
     values = [value for run in runs if (value := as_in_paper(run, column)) is not None]
     compared = [value for run in runs if (value := column.value(run)) is not None]
     cell = reported(original_name(recipe.data), recipe.model, recipe.method, recipe.augment)
-    theirs = cell.get(column.paper) if not recipe.protocol.exceptions else None
-    said = agrees(values, theirs) if recipe.protocol == FollowedProtocol("paper") else None
-    return Cell(values, theirs, said, compared=compared)
+    comparable = not recipe.protocol.exceptions and recipe.protocol.name in PAPER_LENGTH
+    theirs = cell.get(column.paper) if comparable else None
+    return Cell(values, theirs, agrees(values, theirs), compared=compared)

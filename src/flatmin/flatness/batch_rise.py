@@ -1,0 +1,93 @@
+"""The rise of the loss as AMP sees it: on mini-batches in train mode, each along its own gradient.
+
+    rise(ρ) = mean over batches B of L_B(θ + Δ_B) − L_B(θ)
+
+    scale="filter"    Δ_B = ρ ‖θ_f‖ ∇L_B / ‖∇L_B‖, filter by filter: the worst Δ, to first order, that moves no filter
+                      by more than the share ρ of its own length
+    scale="global"    Δ_B = ρ ∇L_B / ‖∇L_B‖ over all parameters: a step of AMP to the edge of its ball
+
+Where a network has fitted every image, the loss over the training set is 0, and so are its derivatives: at the weights
+alone it looks flat whatever is around. Augmented mini-batches with their own BatchNorm statistics, which training sees,
+are not fitted so well. Filters are compared with their own length because BatchNorm makes any other length mean nothing
+(see landscape.py).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from flatmin.ball import combine, norms
+from flatmin.flatness.landscape import scaled_to_filters
+from flatmin.flatness.weights import Weights, check_radius
+
+Scale = Literal["filter", "global"]
+SCALES: tuple[Scale, ...] = get_args(Scale)
+
+
+class BatchRise(NamedTuple):
+    """`rises[i, j]` is the rise of batch i at radius j, `losses[i]` its loss at θ."""
+
+    radii: Tensor
+    losses: Tensor
+    rises: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """At each radius, over the batches."""
+        return self.rises.mean(dim=0)
+
+
+def batch_rise(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Any]],
+    *,
+    radii: Sequence[float],
+    scale: Scale = "filter",
+    loss: Callable[[Tensor, Any], Tensor] = cross_entropy,
+    parameters: Iterable[Tensor] | None = None,
+) -> BatchRise:
+    """The rise on each of these batches, in train mode; afterwards the model is bit for bit as it was.
+
+    Give batches as training has them: augmented, of its size. A batch costs two passes and one more for every further
+    radius. Dropout has the same masks in all of them. Vectors (biases, BatchNorm's weights) move with `"global"` alone.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> found = batch_rise(layer, [(torch.ones(4, 1), torch.zeros(4, 1))], radii=[0.5], loss=lambda x, y: x.mean())
+    >>> torch.allclose(found.mean, 0.5 * layer.weight.detach().abs().flatten())
+    True
+    """
+    if scale not in SCALES:
+        raise ValueError(f"unknown scale {scale!r}; choose from {', '.join(SCALES)}")
+    if not radii:
+        raise ValueError("radii must have one at least, got none")
+    for radius in radii:
+        check_radius(radius)
+    weights = Weights(model, parameters)
+    losses, rises = [], []
+    with weights.movable():  # which restores the modes too
+        model.train()
+        for x, y in batches:
+            parts = [lambda model, x=x, y=y: loss(model(x), y)]
+            centre, gradient = weights.value_and_gradient(parts)
+            delta = _unit(weights.theta(), gradient, scale)
+            found = []
+            for radius in radii:
+                weights.move([radius * d for d in delta])
+                found.append(weights.value(parts) - centre)
+            weights.move(weights.zeros())
+            losses.append(centre)
+            rises.append(torch.stack(found))
+    if not losses:
+        raise ValueError("there must be one batch at least, got none")
+    return BatchRise(torch.tensor(radii, dtype=torch.float64), torch.stack(losses), torch.stack(rises))
+
+
+def _unit(theta: Sequence[Tensor], gradient: Sequence[Tensor], scale: Scale) -> list[Tensor]:
+    """Δ at radius 1; a filter or a batch without a gradient stays where it is."""
+    if scale == "filter":
+        return [scaled_to_filters(g, p, "zero") for p, g in zip(theta, gradient, strict=True)]
+    length = combine(norms(gradient))
+    return [torch.where(length > 0, g / length.to(g.device, g.dtype), 0.0) for g in gradient]
