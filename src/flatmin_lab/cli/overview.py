@@ -33,7 +33,7 @@ COMMANDS = {
     ),
     "bench": "The cost of a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Lists may use commas.",
 }
-ASKED_FOR_HELP = ([], ["--help"], ["-h"])
+ASKED_FOR_HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
 
 def new_app() -> typer.Typer:

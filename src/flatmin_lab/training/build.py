@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from flatmin_lab import methods, models
-from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.label_noise import add_label_noise
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.methods import Method
