@@ -33,7 +33,7 @@ class ConfigValues:
         try:
             found = read_json(file)
         except ValueError as error:
-            raise ValueError(f"--config takes a JSON file or a run's folder, and {file} is neither: {error}") from error
+            raise ValueError(f"--config takes a JSON file or a run's folder, got {file}, which is no JSON") from error
         values = found["recipe"] if isinstance(found.get("recipe"), dict) else found
         known = [field.name for field in fields(Recipe)]
         if unknown := sorted(values.keys() - set(known)):
@@ -42,7 +42,8 @@ class ConfigValues:
             check_types(Recipe, values)
         except TypeError as error:
             raise ValueError(f"{file}: {error}") from error
-        return ConfigValues({key: value for key, value in values.items() if key not in NOT_TAKEN})
+        taken = {key: value for key, value in values.items() if key not in NOT_TAKEN and value is not None}
+        return ConfigValues(taken)
 
     @property
     def data(self) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatmin_lab.evaluation.trained_model import TrainedModel
 from flatmin_lab.runs.checkpoint import unshared
@@ -70,26 +70,37 @@ def _weights(trained: TrainedModel) -> bytes:
 
 def _program(trained: TrainedModel) -> tuple[bytes, float]:
     """The program, and the largest difference of its logits from the model's."""
-    model = copy.deepcopy(trained.with_normalisation()).to("cpu", memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    x = _images(trained, EXPORTED_BATCH)
+    model = copy.deepcopy(trained.with_normalisation()).cpu()
+    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's about itself
-            program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-            buffer = io.BytesIO()
-            torch.export.save(program, buffer)
+        program = _traced(model, _images(trained, EXPORTED_BATCH))
     except Exception as error:  # what a network may do has no end
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = str(error).strip().partition("\n")[0]
         raise ExportError(
             f"torch.export does not take this model for any number of images ({type(error).__name__}: {first}); "
             "export its weights instead, with --to NAME.safetensors"
         ) from error
-    content = buffer.getvalue()
-    return content, _check(content, model, trained)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    return buffer.getvalue(), _check(buffer.getvalue(), model, trained)
+
+
+def _traced(model: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
+    """Traced by running it, and where that fixes the number of images, as `len(x)` does, by reading its bytecode."""
+    for strict in (False, True):
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's about itself
+                shapes = ({0: torch.export.Dim("batch")},)
+                return torch.export.export(model, (x,), dynamic_shapes=shapes, strict=strict)
+        except Exception:
+            if strict:
+                raise
+    raise AssertionError("unreachable")
 
 
 @torch.no_grad()
-def _check(content: bytes, model: torch.nn.Module, trained: TrainedModel) -> float:
+def _check(content: bytes, model: nn.Module, trained: TrainedModel) -> float:
     """The largest difference of the program's logits from the model's; an error where it is too large."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

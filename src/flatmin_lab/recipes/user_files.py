@@ -41,11 +41,13 @@ def file_of(field: str, name: str) -> Path:
     if field != "init":
         return source_file(name, FUNCTIONS[field])
     path = Path(name).expanduser()
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise FileNotFoundError(
-            f"--init takes a file of weights, .safetensors or a state dict of torch.save: {path} {what}"
+    if path.is_dir():
+        raise ValueError(
+            f"--init takes a file of weights, got the folder {path}; a run's weights become one with "
+            f"`flatmin export {path} --to weights.safetensors`"
         )
+    if not path.is_file():
+        raise FileNotFoundError(f"--init takes a file of weights, .safetensors or of torch.save: {path} does not exist")
     return path
 
 

@@ -62,8 +62,8 @@ def _taken(path: Path, known: Mapping[str, Any], config: Mapping[str, Any]) -> s
         )
     if (path / "result.json").exists():
         return (
-            f"{path} already holds this run, finished; --resume shows its numbers, and another folder with --out trains "
-            "it again"
+            f"{path} already holds this run, finished; --resume shows its numbers, and --out with another folder "
+            "trains it again"
         )
     return (
         f"{path} already holds this run{_progress(path)}; resume it with --resume, or choose another folder with --out"

@@ -32,14 +32,14 @@ def check_training_outputs(model: nn.Module, x: Tensor, classes: int) -> None:
         logits = copy.deepcopy(model).train()(x)
     for device, state in zip(devices, states, strict=True):
         set_random_state(device, state)
-    _check_logits(logits, len(x), classes)
+    _check_logits(logits, len(x), classes, " in training mode")
 
 
-def _check_logits(logits: object, count: int, classes: int) -> None:
+def _check_logits(logits: object, count: int, classes: int, when: str = "") -> None:
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != count or logits.shape[1] < classes:
         raise ValueError(
-            f"the model must return logits ({count}, K) of {count} inputs for K = {classes} classes, got {shape}"
+            f"the model must return logits ({count}, K) of {count} inputs for K = {classes} classes, got {shape}{when}"
         )
     if not logits.is_floating_point():
         raise ValueError(f"the model must return logits as floating-point numbers, got {logits.dtype}")
