@@ -1,4 +1,4 @@
-"""Three networks that nobody built this for: trained, killed, resumed, evaluated, exported, and used without flatmin."""
+"""Networks that nobody built this for: trained, killed, resumed, evaluated, exported, and used without flatmin."""
 
 import json
 import os

@@ -128,7 +128,7 @@ def test_who_comes_second_looks_again(tmp_path: Path, monkeypatch: pytest.Monkey
         return real(path)
 
     monkeypatch.setattr(open_folder, "lock_folder", late)
-    with pytest.raises(FileExistsError, match="already holds another run .*: lr is 0.1 there and 0.5 here"):
+    with pytest.raises(FileExistsError, match=r"already holds another run .*: lr is 0.1 there and 0.5 here"):
         run(tiny_recipe(lr=0.5), folder)
     assert lasting(folder)["state"]["run"]["recipe"]["lr"] == 0.1
     (folder / ".lock").open("ab").close()

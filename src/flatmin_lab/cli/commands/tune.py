@@ -117,9 +117,11 @@ def tune(
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
         tuned_for = hyper_parameters_of(method, names, fixed=[*fixed, *asked])
-        searched = {parameter.name for parameter in tuned_for} | {"validation"}  # a file's values of these do not count
-        fixed = {key: value for key, value in start.settings(fixed, asked_method).items() if key not in searched}
-        asked = {key: value for key, value in start.changes(asked).items() if key not in searched}
+        fixed, asked = (
+            start.settings(fixed, asked_method),
+            start.changes(asked),
+        )  # a file's values are the first trial's
+        asked.pop("validation", None)
         dataset = read_data(data, data_dir, download=download, size=flags["size"])
         search = SearchSpace(
             recipe=default_recipe(
