@@ -74,7 +74,7 @@ class TiedMLP(nn.Module):
 def make_optimizer(params: Iterable[Tensor], lr: float = 0.002, weight_decay: float = 0.05, **more: Any) -> Any:
     """Weight decay for matrices alone, and half the rate for the rest."""
     known = list(params)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in known if p.ndim > 1]},
         {"params": [p for p in known if p.ndim <= 1], "lr": lr / 2, "weight_decay": 0.0},
     ]

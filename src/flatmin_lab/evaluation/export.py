@@ -48,7 +48,8 @@ def export(trained: TrainedModel, path: Path) -> dict[str, Any]:
         if file.exists():
             raise FileExistsError(f"{file} already exists; remove it, or choose another name with --to")
     if path.suffix == ".safetensors":
-        content, more = _weights(trained), {"format": "state dict", "input": _input_of(trained, is_normalised=True)}
+        content = _weights(trained)
+        more: dict[str, Any] = {"format": "state dict", "input": _input_of(trained, is_normalised=True)}
     else:
         content, difference = _program(trained)
         more = {"format": "torch.export", "input": _input_of(trained, is_normalised=False)}

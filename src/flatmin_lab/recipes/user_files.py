@@ -66,7 +66,7 @@ def named_files(recipe: Recipe) -> dict[str, str]:
 
 def recorded(recipe: Recipe) -> Recipe:
     """The recipe with absolute paths, and with a SHA-256 for each of its files that has none yet."""
-    names = {field: located_name(field, name) for field, name in named_files(recipe).items()}
+    names: dict[str, Any] = {field: located_name(field, name) for field, name in named_files(recipe).items()}
     if not names and not recipe.files:
         return recipe
     known = {field: recipe.files[field] for field in names if field in recipe.files}
@@ -111,7 +111,7 @@ def usable(recipe: Recipe, copies: Path) -> Recipe:
 
     What is imported from beside the file is found where the file was, too.
     """
-    names = {}
+    names: dict[str, Any] = {}
     for field, name in named_files(recipe).items():
         kept = copy_in(copies, field, name)
         if field in FUNCTIONS and field in recipe.files and kept is not None and not _is_there(recipe, field, name):

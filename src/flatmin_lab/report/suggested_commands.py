@@ -91,6 +91,8 @@ def _condition(run: Run, part: str, options: Mapping[str, Any]) -> Condition:
 def train_commands(setting: Mapping[str, Any], trained: set[str], seeds: Sequence[int], beside: Path) -> list[str]:
     """The commands that train the paper's missing methods like the others, for each seed in use."""
     data, model = setting["data"], setting["model"]
+    if setting.get("files"):
+        return []  # code of the user's own may be elsewhere, or changed
     if data not in DATA_SETS or (setting.get("momentum") and setting.get("nesterov") is False):
         return []  # no flag of `flatmin train` turns off Nesterov alone
     flags = ["--data", data]
@@ -112,6 +114,8 @@ def _flag(key: str, value: object, schedule: object) -> list[str]:
     flag = f"--{key.replace('_', '-')}"
     if value is True:
         return [flag]
+    if isinstance(value, dict):
+        return [word for name, one in value.items() for word in (flag, f"{name}={json.dumps(one)}")]
     if isinstance(value, list):
         return [flag, ",".join(map(str, value))] if schedule == "multi_step" else []
     if isinstance(value, str) or (is_number(value) and value != DEFAULTS.get(key)):

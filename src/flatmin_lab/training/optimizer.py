@@ -26,7 +26,7 @@ class ClippedStep(Optimizer):
         self.clip_norm = clip_norm
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -41,7 +41,7 @@ class ClippedSGD(ClippedStep, SGD):
 
 
 @cache
-def _clipped(kind: type[Optimizer]) -> type[Optimizer]:
+def _clipped(kind: type[Optimizer]) -> Any:
     return ClippedSGD if kind is SGD else type(f"Clipped{kind.__name__}", (ClippedStep, kind), {})
 
 
@@ -52,7 +52,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
         raise ValueError(f"{recipe.model} has no parameter that requires a gradient: there is nothing to train")
     if recipe.optimizer not in OPTIMIZERS:
         return _own(recipe, model, params)
-    settings = {
+    settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in recipe.optimizer_settings.items()
     }
     settings |= {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
@@ -63,7 +63,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
         if recipe.clip_norm is None:
             made: Optimizer = kind(params, **settings)
         else:
-            made = _clipped(kind)(params, clip_norm=recipe.clip_norm, **settings)  # type: ignore[call-arg]
+            made = _clipped(kind)(params, clip_norm=recipe.clip_norm, **settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{recipe.optimizer} does not take {dict(recipe.optimizer_settings)}: {error}") from error
     return made

@@ -167,7 +167,7 @@ def test_a_network_of_timm_has_the_datas_classes_and_channels(monkeypatch: pytes
         asked.append((name, given))
         return nn.Linear(1, 1)
 
-    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))
     make("timm:resnet18")
     make("timm:vit_tiny", (3, 32, 32), dropout=0.1, img_size=32)
     common = {"pretrained": False, "num_classes": 10}
