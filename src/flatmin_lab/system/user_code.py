@@ -24,6 +24,7 @@ import torch
 
 from flatmin.doctor import own_lines
 
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # nobody's code is to blame
 MAX_LINES = 3  # of the user's that an error shows, the innermost ones
 
 
@@ -82,7 +83,7 @@ def user_lines(doing: str) -> Iterator[None]:
     """An exception inside is reported as one of the user's code, while `doing` this, with the user's own lines."""
     try:
         yield
-    except UserCodeError:
+    except (UserCodeError, *DEVICE_ERRORS):
         raise
     except Exception as error:
         shown = [

@@ -268,3 +268,8 @@ def test_nothing_that_is_pickled_runs_and_damaged_files_are_named(tmp_path: Path
     }.items():
         with pytest.raises((ValueError, FileNotFoundError), match=text):
             weights.load_weights(nn.Linear(1, 1), tmp_path / name)
+
+
+def test_a_device_without_memory_is_not_the_users_error() -> None:
+    with pytest.raises(torch.OutOfMemoryError), user_code.user_lines("the forward pass"):
+        raise torch.OutOfMemoryError("no memory")

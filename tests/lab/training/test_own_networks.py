@@ -14,9 +14,10 @@ from torch.optim import SGD, AdamW
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.optimizers import OPTIMIZERS
-from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.recipes.recipe import Job, Recipe
 from flatmin_lab.recipes.user_files import ChangedFileError
 from flatmin_lab.runs.events import Finished, Note
+from flatmin_lab.runs.result_store import differs
 from flatmin_lab.training.optimizer import ClippedStep, build_optimizer
 from tests.support import own_networks
 from tests.support.small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe
@@ -240,6 +241,15 @@ def test_the_json_of_a_recipe_without_the_younger_fields_is_as_it_was() -> None:
     plain = tiny_recipe().as_json()
     assert not plain.keys() & {"optimizer", "optimizer_settings", "init", "init_except", "files"}
     assert Recipe.from_json(plain) == tiny_recipe()
+
+
+def test_a_result_of_another_optimizer_is_another_runs() -> None:
+    job = Job(tiny_recipe(), 0)
+    found = {**job.recipe.as_json(), "settings": {}, "seed": 0}
+    assert differs(found, job) == []
+    assert differs({**found, "optimizer": "adamw"}, job) == ["optimizer is 'adamw' there and 'sgd' here"]
+    asked = Job(tiny_recipe(optimizer="adamw"), 0)
+    assert differs(found, asked) == ["optimizer is 'sgd' there and 'adamw' here"]
 
 
 def test_a_run_keeps_what_its_model_takes(tmp_path: Path) -> None:
