@@ -51,13 +51,19 @@ def split_name(name: str, default: str) -> tuple[str, str]:
 
 
 def located(name: str, default: str) -> str:
-    """The name with an absolute path in place of a relative one, so that it works from any folder.
+    """The name with an absolute path in place of a relative one or of a module, so that it works from any folder.
 
-    >>> located("mymodule:Net", "make_model")
-    'mymodule:Net'
+    A module of a package may import from its package, and keeps its name.
+
+    >>> located("mypackage.networks:Net", "make_model")
+    'mypackage.networks:Net'
     """
     place, function = split_name(name, default)
-    return f"{Path(place).expanduser().absolute()}:{function}" if place.endswith(".py") else name
+    if place.endswith(".py"):
+        return f"{Path(place).expanduser().absolute()}:{function}"
+    if "." in place or (path := source_file(name, default)).name != f"{place}.py":
+        return name
+    return f"{path.absolute()}:{function}"
 
 
 def source_file(name: str, default: str) -> Path:

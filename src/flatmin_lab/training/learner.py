@@ -14,8 +14,9 @@ starts with the same ones. `tensors` and `state` are what a checkpoint holds, an
 On several ranks (`join`) each learner computes its shard of every step, and all stay equal: see data_parallel.py.
 """
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,6 +172,7 @@ class Learner:
             str(i): {key: value for key, value in values.items() if not isinstance(value, Tensor)}
             for i, values in optimizer["state"].items()
         }
+        _check_plain([*numbers.values(), *optimizer["param_groups"]], self.recipe.optimizer)
         found = {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
         if self.matched is not None:
             found["matched"] = {"radii": self.radii, **self.matched.state_dict()}
@@ -212,6 +214,18 @@ class Learner:
 def _typed_like(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """A group from JSON, with tuples (AdamW's betas) where the group has them."""
     return {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}
+
+
+def _check_plain(parts: Iterable[Mapping[str, Any]], name: str) -> None:
+    """Raise where an optimizer keeps what JSON cannot hold, beside tensors."""
+    for key, value in ((key, value) for values in parts for key, value in values.items()):
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a checkpoint holds tensors, numbers and words, and {name} keeps {key} as a {type(value).__name__} "
+                f"({error}); keep it as one of these in the optimizer's state"
+            ) from error
 
 
 # ---- a step's functions, without a reference to the learner: a graph that held it would be freed late

@@ -29,6 +29,7 @@ from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.recipes.lr_schedules import rate
+from flatmin_lab.recipes.optimizers import OPTIMIZERS
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.recipes.user_files import check_unchanged, recorded
 from flatmin_lab.runs import checkpoint
@@ -239,6 +240,8 @@ class _TrainingRun:
                     yield from self._stop(reason)
                     return
                 self._step(index, u)
+                if self.step == 1 and self.keeps and self.recipe.optimizer not in OPTIMIZERS:
+                    self.learner.state()  # can a user's own be saved? better known now than after an epoch
                 yield from self._notes()
                 now = monotonic()
                 is_late, is_old = self.ranks.main_flags(

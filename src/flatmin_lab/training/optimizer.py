@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from flatmin_lab.recipes.optimizers import DEFAULT, OPTIMIZERS
 from flatmin_lab.recipes.recipe import Recipe
@@ -84,6 +84,8 @@ def _own(recipe: Recipe, model: nn.Module, params: list[nn.Parameter]) -> Optimi
     made = call_with(name, function, offered, recipe.optimizer_settings)
     if not isinstance(made, Optimizer):
         raise TypeError(f"{name} must make a torch.optim.Optimizer, got {type(made).__name__}")
+    if isinstance(made, LBFGS):
+        raise ValueError(f"{name} must take one step a gradient, got LBFGS, which searches by itself; make another")
     known = {id(param) for param in model.parameters()}
     if any(id(param) not in known for group in made.param_groups for param in group["params"]):
         raise ValueError(f"{name} must step the parameters that it is given as params, got others among its groups")

@@ -61,6 +61,14 @@ def test_a_run_is_resumed_from_another_folder_and_with_its_file_elsewhere(
     assert "model is 'ResNet' there and 'ViT' here" in words(other.stderr)
 
 
+def test_a_module_is_recorded_as_its_file(here: Path) -> None:
+    (here / "my_own_module.py").write_text(Path(FILE).read_text())
+    assert flatmin(*FAST, "--model", "my_own_module:ResNet", "--out", "run").exit_code == 0
+    assert config_of(here / "run")["model"] == f"{here}/my_own_module.py:ResNet"
+    refused = flatmin(*FAST, "--model", "absent_module:ResNet", "--out", "other")
+    assert "there is no module 'absent_module' here" in words(refused.stderr)
+
+
 def test_a_changed_file_is_told_with_the_command_that_resumes(here: Path) -> None:
     assert flatmin(*FAST, "--model", "own.py:ResNet", "--out", "run").exit_code == 0
     (here / "run" / "result.json").unlink()

@@ -110,6 +110,7 @@ OPTIMIZER_ERRORS = {
     "def make_optimizer(params, lr): ...": "must make a torch.optim.Optimizer, got NoneType",
     "def make_optimizer(params, lr, depth): ...": "asks for depth, and can be given params, model, lr, weight_decay",
     "def make_optimizer(params, lr):\n    return params.nothing": "line 2, in make_optimizer",
+    "import torch\ndef make_optimizer(params, lr):\n    return torch.optim.LBFGS(params, lr=lr)": "got LBFGS",
     "import torch\ndef make_optimizer(params, lr):\n    return torch.optim.SGD([torch.zeros(1)], lr=lr)": "got others",
 }
 
@@ -120,6 +121,23 @@ def test_an_optimizer_that_cannot_be_made_is_told_why(tmp_path: Path, code: str,
     recipe = tiny_recipe(optimizer=f"{tmp_path}/mine_optimizer.py", weight_decay=0.0)
     with pytest.raises((ValueError, TypeError), match=text):
         build_optimizer(recipe, nn.Linear(2, 2))
+
+
+def test_an_optimizer_that_cannot_be_saved_is_told_after_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "keeping.py").write_text(
+        "import torch\n"
+        "class Keeping(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n"
+        "        loss = super().step(closure)\n"
+        "        for param in self.state:\n"
+        "            self.state[param]['history'] = [param.detach().clone()]\n"
+        "        return loss\n"
+        "def make_optimizer(params, lr):\n    return Keeping(params, lr=lr, momentum=0.9)\n"
+    )
+    recipe, asked = tiny_recipe(optimizer=f"{tmp_path}/keeping.py", weight_decay=0.0), list[None]()
+    with pytest.raises(ValueError, match=r"keeping.py:make_optimizer keeps history as a list"):
+        run(recipe, tmp_path / "run", stop=lambda: asked.append(None))
+    assert len(asked) == 1  # before each step
 
 
 def test_an_optimizer_brings_its_own_rate_and_weight_decay() -> None:
