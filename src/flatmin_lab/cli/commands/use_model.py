@@ -29,7 +29,10 @@ WeightsOption = Annotated[
 
 def predict(
     run: Run,
-    places: Annotated[list[Path], typer.Argument(help="Image files, and folders of them.", show_default=False)],
+    places: Annotated[
+        list[Path],
+        typer.Argument(help="Image files, and folders of them.", metavar="IMAGES...", show_default=False),
+    ],
     out: Annotated[Path | None, option("Also write the table to this CSV file.")] = None,
     weights: WeightsOption = None,
     device: Device = None,
