@@ -107,7 +107,7 @@ def packages() -> Figure:
     """A row a layer: what is imported lies below."""
     with styled():
         figure = Figure(figsize=(SIZE[0], 4.6), layout="constrained")
-        library, laboratory = figure.subplots(2, 1, height_ratios=[4, 11])
+        library, laboratory = figure.subplots(2, 1, height_ratios=[4, 12])
         for axes, package, colour in ((library, "flatmin", AMP), (laboratory, "flatmin_lab", ERM)):
             found = layers(package)
             for height, names in enumerate(found):

@@ -24,9 +24,14 @@ from torch.optim import SGD
 
 import flatmin
 from flatmin.core.tensors import plain
+from flatmin_lab import load_run
 from flatmin_lab.cli.app import app
+from flatmin_lab.data import load
+from flatmin_lab.evaluation.export import SUFFIXES, export
+from flatmin_lab.recipes import default_recipe
 from flatmin_lab.recipes.fields import flags
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.training import train
 from tests import ROOT
 from tests.support.doc_blocks import PAGES, after, before, blocks, code, commands, is_program
 
@@ -116,8 +121,20 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
+@pytest.fixture(scope="module")
+def run_and_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the reader of using_the_model.md has made before: a run, and its exports."""
+    folder, data = tmp_path_factory.mktemp("reader"), load("digits")
+    list(train(default_recipe("digits", data, method="amp", epochs=1), data, folder=folder / "runs" / "first"))
+    for suffix in SUFFIXES:
+        export(load_run(folder / "runs" / "first"), folder / f"digits{suffix}")
+    return folder
+
+
 @pytest.mark.parametrize("text", SNIPPETS)
-def test_snippets_run_as_they_stand(text: str, request: pytest.FixtureRequest) -> None:
+def test_snippets_run_as_they_stand(text: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if '"runs/' in text or '"digits.' in text:
+        monkeypatch.chdir(request.getfixturevalue("run_and_exports"))
     if "istributed" in text or "ddp_model" in text:
         request.getfixturevalue("one_rank")
     if re.search(r"^from (sam|amp|pytorch_optimizer) ", text, re.MULTILINE):

@@ -159,6 +159,15 @@ def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**_defaults(name), **own}
 
 
+def dropout_rate(name: str, settings: Mapping[str, Any]) -> float:
+    """The dropout of a method's model: 0 for all methods but one.
+
+    >>> dropout_rate("dropout", {}), dropout_rate("amp", {"epsilon": 0.1})
+    (0.1, 0.0)
+    """
+    return dropout(**settings).dropout if name == "dropout" else 0.0
+
+
 @cache
 def setting_names(name: str) -> frozenset[str]:
     """All that a method's settings may be called."""

@@ -12,7 +12,7 @@ import typer
 
 import flatmin
 from flatmin_lab.cli import display
-from flatmin_lab.cli.commands import bench, evaluate, reproduce, train, tune
+from flatmin_lab.cli.commands import bench, evaluate, reproduce, train, tune, use_model
 from flatmin_lab.cli.commands import doctor as doctor_command
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, option, report_errors
 from flatmin_lab.cli.overview import new_app
@@ -91,6 +91,8 @@ def doctor(
 for command in (
     evaluate.evaluate,
     evaluate.landscape,
+    use_model.predict,
+    use_model.export,
     reproduce.reproduce,
     tune.tune,
     evaluate.report,

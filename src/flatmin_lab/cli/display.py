@@ -109,6 +109,7 @@ def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
     protocol = "" if recipe.protocol.exceptions else PROTOCOLS.get(recipe.protocol.name, "")
     return (
         f"{recipe.method}{f' ({settings})' if settings else ''}: {recipe.model} on {recipe.data}, "
+        f"{'' if recipe.optimizer == 'sgd' else f'{recipe.optimizer}, '}"
         f"{epochs_text(recipe.epochs)}, batches of {recipe.batch_size}, {seeds}, "
         f"{recipe.precision} on {hardware}{protocol}"
     )

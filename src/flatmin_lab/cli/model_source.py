@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 from flatmin_lab.cli import display
 from flatmin_lab.cli.request import read_data, read_run_data
-from flatmin_lab.evaluation import load_run, user_model
+from flatmin_lab.evaluation import load_run
 from flatmin_lab.evaluation.load_run import TrainedRun
 from flatmin_lab.evaluation.subject import Subject, user_subject
+from flatmin_lab.models.user_model import make_user_model
+from flatmin_lab.models.weights import load_weights
 from flatmin_lab.system.machine import device_named
 
 
@@ -62,10 +64,10 @@ class ModelSource:
 
     def _user_model(self, name: str, weights: Path | None) -> EvaluatedModel:
         assert self.data is not None
-        made = user_model.make_model(name)
-        if weights is not None:
-            user_model.load_weights(made, weights)
         data = read_data(self.data, self.data_dir, download=self.download, size=None)
+        made = make_user_model(name, data.train.shape, num_classes=data.num_classes, settings={})
+        if weights is not None:
+            load_weights(made, weights)
         description = {"model": name, "weights": None if weights is None else str(weights), "data": data.name}
         subject = user_subject(made, data, normalised=self.normalised, device=device_named(self.device))
         for note in subject.notes:

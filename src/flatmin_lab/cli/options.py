@@ -26,6 +26,9 @@ Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
 DataDir = Annotated[Path, typer.Option(help="The folder with the official files of the data sets.")]
 Download = Annotated[bool, option("Download the official files if they are missing.", "--download")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; default: a GPU if there is one.")]
+ConfigFile = Annotated[
+    Path | None, option("Start from a recipe: a JSON file of its fields, or a run's folder; flags override it.")
+]
 Executor = Annotated[
     str, typer.Option(help="local: on this machine; ray: on a Ray cluster.", rich_help_panel="On a cluster")
 ]
@@ -109,15 +112,17 @@ def _on_this_machine(devices: list[str], workers: int | None, default_workers: C
     return local_executor(devices)
 
 
-def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
-    """The settings of --set KEY=VALUE; numbers become numbers."""
+def parse_settings(pairs: list[str] | None, flag: str = "--set") -> dict[str, Any]:
+    """The settings of --set KEY=VALUE; numbers become numbers, and 0.9,0.95 a list of them."""
     found: dict[str, Any] = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise ValueError(f"--set takes KEY=VALUE, got {pair!r}")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
+            raise ValueError(f"{flag} takes KEY=VALUE, got {pair!r}")
+        for text in (value, f"[{value}]", json.dumps(value)):
+            try:
+                found[key] = json.loads(text)
+            except ValueError:
+                continue
+            break
     return found

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.formats.download_progress import download_bar
+from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.recipes.user_files import named_files, recorded
 from flatmin_lab.runs import config as run_config
+from flatmin_lab.system.user_code import search_beside
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import Tuning
 
@@ -99,12 +102,21 @@ class Request:
 
     def _with_changes(self, recipe: Recipe) -> Recipe:
         """The folder's recipe, changed by the flags. A user's own files may have moved: their content is compared."""
+        changes: dict[str, Any] = dict(self.changes)
+        if "model_settings" in changes and changes.get("model", recipe.model) == recipe.model:
+            changes["model_settings"] = {**recipe.model_settings, **changes["model_settings"]}
+        if "optimizer_settings" in changes and changes.get("optimizer", recipe.optimizer) == recipe.optimizer:
+            changes["optimizer_settings"] = {**recipe.optimizer_settings, **changes["optimizer_settings"]}
+        kept = {field: known for field, known in recipe.files.items() if field not in changes}
         moved = self.data is not None and not {self.data, recipe.data} & set(DATA_SETS)
         named: dict[str, Any] = {} if self.data is None or moved else {"data": self.data}
         if self.method is not None:
             named["method"] = self.method
         inherited = recipe.settings if self.method in (None, recipe.method) else {}
-        return replace(recipe, **named, **self.changes, settings={**inherited, **self.settings})
+        changed = replace(recipe, **named, **changes, settings={**inherited, **self.settings}, files=kept)
+        for name in named_files(recipe).values():
+            search_beside(name.rpartition(":")[0])
+        return recorded(changed)
 
 
 def _seeds_in(folder: Path) -> list[int]:
@@ -114,7 +126,7 @@ def _seeds_in(folder: Path) -> list[int]:
 
 
 def _default_folder(data: Dataset, recipe: Recipe, seed: int) -> Path:
-    return Path("runs") / f"{data.name}-{recipe.model}-{recipe.method}-{seed}"
+    return Path("runs") / f"{data.name}-{short_name(recipe.model)}-{recipe.method}-{seed}"
 
 
 def data_location(data: str) -> str:

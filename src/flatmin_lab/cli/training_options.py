@@ -15,6 +15,7 @@ from flatmin_lab import methods
 from flatmin_lab.cli.options import option, parse_settings
 from flatmin_lab.recipes.fields import METHOD, NUMBERS, Flag, flags
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.recipes.user_files import FIELDS, located_name
 
 Command = TypeVar("Command", bound=Callable[..., None])
 OF_REQUEST = ("data", "method", "settings")  # `Request` has them beside the other fields
@@ -83,13 +84,18 @@ def _taken(kind: Any) -> Any:
 
 
 def recipe_changes(given: Mapping[str, Any], recipe: type[Recipe] = Recipe) -> dict[str, Any]:
-    """The recipe's fields that the flags change, by name."""
+    """The recipe's fields that the flags change, by name; a file of the user's own has its absolute path."""
     known = {name: flag for name, flag in flags(recipe).items() if given.get(name) is not None}
     changes = {name: given[name] for name in known if name not in OF_REQUEST}
     if (momentum := changes.get("momentum")) is not None:
         changes = {"momentum": momentum, "nesterov": momentum > 0, **changes}
-    for name in (name for name, flag in known.items() if flag.kind == NUMBERS):
-        changes[name] = parse_numbers(changes.pop(name))
+    for name in changes.keys() & known.keys():
+        if known[name].kind == NUMBERS:
+            changes[name] = parse_numbers(changes.pop(name))
+        elif get_origin(known[name].kind) is Mapping:
+            changes[name] = parse_settings(changes.pop(name), f"--{name.replace('_', '-')}")
+        elif name in FIELDS:
+            changes[name] = located_name(name, changes[name])
     return changes
 
 

@@ -1,9 +1,10 @@
-"""Evaluation of a trained classifier: error, calibration, robustness, flatness.
+"""Evaluation of a trained classifier (error, calibration, robustness, flatness), and its use.
 
 subject.py         what is evaluated: a model, how images become its inputs, and the data
 load_run.py        the subject of a run folder, or of one of its checkpoints
-user_model.py      a user's own model: the function that builds it, and its file of weights
-user_code.py       a user's function or class, found by name
+trained_model.py   a run's model to use, without its data
+prediction.py      classes of image files
+export.py          a trained model in files that need no flatmin
 measurements.py    every measurement, as plain numbers
 landscapes.py      the loss over a plane through the weights
 post_training.py   the measurements that follow a training run and go into its result file

@@ -1,5 +1,9 @@
-"""A trained model, loaded from its run folder or from one of its checkpoints."""
+"""A run that was trained: its newest checkpoint, or the one that is named, and the model with those weights.
 
+`find_run` reads the folder, `subject_of` adds the data that it is evaluated on; trained_model.py needs no data.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,16 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatmin_lab import methods
 from flatmin_lab.data.augment.transforms import augmentation
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.evaluation import user_model
 from flatmin_lab.evaluation.subject import Subject
+from flatmin_lab.models.weights import assign_weights
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.recipes.user_files import usable
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.events import RunError
-from flatmin_lab.training.build import PreparedData, build_method, build_model, prepare_data
+from flatmin_lab.runs.folder import CODE
+from flatmin_lab.training.build import build_network, prepare_data
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,16 @@ class TrainedRun:
     data_sha256: str
     checkpoint: Checkpoint
     is_newest: bool  # of the checkpoints in its folder
+    inputs: Mapping[str, Any] | None  # what the model takes and returns, as config.json has it; None in old runs
     damaged_checkpoints: tuple[str, ...] = ()  # newer ones that could not be read
 
     @property
     def folder(self) -> Path:
         return self.path.parent
+
+    @property
+    def has_ema(self) -> bool:
+        return bool(self.checkpoint.part("average"))
 
     def describe(self) -> dict[str, Any]:
         """Which weights these are, and how far they were trained."""
@@ -45,14 +57,20 @@ class TrainedRun:
             "epochs": self.recipe.epochs,
         }
 
-    def load_model(self, ready: PreparedData, *, use_ema: bool = False) -> nn.Module:
-        """The model in eval mode, with the weights of the checkpoint or their EMA."""
+    def load_model(self, shape: Sequence[int], classes: int, *, use_ema: bool = False) -> nn.Module:
+        """The model in eval mode, with the weights of the checkpoint or their EMA.
+
+        A user's own model is built by their file as it was when the run was started.
+        """
         part = self.checkpoint.part("average") if use_ema else self.checkpoint.part("model")
         if use_ema and not part:
             raise ValueError(f"{self.path} has no EMA of the weights: it was trained without --ema")
         weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
-        model = build_model(self.recipe, ready.data, build_method(self.recipe, ready.normalise))
-        user_model.assign_weights(model, weights, str(self.path))
+        recipe = usable(self.recipe, self.folder / CODE)
+        dropout = methods.dropout_rate(recipe.method, recipe.settings)
+        with torch.random.fork_rng([]):
+            model = build_network(recipe, shape, num_classes=classes, dropout=dropout)
+        assign_weights(model, weights, str(self.path))
         return model.eval()
 
 
@@ -61,6 +79,10 @@ def find_run(path: Path) -> TrainedRun:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give a run's folder, or one of its checkpoints")
     folder = path if path.is_dir() else path.parent
+    if path.is_file() and not run_config.exists(folder):
+        raise ValueError(
+            f"{path} is in no run's folder: for weights of your own, add --model file.py:make_model and --data"
+        )
     if not run_config.exists(folder) and (inside := sorted(path.glob("*/config.json"))):
         names = ", ".join(str(config.parent) for config in inside[:3])
         raise ValueError(f"{path} holds {len(inside)} runs; name one, such as {names}")
@@ -75,19 +97,31 @@ def find_run(path: Path) -> TrainedRun:
     recipe = run_config.recipe_of(folder, config)
     is_newest = [place] == checkpoint.listed(folder)[:1]
     return TrainedRun(
-        place, recipe, int(config["seed"]), str(config["data_sha256"]), whole, is_newest, damaged_checkpoints
+        place,
+        recipe,
+        int(config["seed"]),
+        str(config["data_sha256"]),
+        whole,
+        is_newest,
+        config.get("inputs"),
+        damaged_checkpoints,
     )
 
 
-def subject_of(run: TrainedRun, data: Dataset, *, use_ema: bool, device: torch.device) -> Subject:
-    """The run's model, with the data that it was trained on."""
+def check_data(run: TrainedRun, data: Dataset) -> None:
+    """Raise where these are not the data that the run was trained on."""
     if data.checksum != run.data_sha256:
         raise ValueError(
             f"{run.path} was trained on {run.recipe.data} with SHA-256 {run.data_sha256}, and this {data.name} has "
             f"{data.checksum}; give the same data with --data"
         )
+
+
+def subject_of(run: TrainedRun, data: Dataset, *, use_ema: bool, device: torch.device) -> Subject:
+    """The run's model, with the data that it was trained on."""
+    check_data(run, data)
     ready = prepare_data(run.recipe, data.to(device), run.seed)
-    model = run.load_model(ready, use_ema=use_ema).to(device)
+    model = run.load_model(ready.data.train.shape, ready.data.num_classes, use_ema=use_ema).to(device)
     return Subject(
         model,
         ready.normalise,

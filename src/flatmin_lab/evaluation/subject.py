@@ -10,6 +10,7 @@ from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.recipes.recipe import PAPER_BATCH_SIZE
+from flatmin_lab.training.model_check import check_outputs
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,23 @@ class Subject:
 
     def with_normalisation(self) -> nn.Module:
         """The model as a function of images from 0 to 1, normalisation included: attacks move pixels."""
-        return _NormalisingModel(self.model, self.normalise).eval()
+        return NormalisingModel(self.model, self.normalise).eval()
 
 
-class _NormalisingModel(nn.Module):
+class NormalisingModel(nn.Module):
+    """A model and what its inputs go through: it takes images as they are."""
+
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, model: nn.Module, normalise: Normalisation) -> None:
         super().__init__()
-        self.model, self.normalise = model, normalise
+        self.model = model
+        self.register_buffer("mean", normalise.mean.clone())
+        self.register_buffer("std", normalise.std.clone())
 
     def forward(self, x: Tensor) -> Any:
-        return self.model(self.normalise(x))
+        return self.model(Normalisation(self.mean, self.std)(x))
 
 
 def user_subject(model: nn.Module, data: Dataset, *, normalised: bool, device: torch.device) -> Subject:
@@ -63,25 +71,5 @@ def user_subject(model: nn.Module, data: Dataset, *, normalised: bool, device: t
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # frozen layers are part of the landscape too
     subject = Subject(model.to(device).eval(), normalise, here.train, here.test)
-    return replace(subject, notes=_check_outputs(subject, data.num_classes))
-
-
-def _check_outputs(subject: Subject, classes: int) -> tuple[str, ...]:
-    """Check that the model takes the data and returns logits; notes on what looks odd about them."""
     x, _ = subject.inputs(subject.test, 2)
-    try:
-        with torch.no_grad():
-            logits = subject.model(x)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(f"the model does not take {subject.test.kind}: {error}") from error
-    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
-        raise ValueError(
-            f"the model must return logits ({len(x)}, K) of {len(x)} inputs for K = {classes} classes, got {shape}"
-        )
-    notes = []
-    if logits.shape[1] > classes:
-        notes.append(f"the model has {logits.shape[1]} outputs, and the data {classes} classes")
-    if bool((logits >= 0).all()) and torch.allclose(logits.sum(dim=1), torch.ones_like(logits[:, 0]), atol=1e-3):
-        notes.append("its outputs look like probabilities; return logits, before softmax")
-    return tuple(notes)
+    return replace(subject, notes=tuple(check_outputs(subject.model, x, subject.test.kind, data.num_classes)))

@@ -1,20 +1,25 @@
-"""The paper's networks, and two small ones, by name.
+"""The paper's networks, and two small ones, by name; beside them the user's own and timm's.
 
     build("preactresnet18", num_classes=100)
     build("wideresnet16_4"), build("pyramidnet110_84"), build("vgg19")      other numbers in the name
+    build_for("file.py:make_model", (3, 32, 32), num_classes=10)            whichever it is, for inputs of that shape
 
 Other spellings of a name work too (`PreActResNet-18`, `preact_resnet18`, `wide_resnet28_10`).
-All take `num_classes`, `in_channels` and `dropout`; each file says what else its network takes.
+All take `num_classes`, `in_channels` and `dropout`; each file says what else its network takes. `user_model.py` has
+networks that are not built in, `weights.py` reads files of weights.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from flatmin_lab.models.preact_resnet import PreActResNet, preactresnet18, preactresnet34, preactresnet50
 from flatmin_lab.models.pyramidnet import PyramidNet
 from flatmin_lab.models.small import MLP, convnet
+from flatmin_lab.models.user_model import is_own, is_timm, make_user_model
 from flatmin_lab.models.vgg import VGG
 from flatmin_lab.models.wide_resnet import WideResNet
 
@@ -26,7 +31,10 @@ __all__ = [
     "PyramidNet",
     "WideResNet",
     "build",
+    "build_for",
     "canonical",
+    "is_built_in",
+    "recorded_name",
     "settings_for",
 ]
 
@@ -53,6 +61,15 @@ def canonical(name: str) -> str:
     return re.sub(r"(?<=\d)-(?=\d)", "_", re.sub(r"(?<!\d)[-_]|[-_](?!\d)", "", name.lower()))
 
 
+def recorded_name(name: str) -> str:
+    """The spelling that a recipe keeps: canonical for a built-in network, and any other name as it was given.
+
+    >>> recorded_name("PreActResNet-18"), recorded_name("Mine.py:Net"), recorded_name("Res_Net")
+    ('preactresnet18', 'Mine.py:Net', 'Res_Net')
+    """
+    return canonical(name) if is_built_in(name) else name
+
+
 def settings_for(name: str, shape: Sequence[int]) -> dict[str, int]:
     """What a model must know of its inputs beyond their channels: an mlp for images needs their side.
 
@@ -65,15 +82,42 @@ def settings_for(name: str, shape: Sequence[int]) -> dict[str, int]:
 def build(
     name: str, *, num_classes: int = 10, in_channels: int = 3, dropout: float = 0.0, **settings: object
 ) -> nn.Module:
-    """A new network; torch's global generator draws its initial weights."""
-    name, given = canonical(name), name
-    common = {"num_classes": num_classes, "in_channels": in_channels, "dropout": dropout, **settings}
-    if name in MODELS:
-        return MODELS[name](**common)
-    numbered = re.fullmatch(r"([a-z]+)(\d+(?:_\d+)?)", name)
-    if numbered and numbered[1] in FAMILIES and ("_" in name) != (numbered[1] == "vgg"):
-        return FAMILIES[numbered[1]](*map(int, numbered[2].split("_")), **common)
-    raise ValueError(
-        f"unknown model {given!r}; choose from {', '.join(MODELS)}, "
-        "or other numbers, as in wideresnet16_4, pyramidnet110_84, vgg19"
-    )
+    """A new built-in network; torch's global generator draws its initial weights."""
+    make = _constructor(name)
+    if make is None:
+        raise ValueError(
+            f"unknown model {name!r}; choose from {', '.join(MODELS)}, "
+            "or other numbers, as in wideresnet16_4, pyramidnet110_84, vgg19; "
+            "or give your own, file.py:make_model, or timm's, timm:NAME"
+        )
+    return make(num_classes=num_classes, in_channels=in_channels, dropout=dropout, **settings)
+
+
+def build_for(
+    name: str,
+    shape: Sequence[int],
+    *,
+    num_classes: int,
+    dropout: float = 0.0,
+    settings: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """A new network for inputs of that shape: a built-in one, timm's, or the user's own."""
+    own = settings or {}
+    if is_own(name) or is_timm(name):
+        return make_user_model(name, shape, num_classes=num_classes, dropout=dropout, settings=own)
+    return build(name, num_classes=num_classes, in_channels=shape[0], dropout=dropout, **own)
+
+
+def is_built_in(name: str) -> bool:
+    return _constructor(name) is not None
+
+
+def _constructor(name: str) -> Callable[..., nn.Module] | None:
+    """What makes the built-in network of that name, in any spelling."""
+    known = canonical(name)
+    if known in MODELS:
+        return MODELS[known]
+    numbered = re.fullmatch(r"([a-z]+)(\d+(?:_\d+)?)", known)
+    if numbered and numbered[1] in FAMILIES and ("_" in known) != (numbered[1] == "vgg"):
+        return partial(FAMILIES[numbered[1]], *map(int, numbered[2].split("_")))
+    return None

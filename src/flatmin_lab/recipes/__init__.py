@@ -5,6 +5,8 @@ recipe.py          everything that decides what a training run computes, but the
 defaults.py        the default recipe for a data set
 protocols.py       how long runs are, and whose settings they have
 renamed.py         what recipes were called before
+optimizers.py      base optimizers by name, or the user's own
+user_files.py      the user's own files that a recipe names, and their checksums
 lr_schedules.py    learning rates as functions of the step
 paper_tables.py    the paper's tables and figures, each a function that lists its recipes
 paper_numbers.py   what the paper reports

@@ -10,7 +10,9 @@ from flatmin_lab import models
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import DATA_SETS
+from flatmin_lab.recipes import optimizers
 from flatmin_lab.recipes.recipe import PAPER_BATCH_SIZE, Recipe, perturbation
+from flatmin_lab.recipes.user_files import recorded
 
 SMALL_DATA: dict[str, dict[str, Any]] = {
     "digits": {"model": "convnet", "model_settings": {"width": 16}, "augment": "none", "epochs": 24},
@@ -21,18 +23,18 @@ SMALL_DATA: dict[str, dict[str, Any]] = {
 def default_recipe(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> Recipe:
     """The paper's protocol, scaled down for small data sets; `changes` replace fields of the recipe.
 
-    A model given by name has its own default settings. AMP's radius follows from model, augmentation and length, unless
-    the method's `settings` have one.
+    A model given by name has its own default settings, and an optimizer its own rate and weight decay. AMP's radius
+    follows from model, augmentation and length, unless the method's `settings` have one. The user's own files are
+    recorded with their SHA-256.
     """
     values: dict[str, Any] = dict(SMALL_DATA.get(name) or {"model": _model_for(data), "augment": _augment_for(data)})
     if name not in DATA_SETS:
         values["batch_size"] = _batch_size_for(len(data.train), validation=changes.get("validation", False))
-    if "model" in changes:
-        values = {key: value for key, value in values.items() if key != "model_settings"}
-    values = {**values, **changes}
+    own = {} if "model" in changes else values.get("model_settings", {})
+    values = {**values, **optimizers.default_fields(changes.get("optimizer", "sgd")), **changes}
     shaped = models.settings_for(values["model"], data.train.shape)
-    values["model_settings"] = {**shaped, **values.get("model_settings", {})}
-    recipe = Recipe(data=name, method=method, **values)
+    values["model_settings"] = {**shaped, **own, **changes.get("model_settings", {})}
+    recipe = recorded(Recipe(data=name, method=method, **values))
     if method != "amp":
         return recipe
     return replace(recipe, settings={**perturbation(recipe), **recipe.settings})

@@ -13,13 +13,14 @@ the protocols differ in is in protocols.py; a recipe without changes is of `pape
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from flatmin_lab import methods, models
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.data.registry import DATA_SETS, OFFICIAL, SYNTHETIC
 from flatmin_lab.data.sources.synthetic import original_name
+from flatmin_lab.recipes import optimizers
 from flatmin_lab.recipes.fields import (
     DEVICE,
     FRACTION,
@@ -57,6 +58,9 @@ SHORT_RADIUS = 0.1
 SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in defaults.py
 COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # arguments of every model
 SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a run computes, not what
+# younger than the first results, which have no such key: JSON has them where they are not the default
+LATER_FIELDS = ("optimizer", "optimizer_settings", "init", "init_except", "files")
+
 # in what a run may differ from a cell of a protocol and still be said to follow it, and how that is said of its value
 EXCEPTIONS: dict[str, Callable[[Any], str]] = {
     "augment": lambda augment: f"{'first' if augment == 'vanilla_v1' else 'second'} version's crops",
@@ -79,7 +83,13 @@ class Recipe:
     """Every field is compared when a run is resumed: a run folder belongs to one recipe."""
 
     data: str = field(metadata=declare(f"{', '.join(DATA_SETS)}, an .npz file or a folder of images.", panel=None))
-    model: str = field(metadata=declare(", ".join(models.MODELS), otherwise="the data set's own", panel=None))
+    model: str = field(
+        metadata=declare(
+            f"{', '.join(models.MODELS)}; timm:NAME; or your own, file.py:make_model",
+            otherwise="the data set's own",
+            panel=None,
+        )
+    )
     method: str = flag("erm", "", choices=methods.METHODS, otherwise="amp", panel=None, after="data")
     settings: Mapping[str, Any] = field(  # where they are not the method's defaults
         default_factory=dict,
@@ -88,9 +98,24 @@ class Recipe:
     model_settings: Mapping[str, Any] = field(
         default_factory=dict,
         metadata=declare(
-            "",
+            "An argument of the model's own, as in width=64.",
             Rule("the model's own, without those of every model", lambda own, _: not COMMON_SETTINGS & own.keys()),
+            panel=None,
+            after="model",
         ),
+    )
+    init: str | None = flag(
+        None,
+        "Initial weights to fine-tune: a .safetensors file, or a state dict of torch.save.",
+        panel=None,
+        after="model_settings",
+    )
+    init_except: str | None = flag(
+        None,
+        "Modules that keep their new weights beside --init, such as a head for other classes, as in fc or head,norm.",
+        Rule("given with init", lambda _, recipe: recipe.init is not None),
+        panel=None,
+        after="init",
     )
     size: tuple[int, int] | None = flag(
         None, "Height and width that a folder's images are resized to.", panel=None, after="validation"
@@ -110,18 +135,33 @@ class Recipe:
     )
     epochs: int = flag(PAPER_EPOCHS, "Passes over the training set (the paper: 200).", POSITIVE_INT)
     batch_size: int = flag(PAPER_BATCH_SIZE, "Images per step (the paper: 50).", POSITIVE_INT)
-    lr: float = flag(0.1, "The highest learning rate (the paper: 0.1).", POSITIVE)
+    optimizer: str = flag(
+        "sgd",
+        f"{', '.join(optimizers.OPTIMIZERS)}, or your own, file.py:make_optimizer (the paper: sgd).",
+        Rule(
+            f"{', '.join(optimizers.OPTIMIZERS)} or file.py:make_optimizer", lambda name, _: optimizers.is_known(name)
+        ),
+    )
+    optimizer_settings: Mapping[str, Any] = field(
+        default_factory=dict, metadata=declare("A setting of the optimizer, as in betas=0.9,0.95.")
+    )
+    lr: float = flag(
+        0.1, "The highest learning rate (the paper: 0.1); other optimizers have their own default.", POSITIVE
+    )
     momentum: float = flag(
         0.9,
         "SGD's momentum (the paper's code: 0.9).",
         Rule("at least 0 and below 1 (and above 0 for Nesterov's)", FRACTION.holds),
+        Rule(
+            "left out where the optimizer is not sgd", lambda value, recipe: recipe.optimizer == "sgd" or value == 0.9
+        ),
     )
     nesterov: bool = flag(
         True,
         "Nesterov's momentum or not (the first version of the paper's code: not); default: with it.",
         Rule("false where momentum is 0", lambda on, recipe: recipe.momentum > 0 or not on),
     )
-    weight_decay: float = flag(1e-4, "The paper: 1e-4.", NOT_NEGATIVE)
+    weight_decay: float = flag(1e-4, "The paper: 1e-4; other optimizers have their own default.", NOT_NEGATIVE)
     schedule: str = flag("multi_step", " (the paper: multi_step).", choices=SCHEDULES)
     milestones: tuple[float, ...] = flag(
         (0.5, 0.75),
@@ -150,14 +190,15 @@ class Recipe:
     compile: bool = flag(False, "Use torch.compile on a GPU; the first steps take longer.", panel=DEVICE)
     deterministic: bool = flag(False, "Bitwise reproducible on CUDA too.", panel=DEVICE)
     name: str = ""  # of the table or figure that it belongs to
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the user's own, by the field that names them
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", models.canonical(self.model))
+        object.__setattr__(self, "model", models.recorded_name(self.model))
         object.__setattr__(self, "milestones", tuple(self.milestones))
         for name in ("size", "normalise"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
-        for name in ("settings", "model_settings"):
+        for name in ("settings", "model_settings", "optimizer_settings"):
             try:
                 json.dumps(getattr(self, name), allow_nan=False)
             except (TypeError, ValueError) as error:
@@ -165,6 +206,7 @@ class Recipe:
                     f"{name} must be numbers, words and lists of them ({error}), got {getattr(self, name)}"
                 ) from error
         check(self)
+        optimizers.check_settings(self.optimizer, self.optimizer_settings)
 
     @property
     def is_matched(self) -> bool:
@@ -206,9 +248,9 @@ class Recipe:
         return FollowedProtocol(name, tuple(changed), tuple(others))
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON holds them: lists for tuples."""
+        """The fields as JSON holds them: lists for tuples, and younger fields where they are not the default."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return values
+        return {key: value for key, value in values.items() if key not in LATER_FIELDS or value != default_of(key)}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Recipe":
@@ -228,6 +270,12 @@ def _is_normalisation(pair: Any) -> bool:
     return len(pair) == 2 and math.isfinite(pair[0]) and 0 < pair[1] < math.inf
 
 
+def default_of(name: str) -> Any:
+    """The default of a field, as JSON holds it."""
+    declared = next(f for f in fields(Recipe) if f.name == name)
+    return declared.default if declared.default_factory is MISSING else declared.default_factory()
+
+
 class Job(NamedTuple):
     """A training run to do: a recipe and a seed."""
 
@@ -242,10 +290,12 @@ class Job(NamedTuple):
 
 def differences(here: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
     """The differences of two recipes, in words."""
+    usual = {key: default_of(key) for key in LATER_FIELDS}
+    there, wanted = ({**{key: usual[key] for key in usual if key in {**here, **asked}}, **one} for one in (here, asked))
     return [
-        f"{key} is {here.get(key)!r} there and {asked.get(key)!r} here"
-        for key in sorted(here.keys() | asked.keys())
-        if here.get(key) != asked.get(key)
+        f"{key} is {there.get(key)!r} there and {wanted.get(key)!r} here"
+        for key in sorted(there.keys() | wanted.keys())
+        if there.get(key) != wanted.get(key)
     ]
 
 

@@ -15,6 +15,8 @@ from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.paper_numbers import Value
 from flatmin_lab.recipes.paper_numbers import reported as reported_by_paper
 from flatmin_lab.recipes.protocols import PAPER_LENGTH
+from flatmin_lab.recipes.recipe import LATER_FIELDS
+from flatmin_lab.recipes.user_files import FIELDS
 from flatmin_lab.report import suggested_commands
 from flatmin_lab.report.columns import COLUMNS, is_smoothed
 from flatmin_lab.report.figures.style import NAMES
@@ -30,7 +32,11 @@ SETTING_KEYS = (
     "normalise",
     "data_sha256",
 )  # fmt: skip
-NOT_IN_TITLE = ("validation", "data_sha256")  # the split stands for the first; the second tells a reader nothing
+NOT_IN_TITLE = (
+    "validation",
+    "data_sha256",
+    "files",
+)  # the split stands for the first; the others tell a reader nothing
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,10 @@ class Group:
     @property
     def title(self) -> str:
         data, model = self.setting["data"], self.setting["model"]
-        shown = f"{TITLES.get(model, model)} on {TITLES.get(data, data.rstrip('/').rpartition('/')[2])}"
-        return shown[0].upper() + shown[1:]
+        network, where = TITLES.get(model), TITLES.get(data, data.rstrip("/").rpartition("/")[2])
+        if network is None:
+            return f"{model.rpartition('/')[2]} on {where}"  # a name, perhaps of a file, as it is spelled
+        return f"{network[0].upper()}{network[1:]} on {where}"
 
     @property
     def method_settings(self) -> list[str]:
@@ -100,6 +108,7 @@ def groups_of(runs: Sequence[Run], families: Families | None = None) -> list[Gro
     settings: dict[str, list[Run]] = {}
     for run in runs:
         setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING_KEYS}}
+        setting |= {key: run.result[key] for key in LATER_FIELDS if key in run.result}
         settings.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
     known = families or {}
     return [_group(json.loads(key), own, known) for key, own in settings.items()]
@@ -110,8 +119,9 @@ def titles_of(groups: Sequence[Group]) -> list[str]:
     found = []
     for group in groups:
         others = [other.setting for other in groups if other.title == group.title]
-        apart = [key for key in ("epochs", "split", *SETTING_KEYS) if any(o[key] != group.setting[key] for o in others)]
-        shown = [_apart(key, group.setting[key]) for key in dict.fromkeys(apart) if key not in NOT_IN_TITLE]
+        keys = ("epochs", "split", *SETTING_KEYS, *LATER_FIELDS)
+        apart = [key for key in keys if any(o.get(key) != group.setting.get(key) for o in others)]
+        shown = [_apart(key, group.setting.get(key)) for key in dict.fromkeys(apart) if key not in NOT_IN_TITLE]
         found.append(", ".join([group.title, *filter(None, shown)]))
     return found
 
@@ -123,6 +133,8 @@ def _apart(key: str, value: Any) -> str:
         return f"{value} epochs"
     if key == "split":
         return "on a held-out tenth" if value == "validation" else ""
+    if key in FIELDS:
+        value = str(value).rpartition("/")[2]
     return TITLES[value] if isinstance(value, str) and value in TITLES else f"{key.replace('_', ' ')} {_setting(value)}"
 
 

@@ -91,8 +91,8 @@ def _condition(run: Run, part: str, options: Mapping[str, Any]) -> Condition:
 def train_commands(setting: Mapping[str, Any], trained: set[str], seeds: Sequence[int], beside: Path) -> list[str]:
     """The commands that train the paper's missing methods like the others, for each seed in use."""
     data, model = setting["data"], setting["model"]
-    if data not in DATA_SETS:
-        return []
+    if data not in DATA_SETS or setting.get("files"):
+        return []  # code of the user's own may be elsewhere, or changed
     flags = ["--data", data]
     if model != SMALL_DATA.get(data, {}).get("model", "preactresnet18"):
         flags += ["--model", model]
@@ -115,6 +115,8 @@ def _flag(key: str, value: object, schedule: object) -> list[str]:
         return [flag] if value and value != DEFAULTS.get(key) else []
     if key == "normalise":
         return [flag, *map(str, value)] if isinstance(value, list) else []
+    if isinstance(value, dict):
+        return [word for name, one in value.items() for word in (flag, f"{name}={json.dumps(one)}")]
     if isinstance(value, list):
         return [flag, ",".join(map(str, value))] if schedule == "multi_step" else []
     if isinstance(value, str) or (is_number(value) and value != DEFAULTS.get(key)):

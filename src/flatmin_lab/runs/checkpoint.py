@@ -60,11 +60,22 @@ def step_of(path: Path) -> int:
 def write(path: Path, checkpoint: Checkpoint) -> None:
     """Written atomically: under its own name a checkpoint is whole."""
     save = need("safetensors.torch", "a checkpoint").save
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
+    tensors = unshared({name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()})
     text = json.dumps(checkpoint.state, allow_nan=False)
     content = save(tensors, metadata={"state": text, "sha256": digest(tensors, text)})
     with atomic_write(path) as file:
         file.write(content)
+
+
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with a memory of its own for each, as safetensors wants it: tied layers share theirs."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found
 
 
 def read(path: Path) -> Checkpoint:

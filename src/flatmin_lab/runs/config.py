@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.recipes.renamed import name_now
+from flatmin_lab.recipes.user_files import comparable
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.system.json_types import check_types
 
@@ -24,11 +25,11 @@ class Identity(TypedDict):
 
 
 class OtherRunError(ValueError):
-    """A folder belongs to another run: `what` names the differences; the message adds what `train` can do about it."""
+    """A folder belongs to another run: `what` names both, and the message adds what `train` can do about it."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what} Leave these flags out to resume it, or choose another folder with --out")
-        self.what = what
+    def __init__(self, path: Path, differences: str, *, renamed: str = "") -> None:
+        self.what, self.differences = f"{path} is of another recipe: {differences}.{renamed}", differences
+        super().__init__(f"{self.what} Leave these flags out to resume it, or choose another folder with --out")
 
 
 def exists(path: Path) -> bool:
@@ -72,7 +73,7 @@ def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -
     if not known:
         raise ValueError(f"{path} does not say which run it belongs to; it may be of another flatmin")
     # through a Recipe, so that fields of newer versions get their defaults
-    here, there = Recipe.from_json(asked["recipe"]).as_json(), recipe_of(path, known).as_json()
+    here, there = comparable(Recipe.from_json(asked["recipe"])), comparable(recipe_of(path, known))
     if name_now(there["name"]) == here["name"]:
         there["name"] = here["name"]  # renamed: the rest says whether it is this run
     apart = differences(there, here)
@@ -80,7 +81,7 @@ def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -
     if not apart and known["data_sha256"] != asked["data_sha256"]:
         apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
     if apart:
-        raise OtherRunError(f"{path} is of another recipe: {'; '.join(apart)}.{_moved(there['name'], here['name'])}")
+        raise OtherRunError(path, "; ".join(apart), renamed=_moved(there["name"], here["name"]))
 
 
 def _moved(there: str, here: str) -> str:

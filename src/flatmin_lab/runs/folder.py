@@ -6,6 +6,7 @@
     state.json                     how far it is, for those who watch; never read here
     result.json                    when it is finished
     evaluation.json, landscape.json    evaluations after training
+    code/                          copies of the user's own model and optimizer, as they were when the run started
     tensorboard/                   the same numbers as curves, where TensorBoard is installed
 
 One process at a time locks it, where the file system can lock. A folder belongs to one recipe and seed, and so does
@@ -23,6 +24,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.recipes.user_files import copy_in, file_of, named_files
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.checkpoint import Checkpoint, newest_whole
 from flatmin_lab.runs.config import IDENTITY
@@ -31,6 +34,7 @@ from flatmin_lab.runs.tensorboard import Board
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 
+CODE = "code"  # the folder of the copies
 KEPT_CHECKPOINTS = 2  # if the newest is damaged, the one before it is used
 
 
@@ -50,7 +54,16 @@ class RunFolder:
 
     def write_config(self) -> None:
         with self._writing("config.json"):
+            self._copy_code()
             self._write_json("config.json", self.config)
+
+    def _copy_code(self) -> None:
+        recipe = Recipe.from_json(self.config["recipe"])
+        for name, own in named_files(recipe).items():
+            if (copy := copy_in(self.path / CODE, name, own)) is not None:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_write(copy) as file:
+                    file.write(file_of(name, own).read_bytes())
 
     def take_notes(self) -> Iterator[Note]:
         """The notes since the last call."""

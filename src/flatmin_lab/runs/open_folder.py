@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.config import check_same, exists, read_config
+from flatmin_lab.runs.config import OtherRunError, check_same, exists, read_config
 from flatmin_lab.runs.events import BusyError, RunError
-from flatmin_lab.runs.folder import RunFolder
+from flatmin_lab.runs.folder import CODE, RunFolder
 from flatmin_lab.system.files import TEMPORARY_SUFFIX, fsync_folder, lock, nearest_existing, remove_temporary_files
 
-RUN_FILES = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", ".lock"}
+RUN_FILES = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", CODE, ".lock"}
 
 
 def open_run_folder(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
@@ -42,16 +42,32 @@ def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
         if resume:
             check_same(path, known, config)
             return True
-        raise FileExistsError(
-            f"{path} already holds a run{_progress(path)}; resume it with --resume, or choose another folder with --out"
-        )
-    known_names = RUN_FILES if exists(path) else {".lock"}
+        raise FileExistsError(_taken(path, known, config))
+    known_names = RUN_FILES if exists(path) else {CODE, ".lock"}
     foreign = [entry.name for entry in _entries(path) if entry.name not in known_names]
     if foreign:
         raise FileExistsError(
             f"a run needs a folder of its own, and {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
         )
     return False
+
+
+def _taken(path: Path, known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Why a new run cannot have the folder: of another run that is in it, in what it differs."""
+    try:
+        check_same(path, known, config)
+    except OtherRunError as error:
+        return (
+            f"{path} already holds another run{_progress(path)}: {error.differences}; choose another folder with --out"
+        )
+    if (path / "result.json").exists():
+        return (
+            f"{path} already holds this run, finished; --resume shows its numbers, and --out with another folder "
+            "trains it again"
+        )
+    return (
+        f"{path} already holds this run{_progress(path)}; resume it with --resume, or choose another folder with --out"
+    )
 
 
 def _check_path(path: Path) -> None:

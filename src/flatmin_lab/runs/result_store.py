@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from flatmin_lab.methods import resolve_settings
-from flatmin_lab.recipes.recipe import SPEED, Job
+from flatmin_lab.recipes.recipe import LATER_FIELDS, SPEED, Job, default_of
 from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
@@ -221,7 +221,8 @@ def _identity(job: Job) -> dict[str, Any]:
 
 def differs(found: Mapping[str, Any], job: Job) -> list[str]:
     """In what a result differs from the requested run; how fast it was computed does not count."""
-    asked = {**job.recipe.as_json(), **_identity(job)}
+    usual = {key: default_of(key) for key in LATER_FIELDS}  # JSON has them where they are others
+    found, asked = {**usual, **found}, {**usual, **job.recipe.as_json(), **_identity(job)}
     ignored = {"name", *(key for key in SPEED if key != "precision")}
     return [
         f"{key} is {found.get(key)!r} there and {value!r} here"

@@ -6,4 +6,5 @@ json_types.py      values from JSON, checked against a dataclass's annotations
 machine.py         hardware, versions and commit: what a number was measured with
 optional_deps.py   a missing package is named, with the way to install it
 rng.py             generators seeded by their purpose; a run's own random state and determinism switches
+user_code.py       a user's function or class, found by name, called, and its errors
 """

@@ -1,22 +1,25 @@
-"""Builds what a recipe describes: its data, its method, its model and its base optimizer.
+"""Builds what a recipe describes: its data, its method and its model; optimizer.py has the base optimizer.
 
 The data are the same for every method with one seed: the validation split for tuning, label noise if requested, and the
 statistics of the training split.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 
 from flatmin_lab import methods, models
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.label_noise import add_label_noise
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.methods import Method
+from flatmin_lab.models.weights import WeightsError, load_weights
 from flatmin_lab.recipes.recipe import Recipe
+
+MAX_HEADS = 3  # modules with weights of another shape, up to which they look like a head
 
 
 class PreparedData(NamedTuple):
@@ -47,47 +50,33 @@ def build_normalisation(recipe: Recipe, train: Split) -> Normalisation:
     return Normalisation.of(train) if recipe.normalise is None else Normalisation.fixed(*recipe.normalise, like=train)
 
 
-class ClippedSGD(SGD):
-    """SGD that clips the norm of the gradient it steps with: after the closure, after a scaler has unscaled it.
-
-    A step-pre-hook would run before the closure, and clip the gradient of the previous step. (Hooks may run twice a
-    step, because SGD's own step runs them too; there are none here.)
-    """
-
-    def __init__(self, params: Iterable[Tensor], *, clip_norm: float, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self.clip_norm = clip_norm
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.clip_norm)
-        super().step()
-        return result
-
-
-def build_sgd(recipe: Recipe, model: nn.Module) -> SGD:
-    """SGD of torch, which a captured step has a kernel for, unless gradients are clipped."""
-    settings: dict[str, Any] = {
-        "lr": recipe.lr,
-        "momentum": recipe.momentum,
-        "nesterov": recipe.nesterov,
-        "weight_decay": recipe.weight_decay,
-    }
-    if recipe.clip_norm is None:
-        return SGD(model.parameters(), **settings)
-    return ClippedSGD(model.parameters(), clip_norm=recipe.clip_norm, **settings)
-
-
 def build_method(recipe: Recipe, normalise: Normalisation) -> Method:
     return methods.build(recipe.method, normalise=normalise, **recipe.settings)
 
 
 def build_model(recipe: Recipe, data: Dataset, method: Method) -> nn.Module:
     """The recipe's model for data set and method; torch's generator draws its initial weights."""
-    sizes = {"num_classes": data.num_classes, "in_channels": data.in_channels}
-    model = models.build(recipe.model, dropout=method.dropout, **sizes, **recipe.model_settings)
+    return build_network(recipe, data.train.shape, num_classes=data.num_classes, dropout=method.dropout)
+
+
+def build_network(recipe: Recipe, shape: Sequence[int], *, num_classes: int, dropout: float) -> nn.Module:
+    """The recipe's model for inputs of that shape."""
+    model = models.build_for(
+        recipe.model, shape, num_classes=num_classes, dropout=dropout, settings=recipe.model_settings
+    )
     return model.to(memory_format=torch.channels_last) if recipe.channels_last else model  # type: ignore[call-overload]
+
+
+def load_initial_weights(recipe: Recipe, model: nn.Module) -> None:
+    """The recipe's initial weights into the model, but for the modules that keep their new ones."""
+    assert recipe.init is not None
+    without = [] if recipe.init_except is None else [name.strip() for name in recipe.init_except.split(",")]
+    try:
+        load_weights(model, Path(recipe.init), without=without)
+    except WeightsError as error:
+        modules = sorted({key.rpartition(".")[0] for key in error.of_shape} | set(without))
+        if not error.of_shape or len(modules) > MAX_HEADS or "" in modules:
+            raise
+        raise ValueError(
+            f"{error}. To train these anew, such as a head for other classes: --init-except {','.join(modules)}"
+        ) from error

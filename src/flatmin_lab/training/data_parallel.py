@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatmin.capture import StepSpec, rehearsal
 from flatmin.core.random_state import random_state, set_random_state
+from flatmin.doctor.finding import first_few
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.system.rng import generator_devices, seed_generators
@@ -57,6 +58,7 @@ class BatchSharding:
             spec.loss_of(result).backward()
             self.draws = any(not torch.equal(a, b) for a, b in zip(before, self._generator_states(), strict=True))
             self.x: Tensor = made[0].detach()
+            _check_all_are_used(spec.model)
 
     def replicate(self, spec: StepSpec) -> DistributedDataParallel:
         """The rehearsed model in DistributedDataParallel, which keeps the ranks' copies equal.
@@ -133,6 +135,16 @@ class BatchSharding:
         numbers = torch.stack([value.float() for value in measured.values()])
         torch.distributed.all_reduce(numbers)
         return dict(zip(measured, (numbers / self.ranks.size).unbind(), strict=True))
+
+
+def _check_all_are_used(model: nn.Module) -> None:
+    """DistributedDataParallel waits for the gradient of every parameter that requires one."""
+    unused = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
+    if unused:
+        raise ValueError(
+            f"several processes need a gradient of every parameter, and the loss has none for {first_few(unused)}; "
+            "leave them out of the model, freeze them (requires_grad_(False)), or train in one process"
+        )
 
 
 def broadcast_buffers(modules: Iterable[nn.Module], ranks: RankGroup) -> None:

@@ -14,8 +14,9 @@ starts with the same ones. `tensors` and `state` are what a checkpoint holds, an
 On several ranks (`join`) each learner computes its shard of every step, and all stay equal: see data_parallel.py.
 """
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.system.rng import generator, generator_devices, seed_generators
-from flatmin_lab.training.build import build_method, build_model, build_sgd
+from flatmin_lab.training.build import build_method, build_model, load_initial_weights
 from flatmin_lab.training.data_parallel import BatchSharding
 from flatmin_lab.training.ema import EMA
+from flatmin_lab.training.optimizer import build_optimizer
 from flatmin_lab.training.ranks import RankGroup
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,11 +54,16 @@ class Learner:
         seed: int,
         device: torch.device,
         capture: bool = True,
+        initial: bool = True,
     ) -> None:
+        """With `initial`, the recipe's initial weights are read; a checkpoint replaces them anyway."""
         self.recipe, self.batches, self.device, self.capture = recipe, batches, device, capture
         self.method = build_method(recipe, batches.normalise)
         seed_generators([torch.device("cpu")], generator("weights", seed).initial_seed())
-        self.model = build_model(recipe, data, self.method).to(device)
+        self.model = build_model(recipe, data, self.method)
+        if initial and recipe.init is not None:
+            load_initial_weights(recipe, self.model)
+        self.model.to(device)
         seed_generators(generator_devices(self.device), generator("training", seed).initial_seed())
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.ema = None if recipe.ema is None else EMA(self.model, decay=recipe.ema)
@@ -67,7 +74,8 @@ class Learner:
     def _assemble(self, model: nn.Module, sharding: BatchSharding | None) -> None:
         """Build the step of the model, which with `sharding` is wrapped in DistributedDataParallel."""
         recipe, regulariser = self.recipe, self.method.regulariser
-        base = build_sgd(recipe, self.model)
+        base = build_optimizer(recipe, self.model)
+        self.rates = [group["lr"] / recipe.lr for group in base.param_groups]  # of each group, as shares of the highest
         wrapped = self.method.wrap(base, model)
         self.optimizer = wrapped if isinstance(wrapped, PerturbedOptimizer) else flatmin.AMP(base, epsilon=0.0)
         batch: Any = _make_batch(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
@@ -118,8 +126,8 @@ class Learner:
 
         With an ascent on less, loss and error are those at θ + Δ.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, share_of_lr in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = lr * share_of_lr
         scale_radii(self.optimizer, self.radii, share)
         loss, error = self.train_step(index, u)
         self.scaler.update()
@@ -164,6 +172,7 @@ class Learner:
             str(i): {key: value for key, value in values.items() if not isinstance(value, Tensor)}
             for i, values in optimizer["state"].items()
         }
+        _check_plain([*numbers.values(), *optimizer["param_groups"]], self.recipe.optimizer)
         found = {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
         if self.matched is not None:
             found["matched"] = {"radii": self.radii, **self.matched.state_dict()}
@@ -179,7 +188,10 @@ class Learner:
         for name, tensor in checkpoint.part("optimizer").items():
             i, _, key = name.partition(".")
             state.setdefault(int(i), {})[key] = tensor
-        self.optimizer.load_state_dict({**saved, "state": state})
+        groups = [
+            _typed_like(now, then) for now, then in zip(self.optimizer.param_groups, saved["param_groups"], strict=True)
+        ]
+        self.optimizer.load_state_dict({**saved, "param_groups": groups, "state": state})
         self._lay_out_moments()
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         if self.matched is not None:
@@ -197,6 +209,23 @@ class Learner:
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
                     values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+
+
+def _typed_like(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group from JSON, with tuples (AdamW's betas) where the group has them."""
+    return {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}
+
+
+def _check_plain(parts: Iterable[Mapping[str, Any]], name: str) -> None:
+    """Raise where an optimizer keeps what JSON cannot hold, beside tensors."""
+    for key, value in ((key, value) for values in parts for key, value in values.items()):
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a checkpoint holds tensors, numbers and words, and {name} keeps {key} as a {type(value).__name__} "
+                f"({error}); keep it as one of these in the optimizer's state"
+            ) from error
 
 
 # ---- a step's functions, without a reference to the learner: a graph that held it would be freed late

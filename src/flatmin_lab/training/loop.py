@@ -23,15 +23,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flatmin.core.model_state import eval_mode
+from flatmin_lab import models
 from flatmin_lab.data.augment.transforms import augmentation
 from flatmin_lab.data.batches import Batches, HeldOut
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.recipes.lr_schedules import rate
+from flatmin_lab.recipes.optimizers import OPTIMIZERS
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.recipes.user_files import check_unchanged, recorded
+from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import DivergedError, Epoch, Event, Finished, Note, Progress, Started, Stopped
-from flatmin_lab.runs.folder import RunFolder
+from flatmin_lab.runs.folder import CODE, RunFolder
 from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.runs.result import build_result
 from flatmin_lab.system.rng import RandomScope
@@ -40,6 +43,7 @@ from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.data_parallel import broadcast_buffers, sharded_logits
 from flatmin_lab.training.evaluation import reliability_bins, score_logits
 from flatmin_lab.training.learner import Learner
+from flatmin_lab.training.model_check import check_outputs, check_training_outputs
 from flatmin_lab.training.ranks import RankGroup, check_batches, check_same_run
 from flatmin_lab.training.train_state import TrainState, run_facts
 
@@ -52,7 +56,7 @@ def config_of(
     recipe: Recipe, data: Dataset, seed: int, device: torch.device | str = "cpu", ranks: RankGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """config.json of a run: recipe, seed and data, which identify it, and the machine."""
-    known = {"recipe": recipe.as_json(), "seed": seed, "data_sha256": data.checksum}
+    known = {"recipe": recorded(recipe).as_json(), "seed": seed, "data_sha256": data.checksum}
     return known | run_facts(torch.device(device), ranks)
 
 
@@ -125,9 +129,17 @@ def training_steps(
 ) -> Generator[Event | None, None, None]:
     """As `train`; with `step_by_step` it also yields None after each step, so that many runs can take turns."""
     scope = RandomScope(torch.device(device), deterministic=recipe.deterministic)
+    place = None if folder is None else Path(folder)
+    has_begun = bool(resume and place and checkpoint.listed(place))
+    (has_begun,) = ranks.main_flags(has_begun)
     with ranks.raise_together(), scope.active():
-        training = _TrainingRun(recipe, data, seed, torch.device(device), stop, ranks, capture=capture)
-        config = config_of(recipe, data, seed, device, ranks)
+        recipe = recorded(recipe)
+        copies = None if place is None or not resume else place / CODE
+        check_unchanged(recipe, copies=copies, without=("init",) if has_begun else ())
+        training = _TrainingRun(
+            recipe, data, seed, torch.device(device), stop, ranks, capture=capture, initial=not has_begun
+        )
+        config = {**config_of(recipe, data, seed, device, ranks), "inputs": training.inputs()}
     check_same_run(config, torch.device(device), ranks, checkpoint_epochs=checkpoint_epochs)
     # a bad recipe has raised by now, so a folder is created only for a run that can start
     with ranks.raise_together():
@@ -165,6 +177,7 @@ class _TrainingRun:
         ranks: RankGroup,
         *,
         capture: bool,
+        initial: bool = True,
     ) -> None:
         if recipe.data in DATA_SETS and data.name != recipe.data:
             raise ValueError(f"the recipe is for {recipe.data}, got the data set {data.name}")
@@ -186,14 +199,24 @@ class _TrainingRun:
             seed=seed,
             held_out=self.held_out,
         )
-        self.learner = Learner(recipe, self.data, self.batches, seed=seed, device=device, capture=capture)
+        self.learner = Learner(
+            recipe, self.data, self.batches, seed=seed, device=device, capture=capture, initial=initial
+        )
         averaged = [] if self.learner.ema is None else [self.learner.ema.module]
         self.forwards = [CapturedForward(model, capture=capture) for model in (self.learner.model, *averaged)]
         check_batches(self.learner.model, size=recipe.batch_size, count=len(self.data.train), processes=ranks.size)
-        with torch.no_grad(), eval_mode(self.learner.model):  # does the model accept these images?
-            self.learner.model(self.normalise(self.data.train.x[:1]))
+        x, classes = self.normalise(self.data.train.x[:2]), self.data.num_classes
+        self.learner.notes += check_outputs(self.learner.model, x, self.data.train.kind, classes)
+        if not models.is_built_in(recipe.model):
+            check_training_outputs(self.learner.model, x, classes)
         self.learner.rehearse(ranks)
         self.state = TrainState(self.learner, device, ranks)
+
+    def inputs(self) -> dict[str, Any]:
+        """What the model takes and returns, for those who use it without the data."""
+        mean, std = self.normalise.mean.tolist(), self.normalise.std.tolist()
+        shape, kind = list(self.data.train.shape), "images" if self.data.train.is_images else "points"
+        return {"kind": kind, "shape": shape, "classes": list(self.data.names), "mean": mean, "std": std}
 
     @property
     def step(self) -> int:
@@ -220,6 +243,8 @@ class _TrainingRun:
                     yield from self._stop(reason)
                     return
                 self._step(index, u)
+                if self.step == 1 and self.keeps and self.recipe.optimizer not in OPTIMIZERS:
+                    self.learner.state()  # can a user's own be saved? better known now than after an epoch
                 yield from self._notes()
                 now = monotonic()
                 is_late, is_old = self.ranks.main_flags(
@@ -289,7 +314,7 @@ class _TrainingRun:
         again = f"The checkpoint {kept} is kept." if kept else "There is no checkpoint."
         return DivergedError(
             f"{what}: training stops. {again} "
-            f"Try a smaller --lr (it was {self._lr(step - 1):g}), --clip-norm, or another --precision",
+            f"Try a smaller --lr (it was {self.recipe.lr:g}), --clip-norm, or another --precision",
             what,
         )
 

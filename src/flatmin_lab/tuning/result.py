@@ -119,6 +119,8 @@ def _flag(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag] if value else []
+    if isinstance(value, Mapping):
+        return [word for key, one in value.items() for word in (flag, f"{key}={_as_text(one)}")]
     parts = [_as_text(part) for part in (value if isinstance(value, list | tuple) else [value])]
     has_commas = name in RECIPE_FLAGS and RECIPE_FLAGS[name].kind == NUMBERS
     return [flag, *([",".join(parts)] if has_commas else parts)]

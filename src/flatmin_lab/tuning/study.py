@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator
@@ -79,7 +80,7 @@ def open_study(search: SearchSpace, data: Dataset, *, folder: Path, storage: str
 
 def default_name(recipe: Recipe, data: Dataset) -> str:
     """The name of a tuning for which none is given."""
-    return f"{data.name}-{recipe.model}-{recipe.method}-{recipe.epochs}-epochs"
+    return f"{data.name}-{short_name(recipe.model)}-{recipe.method}-{recipe.epochs}-epochs"
 
 
 def _storage_url(folder: Path) -> str:

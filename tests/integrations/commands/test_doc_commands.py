@@ -79,9 +79,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for write, classes in ((cifar10_python, 10), (cifar100_python, 100), (svhn, 10)):
         write(tmp_path / "data", drawn(60, classes, seed=0), drawn(20, classes, seed=1))
     (training, *_) = [block.text for block in blocks(ROOT / "docs" / "doctor.md", "python")]
+    pages = [block.text for block in blocks(ROOT / "docs" / "training.md", "python")]
+    networks = "\n".join(text for text in pages if "def make_" in text)
     for place in ("mine.py", "path/to/mine.py", "mymodule.py"):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / place).write_text(training + MINE)
+        (tmp_path / place).write_text(training + networks + MINE)
     for number in range(20):
         picture = tmp_path / "pictures" / ("cats", "dogs")[number % 2] / f"{number}.png"
         picture.parent.mkdir(parents=True, exist_ok=True)

@@ -231,7 +231,10 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
         (["evaluate", "RUN", "--flatness", "--epsilon", -1], "epsilon must be at least 0"),
         (["evaluate", "RUNS"], "holds 2 runs; name one"),
         (["evaluate", "RUN", "--model", "mymodule:make_model", "--data", "own.npz"], "is a folder"),
-        (["evaluate", "--model", "mymodule:needy", "--data", "own.npz"], "is called without arguments"),
+        (
+            ["evaluate", "--model", "mymodule:needy", "--data", "own.npz"],
+            "asks for width, and can be given num_classes",
+        ),
         (["landscape", "RUN", "--points", 4], "--points must be odd"),
         (["landscape", "RUN", "--reach", 0], "--reach must be above 0"),
         (["landscape", "RUN", "nowhere"], "nowhere does not exist"),
@@ -259,12 +262,13 @@ def test_a_training_that_diverged_is_a_result_of_its_method(tmp_path: Path) -> N
     assert "diverged" in (tmp_path / "report.html").read_text()
 
 
-def test_where_nothing_can_be_read_the_page_says_so_and_the_command_fails(own: Path, tmp_path: Path) -> None:
+def test_where_nothing_can_be_read_no_page_is_written_and_the_command_fails(own: Path, tmp_path: Path) -> None:
     for method in ("erm", "amp"):
         (own / method / "result.json").write_text("torn")
     result = flatmin("report", own, "--out", tmp_path / "report.html")
     assert result.exit_code == 1
-    assert "No training could be read" in (tmp_path / "report.html").read_text()
+    assert "nothing to report" in result.stderr
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_an_empty_folder_has_no_runs_to_report(tmp_path: Path) -> None:

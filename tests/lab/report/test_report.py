@@ -85,6 +85,10 @@ def test_groups_of_one_network_are_told_apart_by_their_titles(tmp_path: Path) ->
     write(tmp_path / "cut", result("erm", 0, 0.05, augment="cutout"))
     write(tmp_path / "vgg", result("erm", 0, 0.05, model="vgg16"))
     write(tmp_path / "clipped", result("erm", 0, 0.05, model="vgg16", clip_norm=1.5, batch_size=1024))
+    own = {"model": "/home/me/nets/mine.py:Net", "files": {"model": "ab"}}
+    write(tmp_path / "own", result("erm", 0, 0.05, **own))
+    write(tmp_path / "adamw", result("erm", 0, 0.05, **own, optimizer="adamw"))
+    write(tmp_path / "mine", result("erm", 0, 0.05, **own, optimizer="/home/me/opt.py:make_optimizer"))
     titles = [html.unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page_of(tmp_path))]
     assert sorted(titles) == [
         "PreActResNet18 on CIFAR-10, 3 epochs, Cutout",
@@ -93,6 +97,9 @@ def test_groups_of_one_network_are_told_apart_by_their_titles(tmp_path: Path) ->
         "PreActResNet18 on CIFAR-10, 6 epochs, crops and flips",
         "VGG16 on CIFAR-10, batch size 1024, clip norm 1.5",
         "VGG16 on CIFAR-10, batch size 50",
+        "mine.py:Net on CIFAR-10",
+        "mine.py:Net on CIFAR-10, optimizer adamw",
+        "mine.py:Net on CIFAR-10, optimizer opt.py:make_optimizer",
     ]
 
 

@@ -59,7 +59,7 @@ def test_the_curves_are_in_tensorboard_once_each_after_a_stop(tmp_path: Path) ->
 def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     run(tiny_recipe(), tmp_path / "run")
     before = contents(tmp_path / "run")
-    with pytest.raises(FileExistsError, match=r"already holds a run \(finished\); resume it with --resume"):
+    with pytest.raises(FileExistsError, match="already holds this run, finished; --resume shows its numbers"):
         run(tiny_recipe(), tmp_path / "run")
     assert contents(tmp_path / "run") == before
     (tmp_path / "notes").mkdir()
@@ -129,7 +129,7 @@ def test_who_comes_second_looks_again(tmp_path: Path, monkeypatch: pytest.Monkey
         return real(path)
 
     monkeypatch.setattr(open_folder, "lock_folder", late)
-    with pytest.raises(FileExistsError, match="already holds a run"):
+    with pytest.raises(FileExistsError, match=r"already holds another run .*: lr is 0.1 there and 0.5 here"):
         run(tiny_recipe(lr=0.5), folder)
     assert lasting(folder)["state"]["run"]["recipe"]["lr"] == 0.1
     (folder / ".lock").open("ab").close()
@@ -154,7 +154,7 @@ def test_epochs_without_a_checkpoint_are_kept_aside(tmp_path: Path) -> None:
     next(event for event in events if isinstance(event, Epoch))
     events.close()  # type: ignore[attr-defined]  # a generator
     line = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(FileExistsError, match="already holds a run"):
+    with pytest.raises(FileExistsError, match="already holds this run; resume it with --resume"):
         run(tiny_recipe(), folder)
     again = run(tiny_recipe(), folder, resume=True)
     assert any(isinstance(event, Note) and "metrics.jsonl.before-1" in event.text for event in again)

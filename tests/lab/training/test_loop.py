@@ -25,10 +25,11 @@ from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Epoch, Finished, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.system.rng import RandomScope, generator
-from flatmin_lab.training.build import ClippedSGD, build_model, prepare_data
+from flatmin_lab.training.build import build_model, prepare_data
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
+from flatmin_lab.training.optimizer import ClippedSGD
 from tests.support.small_runs import after, images, lasting, learner_of, run, same, tiny_data, tiny_recipe
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -1,8 +1,8 @@
 """`flatmin doctor`: versions, devices, data sets, and a check of a model or of the user's own training.
 
 A model is checked in a training that is made for it. A user's own model is a function or class, `file.py:make_model` or
-`mymodule:make_model`, called without arguments; a user's own training is a function that returns
-`(model, optimizer, closure)`. The checks are in `flatmin.doctor`.
+`mymodule:make_model`, called with what it declares (models/user_model.py); a user's own training is a function that
+returns `(model, optimizer, closure)`. The checks are in `flatmin.doctor`.
 """
 
 import importlib.metadata
@@ -24,10 +24,9 @@ from flatmin.doctor import Crash, Finding, MakeTraining, examine, own_lines
 from flatmin_lab import models
 from flatmin_lab.cli import display
 from flatmin_lab.data.registry import EMBEDDED, OFFICIAL, load
-from flatmin_lab.evaluation import user_model
-from flatmin_lab.evaluation.user_code import find_function, is_user_code
 from flatmin_lab.system.machine import commit, hardware
 from flatmin_lab.system.rng import RandomScope, generator
+from flatmin_lab.system.user_code import find_function, is_user_code
 
 PACKAGES = ("numpy", "pillow", "scikit-learn", "safetensors", "rich", "typer", "matplotlib", "jinja2", "tensorboard")
 BATCH, CLASSES = 8, 10
@@ -128,10 +127,8 @@ def _check(model: nn.Module, x: Tensor) -> None:
 
 
 def make_model(name: str, shape: Sequence[int]) -> nn.Module:
-    """A built-in model for inputs of that shape, or the user's own."""
-    if is_user_code(name):
-        return user_model.make_model(name)
-    return models.build(name, num_classes=CLASSES, in_channels=shape[0], **models.settings_for(name, shape))
+    """A network for inputs of that shape, built in or the user's own."""
+    return models.build_for(name, shape, num_classes=CLASSES, settings=models.settings_for(name, shape))
 
 
 # ---- the user's own training, and the findings

@@ -170,12 +170,12 @@ def report(
         load_results = need("flatmin_lab.report.loader", "flatmin report").load_results
         here = [folder for folder in (Path("runs"), Path("tuning")) if folder.exists()] or [Path("runs")]
         found = load_results(runs or here)
-        page = make(found)
         for unusable in found.unusable:
             display.say(display.terminal(), f"note: {unusable.path}: {unusable.why}", style="yellow")
-        _write(out, page)
         if not found.runs and not found.tunings:
+            display.say(display.terminal(), f"flatmin: nothing to report, so {out} was not written", style="red")
             raise typer.Exit(1)
+        _write(out, make(found))
 
 
 def theory(

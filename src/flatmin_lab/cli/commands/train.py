@@ -9,7 +9,17 @@ from rich.console import Console
 
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands.train_seeds import train_seeds
-from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, option, report_errors
+from flatmin_lab.cli.config_file import ConfigValues
+from flatmin_lab.cli.options import (
+    DEFAULT_DATA_DIR,
+    ConfigFile,
+    DataDir,
+    Debug,
+    Device,
+    Download,
+    option,
+    report_errors,
+)
 from flatmin_lab.cli.request import Plan, Request, TunedValues
 from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
@@ -24,9 +34,10 @@ SAVING = "Checkpoints"
 
 
 @recipe_options(
-    after={"data_dir": "model", "seed": "validation", "out": "size", "tuned": "settings", "no_capture": "compile"}
+    after={"config": "init_except", "seed": "validation", "out": "size", "tuned": "settings", "no_capture": "compile"}
 )
 def train(
+    config: ConfigFile = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     seed: Annotated[int | None, option("Seed of initial weights, order and noise; default: 0.", panel=TRAINING)] = None,
@@ -76,6 +87,12 @@ def train(
             with ranks.raise_together():
                 changes, given = recipe_changes(flags), method_settings(flags)
                 how["device"] = device_of(device, ranks)
+                if config is not None and tuned is not None:
+                    raise ValueError("--config and --tuned both say what to start from; leave one of them out")
+                if config is not None:
+                    start = ConfigValues.of(config)
+                    changes, given = start.changes(changes), start.settings(given, method)
+                    data, method = data or start.data, start.method(method)
                 tuned_values = None if tuned is None else TunedValues.of(tuned, data=data, method=method)
                 if tuned_values is not None:
                     data, method = data or tuned_values.tuning.data, tuned_values.tuning.method

@@ -12,9 +12,11 @@ from rich.text import Text
 
 from flatmin_lab import methods as all_methods
 from flatmin_lab.cli import display
+from flatmin_lab.cli.config_file import ConfigValues
 from flatmin_lab.cli.options import (
     DEFAULT_DATA_DIR,
     Address,
+    ConfigFile,
     DataDir,
     Debug,
     Download,
@@ -45,9 +47,13 @@ HOW = "How they run"
 TUNING = Path("tuning")
 
 
-@recipe_options(after={"seed": "deterministic"}, without=("ema", "validation", *all_methods.FLAGS))
+@recipe_options(
+    after={"config": "init_except", "trials": "method", "seed": "deterministic"},
+    without=("ema", "validation", *all_methods.FLAGS),
+)
 def tune(
-    method: Annotated[str, typer.Option(help=f"{', '.join(all_methods.METHODS)}.")] = "amp",
+    config: ConfigFile = None,
+    method: Annotated[str | None, option(f"{', '.join(all_methods.METHODS)}; default: amp.")] = None,
     trials: Annotated[int, typer.Option(help="Training runs, including those of an earlier call.", min=1)] = 20,
     measure: Annotated[
         str, typer.Option(help="What to minimise: error or nll of the validation split after the last epoch.")
@@ -104,12 +110,18 @@ def tune(
         optuna: Any = need("optuna", "flatmin tune")
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # this command reports instead
         data: str | None = flags["data"]
+        asked, fixed = recipe_changes({**flags, "epochs": epochs}), parse_settings(settings)
+        start = ConfigValues({}) if config is None else ConfigValues.of(config)
+        data, method, asked_method = data or start.data, start.method(method) or "amp", method
         if data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
-        asked = recipe_changes({**flags, "epochs": epochs})
-        fixed = parse_settings(settings)
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
         tuned_for = hyper_parameters_of(method, names, fixed=[*fixed, *asked])
+        fixed, asked = (
+            start.settings(fixed, asked_method),
+            start.changes(asked),
+        )  # a file's values are the first trial's
+        asked.pop("validation", None)
         dataset = read_data(data, data_dir, download=download, size=flags["size"])
         search = SearchSpace(
             recipe=default_recipe(

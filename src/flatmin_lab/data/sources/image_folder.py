@@ -45,10 +45,10 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
     folders = [path] if test is None else [path / "train", test]
     names = _classes(folders)
     found = [_list_images(folder, names) for folder in folders]
-    headers = [_header(file) for files, _ in found for file in files]
+    headers = [read_header(file) for files, _ in found for file in files]
     mode = "L" if {header.mode for header in headers} <= set(GREY_MODES) else "RGB"
     _check_total(path, headers, size, channels=len(mode))
-    splits = [Split(_read(files, mode, size), torch.tensor(labels)) for files, labels in found]
+    splits = [Split(read_images(files, mode, size), torch.tensor(labels)) for files, labels in found]
     if test is None:
         if min(splits[0].y.bincount().tolist()) < 3:
             raise ValueError(
@@ -77,11 +77,16 @@ def _is_hidden(name: str) -> bool:
     return name.startswith((".", "__"))  # .git, .ipynb_checkpoints, ._image.png, __MACOSX
 
 
+def find_images(folder: Path) -> list[Path]:
+    """The images in a folder and in those inside it, in order; by their names alone."""
+    images = (file for file in folder.rglob("*") if file.suffix.lower() in EXTENSIONS)
+    return sorted(file for file in images if not any(map(_is_hidden, file.relative_to(folder).parts)))
+
+
 def _list_images(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
     files, labels = [], []
     for label, name in enumerate(names):
-        images = [file for file in (folder / name).rglob("*") if file.suffix.lower() in EXTENSIONS]
-        here = sorted(file for file in images if not any(map(_is_hidden, file.relative_to(folder).parts)))
+        here = find_images(folder / name)
         if not here:
             raise FileNotFoundError(f"{folder / name} must hold images ({', '.join(EXTENSIONS)}), got none")
         files += here
@@ -97,7 +102,7 @@ class Header(NamedTuple):
     width: int
 
 
-def _header(file: Path) -> Header:
+def read_header(file: Path) -> Header:
     """The checked header; no pixel is decoded."""
     check_regular(file)
     try:
@@ -139,7 +144,8 @@ def check_eight_bits(mode: str, what: str) -> str:
     return mode
 
 
-def _read(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Tensor:
+def read_images(files: Sequence[Path], mode: str, size: tuple[int, int] | None) -> Tensor:
+    """The pixels of files whose headers were checked, (N, C, H, W), in Pillow's mode L or RGB; resized with `size`."""
     image, ops = need("PIL.Image", WHAT), need("PIL.ImageOps", WHAT)
     rows: list[np.ndarray[Any, Any]] = []
     first = files[0]

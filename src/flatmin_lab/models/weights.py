@@ -1,16 +1,15 @@
-"""A user's own model: a function or class that builds it, and a file with its weights.
+"""A file of weights: safetensors, or a state dict written by torch.save; no pickled code is run.
 
-Weights are safetensors, or a state dict written by torch.save; no pickled code is run.
+Whether they fit a model is checked before one of them is assigned: keys and shapes that differ are named.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatmin_lab.evaluation.user_code import find_function, is_user_code
 from flatmin_lab.system.optional_deps import need
 
 STATE_DICT_KEYS = (
@@ -22,26 +21,13 @@ STATE_DICT_KEYS = (
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 
-def make_model(name: str) -> nn.Module:
-    """The model that the function makes; it is called without arguments."""
-    if not is_user_code(name):
-        raise ValueError(
-            f"--model takes file.py:make_model or mymodule:make_model, got {name!r}; a model trained by flatmin is "
-            "named by its run's folder"
-        )
-    function = find_function(name, "make_model")
-    try:
-        model = function()
-    except TypeError as error:
-        raise TypeError(f"{name} is called without arguments ({error})") from error
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{name} must make a torch.nn.Module, got {type(model).__name__}")
-    return model
+def load_weights(model: nn.Module, path: Path, *, without: Sequence[str] = ()) -> None:
+    """Load a file of weights into the model; an error names the keys and shapes that differ.
 
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a file of weights into the model; an error names the keys and shapes that differ."""
-    assign_weights(model, _without_wrapper_prefix(read_weights(path), set(model.state_dict())), str(path))
+    Keys that begin with one of `without` are left as they are in the model.
+    """
+    weights = _without_wrapper_prefix(read_weights(path), set(model.state_dict()))
+    assign_weights(model, weights, str(path), without=without)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -79,10 +65,15 @@ def _without_wrapper_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dic
     return weights
 
 
-def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str, *, without: Sequence[str] = ()) -> None:
     """Assign weights to a model; if they are another model's, the error names the keys that differ."""
-    has = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    given = {key: tuple(value.shape) for key, value in weights.items()}
+    own = model.state_dict()
+    if unknown := [prefix for prefix in without if not any(_is_under(key, prefix) for key in own)]:
+        names = list(dict.fromkeys(key.partition(".")[0] for key in own))
+        raise ValueError(f"the model has nothing called {', '.join(unknown)}; it has {_few(names, 12)}")
+    kept = {key for key in own if any(_is_under(key, prefix) for prefix in without)}
+    has = {key: tuple(value.shape) for key, value in own.items() if key not in kept}
+    given = {key: tuple(value.shape) for key, value in weights.items() if not any(_is_under(key, p) for p in without)}
     missing, foreign = has.keys() - given.keys(), given.keys() - has.keys()
     apart = [f"{key} is {given[key]}, not {has[key]}" for key in has if key in given and given[key] != has[key]]
     differences = [
@@ -91,8 +82,26 @@ def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) 
         *([_few(apart)] if apart else []),
     ]
     if differences:
-        raise ValueError(f"{where} holds the weights of another model: {'; '.join(differences)}")
-    model.load_state_dict(dict(weights))
+        of_shape = {key for key in has if key in given and given[key] != has[key]}
+        raise WeightsError(f"{where} holds the weights of another model: {'; '.join(differences)}", of_shape, missing)
+    model.load_state_dict({**{key: own[key] for key in kept}, **{key: weights[key] for key in has}})
+
+
+class WeightsError(ValueError):
+    """Weights that do not fit: `of_shape` has the keys with another shape, `missing` those that the file has not."""
+
+    def __init__(self, text: str, of_shape: Set[str], missing: Set[str]) -> None:
+        super().__init__(text)
+        self.of_shape, self.missing = of_shape, missing
+
+
+def _is_under(key: str, prefix: str) -> bool:
+    """Is the key of that module, or of one inside it?
+
+    >>> _is_under("head.fc.weight", "head"), _is_under("header.weight", "head")
+    (True, False)
+    """
+    return key == prefix or key.startswith(f"{prefix.rstrip('.')}.")
 
 
 def _few(names: list[Any], most: int = 4) -> str:

@@ -1,0 +1,75 @@
+"""`--config`: a recipe from a file, as the start of another run; flags change it.
+
+    flatmin train --config runs/first --lr 0.05          a run's folder, or its config.json
+    flatmin train --config run.json                      {"data": "digits", "model": "mlp", "epochs": 10}
+
+What a file does not have is as without it: the default for the data set. The seed is --seed, or 0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.recipes.user_files import FIELDS, located_name
+from flatmin_lab.system.json_data import read_json
+from flatmin_lab.system.json_types import check_types
+
+NOT_TAKEN = ("name", "files")  # of a table of the paper; of a content that may have changed since
+
+
+@dataclass(frozen=True)
+class ConfigValues:
+    """The fields of a recipe that a file has."""
+
+    values: Mapping[str, Any]
+
+    @staticmethod
+    def of(path: Path) -> "ConfigValues":
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise FileNotFoundError(f"--config takes a JSON file or a run's folder, and {file} does not exist")
+        try:
+            found = read_json(file)
+        except ValueError as error:
+            raise ValueError(f"--config takes a JSON file or a run's folder, got {file}, which is no JSON") from error
+        values = found["recipe"] if isinstance(found.get("recipe"), dict) else found
+        known = [field.name for field in fields(Recipe)]
+        if unknown := sorted(values.keys() - set(known)):
+            raise ValueError(f"{file}: a recipe has no {', '.join(unknown)}; it has {', '.join(known)}")
+        try:
+            check_types(Recipe, values)
+        except TypeError as error:
+            raise ValueError(f"{file}: {error}") from error
+        taken = {key: value for key, value in values.items() if key not in NOT_TAKEN and value is not None}
+        return ConfigValues(taken)
+
+    @property
+    def data(self) -> str | None:
+        return self.values.get("data")
+
+    def method(self, asked: str | None) -> str | None:
+        return asked or self.values.get("method")
+
+    def changes(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The recipe's fields; flags take precedence. Another model or optimizer has other settings."""
+        there = {key: value for key, value in self.values.items() if key not in ("data", "method", "settings")}
+        there |= {key: located_name(key, there[key]) for key in FIELDS if there.get(key) is not None}
+        if "model" in asked:
+            there.pop("model_settings", None)
+        if asked.get("optimizer") not in (None, there.get("optimizer", "sgd")):
+            for key in ("optimizer_settings", "lr", "weight_decay", "momentum", "nesterov"):
+                there.pop(key, None)
+        for key in ("model_settings", "optimizer_settings"):
+            if key in asked and key in there:
+                there[key] = {**there[key], **asked[key]}
+        return {
+            **there,
+            **{key: value for key, value in asked.items() if key not in there or not key.endswith("_settings")},
+        }
+
+    def settings(self, asked: Mapping[str, Any], method: str | None) -> dict[str, Any]:
+        """The method's settings; another method has others."""
+        same = method in (None, self.values.get("method"))
+        return {**(self.values.get("settings", {}) if same else {}), **asked}

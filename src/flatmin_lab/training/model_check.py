@@ -1,0 +1,45 @@
+"""Checks of a model before it is trained or evaluated: it takes these inputs, and returns logits for these classes."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.core.model_state import eval_mode
+from flatmin.core.random_state import random_state, set_random_state
+from flatmin_lab.system.rng import generator_devices
+from flatmin_lab.system.user_code import user_lines
+
+
+def check_outputs(model: nn.Module, x: Tensor, kind: str, classes: int) -> list[str]:
+    """Raise where two inputs `x` of that kind do not become logits; notes on what looks odd about these."""
+    with torch.no_grad(), eval_mode(model), user_lines(f"the model does not take {kind}: its forward pass"):
+        logits = model(x)
+    _check_logits(logits, len(x), classes)
+    notes = []
+    if logits.shape[1] > classes:
+        notes.append(f"the model has {logits.shape[1]} outputs, and the data {classes} classes")
+    if bool((logits >= 0).all()) and torch.allclose(logits.sum(dim=1), torch.ones_like(logits[:, 0]), atol=1e-3):
+        notes.append("its outputs look like probabilities; return logits, before softmax")
+    return notes
+
+
+def check_training_outputs(model: nn.Module, x: Tensor, classes: int) -> None:
+    """The same in training mode, where some networks return more; on a copy, so that no statistic moves."""
+    devices = generator_devices(x.device)
+    states = [random_state(device) for device in devices]
+    with torch.no_grad(), user_lines("the model's forward pass in training mode"):
+        logits = copy.deepcopy(model).train()(x)
+    for device, state in zip(devices, states, strict=True):
+        set_random_state(device, state)
+    _check_logits(logits, len(x), classes, " in training mode")
+
+
+def _check_logits(logits: object, count: int, classes: int, when: str = "") -> None:
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != count or logits.shape[1] < classes:
+        raise ValueError(
+            f"the model must return logits ({count}, K) of {count} inputs for K = {classes} classes, got {shape}{when}"
+        )
+    if not logits.is_floating_point():
+        raise ValueError(f"the model must return logits as floating-point numbers, got {logits.dtype}")

@@ -1,0 +1,92 @@
+"""The base optimizer of a recipe: torch's by name, or the user's own, over the parameters that are trained."""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Optimizer
+
+from flatmin_lab.recipes.optimizers import DEFAULT, OPTIMIZERS
+from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.system.user_code import call_with, load_function, parameters_of
+
+
+class ClippedStep(Optimizer):
+    """Before an optimizer among the base classes: it clips the norm of the gradient that the optimizer steps with.
+
+    That is after the closure, and after a scaler has unscaled it. A step-pre-hook would run before the closure, and
+    clip the gradient of the previous step. (Hooks may run twice a step, because the optimizer's own step runs them too;
+    there are none here.)
+    """
+
+    def __init__(self, params: Iterable[Tensor], *, clip_norm: float, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.clip_norm = clip_norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.clip_norm)
+        super().step()
+        return result
+
+
+class ClippedSGD(ClippedStep, SGD):
+    """SGD that clips the norm of the gradient it steps with."""
+
+
+@cache
+def _clipped(kind: type[Optimizer]) -> Any:
+    return ClippedSGD if kind is SGD else type(f"Clipped{kind.__name__}", (ClippedStep, kind), {})
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """The optimizer of torch itself, which a captured step may have a kernel for, unless gradients are clipped."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not params:
+        raise ValueError(f"{recipe.model} has no parameter that requires a gradient: there is nothing to train")
+    if recipe.optimizer not in OPTIMIZERS:
+        return _own(recipe, model, params)
+    settings: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in recipe.optimizer_settings.items()
+    }
+    settings |= {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+    if recipe.optimizer == "sgd":
+        settings |= {"momentum": recipe.momentum, "nesterov": recipe.nesterov}
+    kind: Any = OPTIMIZERS[recipe.optimizer]
+    try:
+        if recipe.clip_norm is None:
+            made: Optimizer = kind(params, **settings)
+        else:
+            made = _clipped(kind)(params, clip_norm=recipe.clip_norm, **settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{recipe.optimizer} does not take {dict(recipe.optimizer_settings)}: {error}") from error
+    return made
+
+
+def _own(recipe: Recipe, model: nn.Module, params: list[nn.Parameter]) -> Optimizer:
+    name, function = recipe.optimizer, load_function(recipe.optimizer, DEFAULT)
+    declared = parameters_of(function)
+    if "lr" not in declared:
+        raise ValueError(f"{name} must take lr, the highest learning rate: the schedule moves it from there")
+    if "weight_decay" not in declared and recipe.weight_decay:
+        raise ValueError(f"{name} takes no weight_decay, got {recipe.weight_decay}; let it take one, or leave it out")
+    if recipe.clip_norm is not None:
+        raise ValueError(
+            f"--clip-norm is for optimizers of torch's, got {recipe.clip_norm} and {name}; clip in its own step"
+        )
+    offered = {"params": params, "model": model, "lr": recipe.lr, "weight_decay": recipe.weight_decay}
+    made = call_with(name, function, offered, recipe.optimizer_settings)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"{name} must make a torch.optim.Optimizer, got {type(made).__name__}")
+    if isinstance(made, LBFGS):
+        raise ValueError(f"{name} must take one step a gradient, got LBFGS, which searches by itself; make another")
+    known = {id(param) for param in model.parameters()}
+    if any(id(param) not in known for group in made.param_groups for param in group["params"]):
+        raise ValueError(f"{name} must step the parameters that it is given as params, got others among its groups")
+    return made
