@@ -21,6 +21,8 @@ COMMANDS = {
     "landscape": (
         "The loss around the weights of trained models, all along the same directions: numbers, and a page in 3D."
     ),
+    "predict": "The class of images, by a trained model: its probability, and the runner-up.",
+    "export": "Write a trained model to files that need no flatmin.",
     "reproduce": (
         "The paper's tables and figures from your own runs, beside its numbers. If killed, the same command resumes."
     ),
