@@ -5,7 +5,9 @@ wrong as often as the rest's, for the first six tenths of the training. Then it 
 
     python examples/transformer.py [--epsilon 0 0.1 auto] [--noise 0.2] [--epochs 30] [--seeds 3]
 
-If time is short, `--start 0.5` perturbs in the second half alone, at three quarters of AMP's cost.
+If time is short, `--start 0.5` perturbs in the second half alone, at three quarters of AMP's passes. With ε = 0.12 that
+ended at 5.61 ± 0.87 % and an NLL of 0.333 ± 0.026, AMP in all steps at 6.22 ± 0.32 and 0.345, AdamW alone at 9.72 ±
+1.26 and 0.388 ± 0.042 (n = 5, one CPU core).
 """
 
 import argparse
