@@ -29,10 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.stash[FOLDER] = tempfile.mkdtemp(prefix="flatmin-", dir="/tmp" if Path("/tmp").is_dir() else None)
     os.environ.update({MARK: secrets.token_hex(8), "RAY_TMPDIR": folder, "HF_HOME": f"{folder}/huggingface"})
     # Ray keeps the first token that a process has seen: with another one its next cluster would not answer. Without one
-    # it would write one into the home folder.
-    os.environ.update(
-        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    )
+    # it would write one into the home folder. And it would put a function of its own in the place of print.
+    ray = {
+        "AUTH_MODE": "token",
+        "AUTH_TOKEN": secrets.token_hex(32),
+        "TQDM_PATCH_PRINT": "0",
+        "USAGE_STATS_ENABLED": "0",
+    }
+    os.environ.update({f"RAY_{name}": value for name, value in ray.items()})
     for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
         os.environ.pop(name, None)
     # A process that is started keeps what is ignored, and has the default for what is handled.

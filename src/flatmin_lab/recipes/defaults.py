@@ -1,4 +1,4 @@
-"""The default recipe for a data set: the paper's protocol, scaled down for small data sets.
+"""The default recipe for a data set: the protocol `paper-v2` (protocols.py), scaled down for small data sets.
 
 recipe = default_recipe("cifar10", data, method="amp")
 """
@@ -21,7 +21,7 @@ SMALL_DATA: dict[str, dict[str, Any]] = {
 
 
 def default_recipe(name: str, data: Dataset, *, method: str = "erm", **changes: Any) -> Recipe:
-    """The paper's protocol, scaled down for small data sets; `changes` replace fields of the recipe.
+    """The protocol `paper-v2`, scaled down for small data sets; `changes` replace fields of the recipe.
 
     A model given by name has its own default settings, and an optimizer its own rate and weight decay. AMP's radius
     follows from model, augmentation and length, unless the method's `settings` have one. The user's own files are

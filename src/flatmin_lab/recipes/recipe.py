@@ -1,6 +1,6 @@
 """A recipe is everything that decides what a run computes, except the seed: frozen, checked when made, plain JSON.
 
-    recipe = default_recipe("cifar10", data, method="amp")       the paper's protocol
+    recipe = default_recipe("cifar10", data, method="amp")       the protocol paper-v2
     recipe = replace(recipe, epochs=60, lr=0.05)                 a variant
 
 What does not change the numbers (the device, where the files are, how often a checkpoint is written) is not in it.
@@ -125,7 +125,7 @@ class Recipe:
         None,
         "Mean and standard deviation that pixels of 0 to 1 are normalised by, in place of the training set's.",
         Rule("a finite mean and a standard deviation above 0", lambda pair, _: _is_normalisation(pair)),
-        after="augment",
+        after="clip_norm",
     )
     label_noise: float = flag(0.0, "Fraction of the training labels replaced by a wrong one.", FRACTION, after="ema")
     validation: bool = flag(

@@ -124,7 +124,10 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
         (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, paper-v2, short, smoke"),
         (["table1", "--methods", "sam"], "--methods takes adversarial, amp"),
         (["table1", "--data", "mnist"], "--data takes cifar10, cifar100, svhn, got mnist"),
-        (["table1", "--measure", "speed"], "--measure takes attack, boundary, flatness, landscape, got speed"),
+        (
+            ["table1", "--measure", "speed"],
+            "--measure takes attack, batch_rise, boundary, flatness, landscape, got speed",
+        ),
         (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
         (["table1", "--seeds", "3-1"], "--seeds must name one at least"),
         (["table1", "--device", "cpu,cpu"], "--device takes GPUs, each once, or cpu alone"),

@@ -107,7 +107,7 @@ def test_a_folder_that_another_process_trains_in_is_left_alone(store: ResultStor
 
 def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultStore) -> None:
     """The weights of an epoch before must not be taken for the last ones, nor be lost."""
-    recipe = replace(QUICK, epochs=2, method="erm")
+    recipe = replace(QUICK, epochs=2, method="erm", settings={})
     job = Job(recipe, 0)
     for _ in train(recipe, load(recipe.data), folder=store.folder(job)):
         pass
