@@ -1,19 +1,22 @@
 """Checks of a model before it is trained or evaluated: it takes these inputs, and returns logits for these classes."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from flatmin.core.model_state import eval_mode
 from flatmin.core.random_state import random_state, set_random_state
+from flatmin.doctor import own_lines
 from flatmin_lab.system.rng import generator_devices
-from flatmin_lab.system.user_code import user_lines
+from flatmin_lab.system.user_code import DEVICE_ERRORS, user_lines
 
 
 def check_outputs(model: nn.Module, x: Tensor, kind: str, classes: int) -> list[str]:
     """Raise where two inputs `x` of that kind do not become logits; notes on what looks odd about these."""
-    with torch.no_grad(), eval_mode(model), user_lines(f"the model does not take {kind}: its forward pass"):
+    with torch.no_grad(), eval_mode(model), _telling(f"the model does not take {kind}"):
         logits = model(x)
     _check_logits(logits, len(x), classes)
     notes = []
@@ -28,11 +31,25 @@ def check_training_outputs(model: nn.Module, x: Tensor, classes: int) -> None:
     """The same in training mode, where some networks return more; on a copy, so that no statistic moves."""
     devices = generator_devices(x.device)
     states = [random_state(device) for device in devices]
-    with torch.no_grad(), user_lines("the model's forward pass in training mode"):
+    with torch.no_grad(), _telling("the model cannot be trained"):
         logits = copy.deepcopy(model).train()(x)
     for device, state in zip(devices, states, strict=True):
         set_random_state(device, state)
     _check_logits(logits, len(x), classes, " in training mode")
+
+
+@contextmanager
+def _telling(problem: str) -> Iterator[None]:
+    """A forward pass that raises is told as this problem, with the user's own lines where it ran any."""
+    try:
+        yield
+    except Exception as error:
+        if own_lines(error):
+            with user_lines(f"{problem}: its forward pass"):
+                raise
+        if isinstance(error, DEVICE_ERRORS) or not isinstance(error, RuntimeError | ValueError | TypeError):
+            raise
+        raise ValueError(f"{problem}: {error}") from error
 
 
 def _check_logits(logits: object, count: int, classes: int, when: str = "") -> None:

@@ -264,7 +264,7 @@ WRONG = {
     "missing": (2, "rank 1 of 2: "),
     "folder": (2, "would lie in the file"),
     "small": (2, "a batch size of 1 leaves one of 2 processes 0 of the 1 images"),
-    "held": (2, "already holds a run (finished)"),
+    "held": (2, "already holds this run, finished"),
 }
 
 
