@@ -132,9 +132,11 @@ def run_and_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("text", SNIPPETS)
-def test_snippets_run_as_they_stand(text: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if '"runs/' in text or '"digits.' in text:
-        monkeypatch.chdir(request.getfixturevalue("run_and_exports"))
+def test_snippets_run_as_they_stand(
+    text: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    has_run = '"runs/' in text or '"digits.' in text
+    monkeypatch.chdir(request.getfixturevalue("run_and_exports") if has_run else tmp_path)
     if "istributed" in text or "ddp_model" in text:
         request.getfixturevalue("one_rank")
     if re.search(r"^from (sam|amp|pytorch_optimizer) ", text, re.MULTILINE):

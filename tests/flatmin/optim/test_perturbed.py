@@ -373,7 +373,9 @@ def test_an_optimizer_shows_its_settings_and_its_base() -> None:
     shown = repr(flatmin.AMP(SGD(params, lr=0.1), epsilon=0.3))
     assert shown.startswith("AMP(inner_iter=1, ball='global', norm='l2') around SGD")
     assert "epsilon: 0.3" in shown
-    assert repr(flatmin.RMP(SGD(params, lr=0.1), epsilon=0.3)).startswith("RMP(ball='global', norm='l2') around SGD")
+    assert repr(flatmin.RMP(SGD(params, lr=0.1), epsilon=0.3)).startswith(
+        "RMP(ball='global', norm='l2', noise='ball') around SGD"
+    )
 
 
 def test_micro_batches_of_an_unperturbed_step_leave_the_buffers_as_their_passes_did() -> None:
