@@ -33,6 +33,11 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
         lambda case: AMP(sgd(case), 0.1),
         r"AMP takes its settings by name, got 0.1 by position; write AMP\(.*, epsilon=0.1\)",
     ),
+    "the model by position": (
+        lambda case: AMP(sgd(case), case.model),
+        "AMP takes its settings by name, got an object of type .* by position",
+    ),
+    "no base": (lambda case: AMP(epsilon=0.1), "AMP wraps an optimizer, got none; write AMP"),
     "no epsilon": (lambda case: RMP(sgd(case)), "RMP needs epsilon, the radius of the ball; write RMP"),
     "sam's name": (lambda case: AMP(sgd(case), rho=0.05), "AMP has no setting rho; SAM's rho is epsilon here"),
     "the base's settings": (

@@ -65,6 +65,7 @@ def batch_rise(
         raise ValueError("radii must have one at least, got none")
     for radius in radii:
         check_radius(radius)
+    batches = list(batches)  # drawn before the passes, each of which winds random generators back for its masks
     weights = Weights(model, parameters)
     losses, rises = [], []
     with weights.movable():  # which restores the modes too

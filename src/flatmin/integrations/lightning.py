@@ -53,7 +53,7 @@ from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
 from flatmin.integrations.replay import Replay
 from flatmin.optim import AMP, RMP, perturbed
-from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii
+from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii, with_new_radii
 from flatmin.optim.telemetry.step_log import StepLog
 from flatmin.optim.wrapper import evaluates_closure, whole_number
 
@@ -69,8 +69,8 @@ class FlatMinima(pl.Callback):
     method      flatmin.AMP or flatmin.RMP
     inner_lr …  the method's other settings, its own where they are None; `model` is the trainer's
     start, growth, every    ε over the training, as in `flatmin.RadiusScheduler`; 0.5 starts at half of it
-    log_every   if given, what steps measure goes to the trainer's loggers: the numbers of `flatmin.StepLog`, means over
-                so many steps
+    log_every   if given, what steps measure goes to the trainer's loggers: the numbers of `flatmin.StepLog` but for the
+                losses, as means over so many steps
 
     Of several optimizers (in manual optimisation) all are wrapped, with ε = None those that already are.
     """
@@ -140,13 +140,14 @@ class FlatMinima(pl.Callback):
             trainer.fit_loop.run = partial(self._run_with_callback, trainer, trainer.fit_loop.run)  # type: ignore[method-assign]
 
     def _open_logs(self, trainer: pl.Trainer) -> None:
+        self._close_logs()  # of a tuner's trial that was broken off
         if self.log_every is None:
             return
         ours = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, PerturbedOptimizer)]
         for number, optimizer in enumerate(ours):
             prefix = "amp/" if len(ours) == 1 else f"amp-{number}/"
             log = StepLog(optimizer._optimizer, *trainer.loggers, every=self.log_every, prefix=prefix)
-            log.steps = trainer.global_step  # of a resumed training
+            log.steps = trainer.global_step // len(trainer.optimizers)  # of a resumed training; it counts those of all
             self._logs.append(log)
 
     def _close_logs(self) -> None:
@@ -209,6 +210,10 @@ class FlatMinima(pl.Callback):
     ) -> None:
         if self.schedule.moves:
             share = self.schedule.share(trainer.global_step, self._total_steps)
+            self._radii = [
+                with_new_radii(optimizer, radii)
+                for optimizer, radii in zip(trainer.optimizers, self._radii, strict=True)
+            ]
             for optimizer, radii in zip(trainer.optimizers, self._radii, strict=True):
                 scale_radii(optimizer, radii, share)
         if pl_module.automatic_optimization:

@@ -20,7 +20,7 @@ from flatmin.integrations.recorded_step import RecordedStep
 from flatmin.optim import AMP, RMP
 from flatmin.optim.param_groups import groups
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii
+from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii, with_new_radii
 from flatmin.optim.telemetry.step_log import StepLog
 
 MAX_LOGGED_STEPS = 10_000  # whose numbers are kept for the Trainer's next log, if it ever logs
@@ -35,7 +35,7 @@ class AMPTrainer(Trainer):
     method      flatmin.AMP, or flatmin.RMP (where the clean passes run too, for the loss alone)
     perturb     if given, perturb(name, parameter) selects the parameters to perturb; the others are trained as usual
     start, growth, every    ε over the training, as in `flatmin.RadiusScheduler`; 0.5 starts at half of it
-    log_perturbation        log what steps measure beside the Trainer's loss: `flatmin.StepLog`'s numbers, as amp/…
+    log_perturbation        log with the Trainer's loss what steps measure, as `flatmin.StepLog` does: amp/delta_norm …
 
     An optimizer in `optimizers=` is wrapped, or used as it is if it is a flatmin.AMP or flatmin.RMP already; then the
     settings are its own. Before another subclass of Trainer it works as a mixin:
@@ -146,11 +146,11 @@ class AMPTrainer(Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
+            if self._schedule.moves and self._window is not None:
+                scale_radii(self._window.optimizer, self._radii, 1.0)
             if self._step_log is not None:
                 self._step_log.close()
                 self._step_log = None
-            if self._schedule.moves and self._window is not None:
-                scale_radii(self._window.optimizer, self._radii, 1.0)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -162,6 +162,7 @@ class AMPTrainer(Trainer):
         if self._log_perturbation and self._step_log is None:
             self._step_log = StepLog(self._window.optimizer, every=MAX_LOGGED_STEPS)
         if self._schedule.moves:
+            self._radii = with_new_radii(self._window.optimizer, self._radii)
             share = self._schedule.share(self.state.global_step, self.state.max_steps)
             scale_radii(self._window.optimizer, self._radii, share)
         recorded = RecordedStep(self, super().training_step, before_loss=self._window.record_random_state)

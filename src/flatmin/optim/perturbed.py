@@ -303,7 +303,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             if self.starts_clean:
                 with self._ascent_pass(is_last=False):
                     first = latest = (ascent or closure)()
-                self._check_gradients("the closure")
+                self._check_gradients("the closure" if ascent is None else "the ascent")
                 if clean is not None:
                     clean.take(devices, since=start)
             for n in range(self.inner_iter):
@@ -316,7 +316,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 is_last = n + 1 == self.inner_iter
                 with self._ascent_pass(is_last=is_last):
                     latest = closure() if is_last or ascent is None else ascent()
-                self._check_gradients("the closure")  # in every call, not just the first
+                self._check_gradients("the closure" if is_last or ascent is None else "the ascent")  # in every call
                 if n == 0 and not self.starts_clean:
                     first = latest
         return first, latest

@@ -196,10 +196,13 @@ def check_call(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
         name = type(args[0]).__name__
         example = f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1)"
         if len(args) > 2:
-            raise TypeError(f"{name} takes its settings by name, got {args[2]!r} by position; write {example}")
+            wrong = args[2] if isinstance(args[2], Real) else describe(args[2])
+            raise TypeError(f"{name} takes its settings by name, got {wrong} by position; write {example}")
         if unknown := [key for key in kwargs if key not in parameters]:
             hint = "SAM's rho is epsilon here" if "rho" in unknown else f"choose from {', '.join(known)}"
             raise TypeError(f"{name} has no setting {', '.join(unknown)}; {hint}, as in {example}")
+        if len(args) < 2 and "base" not in kwargs:
+            raise TypeError(f"{name} wraps an optimizer, got none; write {example}")
         if "epsilon" not in kwargs:
             raise TypeError(f"{name} needs epsilon, the radius of the ball; write {example}")
         init(*args, **kwargs)

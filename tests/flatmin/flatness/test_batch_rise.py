@@ -60,6 +60,17 @@ def test_it_is_the_plain_loop_in_train_mode(scale: Scale) -> None:
     assert 0 < found.mean[1] < found.mean[2]
 
 
+def test_batches_that_are_drawn_as_they_are_asked_for_are_those_of_a_list() -> None:
+    """Passes wind random generators back, and must not do so to whoever draws the batches."""
+    rises = []
+    for drawn in (iter, list):
+        torch.manual_seed(5)
+        batches = ((torch.randn(10, 1, 8, 8, dtype=torch.float64), torch.arange(10) % 3) for _ in range(3))
+        rises.append(batch_rise(network(), drawn(batches), radii=[0.05]).losses)
+    assert torch.equal(*rises)
+    assert len(set(rises[0].tolist())) == 3
+
+
 def test_the_model_is_bit_for_bit_as_it_was_even_after_an_error() -> None:
     model = network()
     model[1].eval()

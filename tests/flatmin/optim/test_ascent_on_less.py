@@ -180,6 +180,8 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
             training.optimizer.step(closure, ascent=training.closure(3))
     with pytest.raises(TypeError, match="closure_on_less"):
         training.optimizer.step(training.closure(), ascent=3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no parameter got a gradient in the ascent"):
+        training.optimizer.step(training.closure(), ascent=lambda: None)
     rmp = flatmin.RMP(training.optimizer.base, epsilon=0.1)
     with pytest.raises(TypeError, match=r"RMP draws Δ at random and has no ascent"):
         rmp.step(training.closure(), ascent=training.closure(3))

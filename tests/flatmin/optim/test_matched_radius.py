@@ -205,6 +205,27 @@ def test_a_group_that_is_added_later_moves_too() -> None:
     assert bowl.radius.radii == pytest.approx([0.3, 1.2])
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_group_that_is_added_after_a_move_shares_the_ball(scheduled: bool) -> None:
+    bowl = Bowl(0.1)
+    if scheduled:
+        scheduler = flatmin.RadiusScheduler(bowl.optimizer, 1000, start=0.0)
+        bowl.radius = flatmin.MatchedRadius(bowl.optimizer, scheduler=scheduler)
+    bowl.steps()
+    bowl.radius.step(1e6)
+    more = {"epsilon": bowl.epsilon} if scheduled else {}
+    bowl.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.float64))], **more})
+    bowl.steps()
+    bowl.radius.step(1e6)
+    assert bowl.radius.radii == pytest.approx([0.9, 0.9])
+
+
+def test_it_begins_above_0() -> None:
+    base = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="a matched radius begins above 0, got 0 in all groups"):
+        flatmin.MatchedRadius(flatmin.AMP(base, epsilon=0.0))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bowl: pickle.loads(pickle.dumps(bowl))])
 def test_a_copy_counts_the_steps_of_its_own_optimizer(copied: Any) -> None:
     bowl = Bowl(0.1)

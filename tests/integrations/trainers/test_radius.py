@@ -40,6 +40,22 @@ def test_lightnings_callback_starts_late_as_a_loop_by_hand_does_bit_for_bit() ->
     assert fitted.passes == 4 + 2 + 1 + 2 + 1
 
 
+def test_a_group_that_is_unfrozen_in_a_training_has_the_same_share_of_its_radius() -> None:
+    seen: list[tuple[float, ...]] = []
+
+    class Unfreezes(on_lightning.Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.trainer.optimizers[0]
+            if self.trainer.global_step == 2:
+                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+            seen.append(tuple(group["epsilon"] for group in optimizer.param_groups))
+
+    fitted = on_lightning.fit(Unfreezes("dropout"), FlatMinima(epsilon=0.1, start=0.75))
+    assert seen[3:6] == [(0.0, 0.0)] * 3
+    assert seen[6:] == [(0.1, 0.1)] * 2
+    assert [group["epsilon"] for group in fitted.optimizers[0].param_groups] == [0.1, 0.1]
+
+
 def test_a_scheduler_that_the_module_configures_moves_the_radius() -> None:
     class Configured(on_lightning.Module):
         def configure_optimizers(self) -> Any:

@@ -5,6 +5,13 @@ matched.py      ε moved until the loss at θ + Δ meets the loss on held-out da
 """
 
 from flatmin.optim.radius.matched import MatchedRadius
-from flatmin.optim.radius.schedule import Growth, RadiusSchedule, RadiusScheduler, radii_of, scale_radii
+from flatmin.optim.radius.schedule import (
+    Growth,
+    RadiusSchedule,
+    RadiusScheduler,
+    radii_of,
+    scale_radii,
+    with_new_radii,
+)
 
-__all__ = ["Growth", "MatchedRadius", "RadiusSchedule", "RadiusScheduler", "radii_of", "scale_radii"]
+__all__ = ["Growth", "MatchedRadius", "RadiusSchedule", "RadiusScheduler", "radii_of", "scale_radii", "with_new_radii"]

@@ -27,7 +27,7 @@ from torch import Tensor
 from flatmin.core import distributed
 from flatmin.core.messages import describe
 from flatmin.optim.amp import AMP
-from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, scale_radii
+from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, scale_radii, with_new_radii
 
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
 MIN_SHARE = 0.01  # of the first radius, which ε never falls below: from 0 it could not grow
@@ -58,11 +58,19 @@ class MatchedRadius:
 
     def __init__(self, optimizer: AMP, *, scheduler: HasRadii | None = None) -> None:
         if not isinstance(optimizer, AMP):
-            raise TypeError(f"MatchedRadius moves the epsilon of a flatmin.AMP, got {describe(optimizer)}")
+            raise TypeError(
+                f"MatchedRadius moves the epsilon of a flatmin.AMP, got {describe(optimizer)}; give it the flatmin.AMP "
+                "itself (of Accelerate's, `optimizer.optimizer`)"
+            )
         self.optimizer, self.scheduler = optimizer.behind_proxy(), scheduler
         if isinstance(scheduler, RadiusScheduler):
             _check_scheduler(scheduler, self.optimizer)
         self.first = list(self.radii)
+        if not any(self.first):
+            raise ValueError(
+                "a matched radius begins above 0, got 0 in all groups; write epsilon=0.1, and make the MatchedRadius "
+                "before a checkpoint is loaded whose schedule has not yet begun"
+            )
         self._sums: Tensor | None = None  # of both losses, of the share at the edge, and of ones: on the device
         self._lacks_losses = False  # was there a step whose losses the optimizer has not seen?
         self._handle = self.optimizer.register_step_post_hook(self._add)
@@ -78,7 +86,9 @@ class MatchedRadius:
     @property
     def radii(self) -> list[float]:
         """ε of each group, or what its schedule grows to."""
-        return radii_of(self.optimizer) if self.scheduler is None else self.scheduler.radii
+        return (
+            radii_of(self.optimizer) if self.scheduler is None else with_new_radii(self.optimizer, self.scheduler.radii)
+        )
 
     @torch.no_grad()
     def _add(self, *_: object) -> None:
@@ -121,6 +131,7 @@ class MatchedRadius:
         radii = [max(factor * now, MIN_SHARE * first) for now, first in zip(self.radii, self.first, strict=True)]
         if self.scheduler is None:
             scale_radii(self.optimizer, radii, 1.0)
+            self.optimizer.defaults["epsilon"] = max(radii)  # for groups that are added later: one ball has one radius
         else:
             self.scheduler.set_radii(radii)
         return factor

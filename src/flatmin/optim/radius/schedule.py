@@ -80,6 +80,11 @@ def radii_of(optimizer: Optimizer) -> list[float]:
     return radii
 
 
+def with_new_radii(optimizer: Optimizer, radii: Sequence[float]) -> list[float]:
+    """These radii, and ε of the groups that were added since they were read."""
+    return [*radii, *radii_of(optimizer)[len(radii) :]]
+
+
 def scale_radii(optimizer: Optimizer, radii: Sequence[float], share: float) -> None:
     """Give each group its share of its radius."""
     for group, radius in zip(optimizer.param_groups, radii, strict=False):
@@ -141,7 +146,7 @@ class RadiusScheduler(LRScheduler):
 
     def _set(self) -> None:
         self._step_count = self.last_epoch + 1  # torch's, which Accelerate compares with total_steps
-        self.radii += radii_of(self.optimizer)[len(self.radii) :]  # of groups added since
+        self.radii = with_new_radii(self.optimizer, self.radii)
         scale_radii(self.optimizer, self.radii, self.schedule.share(self.last_epoch, self.total_steps))
 
     def set_radii(self, radii: Sequence[float]) -> None:

@@ -15,7 +15,8 @@ class Last:
     the two are one); their difference is the sharpness. `grad_norm` is ‖∇J(θ)‖ (RMP: at θ + Δ) and `delta_norm` is ‖Δ‖
     over all balls together, both in the ball's norm. `on_ball` is the share of balls where Δ was projected back to the
     edge (for "linf", of tensors with a clamped number). `skipped` is true if a gradient was not finite and θ stayed as
-    it was. None: not measured.
+    it was. None: not measured. In `step(closure, ascent=…)` nothing has all the data at θ: `loss` is None, and
+    `grad_norm` that of the ascent's pass.
     """
 
     loss: Tensor | None = None

@@ -12,6 +12,7 @@ nothing: that gets one.
 
 import csv
 import json
+import logging
 import math
 import os
 import warnings
@@ -43,13 +44,14 @@ class StepLog:
         log.close()
 
     targets   a path that ends in .jsonl or .csv, to which lines are added; a TensorBoard SummaryWriter; a wandb run;
-              the module mlflow; a logger of Lightning's; or a function of the step and a dict of numbers
+              the module mlflow; a logger of Lightning's or Python's; or a function of the step and a dict of numbers
     every     steps between two lines; the host reads the device's numbers once for each
     prefix    of the names in TensorBoard, wandb, MLflow and Lightning, where other curves are too
 
     What was not measured is left out: in loops with `perturbed()` blocks the losses, in steps with ε = 0 all but the
-    loss. Steps that were skipped count in `skipped` alone. On several ranks the first one writes, its own numbers. To
-    resume, save `state_dict()` with the rest. `close` writes what is left; a `with` block does so at its end.
+    loss, RMP's sharpness. Steps that were skipped count in `skipped` alone. ε and the rate are those of the first group
+    that is perturbed, in the last of the steps. On several ranks the first one writes, its own numbers. To resume, save
+    `state_dict()` with the rest. `close` writes what is left; a `with` block does so at its end.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> from flatmin import AMP
@@ -68,7 +70,10 @@ class StepLog:
 
     def __init__(self, optimizer: Optimizer, *targets: Any, every: int = 50, prefix: str = "amp/") -> None:
         if not isinstance(getattr(optimizer, "last", None), Last):
-            raise TypeError(f"StepLog reads `last` of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}")
+            raise TypeError(
+                f"StepLog reads `last` of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}; give it the flatmin "
+                "optimizer itself (of Accelerate's, `optimizer.optimizer`)"
+            )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every is a number of steps, at least 1, got {every!r}")
         self.optimizer, self.every, self.prefix = optimizer, every, prefix
@@ -79,12 +84,18 @@ class StepLog:
         self._skipped_in_a_row, self._has_warned = 0, False
         self._handle = optimizer.register_step_post_hook(self._keep)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a StepLog belongs to one optimizer and its files, and is not copied or pickled; make one for the copy, "
+            "and load this one's state_dict() into it"
+        )
+
     def _keep(self, *_: object) -> None:
-        group = self.optimizer.param_groups[0]
+        group = (self.optimizer.perturbed_groups() or self.optimizer.param_groups)[0]  # type: ignore[attr-defined]
         self._kept.append(self.optimizer.last)  # type: ignore[attr-defined]
         self._settings = group["epsilon"], group.get("lr")
         self.steps += 1
-        if len(self._kept) == self.every:
+        if len(self._kept) >= self.every:
             self.write()
 
     def write(self) -> None:
@@ -98,10 +109,13 @@ class StepLog:
         """The means of the steps since the last line, which are then not written; nothing if there were none."""
         if not self._kept:
             return {}
-        rows = _on_host(self._kept)
-        (epsilon, rate), self._kept = self._settings, []
+        kept, self._kept = self._kept, []
+        rows, (epsilon, rate) = _on_host(kept), self._settings
         self._look_for_skips(rows)
-        return {**_means(rows), "epsilon": float(epsilon), **({} if rate is None else {"lr": float(rate)})}
+        numbers = _means(rows)
+        if not getattr(self.optimizer, "starts_clean", True):  # RMP's losses are one, at θ + Δ
+            numbers.pop("sharpness", None)
+        return {**numbers, "epsilon": float(epsilon), **({} if rate is None else {"lr": float(rate)})}
 
     def _look_for_skips(self, rows: list[Numbers]) -> None:
         for row in rows:
@@ -183,6 +197,8 @@ def _writer(target: Any, prefix: str) -> Write:
     """A function that writes a line to the target, by what it can do: no tracker is imported."""
     if isinstance(target, str | os.PathLike):
         return _file_writer(Path(target))
+    if isinstance(target, logging.Logger):  # whose `log` is not wandb's
+        return lambda step, numbers: target.info("step %d: %s", step, numbers)
 
     def named(numbers: Numbers) -> Numbers:
         return {f"{prefix}{name}": value for name, value in numbers.items()}
