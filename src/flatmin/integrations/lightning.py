@@ -54,6 +54,7 @@ from flatmin.core.model_state import Snapshot
 from flatmin.integrations.replay import Replay
 from flatmin.optim import AMP, RMP, perturbed
 from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii, with_new_radii
+from flatmin.optim.rmp import Noise
 from flatmin.optim.telemetry.step_log import StepLog
 from flatmin.optim.wrapper import evaluates_closure, whole_number
 
@@ -85,6 +86,7 @@ class FlatMinima(pl.Callback):
         ball: Ball | None = None,
         norm: Norm | None = None,
         sync_perturbation: bool | None = None,
+        noise: Noise | None = None,
         generator: torch.Generator | None = None,
         start: float = 0.0,
         growth: Growth = "constant",
@@ -96,7 +98,11 @@ class FlatMinima(pl.Callback):
         self._logs: list[StepLog] = []
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         named: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
-        named |= {"sync_perturbation": sync_perturbation, "generator": generator}  # by name: LightningCLI sees them
+        named |= {
+            "sync_perturbation": sync_perturbation,
+            "noise": noise,
+            "generator": generator,
+        }  # LightningCLI sees them
         settings |= {name: value for name, value in named.items() if value is not None}
         if not (isinstance(method, type) and issubclass(method, perturbed.PerturbedOptimizer)):
             raise TypeError(f"method must be flatmin.AMP or flatmin.RMP, got {describe(method)}")

@@ -143,7 +143,10 @@ def test_signatures_are_as_they_are_meant(site: Path) -> None:
     assert "delta where it was found, a tensor per parameter" in flatness_
     laboratory = words(site / "reference" / "laboratory.html")
     assert "lr: float = 0.1," in laboratory
-    assert "lr The highest learning rate (the paper: 0.1). Must be above 0 and finite." in laboratory
+    assert (
+        "weight_decay The paper: 1e-4; other optimizers have their own default. Must be at least 0 and finite."
+        in laboratory
+    )
     assert "flatmin.flatness.Trace.value" not in (site / "reference" / "flatness.html").read_text(encoding="utf-8")
 
 
