@@ -220,7 +220,8 @@ class Learner:
         if here != there:
             raise ValueError(
                 f"this run matches its radius (epsilon auto) by another rule: {'; '.join(differences(there, here))}. "
-                "Resume it with the flatmin that began it, or choose another folder with --out to train it anew"
+                "Resume it with the flatmin that began it, or train it anew: move its folder away, or choose another "
+                "with --out"
             )
 
     def _lay_out_moments(self) -> None:

@@ -514,7 +514,7 @@ def test_a_matched_radius_is_resumed_by_the_rule_it_began_with(tmp_path: Path, m
     for name, value, apart in (("AUTO_RULE", 3, "version is 2 there and 3 here"), ("AUTO_RELEASE", 1.0, "epochs is 4")):
         with monkeypatch.context() as patched:
             patched.setattr(methods, name, value)
-            with pytest.raises(ValueError, match=f"by another rule: {apart}.*another folder with --out"):
+            with pytest.raises(ValueError, match=f"by another rule: {apart}.*choose another with --out"):
                 run(recipe, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
     (newest, *_) = checkpoint.listed(tmp_path / "run")
