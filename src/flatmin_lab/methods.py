@@ -31,6 +31,8 @@ NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # of AMP's radius over
 UNLISTED = {**NOT_IN_PAPER, "noise": "ball", "units": "pixels", "random_start": False}
 AUTO, AUTO_FIRST_RADIUS = "auto", 0.1  # the word for a matched ε, and what it begins with
 AUTO_RELEASE = 0.6  # of the perturbed part of a run, in which it moves
+AUTO_RULE = 2  # counts the ways ε was matched, here and in flatmin.MatchedRadius: a run keeps the one it began with
+OF_AUTO = ("held_out", "release")  # settings of a matched ε alone
 
 
 def _unwrapped(optimizer: Optimizer, model: nn.Module) -> Optimizer:

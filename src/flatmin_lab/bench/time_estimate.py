@@ -16,7 +16,7 @@ import torch
 
 from flatmin.optim.radius import RadiusSchedule
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.methods import CONSTANT, resolve_settings
+from flatmin_lab.methods import CONSTANT, OF_AUTO, resolve_settings
 from flatmin_lab.recipes.recipe import Job, Recipe
 from flatmin_lab.runs.events import Epoch, Event
 from flatmin_lab.system.rng import RandomScope
@@ -51,7 +51,8 @@ def kinds_of_steps(recipe: Recipe) -> list[tuple[float, Recipe]]:
     radius = RadiusSchedule(**schedule)
     share = (1 - radius.start) / radius.every
     settings = {key: value for key, value in recipe.settings.items() if key not in schedule}
-    plain = replace(recipe, settings={**settings, "epsilon": 0.0})
+    without_radius = {key: value for key, value in settings.items() if key not in OF_AUTO}
+    plain = replace(recipe, settings={**without_radius, "epsilon": 0.0})
     kinds = [(1 - share, plain), (share, replace(recipe, settings=settings))]
     return [(part, kind) for part, kind in kinds if part > 0]
 

@@ -16,6 +16,8 @@ from flatmin_lab.recipes.user_files import FIELDS, located_name
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.system.json_types import check_types
 
+OF_OPTIMIZER = ("optimizer", "optimizer_settings", "lr", "weight_decay", "momentum", "nesterov")
+SETTINGS = ("model_settings", "optimizer_settings")
 NOT_TAKEN = ("name", "files")  # of a table of the paper; of a content that may have changed since
 
 
@@ -53,23 +55,28 @@ class ConfigValues:
         return asked or self.values.get("method")
 
     def changes(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The recipe's fields; flags take precedence. Another model or optimizer has other settings."""
+        """The recipe's fields; flags take precedence."""
         there = {key: value for key, value in self.values.items() if key not in ("data", "method", "settings")}
         there |= {key: located_name(key, there[key]) for key in FIELDS if there.get(key) is not None}
-        if "model" in asked:
-            there.pop("model_settings", None)
-        if asked.get("optimizer") not in (None, there.get("optimizer", "sgd")):
-            for key in ("optimizer_settings", "lr", "weight_decay", "momentum", "nesterov"):
-                there.pop(key, None)
-        for key in ("model_settings", "optimizer_settings"):
-            if key in asked and key in there:
-                there[key] = {**there[key], **asked[key]}
-        return {
-            **there,
-            **{key: value for key, value in asked.items() if key not in there or not key.endswith("_settings")},
-        }
+        return overridden(there, asked)
 
     def settings(self, asked: Mapping[str, Any], method: str | None) -> dict[str, Any]:
         """The method's settings; another method has others."""
         same = method in (None, self.values.get("method"))
         return {**(self.values.get("settings", {}) if same else {}), **asked}
+
+
+def overridden(there: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe, changed by flags; another model or optimizer has other settings.
+
+    >>> overridden({"optimizer": "adamw", "lr": 0.001, "epochs": 9}, {"optimizer": "sgd"})
+    {'epochs': 9, 'optimizer': 'sgd'}
+    """
+    kept = dict(there)
+    if "model" in asked:
+        kept.pop("model_settings", None)
+    if asked.get("optimizer") not in (None, there.get("optimizer", "sgd")):
+        for key in OF_OPTIMIZER:
+            kept.pop(key, None)
+    merged = {key: {**kept[key], **asked[key]} for key in SETTINGS if key in asked and key in kept}
+    return {**kept, **asked, **merged}

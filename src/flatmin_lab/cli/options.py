@@ -119,7 +119,7 @@ def parse_settings(pairs: list[str] | None, flag: str = "--set") -> dict[str, An
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ValueError(f"{flag} takes KEY=VALUE, got {pair!r}")
-        for text in (value, f"[{value}]", json.dumps(value)):
+        for text in (value, *([f"[{value}]"] if "," in value else []), json.dumps(value)):
             try:
                 found[key] = json.loads(text)
             except ValueError:

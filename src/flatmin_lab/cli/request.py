@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flatmin_lab.cli.config_file import overridden
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.formats.download_progress import download_bar
 from flatmin_lab.models.user_model import short_name
@@ -170,11 +171,8 @@ class TunedValues(NamedTuple):
         return TunedValues(path, found)
 
     def changes(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The recipe's fields; flags take precedence. Another model has other settings."""
-        there = self.tuning.changes()
-        if "model" in asked:
-            del there["model_settings"]
-        return {**there, **asked}
+        """The recipe's fields; flags take precedence."""
+        return overridden(self.tuning.changes(), asked)
 
     def settings(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.tuning.settings(), **asked}
@@ -197,5 +195,10 @@ class TunedValues(NamedTuple):
             )
         if here.model != there.model:
             yield f"the values were tuned for {there.model}, but this run trains {here.model}"
+        if here.optimizer != there.recipe.optimizer:
+            yield (
+                f"the values were tuned with {there.recipe.optimizer}, but this run has {here.optimizer}, with its own "
+                "rate and weight decay where none are given"
+            )
         if there.ended < there.wanted:
             yield f"{there.ended} of {there.wanted} trials have ended: values may change; resume with `flatmin tune`"

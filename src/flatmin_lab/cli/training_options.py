@@ -87,8 +87,8 @@ def recipe_changes(given: Mapping[str, Any], recipe: type[Recipe] = Recipe) -> d
     """The recipe's fields that the flags change, by name; a file of the user's own has its absolute path."""
     known = {name: flag for name, flag in flags(recipe).items() if given.get(name) is not None}
     changes = {name: given[name] for name in known if name not in OF_REQUEST}
-    if (momentum := changes.get("momentum")) is not None:
-        changes = {"momentum": momentum, "nesterov": momentum > 0, **changes}
+    if changes.get("momentum") == 0:
+        changes = {"nesterov": False, **changes}
     for name in changes.keys() & known.keys():
         if known[name].kind == NUMBERS:
             changes[name] = parse_numbers(changes.pop(name))

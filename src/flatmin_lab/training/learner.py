@@ -28,9 +28,10 @@ from flatmin.core.random_state import random_state, set_random_state
 from flatmin.optim import PerturbedOptimizer
 from flatmin.optim.radius import MatchedRadius, radii_of, scale_radii
 from flatmin.regularisers import Mixed, Regulariser
+from flatmin_lab import methods
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.system.rng import generator, generator_devices, seed_generators
 from flatmin_lab.training.build import build_method, build_model, load_initial_weights
@@ -175,11 +176,12 @@ class Learner:
         _check_plain([*numbers.values(), *optimizer["param_groups"]], self.recipe.optimizer)
         found = {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
         if self.matched is not None:
-            found["matched"] = {"radii": self.radii, **self.matched.state_dict()}
+            found["matched"] = {"rule": self._matching_rule(), "radii": self.radii, **self.matched.state_dict()}
         return found
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint in place, so the weights keep their storage and memory format."""
+        self._check_rule(checkpoint)
         self.model.load_state_dict(checkpoint.part("model"))
         if self.ema is not None:
             self.ema.load_state_dict(checkpoint.part("average"))
@@ -196,12 +198,31 @@ class Learner:
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         if self.matched is not None:
             known = dict(checkpoint.state["matched"])
+            del known["rule"]
             self.set_radii(known.pop("radii"))
             self.matched.load_state_dict(known)
         random = checkpoint.part("random")
         for device in generator_devices(self.device):
             if device.type in random:  # not where training resumes on another kind of device
                 set_random_state(device, random[device.type])
+
+    def _matching_rule(self) -> dict[str, int]:
+        """What a matched radius depends on beside the recipe: defaults that may be others in another version."""
+        held_out = self.batches.held_out
+        images, epochs = (0, 0) if held_out is None else (len(held_out.indices), held_out.epochs)
+        return {"version": methods.AUTO_RULE, "held_out_images": images, "epochs": epochs}
+
+    def _check_rule(self, checkpoint: Checkpoint) -> None:
+        if self.matched is None:
+            return
+        here = self._matching_rule()
+        there = checkpoint.state["matched"].get("rule", {**here, "version": 1})  # the first recorded none
+        if here != there:
+            raise ValueError(
+                f"this run matches its radius (epsilon auto) by another rule: {'; '.join(differences(there, here))}. "
+                "Resume it with the flatmin that began it, or train it anew: move its folder away, or choose another "
+                "with --out"
+            )
 
     def _lay_out_moments(self) -> None:
         """Give momentum the weights' memory format (channels-last), which a file does not keep: mixed ones are slow."""

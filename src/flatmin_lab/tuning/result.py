@@ -16,7 +16,7 @@ from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.tuning.search_space import HyperParameter, Measure, hyper_parameters_of, split_settings
 
 State = Literal["finished", "pruned", "failed", "running"]
-RECIPE_FLAGS = flags(Recipe)  # nesterov, which follows from the momentum, has none
+RECIPE_FLAGS = flags(Recipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,8 @@ class Tuning:
 def _flag(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
-        return [flag] if value else []
+        on_by_default = name in RECIPE_FLAGS and RECIPE_FLAGS[name].default is True
+        return [flag] if value else [f"--no-{flag[2:]}"] if on_by_default else []
     if isinstance(value, Mapping):
         return [word for key, one in value.items() for word in (flag, f"{key}={_as_text(one)}")]
     parts = [_as_text(part) for part in (value if isinstance(value, list | tuple) else [value])]

@@ -50,7 +50,7 @@ def _tuning(found: dict[str, Any]) -> Tuning:
         ("seed", isinstance(values["seed"], int)),
         ("pruning", isinstance(values["pruning"], bool)),
         ("space", bool(values["space"]) and all(map(_is_range, values["space"].values()))),
-        ("asked", values["asked"].keys() <= recipe.as_json().keys()),
+        ("asked", values["asked"].keys() <= {f.name for f in fields(Recipe)}),
         ("data_sha256", isinstance(values["data_sha256"], str)),
     ):
         if not holds:

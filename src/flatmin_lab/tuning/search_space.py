@@ -9,6 +9,8 @@
     dropout            rate from 0.01 to 0.5
     any, if named      lr from 0.005 to 1, weight_decay from 1e-5 to 1e-2; ERM has nothing else
 
+The range of lr is SGD's, whose default is 0.1; another optimizer's lies around its own default as this one does.
+
 Smoothing and rate are drawn uniformly, all others log-uniformly. Values are rounded to three digits: more would mean
 nothing, and fewer are easier to read.
 """
@@ -17,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from flatmin_lab.methods import METHODS, resolve_settings
-from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.methods import AUTO, METHODS, OF_AUTO, resolve_settings
+from flatmin_lab.recipes import optimizers
+from flatmin_lab.recipes.recipe import Recipe, default_of
 
 Measure = Literal["error", "nll"]
 PIXEL = 1 / 255  # one level of an 8-bit image: adversarial radii are counted in it
@@ -69,7 +72,7 @@ RECIPE_FIELDS = (  # of every recipe, whatever the method
 
 
 def hyper_parameters_of(
-    method: str, names: Sequence[str] | None = None, *, fixed: Sequence[str] = ()
+    method: str, names: Sequence[str] | None = None, *, fixed: Sequence[str] = (), optimizer: str = "sgd"
 ) -> tuple[HyperParameter, ...]:
     """The method's own, or the named ones; without those that are fixed.
 
@@ -98,7 +101,40 @@ def hyper_parameters_of(
         raise ValueError(
             f"{method} {why}: there is nothing to tune; choose another --method, or --knobs lr,weight_decay"
         )
-    return tuple(known[name] for name in chosen)
+    return tuple(_for_optimizer(known[name], optimizer) for name in chosen)
+
+
+def _for_optimizer(parameter: HyperParameter, optimizer: str) -> HyperParameter:
+    """The rate's range around the optimizer's default, as SGD's is around its own.
+
+    >>> lr = _for_optimizer(RECIPE_FIELDS[0], "adamw")
+    >>> lr.low, lr.high
+    (5e-05, 0.01)
+    """
+    if parameter.name != "lr":
+        return parameter
+    usual = default_of("lr")
+    ratio = optimizers.default_fields(optimizer).get("lr", usual) / usual
+    return replace(
+        parameter, low=parameter.rounded(ratio * parameter.low), high=parameter.rounded(ratio * parameter.high)
+    )
+
+
+def without_auto(
+    settings: Mapping[str, Any], tuned: Sequence[HyperParameter], *, given: Sequence[str] = ()
+) -> tuple[dict[str, Any], str]:
+    """The settings of every trial, and which were dropped: a radius that is tuned is not matched to held-out data.
+
+    Those of a matched radius go with it, but what the user has given stays, and is refused.
+
+    >>> without_auto({"epsilon": "auto", "release": 0.5, "inner_lr": 2.0}, hyper_parameters_of("amp", ["epsilon"]))
+    ({'inner_lr': 2.0}, 'epsilon auto, release 0.5')
+    """
+    found = dict(settings)
+    if found.get("epsilon") != AUTO or "epsilon" not in {parameter.name for parameter in tuned}:
+        return found, ""
+    names = [name for name in ("epsilon", *OF_AUTO) if name in found and name not in given]
+    return found, ", ".join(f"{name} {found.pop(name)}" for name in names)
 
 
 def describe_settings(method: str, settings: Mapping[str, float]) -> str:
@@ -123,6 +159,8 @@ class SearchSpace:
             raise ValueError(f"unknown measure {self.measure!r}; choose from {', '.join(get_args(Measure))}")
         if not self.recipe.validation:
             raise ValueError("a tuning must not look at the test set, got a recipe without validation=True")
+        if self.recipe.is_matched and "epsilon" in self.ranges():
+            raise ValueError("epsilon is either auto or tuned, got both; leave it out of the recipe's settings")
 
     def trial_recipe(self, settings: Mapping[str, float]) -> Recipe:
         """The recipe with these values of the hyper-parameters."""

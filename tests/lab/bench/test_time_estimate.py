@@ -65,6 +65,14 @@ def test_a_run_that_perturbs_late_has_two_kinds_of_steps(monkeypatch: pytest.Mon
     assert [late / erm, amp / erm] == pytest.approx([1.25, 2])
 
 
+def test_every_kind_of_step_of_a_matched_radius_can_be_built() -> None:
+    settings = {"epsilon": "auto", "start": 0.5, "held_out": 0.2, "release": 0.5}
+    plain, matched = (kind for _, kind in time_estimate.kinds_of_steps(tiny_recipe(method="amp", settings=settings)))
+    assert plain.settings == {"epsilon": 0.0}
+    for kind in (plain, matched):
+        learner_of(kind, tiny_data())
+
+
 class Work(TorchDispatchMode):
     """A clock that a busy machine does not change: 0.1 ms for an operation, and 0.1 µs for each of its numbers."""
 

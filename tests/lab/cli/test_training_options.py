@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from flatmin_lab import methods
 from flatmin_lab.cli.app import app
+from flatmin_lab.cli.options import parse_settings
 from flatmin_lab.cli.training_options import method_settings, recipe_changes, recipe_options
 from flatmin_lab.recipes.fields import POSITIVE_INT, RISING, TRAINING, descriptions, flag, flags
 from flatmin_lab.recipes.recipe import Recipe
@@ -101,4 +102,10 @@ def test_settings_of_the_method_are_those_given_and_those_of_set() -> None:
 
 def test_without_momentum_there_is_no_nesterov() -> None:
     assert recipe_changes({"momentum": 0.0}) == {"momentum": 0.0, "nesterov": False}
-    assert recipe_changes({"momentum": 0.5, "data": "digits", "lr": None}) == {"momentum": 0.5, "nesterov": True}
+    assert recipe_changes({"momentum": 0.5, "data": "digits", "lr": None}) == {"momentum": 0.5}  # as it was
+
+
+def test_a_setting_is_a_number_a_list_of_them_or_a_word() -> None:
+    pairs = ["a=1", "b=0.9,0.95", "c=word", "d=", "e=x,y", "f=[1]"]
+    expected = {"a": 1, "b": [0.9, 0.95], "c": "word", "d": "", "e": "x,y", "f": [1]}
+    assert parse_settings(pairs) == expected

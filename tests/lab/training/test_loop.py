@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import flatmin
 from flatmin.capture.captured_step import CapturedStep
 from flatmin.core.capturable import CannotCaptureError
+from flatmin.optim.radius import matched
 from flatmin_lab import methods
 from flatmin_lab.data import Batches, Normalisation, augmentation
 from flatmin_lab.runs import checkpoint
@@ -503,3 +504,29 @@ def test_a_late_start_is_matched_for_as_large_a_share_of_what_is_left() -> None:
     settings: dict[str, Any] = {"epsilon": "auto", "start": 0.5, "release": 0.5}
     assert methods.build("amp", **settings).release == 0.75
     assert methods.build("amp", epsilon="auto").release == methods.AUTO_RELEASE
+
+
+def test_a_matched_radius_is_resumed_by_the_rule_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(method="amp", settings={"epsilon": "auto"}, epochs=6)
+    run(recipe, tmp_path / "run", stop=after(3))
+    assert lasting(tmp_path / "run")["state"]["matched"]["rule"] == {"version": 2, "held_out_images": 4, "epochs": 4}
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for name, value, apart in (("AUTO_RULE", 3, "version is 2 there and 3 here"), ("AUTO_RELEASE", 1.0, "epochs is 4")):
+        with monkeypatch.context() as patched:
+            patched.setattr(methods, name, value)
+            with pytest.raises(ValueError, match=f"by another rule: {apart}.*choose another with --out"):
+                run(recipe, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+    (newest, *_) = checkpoint.listed(tmp_path / "run")
+    saved = checkpoint.read(newest)
+    first = {key: value for key, value in saved.state["matched"].items() if key != "rule"}
+    checkpoint.write(newest, checkpoint.Checkpoint(saved.tensors, {**saved.state, "matched": first}))
+    with pytest.raises(ValueError, match=r"by another rule: version is 1 there and 2 here\."):
+        run(recipe, tmp_path / "run", resume=True)
+
+
+def test_another_way_of_matching_is_another_rule() -> None:
+    """If one of these numbers must change, AUTO_RULE must too."""
+    factors = (matched.MAX_FACTOR, matched.MIN_FACTOR, matched.MIN_SHARE, matched.MIN_AT_EDGE)
+    first, release = methods.AUTO_FIRST_RADIUS, methods.AUTO_RELEASE
+    assert (methods.AUTO_RULE, *factors, first, release) == (2, 3.0, 2 / 3, 0.01, 0.5, 0.1, 0.6)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
+from PIL import Image
 
 from flatmin_lab.cli.commands import tune as tune_command
 from flatmin_lab.data import Split, load
@@ -229,6 +230,62 @@ def test_without_momentum_it_is_tuned_and_trained_without_nesterovs(data: Path, 
     assert trained.exit_code == 0, trained.output
     recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
     assert (recipe["momentum"], recipe["nesterov"]) == (0.0, False)
+
+
+def test_a_tuning_that_names_the_default_optimizer_and_no_nesterov_comes_back(data: Path, tmp_path: Path) -> None:
+    own: list[object] = ["--optimizer", "sgd", "--momentum", 0.5, "--no-nesterov", "--epochs", 1]
+    done = flatmin(*asked(data, tmp_path / "out", "--trials", 1, *own))
+    assert done.exit_code == 0, done.output
+    command = tuning_of(tmp_path / "out").command()
+    assert "--no-nesterov" in command
+    trained = flatmin(*command[1:], "--device", "cpu", "--out", tmp_path / "run")
+    assert trained.exit_code == 0, trained.output
+    recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    assert (recipe["momentum"], recipe["nesterov"]) == (0.5, False)
+
+
+def test_the_rate_is_searched_around_the_default_of_the_optimizer(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("def make_optimizer(params, lr=0.002): ...")
+    for optimizer, expected in (
+        ("sgd", (0.005, 1.0)),
+        ("adamw", (5e-5, 0.01)),
+        (f"{own}:make_optimizer", (1e-4, 0.02)),
+    ):
+        rate, decay = hyper_parameters_of("erm", ["lr", "weight_decay"], optimizer=optimizer)
+        assert (rate.low, rate.high) == expected
+        assert (decay.low, decay.high) == (1e-5, 1e-2)
+
+
+def test_a_run_with_a_matched_radius_can_begin_a_tuning_of_the_radius(data: Path, tmp_path: Path) -> None:
+    settings = {"epsilon": "auto", "held_out": 0.2, "release": 0.5, "inner_lr": 0.7}
+    config = tmp_path / "auto.json"
+    config.write_text(json.dumps({"method": "amp", "optimizer": "adamw", "settings": settings}))
+    flags = asked(data, tmp_path / "out", "--config", config, "--trials", 2, "--epochs", 1, "--knobs", "epsilon,lr")
+    done = flatmin(*flags)
+    assert done.exit_code == 0, done.output
+    assert f"note: ε is tuned, so epsilon auto, held_out 0.2, release 0.5 of {config} is not used" in words(done.stderr)
+    found = tuning_of(tmp_path / "out")
+    assert found.trials[0].settings == {"epsilon": 0.1, "lr": 0.001}
+    assert found.space["lr"] == {"low": 5e-5, "high": 0.01, "log": True}
+    assert found.recipe.settings["inner_lr"] == 0.7
+    with pytest.raises(ValueError, match="epsilon is either auto or tuned, got both"):
+        SearchSpace(
+            recipe=replace(found.recipe, settings=settings), hyper_parameters=hyper_parameters_of("amp", ["epsilon"])
+        )
+
+
+def test_a_tuning_takes_the_size_of_the_images_from_a_config(tmp_path: Path) -> None:
+    for which in ("train", "test"):
+        for label, grey in (("dark", 20), ("light", 200)):
+            (tmp_path / which / label).mkdir(parents=True)
+            for number in range(10):
+                Image.new("L", (10 + number, 9), grey + number).save(tmp_path / which / label / f"{number}.png")
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({"size": [8, 8], "batch_size": 6}))
+    done = flatmin(*asked(tmp_path, tmp_path / "out", "--config", config, "--trials", 1, "--epochs", 1))
+    assert done.exit_code == 0, done.output
+    assert tuning_of(tmp_path / "out").recipe.size == (8, 8)
 
 
 def test_what_is_fixed_is_not_tuned() -> None:
@@ -521,6 +578,19 @@ def test_other_flags_win_over_the_tuning_and_another_length_is_said(out: Path, t
     assert "tuned for mlp, but this run trains convnet" in said
     recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
     assert (recipe["epochs"], recipe["settings"]["epsilon"], recipe["model"]) == (1, 0.07, "convnet")
+
+
+def test_another_optimizer_has_its_own_rate_and_not_the_tuned_one(out: Path, tmp_path: Path) -> None:
+    found = tuning_of(out)
+    tuned = {**found.asked, "optimizer": "adamw", "optimizer_settings": {"eps": 1e-6}, "lr": 0.003}
+    other = replace(found, asked=tuned, recipe=replace(found.recipe, optimizer="adamw", lr=0.003))
+    result_file.write(tmp_path, other)
+    flags = ["--tuned", tmp_path / FILE, "--optimizer", "sgd", "--epochs", 1, "--device", "cpu"]
+    done = flatmin("train", *flags, "--out", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert "note: the values were tuned with adamw, but this run has sgd" in words(done.stderr)
+    recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
+    assert (recipe["lr"], recipe["weight_decay"], "optimizer" in recipe) == (0.1, 1e-4, False)
 
 
 def test_a_run_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path) -> None:

@@ -38,7 +38,13 @@ from flatmin_lab.system.optional_deps import need
 from flatmin_lab.tuning import result_file, summary
 from flatmin_lab.tuning.result import Tuning
 from flatmin_lab.tuning.result_file import FILE
-from flatmin_lab.tuning.search_space import Measure, SearchSpace, describe_settings, hyper_parameters_of
+from flatmin_lab.tuning.search_space import (
+    Measure,
+    SearchSpace,
+    describe_settings,
+    hyper_parameters_of,
+    without_auto,
+)
 from flatmin_lab.tuning.study import Draw, default_name
 from flatmin_lab.tuning.trial import Pruned
 from flatmin_lab.tuning.tuner import tune as tuning
@@ -116,13 +122,12 @@ def tune(
         if data is None:
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
-        tuned_for = hyper_parameters_of(method, names, fixed=[*fixed, *asked])
-        fixed, asked = (
-            start.settings(fixed, asked_method),
-            start.changes(asked),
-        )  # a file's values are the first trial's
+        given = [*fixed, *asked]
+        asked = start.changes(asked)  # a file's values are the first trial's
         asked.pop("validation", None)
-        dataset = read_data(data, data_dir, download=download, size=flags["size"])
+        tuned_for = hyper_parameters_of(method, names, fixed=given, optimizer=asked.get("optimizer", "sgd"))
+        fixed, dropped = without_auto(start.settings(fixed, asked_method), tuned_for, given=given)
+        dataset = read_data(data, data_dir, download=download, size=asked.get("size"))
         search = SearchSpace(
             recipe=default_recipe(
                 data_location(data), dataset, method=method, settings=fixed, validation=True, **cast(Any, asked)
@@ -139,6 +144,8 @@ def tune(
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
         with open_executor(executor, **where, console=console) as there, stop_on_signals() as stop:
             display.say(console, headline(search, trials, there.hardware))
+            if dropped:
+                display.say(console, f"note: ε is tuned, so {dropped} of {config} is not used", style="yellow")
             events = tuning(
                 search,
                 dataset,
