@@ -16,11 +16,11 @@ The model is in eval mode meanwhile, but for `batch_rise`: BatchNorm's statistic
 Afterwards, even after an exception, its weights, buffers, gradients and modes are bit for bit as they were.
 """
 
-from flatmin.flatness.batch_rise import BatchRise, batch_rise
 from flatmin.flatness.hutchpp import Trace, trace
 from flatmin.flatness.lanczos import Eigenvalues, top_eigenvalue, top_eigenvalues
 from flatmin.flatness.landscape import Line, Plane, directions, line, plane
 from flatmin.flatness.loss_in_ball import MeanLoss, WorstCase, gradient_norm, mean_loss, sharpness, worst_case_loss
+from flatmin.flatness.minibatch_sharpness import BatchRise, batch_rise
 from flatmin.flatness.risk import Loss, empirical_risk
 
 __all__ = [

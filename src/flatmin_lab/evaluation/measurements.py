@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatmin import attacks, flatness, metrics
 from flatmin.ball import Norm
-from flatmin.flatness.batch_rise import Scale
+from flatmin.flatness.minibatch_sharpness import Scale
 from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.evaluation.subject import Subject

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flatmin.flatness import batch_rise
-from flatmin.flatness.batch_rise import SCALES, Scale
+from flatmin.flatness.minibatch_sharpness import SCALES, Scale
 
 RADII = [0.0, 0.02, 0.1]
 
