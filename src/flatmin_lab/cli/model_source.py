@@ -44,7 +44,7 @@ class ModelSource:
         if self.model is not None:
             yield from (self._user_model(self.model, place) for place in places)
             return
-        runs = [load_run.find_run(place) for place in places if place is not None]
+        runs = [_find_run(place) for place in places if place is not None]
         for run, name in zip(runs, _names(runs), strict=True):
             for damaged in run.damaged_checkpoints:
                 display.say(display.terminal(), f"note: {damaged}; evaluating the checkpoint before it", style="yellow")
@@ -73,6 +73,13 @@ class ModelSource:
         for note in subject.notes:
             display.say(display.terminal(), f"note: {note}", style="yellow")
         return EvaluatedModel(name if weights is None else str(weights), None, subject, description, None)
+
+
+def _find_run(place: Path) -> TrainedRun:
+    try:
+        return load_run.find_run(place)
+    except load_run.NotInRunError as error:
+        raise ValueError(f"{error}; for weights of your own, add --model file.py:make_model and --data") from error
 
 
 def _names(runs: Sequence[TrainedRun]) -> list[str]:

@@ -4,7 +4,7 @@ The help is that of the whole command, made from a table of the commands; the te
 """
 
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,13 +73,21 @@ def _nothing() -> None:
 
 
 def _say_version() -> bool:
-    spec = find_spec("flatmin")
-    found = spec and spec.origin and re.search(r'^__version__ = "(.+)"', Path(spec.origin).read_text(), re.MULTILINE)
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
+    flatmin, torch = find_spec("flatmin"), PathFinder.find_spec("torch")
+    if flatmin is None or flatmin.origin is None or torch is None or torch.origin is None:
         return False
-    if not found:
+    # the package's metadata may lack the "+cu130" that torch.__version__ has
+    known = _version_in(Path(flatmin.origin)), _version_in(Path(torch.origin).with_name("version.py"))
+    if None in known:
         return False
-    typer.echo(f"flatmin {found[1]}, torch {torch}")
+    typer.echo("flatmin {}, torch {}".format(*known))
     return True
+
+
+def _version_in(file: Path) -> str | None:
+    """What a Python file sets __version__ to; None where it does not say."""
+    try:
+        found = re.search(r"""^__version__ = ["'](.+)["']""", file.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found and found[1]

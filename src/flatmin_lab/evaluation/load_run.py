@@ -17,13 +17,17 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.models.weights import assign_weights
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.recipes.user_files import usable
+from flatmin_lab.recipes.user_files import with_original_model
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.events import RunError
 from flatmin_lab.runs.folder import CODE
 from flatmin_lab.training.build import build_network, prepare_data
+
+
+class NotInRunError(ValueError):
+    """A file that lies in no run's folder, so nothing says which model it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class TrainedRun:
         if use_ema and not part:
             raise ValueError(f"{self.path} has no EMA of the weights: it was trained without --ema")
         weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
-        recipe = usable(self.recipe, self.folder / CODE)
+        recipe = with_original_model(self.recipe, self.folder / CODE)
         dropout = methods.dropout_rate(recipe.method, recipe.settings)
         with torch.random.fork_rng([]):
             model = build_network(recipe, shape, num_classes=classes, dropout=dropout)
@@ -80,9 +84,7 @@ def find_run(path: Path) -> TrainedRun:
         raise FileNotFoundError(f"{path} does not exist; give a run's folder, or one of its checkpoints")
     folder = path if path.is_dir() else path.parent
     if path.is_file() and not run_config.exists(folder):
-        raise ValueError(
-            f"{path} is in no run's folder: for weights of your own, add --model file.py:make_model and --data"
-        )
+        raise NotInRunError(f"{path} is in no run's folder; give a run's folder, or one of its checkpoints")
     if not run_config.exists(folder) and (inside := sorted(path.glob("*/config.json"))):
         names = ", ".join(str(config.parent) for config in inside[:3])
         raise ValueError(f"{path} holds {len(inside)} runs; name one, such as {names}")

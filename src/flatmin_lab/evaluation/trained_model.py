@@ -21,7 +21,7 @@ from flatmin_lab.data.registry import load
 from flatmin_lab.evaluation.load_run import TrainedRun, check_data, find_run
 from flatmin_lab.evaluation.subject import NormalisingModel
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.runs.result import METRIC_SUFFIXES
+from flatmin_lab.runs.result import split_of
 from flatmin_lab.system.json_types import check_types
 from flatmin_lab.training.build import prepare_data
 
@@ -160,8 +160,11 @@ def _metrics_of(run: TrainedRun, *, use_ema: bool) -> dict[str, float]:
     state = run.checkpoint.state
     if state["batch"] or not state["lines"]:
         return {}
-    line = {key: value for key, value in state["lines"][-1].items() if key.endswith(METRIC_SUFFIXES)}
-    averaged = {key.removeprefix("average_"): value for key, value in line.items() if key.startswith("average_")}
-    if use_ema:
-        return averaged
-    return {key: value for key, value in line.items() if not key.startswith("average_")}
+    line = state["lines"][-1]
+    average = "average_" if use_ema else ""
+    wanted = (f"{average}{split_of(line)}_", f"{average}memorised")
+    return {
+        key.removeprefix(average): value
+        for key, value in line.items()
+        if key.startswith(wanted) and isinstance(value, int | float)
+    }

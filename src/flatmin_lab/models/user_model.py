@@ -68,11 +68,19 @@ def make_user_model(
 
 
 def _materialise(model: nn.Module, shape: Sequence[int], name: str) -> None:
-    """Give lazy layers their weights, which they have after a first pass."""
-    lazy = (*model.parameters(), *model.buffers())
-    if any(nn.parameter.is_lazy(tensor) for tensor in lazy):
-        with user_lines(f"the first pass of {name}"), torch.no_grad():
-            model(torch.zeros(2, *shape))
+    """Give lazy layers their weights, which they have after a first pass.
+
+    The pass is in eval mode, so that statistics of batch normalisation do not begin with it; layers that are used in
+    training alone need a second one.
+    """
+    modes = {module: module.training for module in model.modules()}
+    for training in (False, True):
+        if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            model.train(training)
+            with user_lines(f"the first pass of {name}"), torch.no_grad():
+                model(torch.zeros(2, *shape))
+    for module, training in modes.items():
+        module.training = training
 
 
 def _make_timm(

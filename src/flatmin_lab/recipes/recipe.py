@@ -59,7 +59,7 @@ SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in d
 COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # arguments of every model
 SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a run computes, not what
 # younger than the first results, which have no such key: JSON has them where they are not the default
-LATER_FIELDS = ("optimizer", "optimizer_settings", "init", "init_except", "files")
+LATER_FIELDS = ("normalise", "optimizer", "optimizer_settings", "init", "init_except", "files")
 
 # in what a run may differ from a cell of a protocol and still be said to follow it, and how that is said of its value
 EXCEPTIONS: dict[str, Callable[[Any], str]] = {

@@ -75,26 +75,33 @@ def recorded(recipe: Recipe) -> Recipe:
 
 
 def check_unchanged(recipe: Recipe, *, copies: Path | None = None, without: Collection[str] = ()) -> None:
-    """Raise where a file has changed since its SHA-256 was recorded; `copies` is where a run keeps the old ones."""
+    """Raise where a file has changed or gone since it was recorded; `copies` is where a run keeps the old ones."""
     for field, name in named_files(recipe).items():
         if field in without or field not in recipe.files:
             continue
-        path = file_of(field, name)
+        try:
+            path = file_of(field, name)
+        except FileNotFoundError as error:
+            place = split_name(name, FUNCTIONS[field])[0] if field in FUNCTIONS else name
+            raise FileNotFoundError(
+                f"{place} does not exist any more, and this run was started with it: {_way_out(recipe, field, copies)}"
+            ) from error
         if (found := checksum(path)) != recipe.files[field]:
             raise ChangedFileError(
                 f"{path} has changed since this run was started (SHA-256 {recipe.files[field][:12]}… then, "
-                f"{found[:12]}… now): {_way_out(field, name, copies)}"
+                f"{found[:12]}… now): {_way_out(recipe, field, copies)}"
             )
 
 
-def _way_out(field: str, name: str, copies: Path | None) -> str:
+def _way_out(recipe: Recipe, field: str, copies: Path | None) -> str:
+    name: str = getattr(recipe, field)
     kept = None if copies is None else copy_in(copies, field, name)
-    if kept is None or not kept.is_file():
-        return "put the old content back, or train in another folder with --out"
+    if kept is None or not kept.is_file() or checksum(kept) != recipe.files[field]:
+        return "put the old file back, or train anew in another folder with --out"
     _, function = split_name(name, FUNCTIONS[field])
     return (
-        f"the run keeps it as it was, so resume with --{field} {kept}:{function}, or train what it is now in another "
-        "folder with --out"
+        f"the run keeps it as it was, so resume with --{field} {kept}:{function}, or train anew in another folder "
+        "with --out"
     )
 
 
@@ -106,26 +113,24 @@ def copy_in(copies: Path, field: str, name: str) -> Path | None:
     return copies / field / (Path(place).name if place.endswith(".py") else f"{place.rpartition('.')[2]}.py")
 
 
-def usable(recipe: Recipe, copies: Path) -> Recipe:
-    """The recipe with code as it was when the run was started: where it lies, or as the run keeps it.
+def with_original_model(recipe: Recipe, copies: Path) -> Recipe:
+    """The recipe with the network's code as it was when the run was started: where it lies, or as the run keeps it.
 
-    What is imported from beside the file is found where the file was, too.
+    What is imported from beside the file is found where the file was, too. Other files need not be there.
     """
-    names: dict[str, Any] = {}
-    for field, name in named_files(recipe).items():
-        kept = copy_in(copies, field, name)
-        if field in FUNCTIONS and field in recipe.files and kept is not None and not _is_there(recipe, field, name):
-            if not kept.is_file() or checksum(kept) != recipe.files[field]:
-                check_unchanged(recipe, copies=copies, without=[other for other in FIELDS if other != field])
-            place, function = split_name(name, FUNCTIONS[field])
-            search_beside(place)
-            names[field] = f"{kept}:{function}"
-    return replace(recipe, **names) if names else recipe
+    kept = copy_in(copies, "model", recipe.model) if "model" in recipe.files else None
+    if kept is None or _has_original_model(recipe):
+        return recipe
+    if not kept.is_file() or checksum(kept) != recipe.files["model"]:
+        check_unchanged(recipe, copies=copies, without=[field for field in FIELDS if field != "model"])
+    place, function = split_name(recipe.model, FUNCTIONS["model"])
+    search_beside(place)
+    return replace(recipe, model=f"{kept}:{function}")
 
 
-def _is_there(recipe: Recipe, field: str, name: str) -> bool:
+def _has_original_model(recipe: Recipe) -> bool:
     try:
-        return checksum(file_of(field, name)) == recipe.files[field]
+        return checksum(file_of("model", recipe.model)) == recipe.files["model"]
     except OSError:
         return False
 

@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 from flatmin_lab.methods import METHODS
+from flatmin_lab.models import is_built_in
 from flatmin_lab.recipes.paper_numbers import Value
 from flatmin_lab.recipes.paper_numbers import reported as reported_by_paper
 from flatmin_lab.recipes.protocols import PAPER_LENGTH
@@ -32,6 +33,7 @@ SETTING_KEYS = (
     "normalise",
     "data_sha256",
 )  # fmt: skip
+DROPOUT_AT = "dropout_at"  # a built-in network's setting that says nothing where there is no dropout
 NOT_IN_TITLE = (
     "validation",
     "data_sha256",
@@ -107,11 +109,21 @@ def groups_of(runs: Sequence[Run], families: Families | None = None) -> list[Gro
     """Groups in the order of their first runs; methods in the paper's order, ERM first and AMP second."""
     settings: dict[str, list[Run]] = {}
     for run in runs:
-        setting = {"split": run.split, **{key: run.result.get(key) for key in SETTING_KEYS}}
+        setting: dict[str, Any] = {"split": run.split, **{key: run.result.get(key) for key in SETTING_KEYS}}
         setting |= {key: run.result[key] for key in LATER_FIELDS if key in run.result}
+        if _dropout_place(run):  # only the method dropout has any, so it is a setting of its row
+            setting["model_settings"] = {k: v for k, v in setting["model_settings"].items() if k != DROPOUT_AT}
         settings.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
     known = families or {}
     return [_group(json.loads(key), own, known) for key, own in settings.items()]
+
+
+def _dropout_place(run: Run) -> dict[str, Any]:
+    """Where a built-in network is said to have its dropout; empty where nothing is said of it."""
+    own = run.result.get("model_settings")
+    if not isinstance(own, dict) or DROPOUT_AT not in own or not is_built_in(run.result["model"]):
+        return {}
+    return {DROPOUT_AT: own[DROPOUT_AT]}
 
 
 def titles_of(groups: Sequence[Group]) -> list[str]:
@@ -143,15 +155,17 @@ def _group(setting: dict[str, Any], runs: Sequence[Run], families: Families) -> 
     kinds: dict[tuple[str, str], dict[int, Run]] = {}
     duplicates = []
     for run in runs:
-        kind = kinds.setdefault((run.method, json.dumps(run.result["settings"], sort_keys=True)), {})
+        own = {**run.result["settings"], **(_dropout_place(run) if run.method == "dropout" else {})}
+        kind = kinds.setdefault((run.method, json.dumps(own, sort_keys=True)), {})
         if run.result["seed"] in kind:
             duplicates.append(run)  # the same run again is no further evidence
         kind.setdefault(run.result["seed"], run)
     order = ["erm", "amp", *METHODS]
     rows = []
-    for (method, settings), own in sorted(kinds.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
+    for (method, settings), seeded in sorted(kinds.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
         others = [json.loads(other) for name, other in kinds if name == method]
-        rows.append(Row(method, _name(method, json.loads(settings), others), [own[seed] for seed in sorted(own)]))
+        in_order = [seeded[seed] for seed in sorted(seeded)]
+        rows.append(Row(method, _name(method, json.loads(settings), others), in_order))
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
     in_folders = runs[0].path.is_dir()  # result files are of `flatmin reproduce`, which knows what is missing
     trained = {row.method for row in rows}

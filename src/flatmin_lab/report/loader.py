@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from flatmin_lab.bench.mode_cost import StepTimes, step_times
+from flatmin_lab.recipes.paper_tables import by_name
 from flatmin_lab.recipes.protocols import FollowedProtocol
+from flatmin_lab.recipes.recipe import Job
+from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.report import schema
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.runs.result import split_of
-from flatmin_lab.runs.result_store import BENCH, COST, FAILED, PLANNED
+from flatmin_lab.runs.result_store import BENCH, COST, FAILED, PLANNED, differs
 from flatmin_lab.system.files import read_regular
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import Tuning
@@ -183,10 +186,19 @@ def _json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from error
 
 
+def _by_its_name_now(result: dict[str, Any]) -> dict[str, Any]:
+    """A result from before its recipe was renamed has the recipe's name and protocol of now."""
+    old = str(result.get("recipe"))
+    recipe = by_name().get(name_now(old) or "")
+    if recipe is None or differs(result, Job(recipe, result["seed"])):
+        return result
+    return {**result, "recipe": recipe.name, "renamed_from": old, "protocol": str(recipe.protocol)}
+
+
 def read_result(path: Path, unusable: list[UnusableFile] | None = None) -> Run:
     """A result in a single file, which includes the measurements after training and the curves."""
     content = _read(path)
-    result = schema.result(content)
+    result = _by_its_name_now(schema.result(content))
     parts: dict[str, Any] = {"curves": [], "evaluation": {}, "landscape": None, "boundary": None}
     for part, check in (
         ("curves", schema.curves),
@@ -209,7 +221,7 @@ def _folder(path: Path, unusable: list[UnusableFile]) -> Run:
     config = run_config.read_config(path)
     if not (path / "result.json").exists():
         raise ValueError(_unfinished(path, config))
-    result = schema.result(_read(path / "result.json"))
+    result = _by_its_name_now(schema.result(_read(path / "result.json")))
     lines: Sequence[Mapping[str, Any]] = ()
     try:
         lines = _lines(path / "metrics.jsonl")

@@ -94,8 +94,14 @@ def train_commands(setting: Mapping[str, Any], trained: set[str], seeds: Sequenc
     if data not in DATA_SETS or setting.get("files"):
         return []  # code of the user's own may be elsewhere, or changed
     flags = ["--data", data]
-    if model != SMALL_DATA.get(data, {}).get("model", "preactresnet18"):
+    usual = SMALL_DATA.get(data, {})
+    own: Mapping[str, Any] = usual.get("model_settings", {})  # which --model would leave out
+    settings = known if isinstance(known := setting.get("model_settings"), dict) else {}
+    if model != usual.get("model", "preactresnet18") or not own.keys() <= settings.keys():
         flags += ["--model", model]
+        own = {}
+    changed = {key: value for key, value in settings.items() if key not in own or own[key] != value}
+    flags += _flag("model_settings", changed, None)
     for key in TRAIN_FLAGS:
         flags += _flag(key, setting.get(key), setting.get("schedule"))
     flags += ["--no-nesterov"] if setting.get("momentum") and setting.get("nesterov") is False else []

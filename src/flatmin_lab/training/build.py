@@ -70,7 +70,7 @@ def build_network(recipe: Recipe, shape: Sequence[int], *, num_classes: int, dro
 def load_initial_weights(recipe: Recipe, model: nn.Module) -> None:
     """The recipe's initial weights into the model, but for the modules that keep their new ones."""
     assert recipe.init is not None
-    without = [] if recipe.init_except is None else [name.strip() for name in recipe.init_except.split(",")]
+    without = [name for part in (recipe.init_except or "").split(",") if (name := part.strip())]
     try:
         load_weights(model, Path(recipe.init), without=without)
     except WeightsError as error:

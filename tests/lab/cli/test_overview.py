@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from flatmin_lab.cli import overview
 from tests import PYTHONPATH
 from tests.support.processes import flatmin, words
 
@@ -32,6 +34,18 @@ def test_it_answers_without_torch_what_the_whole_command_answers(arguments: tupl
     quick, whole = run(*arguments), flatmin(*arguments)
     assert words(quick.stdout + quick.stderr) == words(whole.output).replace("Usage: root", "Usage: flatmin")
     assert quick.returncode == whole.exit_code
+
+
+def test_the_version_is_the_one_that_torch_says_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not overview.answer(["--version"])  # which the whole command answers then
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '9.8.7+cu130'\n")
+    assert overview.answer(["--version"])
+    assert capsys.readouterr().out.endswith(", torch 9.8.7+cu130\n")
 
 
 def test_whatever_else_is_asked_goes_to_the_whole_command() -> None:

@@ -85,6 +85,25 @@ def test_the_file_of_the_network_may_have_changed_or_gone(tmp_path: Path) -> Non
         flatmin_lab.load_run(moved)
 
 
+def test_only_the_file_of_the_network_is_asked_for(tmp_path: Path) -> None:
+    mine = tmp_path / "mine_optimizer.py"
+    mine.write_text(Path(FILE).read_text())
+    recipe = tiny_recipe(model=f"{FILE}:ResNet", optimizer=f"{mine}:make_optimizer", model_settings={}, epochs=1)
+    run(recipe, tmp_path / "run")
+    mine.unlink()
+    shutil.rmtree(tmp_path / "run" / "code" / "optimizer")
+    assert flatmin_lab.load_run(tmp_path / "run").epoch == 1
+
+
+def test_metrics_are_numbers_of_the_evaluated_split(tmp_path: Path) -> None:
+    settings = {"epsilon": "auto", "release": 0.5}
+    run(tiny_recipe(method="amp", settings=settings, label_noise=0.2, epochs=2, ema=0.9), tmp_path / "run")
+    for weights in ("last", "ema"):
+        metrics = flatmin_lab.load_run(tmp_path / "run", weights=weights).metrics
+        assert metrics.keys() == {"test_error", "test_nll", "test_ece", "memorised"}
+        assert all(isinstance(value, float) for value in metrics.values())
+
+
 def test_a_run_of_an_earlier_version_takes_its_normalisation_from_the_data(tmp_path: Path) -> None:
     assert (
         flatmin("train", "--data", "digits", "--epochs", 1, "--batch-size", 300, "--out", tmp_path / "run").exit_code
@@ -113,6 +132,16 @@ def test_what_cannot_be_loaded_is_told_why(trained: Path, tmp_path: Path) -> Non
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="is damaged: its inputs have no std"):
         flatmin_lab.load_run(tmp_path / "plain")
+
+
+def test_a_file_in_no_runs_folder_is_told_what_the_command_takes(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"")
+    rule = "is in no run's folder; give a run's folder, or one of its checkpoints"
+    for command, more, own in (("export", ["--to", tmp_path / "a.pt2"], False), ("evaluate", [], True)):
+        result = flatmin(command, tmp_path / "w.safetensors", *more)
+        assert result.exit_code == 2
+        assert rule in words(result.stderr)
+        assert ("add --model file.py:make_model and --data" in words(result.stderr)) is own
 
 
 def test_weights_within_an_epoch_have_no_metrics(tmp_path: Path) -> None:

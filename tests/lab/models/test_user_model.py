@@ -98,6 +98,19 @@ DECLARING = """
     def lazy(num_classes):
         return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
 
+    def lazy_with_statistics(num_classes):
+        frozen = nn.Dropout().eval()
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(4), frozen, nn.BatchNorm1d(4), nn.Linear(4, num_classes))
+
+    class LazyInTraining(nn.Module):
+        def __init__(self, num_classes):
+            super().__init__()
+            self.head, self.second = nn.LazyLinear(num_classes), nn.LazyLinear(num_classes)
+
+        def forward(self, x):
+            x = x.flatten(1)
+            return self.head(x) + self.second(x) if self.training else self.head(x)
+
     def broken(num_classes):
         layer = nn.Linear(64, num_classes)
         return layer.no_such_thing
@@ -126,7 +139,7 @@ def test_a_function_is_given_what_it_declares(declaring: str) -> None:
         ("some", {"depth": 2}, "takes width, got depth"),
         ("needy", {}, "asks for depth, and can be given num_classes, in_channels, image_size, input_shape, dropout"),
         ("some", {"dropout": 0.1}, "the method dropout needs a network with dropout: let .* take dropout"),
-        ("broken", {}, r"line 25, in broken\n    return layer.no_such_thing\nAttributeError: 'Linear' object has no"),
+        ("broken", {}, r"line 38, in broken\n    return layer.no_such_thing\nAttributeError: 'Linear' object has no"),
     ],
 )
 def test_what_a_function_does_not_take_or_raises_is_said_with_the_users_own_line(
@@ -146,6 +159,17 @@ def test_a_syntax_error_names_its_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_lazy_layers_are_there_before_an_optimizer_asks_for_them(declaring: str) -> None:
     assert [tuple(param.shape) for param in make(f"{declaring}:lazy").parameters()] == [(10, 64), (10,)]
+
+
+def test_the_pass_for_lazy_layers_leaves_statistics_and_modes_as_they_are(declaring: str) -> None:
+    made = make(f"{declaring}:lazy_with_statistics")
+    assert made.state_dict()["3.num_batches_tracked"] == 0
+    assert [module.training for module in made] == [True, True, False, True, True]  # type: ignore[attr-defined]
+
+
+def test_lazy_layers_of_training_alone_are_there_too(declaring: str) -> None:
+    made = make(f"{declaring}:LazyInTraining")
+    assert [tuple(param.shape) for param in made.parameters()] == [(10, 64), (10,)] * 2
 
 
 def test_loading_a_file_draws_no_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

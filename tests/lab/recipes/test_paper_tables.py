@@ -263,8 +263,11 @@ def test_a_result_from_before_the_renaming_is_read_as_what_it_is_called_now(tmp_
         write_result(tmp_path, replace(second, name="paper/cifar10-preactresnet18-erm"), 0, 0.05),
         write_result(tmp_path, replace(first, name="paper/cifar10-preactresnet18-erm-v1"), 0, 0.05),
     ]
+    files[0].write_text(files[0].read_text().replace('"protocol": "paper-v2"', '"protocol": "paper"'))  # as it was then
     broken: list[UnusableFile] = []
-    assert runs_by_recipe([read_result(file) for file in files], broken).keys() == {second.name, first.name}
+    runs = [read_result(file) for file in files]
+    assert runs_by_recipe(runs, broken).keys() == {second.name, first.name}
+    assert [str(run.protocol) for run in runs] == ["paper-v2", "paper"]
     assert broken == []
     with pytest.raises(
         ValueError, match=r"of what is now paper-v2/.*, to .*paper-v2/cifar10-preactresnet18-erm-0.json"

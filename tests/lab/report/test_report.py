@@ -310,10 +310,44 @@ def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
         assert len(group.untrained) == len(METHODS) - 1
         for command in group.untrained:
             options = dict(zip(*[iter(shlex.split(command)[2:])] * 2, strict=True))
-            asked = planned(options)
+            asked = planned(shlex.split(command)[2:])
             assert asked == default_recipe("digits", data, method=options["--method"], **changes, **more)
             assert options["--seed"] == "3"
             assert Path(options["--out"]).parent == tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model_settings": {"width": 4}}, {"model": "convnet"}, {"model": "mlp", "model_settings": {"width": 8}}],
+    ids=str,
+)
+def test_the_commands_train_the_same_network(tmp_path: Path, changes: dict[str, Any]) -> None:
+    data = load("digits")
+    recipe = default_recipe("digits", data, **changes)
+    lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
+    write(tmp_path / "erm-0", {**build_result(recipe, 0, data.checksum, lines, {}), "reliability": None})
+    group = only_group(tmp_path)
+    command = next(command for command in group.untrained if "--method mixup" in command)
+    asked = planned(shlex.split(command)[2:])
+    assert (asked.model, asked.model_settings) == (recipe.model, recipe.model_settings)
+
+
+def test_where_dropout_is_tells_rows_apart_and_not_groups(tmp_path: Path) -> None:
+    at = {"model_settings": {"dropout_at": "block"}}
+    write(tmp_path / "erm", result("erm", 0, 0.05, model_settings={}))
+    write(tmp_path / "block", result("dropout", 0, 0.04, **at))
+    group = only_group(tmp_path)
+    assert [row.name for row in group.rows] == ["ERM", "Dropout"]
+    write(tmp_path / "relu", result("dropout", 0, 0.06, model_settings={}))
+    group = only_group(tmp_path)
+    assert {row.name: row.cells["error"].values for row in group.rows if row.method == "dropout"} == {
+        "Dropout": [6.0],
+        "Dropout (dropout_at block)": [4.0],
+    }
+    own = {"model": "mine.py:Net", "files": {"model": "0"}}
+    for name, settings in (("other", at), ("another", {"model_settings": {}})):
+        write(tmp_path / "own" / name, result("erm", 0, 0.05, **own, **settings))
+    assert len(groups_of(load_results([tmp_path / "own"]).runs)) == 2  # whatever a user's network means by it
 
 
 def test_the_commands_train_without_nesterovs_and_with_a_given_normalisation(tmp_path: Path) -> None:
@@ -326,7 +360,7 @@ def test_the_commands_train_without_nesterovs_and_with_a_given_normalisation(tmp
         assert all(("--no-nesterov" in command) is said for command in group.untrained)
 
 
-def planned(options: dict[str, str]) -> Recipe:
+def planned(options: list[str]) -> Recipe:
     """The recipe that `flatmin train` would train with these options."""
     plans: list[Any] = []
 
@@ -336,7 +370,7 @@ def planned(options: dict[str, str]) -> Recipe:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatmin_lab.cli.commands.train.training", training)
-        assert flatmin("train", *(word for pair in options.items() for word in pair)).exit_code == 130
+        assert flatmin("train", *options).exit_code == 130
     recipe: Recipe = plans[0]
     return recipe
 

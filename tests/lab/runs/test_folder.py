@@ -229,6 +229,14 @@ def test_a_folder_of_a_renamed_recipe_is_resumed_and_one_of_its_namesake_says_wh
         run(replace(old, lr=0.02), tmp_path / "run", resume=True)
 
 
+def test_a_recipe_that_kept_its_name_is_not_said_to_be_renamed(tmp_path: Path) -> None:
+    kept = replace(tiny_recipe(), name="paper/spiral-mlp-erm")
+    run(kept, tmp_path / "run", stop=after(3))
+    with pytest.raises(ValueError, match=r"is of another recipe") as caught:
+        run(replace(kept, lr=0.02), tmp_path / "run", resume=True)
+    assert "renamed" not in str(caught.value)
+
+
 def test_another_recipe_seed_or_data_set_is_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(tiny_recipe(), folder, stop=after(3))

@@ -207,6 +207,22 @@ def test_a_changed_file_is_told_and_the_runs_copy_resumes_to_the_same_bits(tmp_p
     assert same(one, other)
 
 
+def test_a_file_that_is_gone_is_told_and_the_runs_copy_resumes(tmp_path: Path, mine: Path) -> None:
+    run(tiny_recipe(model=str(mine), model_settings={}), tmp_path / "run", stop=after(7))
+    known = Recipe.from_json(json.loads((tmp_path / "run" / "config.json").read_text())["recipe"])
+    mine.unlink()
+    copy = tmp_path / "run" / "code" / "model" / mine.name
+    with pytest.raises(FileNotFoundError, match=f"does not exist any more.* resume with --model {copy}:make_model"):
+        run(known, tmp_path / "run", resume=True)
+    asked = replace(known, model=f"{copy}:make_model")
+    assert isinstance(run(asked, tmp_path / "run", resume=True)[-1], Finished)
+    copy.write_text("")
+    with pytest.raises(
+        FileNotFoundError, match=f"{mine} does not exist any more.*: put the old file back, or train anew"
+    ):
+        run(known, tmp_path / "run", resume=True)
+
+
 def test_a_file_may_move(tmp_path: Path, mine: Path) -> None:
     run(tiny_recipe(model=str(mine), model_settings={}), tmp_path / "run", stop=after(7))
     moved = mine.rename(tmp_path / "elsewhere_changing.py")
@@ -234,7 +250,7 @@ def test_a_head_of_another_size_is_told_with_the_way_out(tmp_path: Path) -> None
     recipe = own_recipe("ResNet", init=str(tmp_path / "w.safetensors"))
     with pytest.raises(ValueError, match=r"fc.weight is \(10, 8\), not \(3, 8\).* --init-except fc$"):
         learner_of(recipe, tiny_data())
-    learner = learner_of(replace(recipe, init_except="fc"), tiny_data())
+    learner = learner_of(replace(recipe, init_except="fc, "), tiny_data())  # a comma too many names nothing
     fresh = learner_of(own_recipe("ResNet"), tiny_data()).model.state_dict()
     for key, value in learner.model.state_dict().items():
         assert torch.equal(value, fresh[key] if key.startswith("fc.") else weights[key]), key
@@ -257,14 +273,15 @@ def test_a_resumed_run_needs_its_initial_weights_no_more(tmp_path: Path) -> None
 
 def test_the_json_of_a_recipe_without_the_younger_fields_is_as_it_was() -> None:
     plain = tiny_recipe().as_json()
-    assert not plain.keys() & {"optimizer", "optimizer_settings", "init", "init_except", "files"}
+    assert not plain.keys() & {"normalise", "optimizer", "optimizer_settings", "init", "init_except", "files"}
     assert Recipe.from_json(plain) == tiny_recipe()
+    assert Recipe.from_json({**plain, "normalise": None}) == tiny_recipe()
 
 
 def test_a_result_of_another_optimizer_is_another_runs() -> None:
     job = Job(tiny_recipe(), 0)
     found = {**job.recipe.as_json(), "settings": {}, "seed": 0}
-    assert differs(found, job) == []
+    assert differs(found, job) == differs({**found, "normalise": None}, job) == []
     assert differs({**found, "optimizer": "adamw"}, job) == ["optimizer is 'adamw' there and 'sgd' here"]
     asked = Job(tiny_recipe(optimizer="adamw"), 0)
     assert differs(found, asked) == ["optimizer is 'sgd' there and 'adamw' here"]

@@ -16,7 +16,6 @@ from flatmin_lab.recipes.paper_numbers import Value, reported
 from flatmin_lab.recipes.paper_tables import Experiment, by_name
 from flatmin_lab.recipes.protocols import OWN, PAPER_LENGTH, kind_of
 from flatmin_lab.recipes.recipe import Job, Recipe
-from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.report import schema
 from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, column_named
 from flatmin_lab.report.figures.style import NAMES
@@ -209,11 +208,7 @@ def runs_by_recipe(runs: Iterable[Run], unusable: list[UnusableFile]) -> dict[st
     found: dict[str, dict[int, Run]] = {}
     usual = _usual_checksums(runs := list(runs))
     for run in runs:
-        name = str(run.result.get("recipe"))
-        recipe, later = known.get(name), known.get(name_now(name) or "")
-        if later is not None and not differs(run.result, Job(later, run.result["seed"])):
-            recipe = later  # from before it was renamed
-        if recipe is None:
+        if (recipe := known.get(str(run.result.get("recipe")))) is None:
             continue
         if apart := differs(run.result, Job(recipe, run.result["seed"])):
             unusable.append(UnusableFile(run.path, f"it is not {recipe.name}: {'; '.join(apart)}"))
