@@ -216,12 +216,9 @@ class FlatMinima(pl.Callback):
     ) -> None:
         if self.schedule.moves:
             share = self.schedule.share(trainer.global_step, self._total_steps)
-            self._radii = [
-                with_new_radii(optimizer, radii)
-                for optimizer, radii in zip(trainer.optimizers, self._radii, strict=True)
-            ]
-            for optimizer, radii in zip(trainer.optimizers, self._radii, strict=True):
-                scale_radii(optimizer, radii, share)
+            for place, optimizer in enumerate(trainer.optimizers):
+                self._radii[place] = with_new_radii(optimizer, self._radii[place])
+                scale_radii(optimizer, self._radii[place], share)
         if pl_module.automatic_optimization:
             for optimizer in trainer.optimizers:
                 assert isinstance(optimizer, PerturbedOptimizer)
