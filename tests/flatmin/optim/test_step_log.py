@@ -122,7 +122,7 @@ def test_blocks_and_steps_without_a_radius_leave_out_what_they_do_not_measure() 
 def test_epsilon_is_that_of_a_group_that_is_perturbed() -> None:
     model, _, _ = training()
     still, moved = list(model.parameters())[:1], list(model.parameters())[1:]
-    groups = [{"params": still, "epsilon": 0.0, "lr": 0.3}, {"params": moved}]
+    groups: list[dict[str, Any]] = [{"params": still, "epsilon": 0.0, "lr": 0.3}, {"params": moved}]
     optimizer = flatmin.AMP(torch.optim.SGD(groups, lr=0.1), epsilon=0.2)
     lines = Lines()
 
