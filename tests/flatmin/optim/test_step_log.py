@@ -285,7 +285,7 @@ def test_after_close_nothing_is_written() -> None:
     [
         ((3,), {}, "a target is a path, a SummaryWriter, .* got an object of type int"),
         (("steps.txt",), {}, "ends in .jsonl or .csv, got steps.txt"),
-        ((), {"every": 0}, "every is a number of steps, at least 1, got 0"),
+        ((), {"every": 0}, "every must be a whole number of at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_told(arguments: tuple[Any, ...], settings: dict[str, Any], message: str) -> None:

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from flatmin.core import distributed
 from flatmin.core.messages import describe
 from flatmin.optim.telemetry.step_info import Last
+from flatmin.optim.wrapper import whole_number
 
 Numbers = dict[str, float]
 Write = Callable[[int, Numbers], object]
@@ -74,9 +76,7 @@ class StepLog:
                 f"StepLog reads `last` of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}; give it the flatmin "
                 "optimizer itself (of Accelerate's, `optimizer.optimizer`)"
             )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every is a number of steps, at least 1, got {every!r}")
-        self.optimizer, self.every, self.prefix = optimizer, every, prefix
+        self.optimizer, self.every = optimizer, whole_number("every", every, least=1)
         self._writes = [_writer(target, prefix) for target in targets]
         self.steps = 0
         self._kept: list[Last] = []
@@ -152,8 +152,7 @@ class StepLog:
 
 
 def _is_first_rank() -> bool:
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not several or torch.distributed.get_rank() == 0
+    return not distributed.has_several_ranks() or torch.distributed.get_rank() == 0
 
 
 def _on_host(kept: list[Last]) -> list[Numbers]:
