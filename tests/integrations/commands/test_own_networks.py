@@ -80,7 +80,8 @@ def test_exported_they_give_the_same_logits_in_a_process_without_flatmin(killed:
 
 def test_two_processes_train_a_network_of_ones_own_and_resume_it(tmp_path: Path) -> None:
     """A run of two ranks, stopped after its first epoch and resumed, ends with the bits of one that was not."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "flatmin_lab", "train"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "flatmin_lab", "train"]
     settings = ["--model", f"{FILE}:TiedMLP", "--optimizer", "adamw", "--batch-size", "150"]
 
     def train(*more: str) -> None:

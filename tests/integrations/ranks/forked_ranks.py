@@ -3,14 +3,13 @@
     python -m tests.integrations.ranks.forked_ranks FOLDER CASES
 
 CASES is JSON. By name: the flags of `flatmin train`, for all ranks and for one, and what happens to a rank; or jobs of
-train_jobs.py. A case may take LIMIT seconds. What is printed, as JSON: the exit codes, and what each rank wrote. All is
-imported before, once, so that a process begins at once.
+train_jobs.py. What is printed, as JSON: the exit codes, and what each rank wrote. All is imported before, once, so that
+a process begins at once.
 """
 
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,12 +23,13 @@ import sklearn.datasets  # noqa: F401  # not while the clock ticks
 import flatmin
 from flatmin_lab.cli.app import app
 from flatmin_lab.training.learner import Learner
+from tests import HANG_SECONDS
 from tests.integrations.ranks import processes
 from tests.integrations.ranks.train_jobs import JOBS
+from tests.support.ports import reserved_port
 from tests.support.processes import forked
 
 import_module("torch._dynamo")
-LIMIT = 60.0
 
 
 def another_version() -> None:
@@ -61,12 +61,6 @@ FATES: dict[str, Callable[[int], None]] = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def child(rank: int, size: int, port: int, case: dict[str, Any], log: Path) -> int:
     """A process of that rank; its number."""
 
@@ -89,17 +83,18 @@ def act(rank: int, size: int, case: dict[str, Any], folder: Path) -> None:
 
 
 def run(case: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    size, port, begun = int(case.get("ranks", 2)), free_port(), time.monotonic()
+    size, begun = int(case.get("ranks", 2)), time.monotonic()
     logs = [folder / f"{name}-{rank}.log" for rank in range(size)]
-    waiting = {child(rank, size, port, case, log): rank for rank, log in enumerate(logs)}
     codes: dict[int, int | None] = dict.fromkeys(range(size))
-    while waiting and time.monotonic() - begun < LIMIT:
-        for number, rank in list(waiting.items()):
-            done, status = os.waitpid(number, os.WNOHANG)
-            if done:
-                codes[rank] = os.waitstatus_to_exitcode(status)
-                del waiting[number]
-        time.sleep(0.005)
+    with reserved_port() as port:
+        waiting = {child(rank, size, port, case, log): rank for rank, log in enumerate(logs)}
+        while waiting and time.monotonic() - begun < HANG_SECONDS:
+            for number, rank in list(waiting.items()):
+                done, status = os.waitpid(number, os.WNOHANG)
+                if done:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+                    del waiting[number]
+            time.sleep(0.005)
     for number in waiting:  # these would wait for ever
         os.kill(number, signal.SIGKILL)
         os.waitpid(number, 0)

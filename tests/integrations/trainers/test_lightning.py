@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from runpy import run_path
-from socket import socket
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ import flatmin
 from tests import HANG_SECONDS, PYTHONPATH, ROOT
 from tests.support.cases import MODELS, OPTIMIZERS, fused_sgd, same
 from tests.support.doc_blocks import code
+from tests.support.ports import reserved_port
 
 pytest.importorskip("lightning", reason="needs Lightning: pip install 'flatmin[lightning]'")
 
@@ -918,9 +918,12 @@ if "sync_perturbation" in signature(flatmin.AMP).parameters:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what two processes wrote, which went through all kinds of training together."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with reserved_port() as port:
+        train_in_two_processes(folder, port)
+    return folder
+
+
+def train_in_two_processes(folder: Path, port: int) -> None:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     shared |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
     program = [sys.executable, "-m", "tests.integrations.trainers.lightning_ranks", str(folder), *KINDS, "resumed"]
@@ -935,7 +938,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         for process in processes:
             process.kill()
-    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)

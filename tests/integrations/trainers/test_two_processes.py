@@ -4,7 +4,6 @@ Each process is this file as a program, with a folder to write to.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from flatmin.integrations.transformers import AMPTrainer
 from tests import HANG_SECONDS, PYTHONPATH
 from tests.integrations.trainers.small_transformer import arguments, sentences, small_gpt, weights
 from tests.support.cases import same
+from tests.support.ports import reserved_port
 
 ROWS = 16
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
@@ -62,19 +62,13 @@ def with_accelerate(**settings: Any) -> dict[str, Any]:
     return {"weights": weights(model), "steps": steps}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def runs(folder: Path, processes: int) -> list[dict[str, Any]]:
+def runs(folder: Path, processes: int, port: int) -> list[dict[str, Any]]:
     """What each process saw."""
     common = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": PYTHONPATH,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
     }
     running = [
         subprocess.Popen(
@@ -99,7 +93,8 @@ def runs(folder: Path, processes: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return runs(tmp_path_factory.mktemp("two"), 2)
+    with reserved_port() as port:
+        return runs(tmp_path_factory.mktemp("two"), 2, port)
 
 
 JOBS = ["trainer", "trainer-n2", "accelerate", "trainer-apart", "accelerate-apart", "accelerate-still"]
