@@ -39,7 +39,7 @@ NOT_RUN = {  # and why
     "make test": "these tests",
     "pip install '.[lab]'": "fetches packages",
     "pip install '.[cluster]'": "fetches packages",
-    "ray start --head --port 6379": "stays when the test has ended; test_cluster.py has a cluster of its own",
+    "ray start --head --port 6379": "stays when the test has ended; integrations/cluster has clusters of its own",
     "ray start --address head:6379": "needs another machine",
     "flatmin reproduce table1 --protocol paper --executor ray --address head:6379": "needs the other machine",
     "torchrun --nproc-per-node 2 -m flatmin_lab train --data digits --method amp --out runs/digits": (
