@@ -28,7 +28,7 @@ fingerprint: $(READY)
 	$(BIN)/python -m tests.support.fingerprint out/fingerprint.txt
 
 # other people's trainers, processes that meet and processes that are killed, in an environment of their own; in the order
-# of the files, because the commands take longest: begun last, they would leave all cores but one idle
+# of the files, because the clusters and the commands take longest: begun last, they would leave all cores but one idle
 test-integrations: $(INTEGRATIONS)/.ready
 	$(INTEGRATIONS)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder tests/integrations
 

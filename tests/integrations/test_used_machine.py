@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -42,7 +44,9 @@ def test_asks_for_variables() -> None:
 """
 
 
-def run_suite(test: str, folder: Path, *flags: str, code: int = 0, **variables: str) -> str:
+def run_suite(
+    test: str, folder: Path, *flags: str, code: int = 0, variables: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """A pytest of its own with the settings of these tests, started as `nohup` and the `&` of a script start one."""
     (folder / "test_it.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *flags]
@@ -73,7 +77,7 @@ def test_a_process_that_is_left_by_one_that_died_is_ended(tmp_path: Path) -> Non
 
 def test_what_another_job_told_the_suite_is_forgotten(tmp_path: Path) -> None:
     told = {"RAY_ADDRESS": "auto", "RAY_NAMESPACE": "theirs", "SLURM_NTASKS": "2", "RANK": "1"}
-    assert "left: []" in run_suite(ASKS_FOR_VARIABLES, tmp_path, **told)
+    assert "left: []" in run_suite(ASKS_FOR_VARIABLES, tmp_path, variables=told)
 
 
 def test_what_others_keep_or_leave_is_in_a_folder_of_this_process() -> None:

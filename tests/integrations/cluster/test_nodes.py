@@ -20,7 +20,7 @@ from flatmin_lab.runs.events import Failed, Finished
 from flatmin_lab.runs.open_folder import lock_folder
 from flatmin_lab.runs.result_store import ResultStore
 from tests import HANG_SECONDS, ROOT
-from tests.integrations.cluster.command import SMOKE, ended, finishes, said
+from tests.integrations.cluster.command import SMOKE, ended, ended_here, finishes, said
 from tests.support.processes import flatmin, words
 from tests.support.small_runs import tiny_data, tiny_recipe
 
@@ -57,7 +57,7 @@ def test_a_trial_is_pruned_on_another_machine(cluster: Any, add: Callable[..., A
     add()
     asked = ["tune", "--data", "digits", "--model", "mlp", "--trials", "10", "--epochs", "4", "--seed", "1"]
     asked += ["--checkpoint-epochs", "10", "--workers", "1", "--out", "tuning"]
-    assert ended(*asked, "--executor", "ray", "--address", cluster.address, at=tmp_path) == 0, said(tmp_path)
+    assert ended_here(*asked, "--executor", "ray", "--address", cluster.address, at=tmp_path) == 0, said(tmp_path)
     states = [trial["state"] for trial in json.loads((tmp_path / "tuning/tuning.json").read_text())["trials"]]
     assert len(states) == 10
     assert "pruned" in states
