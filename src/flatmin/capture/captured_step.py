@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from flatmin.capture.clipped_sgd import ClippedSGD
 from flatmin.capture.cuda_graph import (
     LEAF_TYPES,
     SCHEDULED,
@@ -308,7 +309,9 @@ class CapturedStep:
         return [GENERATOR_REPLACEMENTS[0], *(tensor.data_ptr() for tensor in tensors)]
 
     def _uses_sgd_kernel(self) -> bool:
-        return self._fits_sgd_kernel and self.spec.scaler is None and multi_tensor.is_plain_sgd(self.spec.base)
+        return (
+            self._fits_sgd_kernel and self.spec.scaler is None and multi_tensor.is_plain_sgd(self.spec.base, ClippedSGD)
+        )
 
     def _uses_torch_capture(self) -> bool:
         return self._setting_changes <= MAX_SETTING_CHANGES and can_torch_capture(self.spec)
@@ -340,7 +343,7 @@ class CapturedStep:
             shape,
             tuple(map(_input_key, leaves)),
             tuple(settings),
-            (*flags, *modes, *own, multi_tensor.has_hooks(base), around),
+            (*flags, *modes, *own, multi_tensor.has_hooks(base), getattr(base, "clip_norm", None), around),
         )
 
 

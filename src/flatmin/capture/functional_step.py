@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from flatmin.capture.clipped_sgd import ClippedSGD, clipped
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.capture.weight_swap import weights_cast_once, with_substitutes
 from flatmin.core import multi_tensor
@@ -154,6 +155,9 @@ class FunctionalStep:
             if self.spec.ascent is not None:  # at θ there was less
                 self.result, losses["loss"] = latest, None
             self.measured = {**measured.numbers, **{name: loss for name, loss in losses.items() if loss is not None}}
+        base = self.spec.base
+        if self.rates is not None and isinstance(base, ClippedSGD):  # else its own step clips
+            gradients = clipped(gradients, base.clip_norm)
         return gradients
 
     def _run_passes(self, measured: Measured) -> tuple[Any, Any, Gradients]:

@@ -224,14 +224,16 @@ def _compile_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def is_plain_sgd(base: Optimizer) -> bool:
+def is_plain_sgd(base: Optimizer, *also: type[SGD]) -> bool:
     """Is its step the one that `sgd` computes? Torch's own SGD, without hooks, which a kernel would not call.
+
+    Or one of the classes in `also`, whose gradients the caller has changed as they would.
 
     With `fused=True` torch has a kernel of its own, which rounds differently.
     """
     groups = base.param_groups
     return (
-        type(base) is SGD
+        type(base) in (SGD, *also)
         and not has_hooks(base)
         and not any(isinstance(value, Tensor) and value.is_cuda for group in groups for value in group.values())
         and not any(group["differentiable"] or group["fused"] for group in groups)

@@ -1,43 +1,15 @@
 """The base optimizer of a recipe: torch's by name, or the user's own, over the parameters that are trained."""
 
-from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer
 
+from flatmin.capture.clipped_sgd import ClippedSGD, ClippedStep
 from flatmin_lab.recipes.optimizers import DEFAULT, OPTIMIZERS
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.user_code import call_with, load_function, parameters_of
-
-
-class ClippedStep(Optimizer):
-    """Before an optimizer among the base classes: it clips the norm of the gradient that the optimizer steps with.
-
-    That is after the closure, and after a scaler has unscaled it. A step-pre-hook would run before the closure, and
-    clip the gradient of the previous step. (Hooks may run twice a step, because the optimizer's own step runs them too;
-    there are none here.)
-    """
-
-    def __init__(self, params: Iterable[Tensor], *, clip_norm: float, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self.clip_norm = clip_norm
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.clip_norm)
-        super().step()
-        return result
-
-
-class ClippedSGD(ClippedStep, SGD):
-    """SGD that clips the norm of the gradient it steps with."""
 
 
 @cache
@@ -46,7 +18,7 @@ def _clipped(kind: type[Optimizer]) -> Any:
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """The optimizer of torch itself, which a captured step may have a kernel for, unless gradients are clipped."""
+    """The optimizer of torch itself, which a captured step may have a kernel for; or one that clips its gradient."""
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise ValueError(f"{recipe.model} has no parameter that requires a gradient: there is nothing to train")
