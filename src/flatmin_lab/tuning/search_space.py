@@ -168,8 +168,17 @@ class SearchSpace:
         changes: dict[str, Any] = dict(fields)
         return replace(self.recipe, settings={**self.recipe.settings, **own}, **changes)
 
+    @property
+    def has_erm_trial(self) -> bool:
+        """Does ERM have a trial of its own? It is the baseline of every other method."""
+        return self.recipe.method != "erm"
+
+    def erm_recipe(self) -> Recipe:
+        """The recipe of ERM's trial: the same in everything but the method."""
+        return replace(self.recipe, method="erm", settings={})
+
     def default_settings(self) -> dict[str, float]:
-        """The values without tuning, where they are within the ranges: the first trial."""
+        """The values without tuning, where they are within the ranges: the method's first trial."""
         known = {**self.recipe.as_json(), **resolve_settings(self.recipe.method, self.recipe.settings)}
         return {p.name: known[p.name] for p in self.hyper_parameters if p.low <= known[p.name] <= p.high}
 
