@@ -29,7 +29,7 @@ from flatmin_lab.runs.folder import VALIDATION
 from flatmin_lab.tuning.search_space import Measure
 
 LEVEL = 0.05  # how often a trial that is no better may pass for better
-SIGN_DRAWS = 1999
+SIGN_DRAWS = 4999
 DRAWS_AT_ONCE = 100  # bounds the memory: 40 MB for 50 000 images
 
 

@@ -12,7 +12,7 @@ from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.folder import VALIDATION
 from flatmin_lab.tuning.erm_comparison import LEVEL, Comparison, compare, read_scores
 
-IMAGES, REPEATS = 150, 200
+IMAGES, REPEATS = 100, 120
 
 
 def errors(count: int, *, share: float = 0.1, seed: int = 0) -> list[Tensor]:

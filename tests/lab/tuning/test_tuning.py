@@ -249,17 +249,30 @@ def test_a_tuning_that_names_the_default_optimizer_and_no_nesterov_comes_back(da
     assert (recipe["momentum"], recipe["nesterov"]) == (0.5, False)
 
 
-def test_the_rate_is_searched_around_the_default_of_the_optimizer(tmp_path: Path) -> None:
+def test_rate_and_weight_decay_are_searched_around_the_defaults_of_the_optimizer(tmp_path: Path) -> None:
+    """One that has no decay by default adds it to the gradient, as SGD does, unless it is told not to."""
     own = tmp_path / "own.py"
     own.write_text("def make_optimizer(params, lr=0.002): ...")
-    for optimizer, expected in (
-        ("sgd", (0.005, 1.0)),
-        ("adamw", (5e-5, 0.01)),
-        (f"{own}:make_optimizer", (1e-4, 0.02)),
+    settings: dict[str, Any]
+    for optimizer, settings, rates, decays in (
+        ("sgd", {}, (0.005, 1.0), (1e-5, 1e-2)),
+        ("adamw", {}, (5e-5, 0.01), (1e-3, 1.0)),
+        ("adam", {}, (5e-5, 0.01), (1e-5, 1e-2)),
+        ("nadam", {"decoupled_weight_decay": True}, (1e-4, 0.02), (1e-3, 1.0)),
+        (f"{own}:make_optimizer", {}, (1e-4, 0.02), (1e-5, 1e-2)),
     ):
-        rate, decay = hyper_parameters_of("erm", ["lr", "weight_decay"], optimizer=optimizer)
-        assert (rate.low, rate.high) == expected
-        assert (decay.low, decay.high) == (1e-5, 1e-2)
+        names = ["lr", "weight_decay"]
+        rate, decay = hyper_parameters_of("erm", names, optimizer=optimizer, optimizer_settings=settings)
+        assert (rate.low, rate.high) == rates
+        assert (decay.low, decay.high) == decays
+
+
+def test_the_command_searches_a_decoupled_weight_decay_around_its_own_default(data: Path, tmp_path: Path) -> None:
+    flags = ["--method", "erm", "--knobs", "weight_decay", "--trials", 1, "--epochs", 1]
+    adam = ["--optimizer", "adam", "--optimizer-settings", "decoupled_weight_decay=true"]
+    done = flatmin(*asked(data, tmp_path / "out", *flags, *adam))
+    assert done.exit_code == 0, done.output
+    assert tuning_of(tmp_path / "out").space["weight_decay"] == {"low": 1e-3, "high": 1.0, "log": True}
 
 
 def test_a_run_with_a_matched_radius_can_begin_a_tuning_of_the_radius(data: Path, tmp_path: Path) -> None:

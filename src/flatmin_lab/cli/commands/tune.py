@@ -127,7 +127,8 @@ def tune(
         given = [*fixed, *asked]
         asked = start.changes(asked)  # a file's values are the first trial's
         asked.pop("validation", None)
-        tuned_for = hyper_parameters_of(method, names, fixed=given, optimizer=asked.get("optimizer", "sgd"))
+        optimizer = {key: asked[key] for key in ("optimizer", "optimizer_settings") if key in asked}
+        tuned_for = hyper_parameters_of(method, names, fixed=given, **optimizer)
         fixed, dropped = without_auto(start.settings(fixed, asked_method), tuned_for, given=given)
         dataset = read_data(data, data_dir, download=download, size=asked.get("size"))
         search = SearchSpace(
