@@ -42,7 +42,7 @@ def test_with_one_trial_it_is_mcnemars_test(lost: int) -> None:
 
 
 def test_the_gain_is_the_difference_of_the_means() -> None:
-    erm, one, two = torch.rand(3, IMAGES, generator=torch.Generator().manual_seed(0))
+    erm, one, two = torch.rand(3, IMAGES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = compare(erm, {4: one, 7: two}, chosen=7, others=3)
     assert found.gain == pytest.approx(float(erm.mean() - two.mean()))
     assert (found.trial, found.images, found.trials) == (7, IMAGES, 5)
