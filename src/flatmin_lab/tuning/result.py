@@ -92,7 +92,7 @@ class Tuning:
             return None
         if (self.erm.value or 0.0) <= (self.chosen.value or 0.0):
             return False
-        return self.against_erm and self.against_erm.is_better
+        return None if self.against_erm is None else self.against_erm.is_better
 
     def count(self, *states: State) -> int:
         return sum(trial.state in states for trial in self.trials)

@@ -128,8 +128,8 @@ class _TrialTracker:
         """Read tuning.json; raise if it has trials that the study does not know: they would be overwritten."""
         path = self.folder / FILE
         found = result_file.read(path) if path.exists() else None
-        self.against_erm = found and found.against_erm
-        there = {trial.number for trial in found.trials} if found else set()
+        self.against_erm = None if found is None else found.against_erm
+        there = set() if found is None else {trial.number for trial in found.trials}
         if missing := there - {trial.number for trial in self.study.all_trials()}:
             raise FileExistsError(
                 f"{path} has {len(missing)} trials that its study does not know; "
