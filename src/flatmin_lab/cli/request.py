@@ -200,5 +200,7 @@ class TunedValues(NamedTuple):
                 f"the values were tuned with {there.recipe.optimizer}, but this run has {here.optimizer}, with its own "
                 "rate and weight decay where none are given"
             )
+        if there.is_better_than_erm is False:
+            yield f"on the validation split, the tuned {there.method} was no better than ERM, which --method erm trains"
         if there.ended < there.wanted:
             yield f"{there.ended} of {there.wanted} trials have ended: values may change; resume with `flatmin tune`"

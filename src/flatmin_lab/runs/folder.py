@@ -5,6 +5,7 @@
     checkpoint-*.safetensors       the last two
     state.json                     how far it is, for those who watch; never read here
     result.json                    when it is finished
+    validation.safetensors         before it, of a run with a validation split: error and NLL of each image of that
     evaluation.json, landscape.json    evaluations after training
     code/                          copies of the user's own model and optimizer, as they were when the run started
     tensorboard/                   the same numbers as curves, where TensorBoard is installed
@@ -24,6 +25,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from torch import Tensor
+
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.recipes.user_files import copy_in, file_of, named_files
 from flatmin_lab.runs import checkpoint
@@ -35,6 +38,7 @@ from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 
 CODE = "code"  # the folder of the copies
+VALIDATION = "validation.safetensors"
 KEPT_CHECKPOINTS = 2  # if the newest is damaged, the one before it is used
 
 
@@ -167,6 +171,11 @@ class RunFolder:
         """For those who watch: why the run stopped. A later checkpoint overwrites it."""
         with suppress(OSError):
             self._write_json("state.json", {"step": step, "diverged": what, "checkpoints": self._names()})
+
+    def write_image_scores(self, scores: Mapping[str, Tensor]) -> None:
+        """Error and NLL of each image of the validation split: with them, two runs are compared image by image."""
+        with self._writing(VALIDATION):
+            checkpoint.write(self.path / VALIDATION, Checkpoint(scores, {"run": self.identity}))
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         with self._writing("result.json"):

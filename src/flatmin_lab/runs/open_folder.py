@@ -12,10 +12,10 @@ from typing import IO, Any
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.config import OtherRunError, check_same, exists, read_config
 from flatmin_lab.runs.events import BusyError, RunError
-from flatmin_lab.runs.folder import CODE, RunFolder
+from flatmin_lab.runs.folder import CODE, VALIDATION, RunFolder
 from flatmin_lab.system.files import TEMPORARY_SUFFIX, fsync_folder, lock, nearest_existing, remove_temporary_files
 
-RUN_FILES = {"config.json", "metrics.jsonl", "state.json", "result.json", "tensorboard", CODE, ".lock"}
+RUN_FILES = {"config.json", "metrics.jsonl", "state.json", VALIDATION, "result.json", "tensorboard", CODE, ".lock"}
 
 
 def open_run_folder(path: Path, config: Mapping[str, Any], *, resume: bool) -> RunFolder:

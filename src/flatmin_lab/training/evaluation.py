@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from flatmin import metrics
 from flatmin.core.model_state import eval_mode
@@ -58,6 +59,16 @@ def score_logits(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
         right = (logits.argmax(dim=1) == labels) & answered
         return {**dict.fromkeys(MEASURES), "error": 1 - right.float().mean().item()}
     return {name: number(measure(logits, labels)) for name, measure in MEASURES.items()}
+
+
+def image_scores(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Error (0 or 1) and NLL of each image; their means are those of `score_logits`.
+
+    >>> image_scores(torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]))["error"]
+    tensor([0, 1], dtype=torch.uint8)
+    """
+    right = (logits.argmax(dim=1) == labels) & metrics.has_probabilities(logits)
+    return {"error": (~right).to(torch.uint8), "nll": cross_entropy(logits, labels, reduction="none")}
 
 
 def reliability_bins(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:

@@ -41,7 +41,7 @@ from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.training.build import build_method, prepare_data
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.data_parallel import broadcast_buffers, sharded_logits
-from flatmin_lab.training.evaluation import reliability_bins, score_logits
+from flatmin_lab.training.evaluation import image_scores, reliability_bins, score_logits
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.model_check import check_outputs, check_training_outputs
 from flatmin_lab.training.ranks import RankGroup, check_batches, check_same_run
@@ -273,11 +273,7 @@ class _TrainingRun:
             yield Stopped(self.ranks.first(self.stop()) or "asked to stop", self.step)
             return
         with self.ranks.raise_together():
-            known = run_facts(self.device, self.ranks)
-            result = build_result(self.recipe, self.seed, self.checksum, state.lines, known)
-            result["reliability"] = reliability_bins(logits, self.data.test.y)
-            if self.folder is not None:
-                self.folder.write_result(result)
+            result = self._write_result(logits)
         yield Finished(result)
 
     def _stop_reason(self) -> str | None:
@@ -391,6 +387,17 @@ class _TrainingRun:
         if self.uncaptured and self.device.type == "cuda":
             nothing = ", and nothing is compiled" if self.recipe.compile else ""
             yield Note(f"among {self.ranks.size} processes steps run without CUDA graphs{nothing}")
+
+    def _write_result(self, logits: Tensor) -> dict[str, Any]:
+        """The result, which is written last: a run that has one is finished."""
+        known = run_facts(self.device, self.ranks)
+        result = build_result(self.recipe, self.seed, self.checksum, self.state.lines, known)
+        result["reliability"] = reliability_bins(logits, self.data.test.y)
+        if self.folder is not None:
+            if self.recipe.validation:
+                self.folder.write_image_scores(image_scores(logits, self.data.test.y))
+            self.folder.write_result(result)
+        return result
 
     def _save(self) -> Iterator[Event]:
         """Save a checkpoint, never one with weights that are not finite."""

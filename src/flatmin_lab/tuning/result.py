@@ -1,7 +1,8 @@
 """What a tuning found: its trials, which of them is chosen, and the command that trains with its values.
 
-The chosen trial is the finished one with the lowest measure on the validation split; among several with the same one
-(an error is a whole number of images), the one with the lowest NLL.
+The chosen trial is the method's finished one with the lowest measure on the validation split; among several with the
+same one (an error is a whole number of images), the one with the lowest NLL. ERM's trial is what it is compared with,
+and is never chosen itself.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any, Literal, get_args
 from flatmin_lab import methods
 from flatmin_lab.recipes.fields import NUMBERS, flags
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.tuning.erm_comparison import Comparison
 from flatmin_lab.tuning.search_space import HyperParameter, Measure, hyper_parameters_of, split_settings
 
 State = Literal["finished", "pruned", "failed", "running"]
@@ -33,6 +35,7 @@ class Trial:
     seconds: float | None
     seed: int
     why: str = ""  # it failed
+    is_erm: bool = False  # the baseline: it has no settings
 
     @property
     def rank(self) -> tuple[int, float, float, int]:
@@ -59,6 +62,7 @@ class Tuning:
     data_sha256: str
     study: str  # its name in Optuna's storage
     trials: Sequence[Trial]
+    against_erm: Comparison | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -73,7 +77,22 @@ class Tuning:
 
     @property
     def chosen(self) -> Trial | None:
-        return next((trial for trial in self.ranked() if trial.state == "finished"), None)
+        """The best trial of the method, if one has finished."""
+        return next((trial for trial in self.ranked() if trial.state == "finished" and not trial.is_erm), None)
+
+    @property
+    def erm(self) -> Trial | None:
+        """ERM's trial; a tuning of ERM itself has none, nor has one that was begun without."""
+        return next((trial for trial in self.trials if trial.is_erm), None)
+
+    @property
+    def is_better_than_erm(self) -> bool | None:
+        """Whether the chosen trial is better by more than chance; None where that is not known."""
+        if self.chosen is None or self.erm is None or self.erm.state != "finished":
+            return None
+        if (self.erm.value or 0.0) <= (self.chosen.value or 0.0):
+            return False
+        return None if self.against_erm is None else self.against_erm.is_better
 
     def count(self, *states: State) -> int:
         return sum(trial.state in states for trial in self.trials)
@@ -105,14 +124,19 @@ class Tuning:
 
     def _chosen_trial(self) -> Trial:
         if self.chosen is None:
-            raise ValueError("no trial of this tuning has finished; resume it with the same `flatmin tune`")
+            raise ValueError(
+                f"no trial of {self.method} in this tuning has finished; resume it with the same `flatmin tune`"
+            )
         return self.chosen
 
     def as_json(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("recipe", "trials", "facts")}
+        apart = ("recipe", "trials", "against_erm", "facts")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+        compared = self.against_erm and {**asdict(self.against_erm), "is_better": self.against_erm.is_better}
         chosen = self.chosen and {"trial": self.chosen.number, "settings": self.chosen.settings}
         trials = [asdict(trial) for trial in self.trials]
-        return {**values, "chosen": chosen, "trials": trials, "recipe": self.recipe.as_json(), **self.facts}
+        found = {"chosen": chosen, "against_erm": compared, "trials": trials}
+        return {**values, **found, "recipe": self.recipe.as_json(), **self.facts}
 
 
 def _flag(name: str, value: Any) -> list[str]:

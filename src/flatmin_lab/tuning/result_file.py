@@ -1,7 +1,7 @@
 """tuning.json, beside the run folders of the trials: written after every trial, and checked when it is read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +10,7 @@ from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.system.json_types import check_types
+from flatmin_lab.tuning.erm_comparison import Comparison
 from flatmin_lab.tuning.result import State, Trial, Tuning
 from flatmin_lab.tuning.search_space import Measure, hyper_parameters_of
 
@@ -39,7 +40,7 @@ def _tuning(found: dict[str, Any]) -> Tuning:
     check_types(Tuning, found)
     recipe = Recipe.from_json(found["recipe"])
     known = {f.name for f in fields(Tuning)} | {"chosen"}
-    values = {name: found[name] for name in known - {"recipe", "trials", "facts", "chosen"}}
+    values = {name: found[name] for name in known - {"recipe", "trials", "against_erm", "facts", "chosen"}}
     for name, holds in (
         ("method", values["method"] == recipe.method),
         ("model", values["model"] == recipe.model),
@@ -56,8 +57,9 @@ def _tuning(found: dict[str, Any]) -> Tuning:
         if not holds:
             raise ValueError(f"its {name} is {values[name]!r}")
     trials = [_trial(one, values["space"].keys()) for one in found["trials"]]
+    against_erm = _comparison(found.get("against_erm"), trials)
     facts = {key: value for key, value in found.items() if key not in known}
-    tuning = Tuning(**values, recipe=recipe, trials=trials, facts=facts)
+    tuning = Tuning(**values, recipe=recipe, trials=trials, against_erm=against_erm, facts=facts)
     hyper_parameters_of(recipe.method, list(tuning.space))  # raises if they are not the method's
     return tuning
 
@@ -75,6 +77,7 @@ def _trial(found: dict[str, Any], names: Any) -> Trial:
     check_types(Trial, found)
     trial = Trial(**found)
     numbers = [trial.value, trial.error, trial.nll, trial.seconds]
+    names = set() if trial.is_erm else names
     drawn = trial.settings.keys() == names or (trial.state == "running" and trial.settings.keys() <= names)
     whole = trial.state != "finished" or None not in (trial.value, trial.error)
     if (
@@ -89,6 +92,22 @@ def _trial(found: dict[str, Any], names: Any) -> Trial:
     ):
         raise ValueError(f"its trial {found} makes no sense")
     return trial
+
+
+def _comparison(found: Any, trials: Sequence[Trial]) -> Comparison | None:
+    if found is None:  # a file from before there was one has none
+        return None
+    if not isinstance(found, dict):
+        raise TypeError(f"against_erm must be an object, got a {type(found).__name__}: {found!r:.80}")
+    check_types(Comparison, found)
+    if missing := [f.name for f in fields(Comparison) if f.name not in found]:
+        raise ValueError(f"its against_erm has no {', '.join(missing)}")
+    compared = Comparison(**{f.name: found[f.name] for f in fields(Comparison)})
+    finished = {trial.number for trial in trials if trial.state == "finished" and not trial.is_erm}
+    has_erm = any(trial.is_erm and trial.state == "finished" for trial in trials)
+    if compared.trial not in finished or not has_erm or min(compared.images, compared.trials) < 1:
+        raise ValueError(f"its against_erm is {found!r:.200}")
+    return compared
 
 
 def _is_number(value: object) -> bool:

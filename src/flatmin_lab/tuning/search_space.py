@@ -9,7 +9,9 @@
     dropout            rate from 0.01 to 0.5
     any, if named      lr from 0.005 to 1, weight_decay from 1e-5 to 1e-2; ERM has nothing else
 
-The range of lr is SGD's, whose default is 0.1; another optimizer's lies around its own default as this one does.
+The ranges of lr and weight_decay are SGD's, whose defaults are 0.1 and 1e-4; another optimizer's lie around its own
+defaults as these do. So AdamW's decay, which is decoupled from the gradient, is searched from 0.001 to 1. An optimizer
+whose default is no decay adds it to the gradient as SGD does, and has SGD's range.
 
 Smoothing and rate are drawn uniformly, all others log-uniformly. Values are rounded to three digits: more would mean
 nothing, and fewer are easier to read.
@@ -25,6 +27,7 @@ from flatmin_lab.recipes.recipe import Recipe, default_of
 
 Measure = Literal["error", "nll"]
 PIXEL = 1 / 255  # one level of an 8-bit image: adversarial radii are counted in it
+DECOUPLED = "decoupled_weight_decay"  # a setting of torch's Adam, NAdam and RAdam, with which they decay as AdamW
 SYMBOLS = {"epsilon": "ε", "inner_lr": "ζ"}
 
 
@@ -72,7 +75,12 @@ RECIPE_FIELDS = (  # of every recipe, whatever the method
 
 
 def hyper_parameters_of(
-    method: str, names: Sequence[str] | None = None, *, fixed: Sequence[str] = (), optimizer: str = "sgd"
+    method: str,
+    names: Sequence[str] | None = None,
+    *,
+    fixed: Sequence[str] = (),
+    optimizer: str = "sgd",
+    optimizer_settings: Mapping[str, Any] | None = None,
 ) -> tuple[HyperParameter, ...]:
     """The method's own, or the named ones; without those that are fixed.
 
@@ -101,20 +109,30 @@ def hyper_parameters_of(
         raise ValueError(
             f"{method} {why}: there is nothing to tune; choose another --method, or --knobs lr,weight_decay"
         )
-    return tuple(_for_optimizer(known[name], optimizer) for name in chosen)
+    own = _optimizer_defaults(optimizer, optimizer_settings or {})
+    return tuple(_around(own[name], known[name]) if name in own else known[name] for name in chosen)
 
 
-def _for_optimizer(parameter: HyperParameter, optimizer: str) -> HyperParameter:
-    """The rate's range around the optimizer's default, as SGD's is around its own.
+def _optimizer_defaults(optimizer: str, settings: Mapping[str, Any]) -> dict[str, float]:
+    """The optimizer's rate and weight decay, where it has any by default.
 
-    >>> lr = _for_optimizer(RECIPE_FIELDS[0], "adamw")
+    >>> _optimizer_defaults("adamw", {}), _optimizer_defaults("adam", {})
+    ({'lr': 0.001, 'weight_decay': 0.01}, {'lr': 0.001})
+    """
+    found = optimizers.default_fields(optimizer)
+    if settings.get(DECOUPLED):
+        found["weight_decay"] = optimizers.default_fields("adamw")["weight_decay"]
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def _around(own: float, parameter: HyperParameter) -> HyperParameter:
+    """The range around an optimizer's own default, as SGD's is around its own.
+
+    >>> lr = _around(0.001, RECIPE_FIELDS[0])
     >>> lr.low, lr.high
     (5e-05, 0.01)
     """
-    if parameter.name != "lr":
-        return parameter
-    usual = default_of("lr")
-    ratio = optimizers.default_fields(optimizer).get("lr", usual) / usual
+    ratio = own / default_of(parameter.name)
     return replace(
         parameter, low=parameter.rounded(ratio * parameter.low), high=parameter.rounded(ratio * parameter.high)
     )
@@ -168,8 +186,17 @@ class SearchSpace:
         changes: dict[str, Any] = dict(fields)
         return replace(self.recipe, settings={**self.recipe.settings, **own}, **changes)
 
+    @property
+    def has_erm_trial(self) -> bool:
+        """Does ERM have a trial of its own? It is the baseline of every other method."""
+        return self.recipe.method != "erm"
+
+    def erm_recipe(self) -> Recipe:
+        """The recipe of ERM's trial: the same in everything but the method."""
+        return replace(self.recipe, method="erm", settings={})
+
     def default_settings(self) -> dict[str, float]:
-        """The values without tuning, where they are within the ranges: the first trial."""
+        """The values without tuning, where they are within the ranges: the method's first trial."""
         known = {**self.recipe.as_json(), **resolve_settings(self.recipe.method, self.recipe.settings)}
         return {p.name: known[p.name] for p in self.hyper_parameters if p.low <= known[p.name] <= p.high}
 

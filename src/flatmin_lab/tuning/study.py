@@ -1,12 +1,13 @@
 """A tuning as an Optuna study on disk: which trials were drawn, how they ended, and what is drawn next.
 
 TPE draws the trials. What it draws depends on the seed, the trial's number and the trials that have ended, and on no
-state of this process: a resumed study draws what it would have drawn anyway. The first trial has the values that would
-be used without tuning.
+state of this process: a resumed study draws what it would have drawn anyway. The first trial is ERM's, which has no
+hyper-parameter, the second has the values that would be used without tuning. A study that was begun without ERM's
+trial gets it as the next one.
 
 A trial is pruned if, past half of its epochs, its best measure is worse than the median of the finished trials after
 the same epoch, but not before five have finished. In the first half the learning rate is high, and the measure says
-little.
+little. ERM's trial is never pruned: the others are compared with it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from flatmin_lab.tuning.search_space import SearchSpace
 DATABASE = "study.db"
 MIN_FINISHED_TRIALS = 5  # before any is pruned: a median of fewer says little
 KEPT_METRICS = ("epoch", "seconds", "validation_error", "validation_nll")  # of the last epoch, in the study
+ERM = "erm"  # the attribute of ERM's trial in the study
 STATES: dict[str, State] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running"}
 
 
@@ -39,6 +41,7 @@ class Draw(NamedTuple):
 
     number: int
     settings: dict[str, float]
+    is_erm: bool = False
 
 
 @contextmanager
@@ -130,15 +133,23 @@ class Study:
 
     def draw(self, wanted: int) -> Draw | None:
         """The next trial, if there are fewer than `wanted`."""
-        if not self.study.get_trials(deepcopy=False):
+        if len(self._frozen_trials()) >= wanted:
+            return None
+        known = self.study.get_trials(deepcopy=False)
+        waits = any(trial.state.name == "WAITING" for trial in known)  # enqueued, by an earlier call or by the user
+        if self.search.has_erm_trial and not waits and not any(map(_is_erm, known)):
+            self.study.enqueue_trial({}, user_attrs={ERM: True})
+        if all(map(_is_erm, known)):
             self.study.enqueue_trial(self.search.default_settings())
-        return self._suggest(self.study.ask()) if len(self._frozen_trials()) < wanted else None
+        return self._suggest(self.study.ask())
 
     def _suggest(self, trial: Any) -> Draw:
         """Draw the settings it lacks; a trial that was killed while it was drawn keeps those it has."""
         seed = torch.randint(2**31, (), generator=generator("trial", self.search.seed, trial.number))
         self.study.sampler = self.optuna.samplers.TPESampler(seed=int(seed))
         self.running[trial.number] = trial
+        if _is_erm(trial):
+            return Draw(trial.number, {}, is_erm=True)
         return Draw(
             trial.number,
             {
@@ -154,7 +165,7 @@ class Study:
         trial = self.running[number]
         if value is not None and epoch not in self.study.get_trials(deepcopy=False)[number].intermediate_values:
             trial.report(value, epoch)
-        return epoch < self.search.recipe.epochs and bool(trial.should_prune())
+        return not _is_erm(trial) and epoch < self.search.recipe.epochs and bool(trial.should_prune())
 
     def end(self, number: int, state: State, last: Mapping[str, Any] | None, why: str = "") -> None:
         """Store how a trial ended, with the metrics of its last epoch if it had one."""
@@ -184,4 +195,9 @@ class Study:
             seconds=last.get("seconds"),
             seed=self.search.seed,
             why=trial.user_attrs.get("why", ""),
+            is_erm=_is_erm(trial),
         )
+
+
+def _is_erm(trial: Any) -> bool:
+    return bool(trial.user_attrs.get(ERM, False))

@@ -7,15 +7,19 @@ A trial is a training run with one choice of the hyper-parameters, as long as th
 radius grows with the length. It has a run folder of its own, so a killed tuning can be resumed: trials that have ended
 stay, unfinished ones are resumed, and no more are started than were asked for.
 
+One of them is ERM's, so that the result says what the chosen values gain over it, or that they gain nothing.
+
 Only this process talks to the study; workers, if there are any, only train. A trial that is to be pruned is asked to
 stop. A trial that diverges has failed, and the others continue; any other error ends the tuning.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.executor import Executor, run_tasks
@@ -27,6 +31,7 @@ from flatmin_lab.runs.result_store import remove_old_checkpoints
 from flatmin_lab.system.files import lock, remove_temporary_files
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning import result_file
+from flatmin_lab.tuning.erm_comparison import Comparison, compare, read_scores
 from flatmin_lab.tuning.result import Tuning
 from flatmin_lab.tuning.result_file import FILE, TRIAL_PREFIX
 from flatmin_lab.tuning.search_space import SearchSpace
@@ -54,6 +59,10 @@ def tune(
     With one worker, the default, the same call gives the same trials. Workers that are processes of their own read the
     data from `root`; on a CPU each has one thread.
     """
+    if search.has_erm_trial and trials < 2:
+        raise ValueError(
+            f"a tuning of {search.recipe.method} needs 2 or more trials, since one of them is ERM's, got {trials}"
+        )
     if executor.device in ("cpu", executor.device_here):
         # raises if it cannot be trained
         next(iter(train(search.recipe, data, seed=search.seed, device=executor.device)))
@@ -108,15 +117,19 @@ class _TrialTracker:
     facts: Mapping[str, Any]
     last_epochs: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # their metrics
     pruned: set[int] = field(default_factory=set)
+    scores: dict[int, Tensor] = field(default_factory=dict)  # of each image, by the trial's number
+    against_erm: Comparison | None = None
 
     @property
     def measure(self) -> str:
         return f"validation_{self.study.search.measure}"
 
     def check(self) -> None:
-        """Raise if tuning.json has trials that the study does not know: they would be overwritten."""
+        """Read tuning.json; raise if it has trials that the study does not know: they would be overwritten."""
         path = self.folder / FILE
-        there = {trial.number for trial in result_file.read(path).trials} if path.exists() else set()
+        found = result_file.read(path) if path.exists() else None
+        self.against_erm = None if found is None else found.against_erm
+        there = set() if found is None else {trial.number for trial in found.trials}
         if missing := there - {trial.number for trial in self.study.all_trials()}:
             raise FileExistsError(
                 f"{path} has {len(missing)} trials that its study does not know; "
@@ -141,7 +154,13 @@ class _TrialTracker:
         folder = self.folder / f"{TRIAL_PREFIX}{draw.number}"
         search = self.study.search
         return TrialTask(
-            draw, search.trial_recipe(draw.settings), search.seed, folder, device, self.root, self.checkpoint_epochs
+            draw,
+            search.erm_recipe() if draw.is_erm else search.trial_recipe(draw.settings),
+            search.seed,
+            folder,
+            device,
+            self.root,
+            self.checkpoint_epochs,
         )
 
     # ---- events
@@ -201,4 +220,25 @@ class _TrialTracker:
             trials=self.study.all_trials(),
             facts=self.facts,
         )
-        result_file.write(self.folder, tuning)
+        self.against_erm = self._compare(tuning)
+        result_file.write(self.folder, replace(tuning, against_erm=self.against_erm))
+
+    def _compare(self, tuning: Tuning) -> Comparison | None:
+        """The chosen trial with ERM's. Where the folders are gone, what was found before stays."""
+        chosen, erm = tuning.chosen, tuning.erm
+        if chosen is None or erm is None or erm.state != "finished":
+            return None
+        finished = [trial.number for trial in tuning.trials if trial.state == "finished"]
+        for number in finished:
+            if number not in self.scores and (found := self._read_scores(number)) is not None:
+                self.scores[number] = found
+        known = {number: self.scores[number] for number in finished if number in self.scores}
+        if not {chosen.number, erm.number} <= known.keys() or len(set(map(len, known.values()))) > 1:
+            before = self.against_erm
+            return before if before is not None and before.trial == chosen.number else None
+        of_erm = known.pop(erm.number)
+        others = tuning.count("finished", "pruned") - 1 - len(known)
+        return compare(of_erm, known, chosen=chosen.number, others=others)
+
+    def _read_scores(self, number: int) -> Tensor | None:
+        return read_scores(self.folder / f"{TRIAL_PREFIX}{number}", self.study.search.measure)

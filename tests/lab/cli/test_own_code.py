@@ -125,14 +125,14 @@ def test_a_tuning_takes_a_network_and_a_recipe(here: Path) -> None:
     pytest.importorskip("optuna", reason="installed with flatmin[lab]")
     values = {"data": "digits", "model": "own.py:TiedMLP", "optimizer": "adamw", "epochs": 1, "batch_size": 300}
     (here / "run.json").write_text(json.dumps({**values, "model_settings": {"width": 8}, "settings": {"epsilon": 0.2}}))
-    result = flatmin("tune", "--config", "run.json", "--trials", 1, "--out", "tuned", "--device", "cpu")
+    result = flatmin("tune", "--config", "run.json", "--trials", 2, "--out", "tuned", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "--model-settings width=8 " in words(result.stdout)
     assert " null" not in result.stdout
     assert flatmin("train", "--tuned", "tuned/tuning.json", "--out", "run", "--device", "cpu").exit_code == 0
     found = config_of(here / "run")
     assert (found["model"], found["optimizer"]) == (f"{here}/own.py:TiedMLP", "adamw")
-    assert found["settings"]["epsilon"] == 0.2  # the first trial's
+    assert found["settings"]["epsilon"] == 0.2  # of AMP's first trial
 
 
 REFUSED = [

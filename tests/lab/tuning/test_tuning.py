@@ -27,7 +27,7 @@ from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.pages.tuning import tuning_section
 from flatmin_lab.runs.events import BusyError, Epoch, Event, Finished, Stopped
 from flatmin_lab.tuning import result_file
-from flatmin_lab.tuning.result import State, Tuning
+from flatmin_lab.tuning.result import State, Trial, Tuning
 from flatmin_lab.tuning.result_file import FILE
 from flatmin_lab.tuning.search_space import HYPER_PARAMETERS, HyperParameter, SearchSpace, hyper_parameters_of
 from flatmin_lab.tuning.study import DATABASE, MIN_FINISHED_TRIALS, open_study
@@ -69,6 +69,11 @@ def without_times(found: Tuning) -> list[Any]:
     return [(t.number, dict(t.settings), t.state, t.value, t.error, t.nll, t.epochs, t.why) for t in found.trials]
 
 
+def own_trials(found: Tuning) -> list[Trial]:
+    """Those of the method, without ERM's."""
+    return [trial for trial in found.trials if not trial.is_erm]
+
+
 def study_of(out: Path) -> Any:
     """As anyone else opens it."""
     return optuna.load_study(study_name=None, storage=f"sqlite:///{out / DATABASE}")
@@ -97,7 +102,7 @@ def out(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_chosen_values_are_those_of_the_best_finished_trial(out: Path) -> None:
     found = tuning_of(out)
     assert [trial.state for trial in found.trials] == ["finished"] * 4
-    assert found.chosen == min(found.trials, key=lambda trial: trial.value or 0.0)
+    assert found.chosen == min(own_trials(found), key=lambda trial: trial.value or 0.0)
     assert found.chosen is not None
     chosen = json.loads((out / FILE).read_text())["chosen"]
     assert chosen == {"trial": found.chosen.number, "settings": found.chosen.settings}
@@ -107,9 +112,9 @@ def test_the_chosen_values_are_those_of_the_best_finished_trial(out: Path) -> No
         assert trial.settings.items() <= own["settings"].items()
 
 
-def test_the_first_trial_is_what_would_be_trained_without_tuning(out: Path, data: Path) -> None:
+def test_the_first_trial_of_the_method_is_what_would_be_trained_without_tuning(out: Path, data: Path) -> None:
     usual = default_recipe(str(data), load(data), model="mlp", method="amp", epochs=3).settings
-    assert tuning_of(out).trials[0].settings == usual
+    assert tuning_of(out).trials[1].settings == usual
 
 
 def test_the_file_says_with_what_and_how_it_was_measured(out: Path, data: Path) -> None:
@@ -124,7 +129,7 @@ def test_the_file_says_with_what_and_how_it_was_measured(out: Path, data: Path) 
 
 def test_the_study_can_be_opened_by_others(out: Path) -> None:
     study, found = study_of(out), tuning_of(out)
-    assert study.best_value == (found.chosen and found.chosen.value)
+    assert study.best_value == min(trial.value for trial in found.trials if trial.value is not None)
     assert study.study_name == found.study
     for trial, ours in zip(study.trials, found.trials, strict=True):
         assert list(trial.intermediate_values) == [1, 2, 3]
@@ -138,7 +143,7 @@ def test_the_same_command_gives_the_same_trials_and_a_second_call_nothing_new(
     assert other.exit_code == 0, other.output
     assert without_times(tuning_of(tmp_path / "b")) == without_times(tuning_of(out))
     again = flatmin(*asked(data, tmp_path / "b", "--trials", 4, "--measure", "nll"))
-    assert "of 4 trials, each of 3 epochs, on a held-out tenth of the training set" in words(again.stdout)
+    assert "of 3 trials of amp, each of 3 epochs, on a held-out tenth of the training set" in words(again.stdout)
     assert "trial 0  " not in again.stderr
     assert len(study_of(tmp_path / "b").trials) == 4
     assert flatmin(*asked(data, tmp_path / "b", "--trials", 5, "--measure", "nll")).exit_code == 0
@@ -178,7 +183,7 @@ def test_every_method_can_be_tuned(data: Path, tmp_path: Path, method: str) -> N
     found = tuning_of(tmp_path / "out")
     assert [trial.state for trial in found.trials] == ["finished"] * 2
     for parameter in HYPER_PARAMETERS[method]:
-        for trial in found.trials:
+        for trial in own_trials(found):
             assert parameter.low <= trial.settings[parameter.name] <= parameter.high
     command = next(line for line in done.stdout.splitlines() if line.strip().startswith("flatmin train --data"))
     trained = flatmin(*command.split()[1:], "--out", tmp_path / "run")
@@ -209,9 +214,9 @@ def test_every_flag_of_the_training_comes_back_in_the_command_that_trains_with_t
 ) -> None:
     own: list[object] = ["--momentum", 0.5, "--milestones", "0.25,0.5", "--warmup", 0.5, "--clip-norm", 1.5]
     own += ["--batch-size", 30, "--weight-decay", 0.01, "--label-noise", 0.1, "--deterministic"]
-    done = flatmin(*asked(data, tmp_path / "out", "--trials", 1, *own))
+    done = flatmin(*asked(data, tmp_path / "out", "--trials", 2, *own))
     assert done.exit_code == 0, done.output
-    tried = json.loads((tmp_path / "out" / "trial-0" / "config.json").read_text())["recipe"]
+    tried = json.loads((tmp_path / "out" / "trial-1" / "config.json").read_text())["recipe"]
     assert (tried["momentum"], tried["milestones"], tried["warmup"]) == (0.5, [0.25, 0.5], 0.5)
     command = tuning_of(tmp_path / "out").command()
     assert command[0] == "flatmin"
@@ -224,7 +229,7 @@ def test_every_flag_of_the_training_comes_back_in_the_command_that_trains_with_t
 
 
 def test_without_momentum_it_is_tuned_and_trained_without_nesterovs(data: Path, tmp_path: Path) -> None:
-    done = flatmin(*asked(data, tmp_path / "out", "--trials", 1, "--epochs", 1, "--momentum", 0))
+    done = flatmin(*asked(data, tmp_path / "out", "--trials", 2, "--epochs", 1, "--momentum", 0))
     assert done.exit_code == 0, done.output
     trained = flatmin(*tuning_of(tmp_path / "out").command()[1:], "--device", "cpu", "--out", tmp_path / "run")
     assert trained.exit_code == 0, trained.output
@@ -234,7 +239,7 @@ def test_without_momentum_it_is_tuned_and_trained_without_nesterovs(data: Path, 
 
 def test_a_tuning_that_names_the_default_optimizer_and_no_nesterov_comes_back(data: Path, tmp_path: Path) -> None:
     own: list[object] = ["--optimizer", "sgd", "--momentum", 0.5, "--no-nesterov", "--epochs", 1]
-    done = flatmin(*asked(data, tmp_path / "out", "--trials", 1, *own))
+    done = flatmin(*asked(data, tmp_path / "out", "--trials", 2, *own))
     assert done.exit_code == 0, done.output
     command = tuning_of(tmp_path / "out").command()
     assert "--no-nesterov" in command
@@ -244,17 +249,30 @@ def test_a_tuning_that_names_the_default_optimizer_and_no_nesterov_comes_back(da
     assert (recipe["momentum"], recipe["nesterov"]) == (0.5, False)
 
 
-def test_the_rate_is_searched_around_the_default_of_the_optimizer(tmp_path: Path) -> None:
+def test_rate_and_weight_decay_are_searched_around_the_defaults_of_the_optimizer(tmp_path: Path) -> None:
+    """One that has no decay by default adds it to the gradient, as SGD does, unless it is told not to."""
     own = tmp_path / "own.py"
     own.write_text("def make_optimizer(params, lr=0.002): ...")
-    for optimizer, expected in (
-        ("sgd", (0.005, 1.0)),
-        ("adamw", (5e-5, 0.01)),
-        (f"{own}:make_optimizer", (1e-4, 0.02)),
+    settings: dict[str, Any]
+    for optimizer, settings, rates, decays in (
+        ("sgd", {}, (0.005, 1.0), (1e-5, 1e-2)),
+        ("adamw", {}, (5e-5, 0.01), (1e-3, 1.0)),
+        ("adam", {}, (5e-5, 0.01), (1e-5, 1e-2)),
+        ("nadam", {"decoupled_weight_decay": True}, (1e-4, 0.02), (1e-3, 1.0)),
+        (f"{own}:make_optimizer", {}, (1e-4, 0.02), (1e-5, 1e-2)),
     ):
-        rate, decay = hyper_parameters_of("erm", ["lr", "weight_decay"], optimizer=optimizer)
-        assert (rate.low, rate.high) == expected
-        assert (decay.low, decay.high) == (1e-5, 1e-2)
+        names = ["lr", "weight_decay"]
+        rate, decay = hyper_parameters_of("erm", names, optimizer=optimizer, optimizer_settings=settings)
+        assert (rate.low, rate.high) == rates
+        assert (decay.low, decay.high) == decays
+
+
+def test_the_command_searches_a_decoupled_weight_decay_around_its_own_default(data: Path, tmp_path: Path) -> None:
+    flags = ["--method", "erm", "--knobs", "weight_decay", "--trials", 1, "--epochs", 1]
+    adam = ["--optimizer", "adam", "--optimizer-settings", "decoupled_weight_decay=true"]
+    done = flatmin(*asked(data, tmp_path / "out", *flags, *adam))
+    assert done.exit_code == 0, done.output
+    assert tuning_of(tmp_path / "out").space["weight_decay"] == {"low": 1e-3, "high": 1.0, "log": True}
 
 
 def test_a_run_with_a_matched_radius_can_begin_a_tuning_of_the_radius(data: Path, tmp_path: Path) -> None:
@@ -266,7 +284,7 @@ def test_a_run_with_a_matched_radius_can_begin_a_tuning_of_the_radius(data: Path
     assert done.exit_code == 0, done.output
     assert f"note: ε is tuned, so epsilon auto, held_out 0.2, release 0.5 of {config} is not used" in words(done.stderr)
     found = tuning_of(tmp_path / "out")
-    assert found.trials[0].settings == {"epsilon": 0.1, "lr": 0.001}
+    assert found.trials[1].settings == {"epsilon": 0.1, "lr": 0.001}
     assert found.space["lr"] == {"low": 5e-5, "high": 0.01, "log": True}
     assert found.recipe.settings["inner_lr"] == 0.7
     with pytest.raises(ValueError, match="epsilon is either auto or tuned, got both"):
@@ -283,7 +301,7 @@ def test_a_tuning_takes_the_size_of_the_images_from_a_config(tmp_path: Path) -> 
                 Image.new("L", (10 + number, 9), grey + number).save(tmp_path / which / label / f"{number}.png")
     config = tmp_path / "run.json"
     config.write_text(json.dumps({"size": [8, 8], "batch_size": 6}))
-    done = flatmin(*asked(tmp_path, tmp_path / "out", "--config", config, "--trials", 1, "--epochs", 1))
+    done = flatmin(*asked(tmp_path, tmp_path / "out", "--config", config, "--trials", 2, "--epochs", 1))
     assert done.exit_code == 0, done.output
     assert tuning_of(tmp_path / "out").recipe.size == (8, 8)
 
@@ -357,7 +375,7 @@ def test_a_trial_that_diverges_has_failed_and_the_others_continue(
 def test_where_all_fail_nothing_is_chosen(data: Path, tmp_path: Path) -> None:
     done = flatmin(*asked(data, tmp_path / "out", "--lr", 1e30, "--trials", 2, "--seed", -1))
     assert done.exit_code == 1
-    assert "Nothing is chosen: no trial has finished" in words(done.stdout)
+    assert "Nothing is chosen: no trial of amp has finished" in words(done.stdout)
     trained = flatmin("train", "--tuned", tmp_path / "out" / FILE)
     assert trained.exit_code == 2
     assert "nothing is chosen" in words(trained.stderr)
@@ -387,7 +405,7 @@ def test_a_signal_stops_it_and_the_same_command_resumes(
         stopped = flatmin(*flags)
     assert stopped.exit_code == 143
     assert "stopped by SIGTERM; the same command resumes" in words(stopped.stderr)
-    assert "1 of 3 trials so far" in words(stopped.stdout)
+    assert "There are 0 of 2 trials so far of amp" in words(stopped.stdout)
     assert [trial.state for trial in tuning_of(tmp_path / "out").trials] == ["finished", "running"]
     done = flatmin(*flags)
     assert done.exit_code == 0, done.output
@@ -402,9 +420,9 @@ def test_epochs_missing_in_the_study_are_reported_when_it_is_resumed(data: Path,
     """Killed between a checkpoint and the study, no epoch is missing there."""
     pictures_of = load(data)
     recipe = default_recipe(
-        str(data), pictures_of, model="mlp", method="rmp", epochs=3, augment="none", validation=True
+        str(data), pictures_of, model="mlp", method="erm", epochs=3, augment="none", validation=True
     )
-    search = SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("rmp"))
+    search = SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("erm", ["lr"]))
     steps = len(pictures_of.train) // recipe.batch_size + 1
     stopped = list(tune(search, pictures_of, folder=tmp_path / "out", trials=1, stop=after(2 * steps + 6)))
     assert isinstance(stopped[-1][1], Stopped)
@@ -494,10 +512,10 @@ def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
         str(data), pictures_of, model="mlp", method="rmp", epochs=1, augment="none", validation=True
     )
     search = SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("rmp"))
-    first = tune(search, pictures_of, folder=tmp_path / "out", trials=1)
+    first = tune(search, pictures_of, folder=tmp_path / "out", trials=2)
     next(first)
     with pytest.raises(BusyError, match="another process is tuning in"):
-        next(tune(search, pictures_of, folder=tmp_path / "out", trials=1))
+        next(tune(search, pictures_of, folder=tmp_path / "out", trials=2))
     list(first)
 
 
@@ -507,6 +525,7 @@ def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
         (["--measure", "ece"], "unknown measure 'ece'"),
         (["--method", "sam"], "unknown method 'sam'"),
         (["--trials", "0"], "--trials"),
+        (["--trials", "1"], "a tuning of amp needs 2 or more trials, since one of them is ERM's, got 1"),
         (["--knobs", "colour"], "--knobs of amp are epsilon, inner_lr, lr, weight_decay, got colour"),
         (["--set", "colour=1"], "got colour"),
         (["--batch-size", "100000"], "the batch size must be"),
@@ -531,7 +550,7 @@ def test_a_bad_request_is_refused_before_anything_starts(
 def test_the_study_may_lie_elsewhere(data: Path, tmp_path: Path) -> None:
     place = f"sqlite:///{tmp_path / 'all.db'}"
     for name in ("one", "two"):
-        done = flatmin(*asked(data, tmp_path / name, "--trials", 1, "--storage", place))
+        done = flatmin(*asked(data, tmp_path / name, "--trials", 2, "--storage", place))
         assert done.exit_code == 0, done.output
     assert optuna.get_all_study_names(place) == ["one", "two"]
     assert not (tmp_path / "one" / DATABASE).exists()
@@ -561,7 +580,7 @@ def test_train_takes_the_chosen_values(out: Path, tmp_path: Path) -> None:
     found = tuning_of(out)
     done = flatmin("train", "--tuned", out / FILE, "--out", tmp_path / "run", "--device", "cpu")
     assert done.exit_code == 0, done.output
-    assert "note:" not in done.stderr
+    assert "were tuned" not in done.stderr
     recipe = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
     assert found.chosen is not None
     assert recipe["settings"] == found.chosen.settings
@@ -635,14 +654,16 @@ def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) 
     assert [broken.path.name for broken in load_results([tmp_path]).unusable] == [FILE] * len(wrong)
 
 
-@pytest.mark.parametrize("part", ["the file", "its recipe", "a trial", "a range"])
+@pytest.mark.parametrize("part", ["the file", "its recipe", "a trial", "ERM's trial", "the comparison", "a range"])
 def test_a_field_of_the_wrong_type_is_named_with_the_file(out: Path, tmp_path: Path, part: str) -> None:
     """A tuning, or an error that names the file and the field; the report is made in either case."""
     whole = json.loads((out / FILE).read_text())
     parts = {
         "the file": lambda found: found,
         "its recipe": lambda found: found["recipe"],
-        "a trial": lambda found: found["trials"][0],
+        "a trial": lambda found: found["trials"][1],
+        "ERM's trial": lambda found: found["trials"][0],
+        "the comparison": lambda found: found["against_erm"],
         "a range": lambda found: found["space"]["epsilon"],
     }
     place = tmp_path / FILE
@@ -672,7 +693,7 @@ def test_the_report_has_a_section_for_a_tuning_and_no_run_of_its_trials(out: Pat
     page = report_page(found)
     assert "Tuning</h2>" in page
     assert page.count('<tr class="chosen">') == 1
-    assert "of 4 trials, each of 3 epochs, on a held-out tenth of the training set" in page
+    assert "of 3 trials of amp, each of 3 epochs, on a held-out tenth of the training set" in page
     assert "flatmin train --data" in page
     assert "validation NLL over ε and ζ" in page
     assert 'download="AMP--an-MLP-on-tiny-npz--3-epochs-tuning.json"' in page
@@ -697,14 +718,15 @@ def test_a_tuning_alone_is_a_report_too(out: Path, tmp_path: Path, monkeypatch: 
 def test_what_was_pruned_and_what_failed_is_said_in_the_report(out: Path, tmp_path: Path) -> None:
     content = json.loads((out / FILE).read_text())
     trials = content["trials"]
-    trials[0] |= {"state": "failed", "value": None, "error": None, "nll": None, "epochs": 0, "why": "its loss is <nan>"}
-    trials[1] |= {"state": "pruned", "epochs": 2}
+    content["against_erm"] = None
+    trials[1] |= {"state": "failed", "value": None, "error": None, "nll": None, "epochs": 0, "why": "its loss is <nan>"}
+    trials[2] |= {"state": "pruned", "epochs": 2}
     (tmp_path / FILE).write_text(json.dumps({**content, "wanted": 9}))
     page = report_page(load_results([tmp_path]))
-    assert "4 of 9 trials so far" in page
+    assert "3 of 8 trials so far of amp" in page
     assert "Of them 1 was pruned and 1 failed." in page
     assert "failed: its loss is &lt;nan&gt;" in page
     for one in trials:
         one |= {"state": "failed", "value": None, "error": None, "nll": None}
     (tmp_path / FILE).write_text(json.dumps(content))
-    assert "Nothing is chosen: no trial has finished" in report_page(load_results([tmp_path]))
+    assert "Nothing is chosen: no trial of amp has finished" in report_page(load_results([tmp_path]))

@@ -60,7 +60,9 @@ TUNING = Path("tuning")
 def tune(
     config: ConfigFile = None,
     method: Annotated[str | None, option(f"{', '.join(all_methods.METHODS)}; default: amp.")] = None,
-    trials: Annotated[int, typer.Option(help="Training runs, including those of an earlier call.", min=1)] = 20,
+    trials: Annotated[
+        int, typer.Option(help="Training runs, including ERM's, the first, and those of an earlier call.", min=1)
+    ] = 20,
     measure: Annotated[
         str, typer.Option(help="What to minimise: error or nll of the validation split after the last epoch.")
     ] = "error",
@@ -125,7 +127,8 @@ def tune(
         given = [*fixed, *asked]
         asked = start.changes(asked)  # a file's values are the first trial's
         asked.pop("validation", None)
-        tuned_for = hyper_parameters_of(method, names, fixed=given, optimizer=asked.get("optimizer", "sgd"))
+        optimizer = {key: asked[key] for key in ("optimizer", "optimizer_settings") if key in asked}
+        tuned_for = hyper_parameters_of(method, names, fixed=given, **optimizer)
         fixed, dropped = without_auto(start.settings(fixed, asked_method), tuned_for, given=given)
         dataset = read_data(data, data_dir, download=download, size=asked.get("size"))
         search = SearchSpace(
@@ -174,8 +177,9 @@ def tune(
 def headline(search: SearchSpace, trials: int, hardware: str) -> str:
     recipe = search.recipe
     ranges = (f"{p.symbol} from {p.formatted(p.low)} to {p.formatted(p.high)}" for p in search.hyper_parameters)
+    erm = ", the first of ERM" if search.has_erm_trial else ""
     return (
-        f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {display.epochs_text(recipe.epochs)}, "
+        f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {display.epochs_text(recipe.epochs)}{erm}, "
         f"{recipe.model} on {recipe.data}, measured on a held-out tenth of the training set, {recipe.precision} on "
         f"{hardware}"
     )
@@ -195,7 +199,8 @@ def follow(events: Iterable[tuple[Draw, Event]], console: Console, search: Searc
             elif isinstance(event, Finished | Failed | Pruned):
                 done[number] = epochs
             for text, style in event_lines(event, lines.get(number, {}), epochs):
-                who = f"trial {number:{width}}  {describe_settings(search.recipe.method, draw.settings)}"
+                what = "ERM" if draw.is_erm else describe_settings(search.recipe.method, draw.settings)
+                who = f"trial {number:{width}}  {what}"
                 display.say(console, f"{who}: {text}", style=style)
             before = (max(done, default=-1) + 1 - len(done)) * epochs  # of trials of an earlier call
             progress.update(
@@ -224,10 +229,12 @@ def _measured(found: Mapping[str, Any]) -> str:
 
 
 def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
-    """The trials, best first; what was chosen; and the commands that train with it."""
+    """The trials, best first; what was chosen, and what it gains over ERM; and the commands that train with it."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(table(found))
     display.say(console, f"\n{summary.describe_choice(found)}")
+    if gain := summary.describe_gain(found):
+        display.say(console, gain, style="yellow" if found.is_better_than_erm is False else "")
     if found.chosen is not None:
         place = [] if data_dir == DEFAULT_DATA_DIR else ["--data-dir", str(data_dir)]
         display.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")

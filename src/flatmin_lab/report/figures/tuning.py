@@ -26,15 +26,19 @@ class SearchRange(NamedTuple):
 def tuning(
     method: str, measure: str, parameters: Mapping[str, SearchRange], trials: Sequence[Mapping[str, Any]]
 ) -> DrawnFigure:
-    """A panel per hyper-parameter, a mark per trial; a trial has settings, value, state and chosen.
+    """A panel per hyper-parameter, a mark per trial; a trial has settings, value, state, chosen and is_erm.
 
-    A pruned trial is drawn at its last value, a failed one at the upper edge.
+    A pruned trial is drawn at its last value, a failed one at the upper edge. ERM, which has no hyper-parameter, is a
+    line across all panels.
     """
     with styled():
         figure = Figure(figsize=(3.5 * len(parameters), 3.0), layout="constrained")
         panels = figure.subplots(1, len(parameters), squeeze=False, sharey=True)[0]
         for axes, (parameter, searched) in zip(panels, parameters.items(), strict=True):
-            _draw_marks(axes, parameter, trials, LINE_STYLES[method][0])
+            _draw_marks(axes, parameter, [trial for trial in trials if not trial["is_erm"]], LINE_STYLES[method][0])
+            for trial in trials:
+                if trial["is_erm"] and trial["state"] == "finished":
+                    axes.axhline(trial["value"], color=LINE_STYLES["erm"][0], lw=1.2, ls="--", label="ERM", zorder=1)
             axes.set(xlabel=parameter, xlim=(searched.low, searched.high))
             if searched.log:
                 axes.set_xscale("log")
@@ -42,7 +46,7 @@ def tuning(
         _set_value_scale(panels[0], [trial["value"] for trial in trials if trial["value"] is not None])
         panels[0].set_ylabel(measure)
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=4)
+        figure.legend(handles, labels, loc="outside upper left", ncols=5)
     data = {
         "measure": measure,
         "searched": {parameter: searched._asdict() for parameter, searched in parameters.items()},

@@ -17,6 +17,7 @@ class TuningSection(NamedTuple):
     path: Path
     title: str
     words: str
+    gain: str  # over ERM
     knobs: int  # how many hyper-parameters: each has a panel of the figure
     columns: list[str]
     rows: list[tuple[list[str], bool]]  # a trial's cells, and whether it was chosen
@@ -32,12 +33,13 @@ def tuning_section(path: Path, found: Tuning) -> TuningSection:
         path,
         title(found),
         summary.describe_choice(found),
+        summary.describe_gain(found),
         len(found.hyper_parameters),
         columns,
         [(_cells(trial, found), trial == found.chosen) for trial in found.ranked()],
         _figure(found),
         shlex.join(found.command()) if found.chosen else "",
-        f"All trials have the seed {found.seed}: the same split, first weights and order of pictures. The test set was "
+        f"All trials have the seed {found.seed}: the same split, first weights and order of images. The test set was "
         "not looked at.",
     )
 
@@ -69,10 +71,11 @@ def _figure(found: Tuning) -> DrawnFigure | None:
     trials = [
         {
             "number": trial.number,
-            "settings": {label: trial.settings[p.name] / p.unit for label, p in parameters.items()},
+            "settings": {label: trial.settings[p.name] / p.unit for label, p in parameters.items() if not trial.is_erm},
             "value": None if trial.value is None else scale * trial.value,
             "state": trial.state,
             "chosen": trial == found.chosen,
+            "is_erm": trial.is_erm,
         }
         for trial in found.trials
         if trial.state != "running"
