@@ -68,8 +68,9 @@ def endless_run(recipe: Recipe, data: Dataset, *, device: torch.device) -> Itera
     """A run in memory that does not end by itself and leaves nothing behind."""
     nothing: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     saving: dict[str, Any] = {"checkpoint_epochs": 1, "checkpoint_minutes": 1e9}
+    threads = torch.get_num_threads()  # the caller's, which its result file names
     endless = replace(recipe, epochs=1_000_000)
-    events = training_steps(endless, data, seed=0, device=device, step_by_step=True, **saving, **nothing)
+    events = training_steps(endless, data, seed=0, device=device, threads=threads, **saving, **nothing)
     try:
         yield events
     finally:

@@ -115,6 +115,11 @@ def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
     )
 
 
+def threads_text(event: Started) -> str:
+    """With how many threads a run on the CPU computes."""
+    return "" if event.threads is None else f"; {event.threads} thread{'s' if event.threads > 1 else ''}"
+
+
 @contextmanager
 def bars(console: Console) -> Iterator[Progress]:
     """Progress bars with a description, the time left, and a few numbers."""
@@ -138,7 +143,7 @@ def follow(events: Iterable[Event], console: Console, headline: str) -> Finished
             match event:
                 case Started():
                     epochs = event.epochs
-                    say(console, headline)
+                    say(console, f"{headline}{threads_text(event)}")
                     progress.reset(
                         task, total=event.steps, completed=event.step
                     )  # earlier steps do not count for the speed
