@@ -209,7 +209,7 @@ def measurements(found: Mapping[str, Any]) -> None:
     if found["scaled"]:
         keys = ("temperatures", "temperature_intervals", "temperature_pictures")
         fitted = zip(*(found["scaled"][key] for key in keys), strict=True)
-        shown = " and ".join(temperature_text(t, *ends, f"{count} {kind}") for t, ends, count in fitted)
+        shown = " and ".join(temperature_text(t, low, high, f"{count} {kind}") for t, (low, high), count in fitted)
         say(
             console,
             f"temperature scaling, each half of them by the other's temperature, {shown}: "
