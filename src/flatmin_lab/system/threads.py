@@ -11,14 +11,17 @@ Milliseconds of a step of SGD, two cores of an AMD EPYC, torch 2.13:
 
 So below 1 GFLOP in the forward pass of a batch a second thread gains a third at best and can cost a factor of ten:
 there a run has one. Above, it has torch's own number. The rule counts work, not time: on every machine a recipe has the
-same answer. Told otherwise means `threads=` (--threads), or OMP_NUM_THREADS or MKL_NUM_THREADS in the environment.
+same answer. The work of a built-in network is counted; of any other network, which may compile itself, it is the most
+that so many weights can compute (`most_flops`). Told otherwise means `threads=` (--threads), or OMP_NUM_THREADS or
+MKL_NUM_THREADS in the environment.
 
 Another number of threads sums in another order: the same training up to rounding, not bit for bit. So a resumed run
 computes with the number that it began with, where this process has so many, and says so where it has not.
 """
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +49,7 @@ def computing_with(threads: int) -> Iterator[None]:
 class FlopCount(TorchDispatchMode):
     """Counts the floating-point operations of what runs inside: of matrix products, convolutions and attention.
 
-    torch's own FlopCounterMode attributes them to modules, with global hooks that a compiled network warns of.
+    For built-in networks alone: what torch.compile meets under such a mode it never compiles again.
 
     >>> with FlopCount() as counted:
     ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
@@ -65,6 +68,15 @@ class FlopCount(TorchDispatchMode):
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+def most_flops(parameters: int, shape: Sequence[int]) -> float:
+    """What the forward pass of an input takes at most: a product and a sum for every weight at every pixel.
+
+    >>> most_flops(100, (3, 8, 8)), most_flops(100, (2,))
+    (12800.0, 200.0)
+    """
+    return 2.0 * parameters * math.prod(shape[1:])
 
 
 def choose_threads(asked: int | None, *, flops: float, on_cpu: bool, began_with: int | None = None) -> int:

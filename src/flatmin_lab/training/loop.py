@@ -40,7 +40,7 @@ from flatmin_lab.runs.folder import CODE, RunFolder
 from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.runs.result import build_result
 from flatmin_lab.system.rng import RandomScope
-from flatmin_lab.system.threads import FlopCount, choose_threads, computing_with
+from flatmin_lab.system.threads import FlopCount, choose_threads, computing_with, most_flops
 from flatmin_lab.training.build import build_method, prepare_data
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.data_parallel import broadcast_buffers, sharded_logits
@@ -239,12 +239,14 @@ class _TrainingRun:
         self.forwards = [CapturedForward(model, capture=capture) for model in (self.learner.model, *averaged)]
         check_batches(self.learner.model, size=recipe.batch_size, count=len(self.data.train), processes=ranks.size)
         x, classes = self.normalise(self.data.train.x[:2]), self.data.num_classes
-        with FlopCount() if device.type == "cpu" else nullcontext() as counted:
+        built_in = models.is_built_in(recipe.model)
+        with FlopCount() if built_in and device.type == "cpu" else nullcontext() as counted:
             self.learner.notes += check_outputs(self.learner.model, x, self.data.train.kind, classes)
-        # of a batch's forward pass; on a GPU they do not matter
-        self.flops = 0.0 if counted is None else counted.flops / len(x) * recipe.batch_size
-        if not models.is_built_in(recipe.model):
+        if not built_in:
             check_training_outputs(self.learner.model, x, classes)
+        parameters = sum(p.numel() for p in self.learner.model.parameters())
+        flops = counted.flops / len(x) if counted is not None else most_flops(parameters, self.data.train.shape)
+        self.flops = flops * recipe.batch_size  # of a batch's forward pass
         self.learner.rehearse(ranks)
         self.state = TrainState(self.learner, device, ranks)
 
@@ -376,7 +378,7 @@ class _TrainingRun:
         }
         line = {"epoch": self.state.epoch + 1, "step": self.step, "lr": self._lr(self.step - 1), **means, **found}
         line["seconds"] = round(self.state.seconds(), 3)
-        if self.device.type == "cpu" and self.ranks.size == 1:
+        if self.device.type == "cpu" and self.ranks.size == 1 and self.state.has_cpu_time:
             line["cpu_seconds"] = round(self.state.cpu_clock.seconds(), 3)
         self.state.end_epoch(line)
         with self.ranks.raise_together():

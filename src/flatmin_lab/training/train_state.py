@@ -39,7 +39,7 @@ class TrainState:
         self.metrics = EpochMetrics()
         self.lines: list[dict[str, Any]] = []
         self.seconds_before = 0.0  # of training, before the run was resumed
-        self.cpu_clock = CpuClock()
+        self.cpu_clock, self.has_cpu_time = CpuClock(), True  # of all of the run, not of a part
         self.resumed = 0  # how often
         self.since = self.saved_at = monotonic()
 
@@ -78,7 +78,8 @@ class TrainState:
         self.metrics.load(saved.state["sums"])
         self.lines = list(saved.state["lines"])
         self.seconds_before, self.since = saved.state["seconds"], monotonic()
-        self.cpu_clock.load(saved.state.get("cpu_seconds", 0.0))  # earlier checkpoints have none
+        self.has_cpu_time = "cpu_seconds" in saved.state  # earlier checkpoints have none
+        self.cpu_clock.load(saved.state.get("cpu_seconds", 0.0))
         self.resumed = saved.state.get("resumed", 0) + 1
 
     def _note_other_machine(self, before: Mapping[str, Any]) -> Iterator[Event]:
@@ -95,7 +96,7 @@ class TrainState:
             "sums": self.metrics.sums,
             "lines": self.lines,
             "seconds": self.seconds(),
-            "cpu_seconds": self.cpu_clock.seconds(),
+            **({"cpu_seconds": self.cpu_clock.seconds()} if self.has_cpu_time else {}),
             "resumed": self.resumed,
             "facts": run_facts(self.device, self.ranks),
             **self.learner.state(),

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from flatmin_lab.runs.events import Finished, Note, Started, Stopped
+from flatmin_lab import models
+from flatmin_lab.runs.events import Finished, Note, Saved, Started, Stopped
+from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.system.cpu_clock import CpuClock
 from flatmin_lab.system.json_data import read_json
-from flatmin_lab.system.threads import SMALL_FLOPS, VARIABLES, choose_threads, computing_with
+from flatmin_lab.system.threads import SMALL_FLOPS, VARIABLES, FlopCount, choose_threads, computing_with, most_flops
 from flatmin_lab.training.loop import train
+from flatmin_lab.training.train_state import TrainState
 from tests.support.small_runs import after, run, tiny_data, tiny_recipe
 
 HERE = 3  # the caller's threads, be there so many cores or not
@@ -110,16 +113,38 @@ class Compiled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), backend="eager")
+        self.inner = torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), backend="eager", fullgraph=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.inner(x)
         return logits
 
 
-def test_the_work_of_a_compiled_network_can_be_counted() -> None:
+def test_a_network_that_compiles_itself_still_does() -> None:
+    """Under a counter torch would give up on it, and `fullgraph` makes that an error."""
     recipe = tiny_recipe(model=f"{__file__}:Compiled", model_settings={}, epochs=1)
-    assert isinstance(list(train(recipe, tiny_data()))[-1], Finished)
+    events = list(train(recipe, tiny_data()))
+    assert isinstance(events[0], Started)
+    assert events[0].threads == 1
+    assert isinstance(events[-1], Finished)
+
+
+def test_a_network_of_ones_own_is_small_if_its_weights_cannot_compute_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = most_flops(36 * 3 + 3, (1, 6, 6)) * 10
+    for limit, threads in ((most + 1, 1), (most, HERE)):
+        monkeypatch.setattr("flatmin_lab.system.threads.SMALL_FLOPS", limit)
+        first = next(train(tiny_recipe(model=f"{__file__}:Compiled", model_settings={}), tiny_data()))
+        assert isinstance(first, Started)
+        assert first.threads == threads
+
+
+@pytest.mark.parametrize("name", ["convnet", "mlp", "preactresnet18"])
+def test_no_built_in_network_computes_more_than_its_weights_can(name: str) -> None:
+    shape = (3, 16, 16)
+    model = models.build(name, **models.settings_for(name, shape)).eval()
+    with torch.no_grad(), FlopCount() as counted:
+        model(torch.zeros(1, *shape))
+    assert 0 < counted.flops <= most_flops(sum(p.numel() for p in model.parameters()), shape)
 
 
 def test_cpu_time_counts_only_while_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +159,19 @@ def test_cpu_time_counts_only_while_the_clock_runs(monkeypatch: pytest.MonkeyPat
         clock.load(5.0)
         now[0] = 11.0
     assert clock.seconds() == 6
+
+
+def test_a_run_from_before_its_cpu_time_was_counted_has_none(tmp_path: Path) -> None:
+    def save(state: TrainState, folder: RunFolder) -> Saved:
+        state.has_cpu_time = False
+        return saved(state, folder)
+
+    saved = TrainState.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainState, "save", save)
+        run(tiny_recipe(), folder=tmp_path, stop=after(2))
+    run(tiny_recipe(), folder=tmp_path, resume=True)
+    assert "cpu_seconds" not in read_json(tmp_path / "result.json")
 
 
 def test_cpu_seconds_and_resumptions_are_kept_over_a_resumption(tmp_path: Path) -> None:
