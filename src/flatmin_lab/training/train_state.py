@@ -80,7 +80,8 @@ class TrainState:
         self.seconds_before, self.since = saved.state["seconds"], monotonic()
         self.has_cpu_time = "cpu_seconds" in saved.state  # earlier checkpoints have none
         self.cpu_clock.load(saved.state.get("cpu_seconds", 0.0))
-        self.resumed = saved.state.get("resumed", 0) + 1
+        is_over = self.epoch == self.learner.recipe.epochs  # its result alone is made again
+        self.resumed = saved.state.get("resumed", 0) + (not is_over)
 
     def _note_other_machine(self, before: Mapping[str, Any]) -> Iterator[Event]:
         then, now = ({"ranks": 1, **known} for known in (before, run_facts(self.device, self.ranks)))
