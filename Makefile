@@ -4,6 +4,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 INTEGRATIONS := .venv-integrations
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --constraint constraints/cpu.txt)
+# `make demo TORCH_INDEX=ADDRESS` looks for torch at that package index too: PyTorch's own for CPUs, whose builds are smaller
+# by gigabytes than those that pip finds for Linux by itself. pip takes the +cpu build of a version before the plain one.
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # warnings are errors, but for torch's own about numpy, which is not there
 STRICTLY := -W error -W 'ignore:Failed to initialize NumPy'
@@ -44,13 +47,13 @@ dist: $(READY)
 	$(BIN)/python -m build --outdir build/again build/again/flatmin-*/
 	$(BIN)/python -m tests.programs.dist_contents dist build/again
 	$(BIN)/python -m venv --clear $(USER_HAS)
-	$(USER_HAS)/bin/python -m pip install --quiet $(CONSTRAINTS) dist/*.whl
+	$(USER_HAS)/bin/python -m pip install --quiet $(CONSTRAINTS) $(INDEX) dist/*.whl
 	$(USER_HAS)/bin/python $(STRICTLY) -m tests.programs.installed_alone
 	$(USER_HAS)/bin/python -m pip uninstall --quiet --yes flatmin
 	PATH=$(CURDIR)/$(USER_HAS)/bin $(USER_HAS)/bin/python -m pip install --quiet --no-deps dist/*.tar.gz
 	$(USER_HAS)/bin/python $(STRICTLY) -m tests.programs.installed_alone
 	$(USER_HAS)/bin/python -m pip uninstall --quiet --yes flatmin
-	$(USER_HAS)/bin/python -m pip install --quiet $(CONSTRAINTS) "$$(echo dist/*.whl)[lab]"
+	$(USER_HAS)/bin/python -m pip install --quiet $(CONSTRAINTS) $(INDEX) "$$(echo dist/*.whl)[lab]"
 	$(USER_HAS)/bin/python -m tests.programs.installed_lab
 	rm -rf build/again $(USER_HAS)
 
@@ -88,6 +91,7 @@ clean:
 $(INTEGRATIONS)/.ready: EXTRA := integrations
 .venv/.ready $(INTEGRATIONS)/.ready: pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit("flatmin needs Python 3.10 or newer, got " + sys.version.split()[0] + "; name one with `make PYTHON=python3.12`" if sys.version_info < (3, 10) else 0)'
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(CONSTRAINTS) --editable '.[$(EXTRA)]'
+	@echo 'installing into $(@D), this once: a few minutes'
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet $(CONSTRAINTS) $(INDEX) --editable '.[$(EXTRA)]'
 	@touch $@

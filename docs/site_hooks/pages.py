@@ -4,6 +4,7 @@
     CHANGELOG.md    -> changelog.md
     CONTRIBUTING.md -> contributing.md
     the typer app   -> command.md, where its marker stands
+    the notebook    -> a file beside them
 
 Written once, so that they cannot differ from what they are made from. Links are rewritten to fit: on GitHub the README
 points to docs/, and pages to ../README.md, which here is the home page. And what Markdown cannot say: which page is as
@@ -25,6 +26,7 @@ from flatmin_lab.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 MADE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+NOTEBOOK = "examples/quick_start.ipynb"  # a file to download
 ELSEWHERE = r"\[([^\]]+)\]\(CITATION\.cff\)"  # not a page: its name is enough
 OF_THE_SITE = r" *`make docs`\s+builds[^`]*`site/index\.html`\."  # its reader has it
 WIDE = {"compared.md"}  # a table of seven columns needs the place of the table of contents
@@ -38,12 +40,14 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
         text = re.sub(OF_THE_SITE, "", re.sub(ELSEWHERE, r"`\1`", text))
         files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, NOTEBOOK, abs_src_path=str(ROOT / NOTEBOOK)))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     for made, source in MADE.items():
         markdown = re.sub(rf"\]\((\.\./)*{re.escape(source)}", f"]({made}", markdown)
+    markdown = markdown.replace(f"](../{NOTEBOOK}", f"]({NOTEBOOK}")
     markdown = markdown.replace("[README](index.md", "[home page](index.md")
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]

@@ -170,6 +170,38 @@ def dropout_rate(name: str, settings: Mapping[str, Any]) -> float:
     return dropout(**settings).dropout if name == "dropout" else 0.0
 
 
+def passes_per_step(name: str, settings: Mapping[str, Any]) -> float:
+    """Forward and backward passes over a batch in a step that perturbs.
+
+    >>> passes_per_step("erm", {}), passes_per_step("adversarial", {}), passes_per_step("amp", {"inner_iter": 2})
+    (1.0, 2.0, 3.0)
+    """
+    if name == "amp":
+        known = resolve_settings("amp", settings)
+        of_ascent = int(known["inner_iter"]) * float(known.get("ascent_share", 1))
+        return 1.0 if known["epsilon"] == 0 else 1.0 + of_ascent
+    return 2.0 if name == "adversarial" else 1.0
+
+
+def perturbed_share(settings: Mapping[str, Any]) -> float:
+    """The share of a run's steps that perturb: fewer with a late start, or if only every k-th does.
+
+    >>> perturbed_share({}), perturbed_share({"start": 0.5, "every": 2})
+    (1.0, 0.25)
+    """
+    radius = RadiusSchedule(**{key: settings[key] for key in asdict(CONSTANT).keys() & settings.keys()})
+    return (1 - radius.start) / radius.every
+
+
+def mean_passes(name: str, settings: Mapping[str, Any]) -> float:
+    """Passes over a batch in the mean step of a whole run.
+
+    >>> mean_passes("amp", {}), mean_passes("amp", {"start": 0.5}), mean_passes("erm", {})
+    (2.0, 1.5, 1.0)
+    """
+    return 1 + perturbed_share(settings) * (passes_per_step(name, settings) - 1)
+
+
 @cache
 def setting_names(name: str) -> frozenset[str]:
     """All that a method's settings may be called."""

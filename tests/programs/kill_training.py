@@ -31,6 +31,7 @@ from flatmin_lab.runs import checkpoint
 from flatmin_lab.system import files
 from tests import HANG_SECONDS
 from tests.support.processes import forked
+from tests.support.small_runs import TIMES
 
 import_module("torch._dynamo")  # which every optimizer imports when it is made
 if find_spec("tensorboard"):
@@ -104,7 +105,8 @@ def state_of(folder: Path) -> dict[str, Any]:
     result = json.loads((folder / "result.json").read_text())
     state = {**last.state, "lines": lines}
     for timed in (state, result, *lines):
-        timed.pop("seconds")
+        for name in TIMES:
+            timed.pop(name, None)
     return {**last.tensors, "state": state, "result": result}
 
 

@@ -37,7 +37,17 @@ from tests.support.cases import MODELS, OPTIMIZERS, Setup, run, setup
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 METHODS = ("erm", "label_smoothing", "flooding", "mixup", "adversarial", "dropout", "rmp", "amp")
-NOT_COMPUTED = {"seconds", "attack_seconds", "flatness_seconds", "landscape_seconds", "commit", "hardware", "threads"}
+NOT_COMPUTED = {
+    "seconds",
+    "cpu_seconds",
+    "resumed",
+    "attack_seconds",
+    "flatness_seconds",
+    "landscape_seconds",
+    "commit",
+    "hardware",
+    "threads",
+}
 START_SECONDS = 300  # for the first epoch of a run on a loaded machine
 Fingerprint = tuple[str, str]
 

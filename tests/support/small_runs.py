@@ -13,6 +13,8 @@ from flatmin_lab.runs.events import Event, Saved
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 
+TIMES = ("seconds", "cpu_seconds", "resumed")  # what a run says of how it was computed, not of what
+
 
 def images(count: int, seed: int) -> Split:
     """Three classes of 6 by 6: a bright row, column or diagonal, in noise."""
@@ -52,8 +54,8 @@ def learner_of(recipe: Recipe, data: Dataset, *, seed: int = 0, device: str = "c
 def lasting(folder: Path) -> dict[str, Any]:
     """What the newest checkpoint of a folder holds, without times and places."""
     saved = checkpoint.read(checkpoint.listed(folder)[0])
-    state = {key: value for key, value in saved.state.items() if key not in ("seconds", "facts")}
-    state["lines"] = [{k: v for k, v in line.items() if k != "seconds"} for line in state["lines"]]
+    state = {key: value for key, value in saved.state.items() if key not in (*TIMES, "facts")}
+    state["lines"] = [{k: v for k, v in line.items() if k not in TIMES} for line in state["lines"]]
     return {**saved.tensors, "state": state}
 
 

@@ -7,6 +7,7 @@
     adaptive_ece   the same over bins of equally many predictions
     reliability    what ece is made of: the bins
     temperature    what to divide logits by to calibrate their confidence
+    temperature_interval   how well the N rows determine it
     bootstrap      any of these with an interval: how much it may depend on the choice of the N rows
     has_probabilities   which rows of logits can be measured at all
 
@@ -18,7 +19,7 @@ errors, on every device.
 from flatmin.metrics.bootstrap_interval import Interval, bootstrap
 from flatmin.metrics.inputs import has_probabilities
 from flatmin.metrics.scores import Reliability, adaptive_ece, brier, ece, error, nll, reliability
-from flatmin.metrics.temperature_scaling import temperature
+from flatmin.metrics.temperature_scaling import temperature, temperature_interval
 
 __all__ = [
     "Interval",
@@ -32,4 +33,5 @@ __all__ = [
     "nll",
     "reliability",
     "temperature",
+    "temperature_interval",
 ]

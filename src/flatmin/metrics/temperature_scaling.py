@@ -5,17 +5,23 @@
 With β = 1/T and the margins mₖ = zₖ − z_label, the loss is E log Σₖ exp(β mₖ). It is convex in β: its slope E Σₖ pₖ mₖ
 increases, at the rate E Var m. So the zero of the slope lies between any β of negative and any of positive slope, and
 Newton's step is taken if it stays in between; if not, the interval of log β is bisected.
+
+That rate also says how well N rows determine T. The likelihood's information on log β is N β² E Var m, so
+
+    log T ± z / √(N β² E Var m)
 """
 
 import math
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
 from flatmin.core.tensors import compute_dtype
+from flatmin.metrics.bootstrap_interval import Interval
 from flatmin.metrics.inputs import check_inputs
 
-__all__ = ["temperature"]
+__all__ = ["temperature", "temperature_interval"]
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3  # where the optimum is 0 or infinite
 
@@ -34,6 +40,40 @@ def temperature(logits: Tensor, labels: Tensor) -> Tensor:
     >>> temperature(four, torch.tensor([0, 0, 0, 1]))                  # right in 75 %: 2 / ln 3
     tensor(1.8205)
     """
+    value = 1 / _inverse_temperature(*_margins(logits, labels))
+    return torch.tensor(value, dtype=compute_dtype(logits), device=logits.device)
+
+
+@torch.no_grad()
+def temperature_interval(logits: Tensor, labels: Tensor, *, level: float = 0.95) -> Interval:
+    """The temperature with the interval in which it probably lies: a few rows do not determine it.
+
+    It is the likelihood's: symmetric in log T, as wide as the curvature of the loss and the number of rows leave it.
+    If T is one of the ends 0.001 and 1000, or has no effect, the interval is from end to end.
+
+    >>> four = torch.tensor([[2.0, 0.0]] * 4)
+    >>> [round(float(end), 2) for end in temperature_interval(four, torch.tensor([0, 0, 0, 1]))]
+    [1.82, 0.23, 14.28]
+    >>> many = temperature_interval(four.repeat(1000, 1), torch.tensor([0, 0, 0, 1]).repeat(1000))
+    >>> [round(float(end), 2) for end in many]
+    [1.82, 1.71, 1.94]
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is 95 %")
+    margins, moments = _margins(logits, labels)
+    beta = _inverse_temperature(margins, moments)
+    low, high = MIN_TEMPERATURE, MAX_TEMPERATURE
+    information = len(margins) * beta**2 * _slope(margins, moments, beta)[1]
+    if MIN_TEMPERATURE < 1 / beta < MAX_TEMPERATURE and information > 0:
+        width = NormalDist().inv_cdf((1 + level) / 2) / math.sqrt(information)
+        reach = math.exp(min(width, math.log(MAX_TEMPERATURE / MIN_TEMPERATURE)))  # no more than end to end
+        low, high = max(low, 1 / beta / reach), min(high, reach / beta)
+    ends = (torch.tensor(end, dtype=compute_dtype(logits), device=logits.device) for end in (1 / beta, low, high))
+    return Interval(*ends)
+
+
+def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """zₖ − z_label in float64, and the same with 0 in place of −inf, for moments."""
     labels = check_inputs(logits, labels)
     scores = logits.double()
     margins = scores - scores.gather(1, labels[:, None])
@@ -42,8 +82,7 @@ def temperature(logits: Tensor, labels: Tensor) -> Tensor:
             "no temperature can be fitted where a label has a logit of −inf: its likelihood is 0 at every T; "
             f"got {int((margins == math.inf).any(dim=1).sum())} such rows"
         )
-    moments = margins.masked_fill(margins.isneginf(), 0)  # an excluded class has p = 0: 0 · −inf would be nan
-    return torch.tensor(1 / _inverse_temperature(margins, moments), dtype=compute_dtype(logits), device=logits.device)
+    return margins, margins.masked_fill(margins.isneginf(), 0)  # an excluded class has p = 0: 0 · −inf would be nan
 
 
 def _inverse_temperature(margins: Tensor, moments: Tensor) -> float:

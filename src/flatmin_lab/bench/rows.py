@@ -18,6 +18,15 @@ def timing_columns(runner: Runner) -> Row:
     return {**summary(runner.times), "n": len(runner.times) * runner.steps, "blocks": len(runner.times)}
 
 
+def is_above_noise(difference: Mapping[str, Any]) -> bool:
+    """Is a difference of two times, taken block by block, more than noise? If three quarters of the blocks have it.
+
+    >>> [is_above_noise({"ms": 0.2, "ms_quartiles": quartiles}) for quartiles in ([0.1, 0.3], [-0.1, 0.9])]
+    [True, False]
+    """
+    return bool(difference["ms_quartiles"][0] > 0)
+
+
 def memory_over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
     """Memory of a model beyond ERM's in the same form, in float32 copies of the parameters (`copy` MiB each)."""
     same = [other for other in rows if (other["form"], other["models"]) == (row["form"], row["models"])]

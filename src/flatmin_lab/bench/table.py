@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flatmin_lab.bench.contenders import CannotStepError, ConcurrentContenders, Contender, build_contender, why_left_out
-from flatmin_lab.bench.rows import Row, memory_over_erm, row_name, timing_columns
+from flatmin_lab.bench.rows import Row, is_above_noise, memory_over_erm, row_name, timing_columns
 from flatmin_lab.bench.timing import (
     MIB,
     Runner,
@@ -160,5 +160,6 @@ class BenchmarkTable:
                 continue
             differences = [one - other for one, other in zip(with_data.times, without.times, strict=True)]
             share = median(differences) / median(with_data.times)
-            found.append({"form": form, **summary(differences), "n": len(differences) * without.steps, "share": share})
+            row = {"form": form, **summary(differences), "n": len(differences) * without.steps, "share": share}
+            found.append({**row, "above_noise": is_above_noise(row)})
         return found

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flatmin.optim.radius import RadiusSchedule
+from flatmin_lab import methods
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.methods import CONSTANT, OF_AUTO, resolve_settings
 from flatmin_lab.recipes.recipe import Job, Recipe
 from flatmin_lab.runs.events import Epoch, Event
 from flatmin_lab.system.rng import RandomScope
@@ -33,11 +32,7 @@ TrainingSteps = Generator[Event | None, None, None]
 
 def passes_per_step(recipe: Recipe) -> float:
     """Forward and backward passes over a batch in a step, one that perturbs."""
-    if recipe.method == "amp":
-        settings = resolve_settings("amp", recipe.settings)
-        of_ascent = int(settings["inner_iter"]) * float(settings.get("ascent_share", 1))
-        return 1 if settings["epsilon"] == 0 else 1 + of_ascent
-    return 2 if recipe.method == "adversarial" else 1
+    return methods.passes_per_step(recipe.method, recipe.settings)
 
 
 def kinds_of_steps(recipe: Recipe) -> list[tuple[float, Recipe]]:
@@ -45,13 +40,12 @@ def kinds_of_steps(recipe: Recipe) -> list[tuple[float, Recipe]]:
 
     A run that perturbs late, or not in every step, has two.
     """
-    schedule = {key: recipe.settings[key] for key in asdict(CONSTANT).keys() & recipe.settings.keys()}
+    schedule = {key: recipe.settings[key] for key in asdict(methods.CONSTANT).keys() & recipe.settings.keys()}
     if not schedule:
         return [(1.0, recipe)]
-    radius = RadiusSchedule(**schedule)
-    share = (1 - radius.start) / radius.every
+    share = methods.perturbed_share(schedule)
     settings = {key: value for key, value in recipe.settings.items() if key not in schedule}
-    without_radius = {key: value for key, value in settings.items() if key not in OF_AUTO}
+    without_radius = {key: value for key, value in settings.items() if key not in methods.OF_AUTO}
     plain = replace(recipe, settings={**without_radius, "epsilon": 0.0})
     kinds = [(1 - share, plain), (share, replace(recipe, settings=settings))]
     return [(part, kind) for part, kind in kinds if part > 0]
@@ -68,8 +62,9 @@ def endless_run(recipe: Recipe, data: Dataset, *, device: torch.device) -> Itera
     """A run in memory that does not end by itself and leaves nothing behind."""
     nothing: dict[str, Any] = {"folder": None, "resume": False, "capture": True, "stop": lambda: None}
     saving: dict[str, Any] = {"checkpoint_epochs": 1, "checkpoint_minutes": 1e9}
+    threads = torch.get_num_threads()  # the caller's, which its result file names
     endless = replace(recipe, epochs=1_000_000)
-    events = training_steps(endless, data, seed=0, device=device, step_by_step=True, **saving, **nothing)
+    events = training_steps(endless, data, seed=0, device=device, threads=threads, **saving, **nothing)
     try:
         yield events
     finally:

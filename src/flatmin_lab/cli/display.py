@@ -4,6 +4,7 @@ Progress goes to standard error, results to standard output, so that results can
 terminal there are only the lines, no bar.
 """
 
+import math
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,6 +39,7 @@ FLATNESS_LABELS = {
 }
 IN_PERCENT = ("error", "ece", "memorised")
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's controls, marks of direction, half pairs and ends of lines
+UNDETERMINED = 100.0  # the ratio of the ends of an interval from which on a temperature is not worth a number
 KINDS = {"pictures": "images", "points": "points"}  # what evaluation.json calls the data
 
 
@@ -115,6 +117,11 @@ def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
     )
 
 
+def threads_text(event: Started) -> str:
+    """With how many threads a run on the CPU computes."""
+    return "" if event.threads is None else f"; {event.threads} thread{'s' if event.threads > 1 else ''}"
+
+
 @contextmanager
 def bars(console: Console) -> Iterator[Progress]:
     """Progress bars with a description, the time left, and a few numbers."""
@@ -138,7 +145,7 @@ def follow(events: Iterable[Event], console: Console, headline: str) -> Finished
             match event:
                 case Started():
                     epochs = event.epochs
-                    say(console, headline)
+                    say(console, f"{headline}{threads_text(event)}")
                     progress.reset(
                         task, total=event.steps, completed=event.step
                     )  # earlier steps do not count for the speed
@@ -200,10 +207,12 @@ def measurements(found: Mapping[str, Any]) -> None:
         table.add_row(label, number(name, found[name]), interval)
     console.print(table)
     if found["scaled"]:
-        shown = " and ".join(f"{t:.3g}" for t in found["scaled"]["temperatures"])
+        keys = ("temperatures", "temperature_intervals", "temperature_pictures")
+        fitted = zip(*(found["scaled"][key] for key in keys), strict=True)
+        shown = " and ".join(temperature_text(t, low, high, f"{count} {kind}") for t, (low, high), count in fitted)
         say(
             console,
-            f"temperature scaling ({shown}, each half by the other's): "
+            f"temperature scaling, each half of them by the other's temperature, {shown}: "
             f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
         )
     if "attack" in found:
@@ -220,6 +229,20 @@ def measurements(found: Mapping[str, Any]) -> None:
             else "as built by its function, without a file of weights"
         )
         say(console, f"{found['model']} on {found['data']}, {weights}")
+
+
+def temperature_text(value: float, low: float, high: float, source: str) -> str:
+    """A temperature with the digits that its interval supports.
+
+    >>> temperature_text(1.5234, 0.912, 2.41, "48 images"), temperature_text(1.5234, 1.502, 1.545, "5000 images")
+    ('1.5 (0.9 to 2.4, from 48 images)', '1.52 (1.50 to 1.54, from 5000 images)')
+    >>> temperature_text(0.001, 0.001, 1000.0, "8 images")
+    'not determined by 8 images'
+    """
+    if high / low >= UNDETERMINED:
+        return f"not determined by {source}"
+    decimals = min(max(-math.floor(math.log10((high - low) / 2)), 0), 3)
+    return f"{value:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f}, from {source})"
 
 
 def _show_attack(console: Console, found: Mapping[str, Any], kind: str) -> None:

@@ -68,13 +68,18 @@ def temperature_scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(labels.device)
     halves = order[: len(order) // 2], order[len(order) // 2 :]
     try:
-        fitted = [metrics.temperature(logits[half], labels[half]) for half in halves]
+        intervals = [
+            metrics.temperature_interval(logits[half], labels[half], level=CONFIDENCE_LEVEL) for half in halves
+        ]
     except ValueError:  # a label has probability 0 at every temperature
         return None
+    fitted = [interval.value for interval in intervals]
     cooled = torch.cat([logits[half] / t for half, t in zip(halves, reversed(fitted), strict=True)])
     chosen = labels[torch.cat(halves)]
     return {
         "temperatures": [number(t) for t in fitted],
+        "temperature_intervals": [[number(interval.low), number(interval.high)] for interval in intervals],
+        "temperature_pictures": [len(half) for half in halves],  # that each was fitted on
         "nll": number(metrics.nll(cooled, chosen)),
         "ece": number(metrics.ece(cooled, chosen)),
     }

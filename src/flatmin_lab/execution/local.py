@@ -3,8 +3,8 @@
 The runs of a task may train together (replicas.py).
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,17 +17,7 @@ from flatmin_lab.execution.runner import Run, RunOptions
 from flatmin_lab.execution.task_queue import Slot, Stop, TaskEnd, TaskFailure, TaskFunction, TaskMessage, TaskQueue
 from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.machine import facts, hardware
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch with one thread, as in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+from flatmin_lab.system.threads import computing_with
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,7 @@ class ThisProcess(LocalExecutor):
 
     def run(self, function: TaskFunction, queue: TaskQueue[Any]) -> Generator[tuple[Any, TaskMessage, str], None, None]:
         while (task := queue.take(Slot(self.device))) is not None:
-            with one_thread() if self.single_thread else nullcontext():
+            with computing_with(1) if self.single_thread else nullcontext():
                 ended: TaskEnd | TaskFailure = TaskEnd()
                 try:
                     for message in function(task, queue.data_of(task), partial(queue.stop_reason, task)):

@@ -48,6 +48,7 @@ def train_together(
     capture: bool = True,
     checkpoint_epochs: int = 1,
     checkpoint_minutes: float = 10.0,
+    threads: int | None = None,
 ) -> Iterator[tuple[int, Event]]:
     """Train `count` jobs at once, or as many as make it faster: their events as they come, each with its job's number.
 
@@ -62,11 +63,15 @@ def train_together(
     on_device = data.to(where)
     for job, path in zip(jobs, paths, strict=True):  # now, and not in hours
         check_arguments(
-            job.recipe, capture=capture, checkpoint_epochs=checkpoint_epochs, checkpoint_minutes=checkpoint_minutes
+            job.recipe,
+            capture=capture,
+            checkpoint_epochs=checkpoint_epochs,
+            checkpoint_minutes=checkpoint_minutes,
+            threads=threads,
         )
         if path is not None:
             check(Path(path), config_of(job.recipe, on_device, job.seed, where), resume=resume)
-    settings: dict[str, Any] = {"device": where, "stop": stop, "capture": capture}
+    settings: dict[str, Any] = {"device": where, "stop": stop, "capture": capture, "threads": threads}
     settings |= {"checkpoint_epochs": checkpoint_epochs, "checkpoint_minutes": checkpoint_minutes}
     started: set[int] = set()
     idle: list[torch.cuda.Stream] = []

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flatmin_lab.data.sources.synthetic import CLASSES, original_name
+from flatmin_lab.methods import mean_passes
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.schema import is_number
 
@@ -93,6 +94,25 @@ def _seconds(run: Run) -> float | None:
     return float(run.result["seconds"]) if run.result.get("at_once", 1) == 1 else None
 
 
+def _shared_cores(run: Run) -> bool:
+    """Was it trained on a CPU beside others? Then its own time is what it computed, not how long it took."""
+    return run.result.get("at_once", 1) != 1 and run.result.get("cpu_seconds") is not None
+
+
+def _cpu_seconds(run: Run) -> float | None:
+    return float(run.result["cpu_seconds"]) if _shared_cores(run) else None
+
+
+def _passes(run: Run) -> float | None:
+    """Of a mean step, where they stand for the time."""
+    if not _shared_cores(run):
+        return None
+    try:
+        return mean_passes(run.method, run.result["settings"])
+    except (TypeError, ValueError):  # a file's settings may be anything
+        return None
+
+
 COLUMNS = (
     Column("error", "error, %", 2, _result("error", 100), paper="error"),
     Column(
@@ -130,6 +150,8 @@ COLUMNS = (
     Column("eigenvalue", "top eigenvalue", 1, _eigenvalue, "--flatness"),
     Column("trace", "trace of the Hessian", 0, _evaluated("flatness", "trace"), "--flatness"),
     Column("seconds", "seconds", 1, _seconds, compared=False, optional=True),
+    Column("cpu_seconds", "CPU\u00a0seconds", 1, _cpu_seconds, compared=False, optional=True),
+    Column("passes", "passes a\u00a0step", 2, _passes, compared=False, optional=True),
 )
 # further columns of the paper's tables
 PAPER_COLUMNS = (

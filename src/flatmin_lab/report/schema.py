@@ -53,6 +53,8 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
     for name in (f"{split}_nll", f"{split}_ece", f"{split}_smoothed_loss", "label_noise", "train_loss"):
         _check(found, name, lambda value: value is None or is_number(value), "a number")
     _check(found, "seconds", is_number, "a number")
+    _check(found, "cpu_seconds", lambda value: value is None or is_number(value), "a number")
+    _check(found, "resumed", lambda value: value is None or is_count(value), "a whole number above 0")
     _check(found, "epochs", is_count, "a whole number above 0")
     _check(found, "augment", lambda value: value is None or isinstance(value, str), "a name")
     settings = found.get("settings", {})

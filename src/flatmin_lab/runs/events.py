@@ -43,6 +43,7 @@ class Started:
     steps: int
     epochs: int
     parameters: int
+    threads: int | None = None  # of the CPU, if the run is on it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,9 @@
 """result.json: the result of a finished run, flat, so that many of them make a table.
 
 Error, NLL and ECE (fractions) are the last epoch's: of the test set, or of the held-out tenth where the recipe is for
-tuning, and named so. `best_test_epoch` is the published code's rule, chosen with the test labels: a comparison only.
+tuning, and named so. `seconds` are wall-clock, `cpu_seconds` what a run on the CPU computed; of a `resumed` run
+they are those of all its parts. `best_test_epoch` is the published code's rule, chosen with the test labels: a
+comparison only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,13 @@ def split_of(numbers: Mapping[str, Any]) -> str:
 
 
 def build_result(
-    recipe: Recipe, seed: int, data_sha256: str, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
+    recipe: Recipe,
+    seed: int,
+    data_sha256: str,
+    lines: Sequence[Mapping[str, Any]],
+    facts: Mapping[str, Any],
+    *,
+    resumed: int = 0,
 ) -> dict[str, Any]:
     last = lines[-1]
     settings = recipe.as_json()
@@ -32,7 +40,8 @@ def build_result(
         "seed": seed,
         **{name: value for name, value in last.items() if name.endswith(METRIC_SUFFIXES)},
         **_best(lines),
-        "seconds": last["seconds"],
+        **{name: last[name] for name in ("seconds", "cpu_seconds") if name in last},
+        **({"resumed": resumed} if resumed else {}),
         **facts,
     }
 

@@ -6,7 +6,7 @@
 With a run folder, every epoch is a line in its metrics.jsonl, and an existing run is resumed bit for bit (on CUDA: if
 the recipe is deterministic). A checkpoint is taken between two steps, and a run does not depend on when that happens:
 the order of the images and their random numbers follow from seed, epoch and batch, and a checkpoint keeps the sums of
-the epoch to the last bit.
+the epoch to the last bit. On a CPU the threads are part of this: see system/threads.py.
 
 Several processes can train one model (`ranks`): the same recipe, its batches sharded; the main rank has the folder.
 
@@ -16,6 +16,7 @@ with the test labels: it is kept for comparison only, and named so.
 
 import math
 from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any, cast
@@ -33,11 +34,13 @@ from flatmin_lab.recipes.optimizers import OPTIMIZERS
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.recipes.user_files import check_unchanged, recorded
 from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import DivergedError, Epoch, Event, Finished, Note, Progress, Started, Stopped
 from flatmin_lab.runs.folder import CODE, RunFolder
 from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.runs.result import build_result
 from flatmin_lab.system.rng import RandomScope
+from flatmin_lab.system.threads import FlopCount, choose_threads, computing_with, most_flops
 from flatmin_lab.training.build import build_method, prepare_data
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.data_parallel import broadcast_buffers, sharded_logits
@@ -72,6 +75,7 @@ def train(
     capture: bool = True,
     checkpoint_epochs: int = 1,
     checkpoint_minutes: float = 10.0,
+    threads: int | None = None,
     ranks: RankGroup = SINGLE_PROCESS,
 ) -> Iterator[Event]:
     """Train, and yield events; with `resume`, the run in `folder` continues where its last checkpoint is.
@@ -79,8 +83,16 @@ def train(
     `stop` is called between steps: when it returns a reason, the run is saved and ends. On a GPU a step is the replay
     of a CUDA graph; `capture=False` does without, to the same bits where the recipe is deterministic and in fp32. On
     several `ranks`, all call it alike; the main rank's `folder` counts, and a reason to stop on one stops all.
+    While it computes torch has so many `threads`: by default one on a CPU where the network is small, as
+    system/threads.py explains.
     """
-    check_arguments(recipe, capture=capture, checkpoint_epochs=checkpoint_epochs, checkpoint_minutes=checkpoint_minutes)
+    check_arguments(
+        recipe,
+        capture=capture,
+        checkpoint_epochs=checkpoint_epochs,
+        checkpoint_minutes=checkpoint_minutes,
+        threads=threads,
+    )
     events = training_steps(
         recipe,
         data,
@@ -92,14 +104,19 @@ def train(
         capture=capture,
         checkpoint_epochs=checkpoint_epochs,
         checkpoint_minutes=checkpoint_minutes,
+        threads=threads,
         step_by_step=False,
         ranks=ranks,
     )
     return cast(Iterator[Event], events)
 
 
-def check_arguments(recipe: Recipe, *, capture: bool, checkpoint_epochs: int, checkpoint_minutes: float) -> None:
+def check_arguments(
+    recipe: Recipe, *, capture: bool, checkpoint_epochs: int, checkpoint_minutes: float, threads: int | None = None
+) -> None:
     """Raise where the arguments contradict each other."""
+    if threads is not None and threads < 1:
+        raise ValueError(f"a run computes with 1 or more threads, got {threads}; leave it out for the usual number")
     if checkpoint_epochs < 1 or not checkpoint_minutes >= 0:
         raise ValueError(
             "checkpoints come every 1 or more epochs and every 0 or more minutes, "
@@ -124,6 +141,7 @@ def training_steps(
     capture: bool,
     checkpoint_epochs: int,
     checkpoint_minutes: float,
+    threads: int | None = None,
     step_by_step: bool = True,
     ranks: RankGroup = SINGLE_PROCESS,
 ) -> Generator[Event | None, None, None]:
@@ -132,6 +150,9 @@ def training_steps(
     place = None if folder is None else Path(folder)
     has_begun = bool(resume and place and checkpoint.listed(place))
     (has_begun,) = ranks.main_flags(has_begun)
+    with ranks.raise_together():
+        began_with = _threads_of(place) if resume and ranks.is_main else None
+    began_with = ranks.broadcast(began_with)
     with ranks.raise_together(), scope.active():
         recipe = recorded(recipe)
         copies = None if place is None or not resume else place / CODE
@@ -139,7 +160,11 @@ def training_steps(
         training = _TrainingRun(
             recipe, data, seed, torch.device(device), stop, ranks, capture=capture, initial=not has_begun
         )
-        config = {**config_of(recipe, data, seed, device, ranks), "inputs": training.inputs()}
+        threads = choose_threads(
+            threads, flops=training.flops, on_cpu=training.device.type == "cpu", began_with=began_with
+        )
+        with computing_with(threads):
+            config = {**config_of(recipe, data, seed, device, ranks), "inputs": training.inputs()}
     check_same_run(config, torch.device(device), ranks, checkpoint_epochs=checkpoint_epochs)
     # a bad recipe has raised by now, so a folder is created only for a run that can start
     with ranks.raise_together():
@@ -153,7 +178,7 @@ def training_steps(
         run = training.run(held, checkpoint_epochs, checkpoint_minutes * 60)
         events = run if step_by_step else (event for event in run if event is not None)
         while True:
-            with scope.active():
+            with scope.active(), computing_with(threads), training.state.cpu_clock.running():
                 try:
                     event = next(events)
                 except StopIteration:
@@ -162,6 +187,14 @@ def training_steps(
     finally:
         if held is not None:
             held.close()
+
+
+def _threads_of(folder: Path | None) -> int | None:
+    """The threads that the run of a folder began with, if there is one."""
+    if folder is None or not run_config.exists(folder):
+        return None
+    found = run_config.read_config(folder).get("threads")
+    return found if isinstance(found, int) and found >= 1 else None
 
 
 class _TrainingRun:
@@ -206,9 +239,14 @@ class _TrainingRun:
         self.forwards = [CapturedForward(model, capture=capture) for model in (self.learner.model, *averaged)]
         check_batches(self.learner.model, size=recipe.batch_size, count=len(self.data.train), processes=ranks.size)
         x, classes = self.normalise(self.data.train.x[:2]), self.data.num_classes
-        self.learner.notes += check_outputs(self.learner.model, x, self.data.train.kind, classes)
-        if not models.is_built_in(recipe.model):
+        built_in = models.is_built_in(recipe.model)
+        with FlopCount() if built_in and device.type == "cpu" else nullcontext() as counted:
+            self.learner.notes += check_outputs(self.learner.model, x, self.data.train.kind, classes)
+        if not built_in:
             check_training_outputs(self.learner.model, x, classes)
+        parameters = sum(p.numel() for p in self.learner.model.parameters())
+        flops = counted.flops / len(x) if counted is not None else most_flops(parameters, self.data.train.shape)
+        self.flops = flops * recipe.batch_size  # of a batch's forward pass
         self.learner.rehearse(ranks)
         self.state = TrainState(self.learner, device, ranks)
 
@@ -336,6 +374,8 @@ class _TrainingRun:
         }
         line = {"epoch": self.state.epoch + 1, "step": self.step, "lr": self._lr(self.step - 1), **means, **found}
         line["seconds"] = round(self.state.seconds(), 3)
+        if self.device.type == "cpu" and self.ranks.size == 1 and self.state.has_cpu_time:
+            line["cpu_seconds"] = round(self.state.cpu_clock.seconds(), 3)
         self.state.end_epoch(line)
         with self.ranks.raise_together():
             if self.folder is not None:
@@ -381,7 +421,13 @@ class _TrainingRun:
     def _resume(self) -> Iterator[Event]:
         yield from self.state.resume(self.folder)
         parameters = sum(p.numel() for p in self.learner.model.parameters())
-        yield Started(step=self.step, steps=self.steps, epochs=self.recipe.epochs, parameters=parameters)
+        yield Started(
+            step=self.step,
+            steps=self.steps,
+            epochs=self.recipe.epochs,
+            parameters=parameters,
+            threads=torch.get_num_threads() if self.device.type == "cpu" else None,
+        )
         if self.recipe.compile and self.device.type != "cuda":
             yield Note(f"--compile applies on a GPU only: on {self.device.type} nothing is compiled")
         if self.uncaptured and self.device.type == "cuda":
@@ -391,7 +437,9 @@ class _TrainingRun:
     def _write_result(self, logits: Tensor) -> dict[str, Any]:
         """The result, which is written last: a run that has one is finished."""
         known = run_facts(self.device, self.ranks)
-        result = build_result(self.recipe, self.seed, self.checksum, self.state.lines, known)
+        result = build_result(
+            self.recipe, self.seed, self.checksum, self.state.lines, known, resumed=self.state.resumed
+        )
         result["reliability"] = reliability_bins(logits, self.data.test.y)
         if self.folder is not None:
             if self.recipe.validation:

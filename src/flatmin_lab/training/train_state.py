@@ -14,6 +14,7 @@ import torch
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.events import Event, Note, Saved
 from flatmin_lab.runs.folder import RunFolder
+from flatmin_lab.system.cpu_clock import CpuClock
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.epoch_metrics import EpochMetrics
 from flatmin_lab.training.learner import Learner
@@ -38,6 +39,8 @@ class TrainState:
         self.metrics = EpochMetrics()
         self.lines: list[dict[str, Any]] = []
         self.seconds_before = 0.0  # of training, before the run was resumed
+        self.cpu_clock, self.has_cpu_time = CpuClock(), True  # of all of the run, not of a part
+        self.resumed = 0  # how often
         self.since = self.saved_at = monotonic()
 
     @property
@@ -75,6 +78,10 @@ class TrainState:
         self.metrics.load(saved.state["sums"])
         self.lines = list(saved.state["lines"])
         self.seconds_before, self.since = saved.state["seconds"], monotonic()
+        self.has_cpu_time = "cpu_seconds" in saved.state  # earlier checkpoints have none
+        self.cpu_clock.load(saved.state.get("cpu_seconds", 0.0))
+        is_over = self.epoch == self.learner.recipe.epochs  # its result alone is made again
+        self.resumed = saved.state.get("resumed", 0) + (not is_over)
 
     def _note_other_machine(self, before: Mapping[str, Any]) -> Iterator[Event]:
         then, now = ({"ranks": 1, **known} for known in (before, run_facts(self.device, self.ranks)))
@@ -90,6 +97,8 @@ class TrainState:
             "sums": self.metrics.sums,
             "lines": self.lines,
             "seconds": self.seconds(),
+            **({"cpu_seconds": self.cpu_clock.seconds()} if self.has_cpu_time else {}),
+            "resumed": self.resumed,
             "facts": run_facts(self.device, self.ranks),
             **self.learner.state(),
         }

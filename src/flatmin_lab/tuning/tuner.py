@@ -26,7 +26,7 @@ from flatmin_lab.execution.executor import Executor, run_tasks
 from flatmin_lab.execution.local import ThisProcess
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.runs import config as run_config
-from flatmin_lab.runs.events import BusyError, Epoch, Event, Failed, Finished, RunError, Stopped
+from flatmin_lab.runs.events import BusyError, Epoch, Event, Failed, Finished, RunError, Started, Stopped
 from flatmin_lab.runs.result_store import remove_old_checkpoints
 from flatmin_lab.system.files import lock, remove_temporary_files
 from flatmin_lab.training.loop import train
@@ -63,9 +63,12 @@ def tune(
         raise ValueError(
             f"a tuning of {search.recipe.method} needs 2 or more trials, since one of them is ERM's, got {trials}"
         )
+    facts = dict(executor.facts())
     if executor.device in ("cpu", executor.device_here):
         # raises if it cannot be trained
-        next(iter(train(search.recipe, data, seed=search.seed, device=executor.device)))
+        first = next(iter(train(search.recipe, data, seed=search.seed, device=executor.device)))
+        if isinstance(first, Started) and first.threads is not None:
+            facts["threads"] = min(facts["threads"], first.threads)  # workers have one, whatever this process has
     with _locked(folder), open_study(search, data, folder=folder, storage=storage) as study:
         tracker = _TrialTracker(
             study=study,
@@ -74,7 +77,7 @@ def tune(
             wanted=trials,
             root=str(root),
             checkpoint_epochs=checkpoint_epochs,
-            facts=executor.facts(),
+            facts=facts,
         )
         tracker.check()
         queue = TrialQueue(tracker.draws(), tracker.remaining(), tracker.task, data, tracker.pruned, stop)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flatmin.metrics import ece, error, nll, temperature
+from flatmin.metrics import ece, error, nll, temperature, temperature_interval
 
 optimize = pytest.importorskip("scipy.optimize", reason="an oracle, installed with flatmin[dev]")
 
@@ -113,3 +113,40 @@ def test_answers_that_are_hardly_ever_wrong_have_a_minimum_all_the_same() -> Non
 def test_it_takes_logits_that_need_gradients_and_gives_none() -> None:
     logits, labels = drawn(50, 3, 0)
     assert not temperature(logits.requires_grad_(), labels).requires_grad
+
+
+def test_the_intervals_width_is_the_curvature_of_the_loss() -> None:
+    logits, labels = drawn(200, 5, 3)
+    found = temperature_interval(logits.double(), labels)
+    torch.testing.assert_close(found.value, temperature(logits.double(), labels), rtol=0, atol=0)
+
+    def total(log_beta: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.double() * log_beta.exp(), labels, reduction="sum")
+
+    at = -found.value.log()
+    curvature = torch.autograd.functional.hessian(total, at)
+    width = 1.959964 / float(curvature) ** 0.5
+    assert float(found.high.log()) == pytest.approx(float(found.value.log()) + width, rel=1e-6)
+    assert float(found.low.log()) == pytest.approx(float(found.value.log()) - width, rel=1e-6)
+
+
+@pytest.mark.parametrize(("count", "level"), [(48, 0.95), (48, 0.5), (500, 0.95)])
+def test_the_interval_has_the_true_temperature_as_often_as_it_says(count: int, level: float) -> None:
+    held = 0
+    for seed in range(300):
+        _, low, high = temperature_interval(*drawn(count, 4, seed, true=2.0), level=level)
+        held += bool(low <= 2 <= high)
+    assert held / 300 == pytest.approx(level, abs=4 * (level * (1 - level) / 300) ** 0.5)
+
+
+def test_what_does_not_determine_the_temperature_leaves_the_whole_range() -> None:
+    logits, labels = drawn(50, 4, 0)
+    cases = [(logits, logits.argmax(dim=1)), (logits, logits.argmin(dim=1)), (torch.zeros(50, 4), labels)]
+    for case in cases:
+        _, low, high = temperature_interval(*case)
+        assert (float(low), float(high)) == pytest.approx((1e-3, 1e3))
+
+
+def test_a_level_is_a_share() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1, got 95"):
+        temperature_interval(*drawn(5, 2, 0), level=95)

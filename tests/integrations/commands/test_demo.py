@@ -17,7 +17,7 @@ from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.html import pool_bins
-from flatmin_lab.report.pages.demo import demo_page
+from flatmin_lab.report.pages.demo import demo_page, row
 from flatmin_lab.runs.events import Finished, RunError
 from flatmin_lab.training.loop import train
 from tests.support.pages import text_of
@@ -43,6 +43,14 @@ def test_every_method_is_in_the_page_with_its_numbers(page: Path) -> None:
         assert [run["seed"] for run in own] == [0, 1]
         assert NAMES[method] in shown
         assert ", ".join(f"{100 * run['test_error']:.1f}" for run in own) in shown  # two have no spread
+
+
+def test_what_a_method_costs_is_passes_and_cpu_time_since_two_train_at_once(page: Path) -> None:
+    shown, runs = text_of(page.read_text()), numbers(page)["runs"]
+    passes = {method: row(method, [run for run in runs if run["method"] == method])["passes"] for method in METHODS}
+    assert passes == {method: [2 if method in ("amp", "adversarial") else 1] for method in METHODS}
+    assert all(run["cpu_seconds"] > 0 for run in runs)
+    assert "passes a step CPU seconds" in shown
 
 
 def test_the_page_says_plainly_what_was_done_to_the_labels(page: Path) -> None:

@@ -19,7 +19,7 @@ from flatmin_lab.training.evaluation import logits_of
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 from flatmin_lab.training.ranks import DistributedRankGroup, RankGroup
-from tests.support.small_runs import after, images, lasting, tiny_data, tiny_recipe
+from tests.support.small_runs import TIMES, after, images, lasting, tiny_data, tiny_recipe
 
 MLP: dict[str, Any] = {"model": "mlp", "model_settings": {"side": 6}, "augment": "vanilla"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def trained(recipe: Recipe, rank: int, folder: Path, **more: Any) -> list[Event]
 
 
 def numbers_of(events: list[Event]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.numbers.items() if k != "seconds"} for r in events if isinstance(r, Epoch)]
+    return [{k: v for k, v in r.numbers.items() if k not in TIMES} for r in events if isinstance(r, Epoch)]
 
 
 class Watched:

@@ -315,6 +315,20 @@ def test_every_row_of_a_result_can_be_shown(capsys: pytest.CaptureFixture[str]) 
     text = words(capsys.readouterr().out)
     for part in ("AMP, 4 models at once failed: out of memory", "AMP, compiled 3.50", "+0.25 copies", "(no reason)"):
         assert part in text
+    assert "data: CUDA graph 0.05 ms, 2.0 % of the step" in text
+
+
+def test_a_share_of_the_data_that_is_lost_in_the_noise_is_not_shown_as_a_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = made_up()
+    (part,) = result["tables"][1]["data"]
+    part.update(ms=-0.31, ms_quartiles=[-1.25, 0.42], share=-0.15)
+    bench_view.table(result, result["tables"][1])
+    text = words(capsys.readouterr().out)
+    assert "data: CUDA graph less than the noise (at most 0.42 ms" in text
+    assert "-0.31" not in text
+    assert "-15" not in text
 
 
 def test_the_page_is_written_once_and_then_up_to_date(tmp_path: Path) -> None:

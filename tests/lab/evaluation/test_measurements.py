@@ -63,6 +63,9 @@ def test_no_label_helps_to_choose_its_own_temperature() -> None:
     first, second = order[:100], order[100:]
     temperatures = [metrics.temperature(logits_[half], labels[half]) for half in (first, second)]
     assert found["temperatures"] == pytest.approx([float(t) for t in temperatures])
+    assert found["temperature_pictures"] == [100, 100]
+    for t, (low, high) in zip(found["temperatures"], found["temperature_intervals"], strict=True):
+        assert low <= t <= high
     cooled = torch.empty_like(logits_)
     cooled[first], cooled[second] = logits_[first] / temperatures[1], logits_[second] / temperatures[0]
     assert found["nll"] == pytest.approx(metrics.nll(cooled, labels).item(), rel=1e-5)

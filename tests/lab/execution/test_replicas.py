@@ -28,7 +28,7 @@ from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Progress, RunError, Saved, Started, Stopped
 from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.training.loop import train
-from tests.support.small_runs import after, lasting, run, same, tiny_data, tiny_recipe
+from tests.support.small_runs import TIMES, after, lasting, run, same, tiny_data, tiny_recipe
 
 JOBS = [
     Job(tiny_recipe(method="dropout"), 0),
@@ -87,9 +87,9 @@ def test_they_take_turns_and_the_next_one_starts_when_one_ends() -> None:
 def test_events_are_those_of_a_run_alone() -> None:
     def plain(event: Event) -> Any:
         if isinstance(event, Epoch):
-            return replace(event, numbers={k: v for k, v in event.numbers.items() if k != "seconds"})
+            return replace(event, numbers={k: v for k, v in event.numbers.items() if k not in TIMES})
         if isinstance(event, Finished):
-            return {key: value for key, value in event.result.items() if key != "seconds"}
+            return {key: value for key, value in event.result.items() if key not in TIMES}
         return event
 
     heard: list[list[Event]] = [[] for _ in JOBS]

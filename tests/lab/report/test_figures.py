@@ -120,6 +120,14 @@ def test_several_models_of_a_method_have_lines_of_their_own() -> None:
     assert len(set(looks)) == 3
 
 
+def test_a_line_has_the_colour_of_its_method_where_names_are_methods() -> None:
+    curve = [abs(a) for a in AXIS]
+    drawn = figures.lines(AXIS, {"training": {"erm": curve, "amp": curve}})
+    assert [line.get_color() for line in drawn.figure.axes[0].lines] == [
+        LINE_STYLES[name][0] for name in ("erm", "amp")
+    ]
+
+
 def test_a_landscape_that_is_nowhere_finite_is_drawn_too() -> None:
     nothing: Any = [[None] * 5] * 5
     for drawn in (

@@ -170,6 +170,40 @@ def test_seconds_of_several_at_once_are_not_called_infinite(tmp_path: Path) -> N
     assert "not finite" not in text_of(page_of(tmp_path))
 
 
+def test_runs_beside_others_on_a_cpu_have_cpu_seconds_and_passes_in_place_of_seconds(tmp_path: Path) -> None:
+    late = {"epsilon": 0.5, "inner_iter": 1, "start": 0.5}
+    for seed in range(3):
+        write(tmp_path / f"erm-{seed}", result("erm", seed, 0.05, at_once=2, cpu_seconds=4.0))
+        write(tmp_path / f"amp-{seed}", result("amp", seed, 0.04, at_once=2, cpu_seconds=6.0, settings=late))
+    erm, amp = only_group(tmp_path).rows
+    assert [(row.cells["seconds"].values, row.cells["passes"].values[0]) for row in (erm, amp)] == [([], 1), ([], 1.5)]
+    shown = text_of(page_of(tmp_path))
+    assert "CPU seconds passes a step" in shown
+    assert "AMP took 1.50 times the CPU time of ERM." in shown
+
+
+def test_a_run_alone_has_its_seconds(whole: str) -> None:
+    shown = text_of(whole)
+    assert "CPU seconds" not in shown
+    assert "passes a step" not in shown
+
+
+@pytest.mark.parametrize(("seeds", "changes"), [(2, {}), (4, {"resumed": 1})])
+def test_what_amp_costs_is_not_said_of_few_runs_nor_of_resumed_ones(
+    tmp_path: Path, seeds: int, changes: dict[str, Any]
+) -> None:
+    for seed in range(seeds):
+        write(tmp_path / f"erm-{seed}", result("erm", seed, 0.05))
+        write(tmp_path / f"amp-{seed}", result("amp", seed, 0.04, **(changes if seed == 0 else {})))
+    assert "AMP took" not in text_of(page_of(tmp_path))
+
+
+@pytest.mark.parametrize("odd", [{"cpu_seconds": "long"}, {"resumed": -1}])
+def test_times_that_are_no_numbers_are_refused(tmp_path: Path, odd: dict[str, Any]) -> None:
+    write(tmp_path / "erm", result("erm", 0, 0.05, **odd))
+    assert [unusable.path.name for unusable in load_results([tmp_path]).unusable] == ["erm"]
+
+
 def test_only_a_significant_difference_is_marked_and_the_test_is_scipys(runs: Path, whole: str) -> None:
     group = only_group(runs)
     assert [row.method for row in group.rows] == ["erm", "amp", "mixup"]

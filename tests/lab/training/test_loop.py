@@ -31,7 +31,7 @@ from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 from flatmin_lab.training.optimizer import ClippedSGD
-from tests.support.small_runs import after, images, lasting, learner_of, run, same, tiny_data, tiny_recipe
+from tests.support.small_runs import TIMES, after, images, lasting, learner_of, run, same, tiny_data, tiny_recipe
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"method": name} for name in methods.METHODS},
@@ -186,7 +186,7 @@ def test_a_tuning_run_never_looks_at_the_test_set() -> None:
     for one in (data, replace(data, test=images(9, 7))):
         last = list(train(tiny_recipe(validation=True), one))[-1]
         assert isinstance(last, Finished)
-        results.append({k: v for k, v in last.result.items() if k not in ("seconds", "data_sha256")})
+        results.append({k: v for k, v in last.result.items() if k not in (*TIMES, "data_sha256")})
     assert results[0] == results[1]
     assert not any(key.startswith(("test", "best_test")) for key in results[0])
     assert {"validation_error", "validation_nll", "validation_ece"} <= results[0].keys()
@@ -469,7 +469,7 @@ def test_a_late_start_is_erm_until_then_bit_for_bit_and_costs_its_passes(monkeyp
     epochs: dict[str, list[dict[str, Any]]] = {}
     for method, settings in (("erm", {}), ("amp", {"epsilon": 0.1, "start": 0.4, "every": 2})):
         events = run(tiny_recipe(method=method, settings=settings))
-        lines = [{**event.numbers, "seconds": 0} for event in events if isinstance(event, Epoch)]
+        lines = [{**event.numbers, **dict.fromkeys(TIMES)} for event in events if isinstance(event, Epoch)]
         epochs[method] = lines
     assert epochs["amp"][0] == epochs["erm"][0]
     assert ["delta_norm" in line for line in epochs["amp"]] == [False, True, True]

@@ -33,8 +33,10 @@ COLUMNS = {
     "nll": "NLL",
     "ece": "ECE %",
     "memorised": "memorised %",
-    "seconds": "seconds",
+    "passes": "passes a step",
+    "cpu_seconds": "CPU seconds",
 }
+DIGITS = {"nll": 2, "passes": 0}  # of others: 1
 
 
 def run_demo(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None, console: Console) -> Path:
@@ -106,5 +108,5 @@ def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:
         shown.add_column(label, justify="right", no_wrap=True)
     for method in ORDER:
         values = row(method, [run for run in runs if run["method"] == method])
-        shown.add_row(method, *(mean_and_std(values[key], 2 if key == "nll" else 1) for key in columns))
+        shown.add_row(method, *(mean_and_std(values[key], DIGITS.get(key, 1)) for key in columns))
     return shown

@@ -35,7 +35,6 @@ from flatmin_lab.cli.request import read_data
 from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import post_training
-from flatmin_lab.execution.local import one_thread
 from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.execution.run_queue import RunExecutor, run_all
 from flatmin_lab.execution.runner import Run, RunOptions
@@ -46,6 +45,7 @@ from flatmin_lab.runs.result_store import PLANNED, ResultStore
 from flatmin_lab.system.files import nearest_existing
 from flatmin_lab.system.machine import hardware
 from flatmin_lab.system.optional_deps import need
+from flatmin_lab.system.threads import computing_with
 
 WHICH, HOW = "Which runs", "How they run"
 SMOKE = Path("out/smoke")  # kept apart: these results are no evidence
@@ -182,7 +182,7 @@ def _dry_run(
     training = [job for job in known if job.recipe.data in sets]
     device = torch.device(executor.device_here)
     on_cpu = device.type == "cpu"
-    with display.busy(console) as say, one_thread() if on_cpu else nullcontext():
+    with display.busy(console) as say, computing_with(1) if on_cpu else nullcontext():
         seconds = time_estimate.estimate_all_seconds(training, sets, device=device, say=say)
     reproduce_view.show_dry_run(todo, selection, {job.key: took for job, took in zip(training, seconds, strict=True)})
     if not training:

@@ -65,6 +65,13 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
+def _time_text(result: Mapping[str, Any]) -> str:
+    """The seconds of a run; beside others on a CPU, those that it computed."""
+    if result.get("at_once", 1) == 1 or "cpu_seconds" not in result:
+        return f"{result['seconds']:.0f} s"
+    return f"{result['cpu_seconds']:.0f} s of CPU time"
+
+
 def event_lines(event: Event, run: Run) -> Iterator[tuple[str, str]]:
     """The lines that an event is worth, and their colours."""
     epochs = run.job.recipe.epochs
@@ -80,7 +87,7 @@ def event_lines(event: Event, run: Run) -> Iterator[tuple[str, str]]:
                 for name, label in (("error", "error"), ("nll", "NLL"), ("ece", "ECE"))
             )
             measured = f"; measured: {', '.join(run.parts)}" if run.parts else ""
-            yield f"{which} {said}; trained in {event.result['seconds']:.0f} s{measured}", ""
+            yield f"{which} {said}; trained in {_time_text(event.result)}{measured}", ""
         case Failed():
             yield f"{'not now' if event.later else 'failed'}: {event.what}", "yellow" if event.later else "red"
         case Note():

@@ -62,6 +62,10 @@ def train(
     ] = None,
     device: Device = None,
     no_capture: Annotated[bool, option("Do not use CUDA graphs.", "--no-capture", panel=DEVICE)] = False,
+    threads: Annotated[
+        int | None,
+        option("Threads of the CPU; default: one for a small network on it, else torch's number.", min=1, panel=DEVICE),
+    ] = None,
     checkpoint_epochs: Annotated[
         int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=SAVING)
     ] = 1,
@@ -80,6 +84,7 @@ def train(
         "capture": not no_capture,
         "checkpoint_epochs": checkpoint_epochs,
         "checkpoint_minutes": checkpoint_minutes,
+        "threads": threads,
     }
     data, method = flags["data"], flags["method"]
     with report_errors(debug):

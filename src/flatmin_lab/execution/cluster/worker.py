@@ -22,10 +22,11 @@ import torch
 import flatmin
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.cluster.file_sync import Change, WatchedFolder, put
-from flatmin_lab.execution.local import one_thread, task_failure
+from flatmin_lab.execution.local import task_failure
 from flatmin_lab.execution.task_queue import Task, TaskFailure, TaskFunction
 from flatmin_lab.runs.events import Event, Failed, Finished, Measured, Note, Progress, RunError, Saved, Stopped
 from flatmin_lab.system.machine import facts
+from flatmin_lab.system.threads import computing_with
 
 FOLDER_PREFIX = "flatmin-worker-"  # then this node, and the number of the process there
 
@@ -109,7 +110,7 @@ class Worker:
         def stop() -> str | None:
             return self.stop_request[1] if self.stop_request is not None and self.stop_request[0] == number else None
 
-        with one_thread() if here.device == "cpu" else nullcontext():
+        with computing_with(1) if here.device == "cpu" else nullcontext():
             for which, event in function(here, data, stop):
                 if isinstance(event, Saved | Measured | Finished | Stopped | Failed):
                     yield _collect_changes(watched)

@@ -90,6 +90,8 @@ def surfaces(xs: Sequence[float], ys: Sequence[float], planes: Mapping[str, Any]
 
 def _model_line_style(name: str, place: int, methods: Mapping[str, str | None] | None) -> dict[str, Any]:
     """The method's style; a second model of a method, or a model without one, gets the next free style."""
+    if methods is None and name in LINE_STYLES:
+        return line_style(name)
     known = [(methods or {}).get(other, other) for other in (methods or {name: name})]
     method = (methods or {}).get(name, name)
     taken = method is not None and known[:place].count(method) > 0

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from flatmin_lab.methods import mean_passes
 from flatmin_lab.report.figures import curves, reliability_diagram
 from flatmin_lab.report.figures.style import NAMES, legend_sample, svg
 from flatmin_lab.report.html import percent, pool_bins, render
@@ -78,7 +79,8 @@ def row(method: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "nll": values("test_nll"),
         "ece": values("test_ece", 100),
         "memorised": values("memorised", 100),
-        "seconds": values("seconds"),
+        "passes": [mean_passes(method, runs[0]["settings"])],  # the same for all seeds
+        "cpu_seconds": values("cpu_seconds"),
     }
 
 

@@ -18,6 +18,8 @@ SENTENCE_MEASURES = {
     "eigenvalue": ("largest eigenvalue of the Hessian", "{:.3g}"),
 }
 
+TIMES = {"seconds": "time", "cpu_seconds": "CPU time"}
+
 
 def summary(group: Group) -> list[str]:
     """A few sentences about a group: AMP against ERM if it has both, else the best rows."""
@@ -38,10 +40,7 @@ def summary(group: Group) -> list[str]:
         for row in group.rows
         if row is not erm and _same_numbers(row, erm)
     ]
-    hardware = {run.result.get("hardware") for row in (erm, amp) for run in row.runs}
-    if len(hardware) == 1 and None not in hardware and _both(erm, amp, "seconds"):
-        slower = mean(amp.cells["seconds"].values) / max(mean(erm.cells["seconds"].values), 1e-9)
-        sentences.append(f"AMP took {slower:.2f} times the time of ERM.")
+    sentences += [_cost(erm, amp, name, what) for name, what in TIMES.items() if _are_timed_alike(erm, amp, name)]
     return [f"{sentences[0]}{chosen}", *sentences[1:]]
 
 
@@ -72,6 +71,22 @@ def _same_numbers(row: Row, erm: Row) -> bool:
 
 def _both(erm: Row, amp: Row, name: str) -> bool:
     return bool(erm.cells[name].values and amp.cells[name].values)
+
+
+def _are_timed_alike(erm: Row, amp: Row, name: str) -> bool:
+    """Can their times be compared? Enough runs of each, on one kind of machine, none of them in several parts.
+
+    The seconds of a run that was resumed may be of another machine, or of one that had more to do.
+    """
+    runs = [*erm.runs, *amp.runs]
+    hardware = {run.result.get("hardware") for run in runs}
+    enough = min(len(row.cells[name].values) for row in (erm, amp)) >= MIN_RUNS
+    return enough and len(hardware) == 1 and None not in hardware and not any(run.result.get("resumed") for run in runs)
+
+
+def _cost(erm: Row, amp: Row, name: str, what: str) -> str:
+    slower = mean(amp.cells[name].values) / max(mean(erm.cells[name].values), 1e-9)
+    return f"AMP took {slower:.2f} times the {what} of ERM."
 
 
 def _against(name: str, erm: Row, amp: Row, split: str) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flatmin_lab.bench.mode_cost import CAPTURED, EAGER, StepTimes
-from flatmin_lab.bench.time_estimate import kinds_of_steps, passes_per_step
+from flatmin_lab.methods import mean_passes
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.paper.tables import FilledTable, Row
 
@@ -59,8 +59,7 @@ class Frontier:
 
 def cost_of(recipe: Recipe, base: Recipe) -> float:
     """Passes over the training set, as a multiple of the base's."""
-    passes = sum(share * passes_per_step(kind) for share, kind in kinds_of_steps(recipe))
-    return passes * recipe.epochs / base.epochs
+    return mean_passes(recipe.method, recipe.settings) * recipe.epochs / base.epochs
 
 
 def kept_share(erm: Sequence[float], amp: Sequence[float], mode: Sequence[float]) -> Kept | None:
