@@ -1,0 +1,38 @@
+"""Does AMP help me? The user's own training with the plain optimizer, with as much time, and with AMP at a few radii.
+
+contenders.py        what is compared
+outcome.py           what one training came to, and its file
+held_out.py          error, NLL and ECE on held-out data, example by example
+train_contender.py   one contender trained with one seed: the same first weights and batches as the others
+intervals.py         how sure a difference is, over seeds and over held-out examples
+verdict.py           the answer in one sentence, and the table
+run_comparison.py    `flatmin.compare`: trains what is missing, and judges
+"""
+
+from flatmin.comparison.contenders import AUTO, LONGER, PLAIN, RADII, Contender, contenders_for
+from flatmin.comparison.intervals import Difference, paired_difference
+from flatmin.comparison.outcome import Outcome, read_outcome
+from flatmin.comparison.run_comparison import Comparison, Progress, compare
+from flatmin.comparison.verdict import Answer, Row, Verdict, judge, show, show_gap
+
+__all__ = [
+    "AUTO",
+    "LONGER",
+    "PLAIN",
+    "RADII",
+    "Answer",
+    "Comparison",
+    "Contender",
+    "Difference",
+    "Outcome",
+    "Progress",
+    "Row",
+    "Verdict",
+    "compare",
+    "contenders_for",
+    "judge",
+    "paired_difference",
+    "read_outcome",
+    "show",
+    "show_gap",
+]

@@ -1,0 +1,62 @@
+"""What is compared: the plain optimizer, the plain optimizer with as much time, and AMP at a few radii.
+
+A step of AMP is two passes, so AMP is up against the plain optimizer trained twice as long, too. Time is counted in
+passes: seconds vary with what else a machine does.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PLAIN, LONGER, AUTO = "plain", "plain-longer", "amp-auto"
+RADII = (0.03, 0.1, 0.3)  # half a decade apart: what helps differs by problem, and seldom by less
+SPREAD = 3.0  # between the radii around one that the user has chosen
+PASSES = 2  # of AMP's step with one ascent step
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train."""
+
+    key: str
+    name: str  # as tables and sentences have it
+    epsilon: float | None = None  # AMP's radius; None: plain, or a radius that is found while training
+    length: float = 1.0  # of the training, in trainings of the plain optimizer
+    passes: float = 1.0  # of the whole training, likewise
+
+    @property
+    def is_plain(self) -> bool:
+        return self.key in (PLAIN, LONGER)
+
+
+def contenders_for(
+    radii: Sequence[float] = RADII, *, own: float | None = None, auto: bool = False, passes: int = PASSES
+) -> list[Contender]:
+    """The plain optimizer, the one with as much time, and AMP at these radii.
+
+    own      the radius that the user's AMP has already: without other radii, those around it
+    auto     also AMP with a radius that is found while training
+    passes   of a step of AMP
+
+    >>> [contender.name for contender in contenders_for([0.1], auto=True)]
+    ['plain', 'plain, 2 times as long', 'AMP, ε = 0.1', 'AMP, ε found while training']
+    """
+    if own is not None and tuple(radii) == RADII:
+        radii = (own / SPREAD, own, own * SPREAD)
+    for radius in radii:
+        if isinstance(radius, bool) or not isinstance(radius, int | float) or not 0 < radius < math.inf:
+            raise ValueError(
+                f"a radius must be a finite number above 0, got {radius!r}; ε = 0 is in the comparison as it is"
+            )
+    if len(set(radii)) < len(radii):
+        raise ValueError(f"the radii must differ, got {', '.join(map(str, radii))}")
+    found = [
+        Contender(PLAIN, "plain"),
+        Contender(LONGER, f"plain, {passes} times as long", length=float(passes), passes=float(passes)),
+    ]
+    found += [Contender(f"amp-{r:.4g}", f"AMP, ε = {r:.4g}", float(r), passes=float(passes)) for r in radii]
+    if auto:
+        found.append(Contender(AUTO, "AMP, ε found while training", passes=float(passes)))
+    if len(found) == 2:
+        raise ValueError("a comparison needs at least one radius of AMP, got none")
+    return found

@@ -1,0 +1,279 @@
+"""Does AMP help? An answer in one sentence, from the outcomes of a comparison.
+
+AMP must beat the plain optimizer and the plain optimizer with as much time, beyond what seeds and held-out examples do
+by chance. Several radii are several chances: the intervals that decide are those of the level 1 − 0.05/k for k radii
+(Bonferroni). A gain below `worth`, a tenth of what the plain optimizer has, is not worth twice the time.
+
+    yes            one radius is better than both, by its interval
+    no             no radius can be better than both by a gain worth having, by their intervals
+    cannot tell    else; then it says what it would take
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal
+
+from flatmin.comparison.contenders import LONGER, PLAIN, Contender
+from flatmin.comparison.intervals import Difference, paired_difference, student_quantile
+from flatmin.comparison.outcome import Outcome
+
+Answer = Literal["yes", "no", "cannot tell"]
+LEVEL = 0.95
+WORTH = 0.1  # of the plain optimizer's measure
+PERCENT = ("error", "ece")  # measures that are shares
+MOST_SEEDS = 200  # beyond which no one would go
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender in one measure: its mean, and its differences from the plain trainings at 95 %."""
+
+    contender: Contender
+    values: Sequence[float]  # one a seed
+    failed: int  # seeds with which it diverged
+    from_plain: Difference | None  # None for the plain one itself
+    from_longer: Difference | None
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values) if self.values else math.nan
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation over the seeds; nan of fewer than two."""
+        return stdev(self.values) if len(self.values) > 1 else math.nan
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer, in one sentence; and what it rests on."""
+
+    answer: Answer
+    sentence: str
+    measure: str
+    best: str  # the key of AMP's best contender
+    rows: Mapping[str, Sequence[Row]]  # by measure
+    seeds: int
+
+
+def judge(
+    contenders: Sequence[Contender],
+    outcomes: Sequence[Outcome],
+    *,
+    measure: str | None = None,
+    worth: float = WORTH,
+) -> Verdict:
+    """The verdict on these outcomes, by the measure named, or by the first."""
+    if not 0 <= worth < 1:
+        raise ValueError(f"worth is a share of the plain optimizer's measure, at least 0 and below 1, got {worth!r}")
+    table = _Table(contenders, outcomes)
+    names = table.measures()
+    if not names:
+        sentence = "Cannot tell: no training ended with finite measures."
+        return Verdict("cannot tell", sentence, measure or "", "", {}, 0)
+    measure = names[0] if measure is None else measure
+    if measure not in names:
+        raise ValueError(f"unknown measure {measure!r}; the trainings were measured by {', '.join(names)}")
+    rows = {name: table.rows(name) for name in names}
+    answer, sentence, best = _Decision(table, measure, worth).decide()
+    return Verdict(answer, sentence, measure, best, rows, table.seeds())
+
+
+@dataclass(frozen=True)
+class _Table:
+    contenders: Sequence[Contender]
+    outcomes: Sequence[Outcome]
+
+    def measures(self) -> list[str]:
+        """In the order in which the first training has them, and only those that every training has."""
+        ended = [outcome for outcome in self.outcomes if outcome.failed is None]
+        return [name for name in ended[0].measures if all(name in other.measures for other in ended)] if ended else []
+
+    def of(self, key: str) -> dict[int, Outcome]:
+        """By seed, without those that failed."""
+        return {one.seed: one for one in self.outcomes if one.contender == key and one.failed is None}
+
+    def failed(self, key: str) -> int:
+        return sum(one.contender == key and one.failed is not None for one in self.outcomes)
+
+    def seeds(self) -> int:
+        """How many seeds every contender was trained with."""
+        counts = [sum(one.contender == contender.key for one in self.outcomes) for contender in self.contenders]
+        return min(counts, default=0)
+
+    def seconds_a_seed(self) -> float:
+        found = [[one.seconds for one in self.outcomes if one.contender == other.key] for other in self.contenders]
+        return sum(fmean(seconds) for seconds in found if seconds)
+
+    def rows(self, measure: str) -> list[Row]:
+        return [
+            Row(
+                contender,
+                [outcome.measures[measure] for _, outcome in sorted(self.of(contender.key).items())],
+                self.failed(contender.key),
+                None if contender.key == PLAIN else self.difference(contender.key, PLAIN, measure),
+                None if contender.key in (PLAIN, LONGER) else self.difference(contender.key, LONGER, measure),
+            )
+            for contender in self.contenders
+        ]
+
+    def difference(self, key: str, base: str, measure: str, *, level: float = LEVEL) -> Difference:
+        """One contender less another, over the seeds of both."""
+        one, other = self.of(key), self.of(base)
+        seeds = sorted(one.keys() & other.keys())
+        pairs = [(one[seed], other[seed]) for seed in seeds]
+        values = [a.measures[measure] - b.measures[measure] for a, b in pairs]
+        examples = [(a.per_example.get(measure, ()), b.per_example.get(measure, ())) for a, b in pairs]
+        lengths = {len(row) for pair in examples for row in pair}
+        if len(lengths) != 1 or 0 in lengths:
+            return paired_difference(values, level=level)
+        rows = [[x - y for x, y in zip(*pair, strict=True)] for pair in examples]
+        return paired_difference(values, rows, level=level)
+
+    def examples(self, measure: str) -> int:
+        """How many held-out examples it is a mean over; 0 if that is not known."""
+        return max((len(one.per_example.get(measure, ())) for one in self.outcomes), default=0)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    table: _Table
+    measure: str
+    worth: float
+
+    def decide(self) -> tuple[Answer, str, str]:
+        """The answer, the sentence, and the key of AMP's best."""
+        amps = [one for one in self.table.contenders if not one.is_plain and self.table.of(one.key)]
+        bases = [key for key in (PLAIN, LONGER) if self.table.of(key)]
+        if not amps or not bases:
+            missing = "AMP" if bases else "the plain optimizer"
+            diverged = [one for one in self.table.contenders if self.table.failed(one.key)]
+            if not bases or not diverged:
+                return "cannot tell", f"Cannot tell: no training of {missing} has ended yet.", ""
+            return "no", "No: AMP diverged at every radius; smaller radii may do (radii=, --radii).", ""
+        level = 1 - (1 - LEVEL) / len([one for one in self.table.contenders if not one.is_plain])
+        gaps = {
+            amp.key: {base: self.table.difference(amp.key, base, self.measure, level=level) for base in bases}
+            for amp in amps
+        }
+        by_mean = sorted(amps, key=lambda amp: self._mean(amp.key))
+        better = [amp for amp in by_mean if all(gap.high < 0 for gap in gaps[amp.key].values())]
+        best = (better or by_mean)[0]
+        if better:
+            return "yes", self._yes(best, gaps[best.key]), best.key
+        margin = self.worth * abs(self._mean(PLAIN if PLAIN in bases else LONGER))
+        if all(max(gap.low for gap in gaps[amp.key].values()) > -margin for amp in amps):
+            return "no", self._no(best, gaps[best.key], margin), best.key
+        return "cannot tell", self._cannot_tell(best, gaps[best.key], margin, level), best.key
+
+    def _mean(self, key: str) -> float:
+        return fmean(outcome.measures[self.measure] for outcome in self.table.of(key).values())
+
+    def _show(self, value: float) -> str:
+        return show(self.measure, value)
+
+    def _others(self, best: Contender) -> str:
+        """What the best of AMP and the plain ones come to."""
+        parts = [f"{best.name.replace('AMP,', 'AMP with')}: {self._show(self._mean(best.key))}"]
+        parts += [
+            f"{one.name}: {self._show(self._mean(one.key))}"
+            for one in self.table.contenders
+            if one.is_plain and self.table.of(one.key)
+        ]
+        return "; ".join(parts)
+
+    def _yes(self, best: Contender, gaps: Mapping[str, Difference]) -> str:
+        closest = max(gaps.values(), key=lambda gap: gap.high)
+        low, high = (show_gap(self.measure, -end) for end in (closest.high, closest.low))
+        below = "the better of the two plain trainings" if len(gaps) > 1 else "the plain training"
+        return (
+            f"Yes: AMP's {self.measure} lies {low} to {high} below that of {below} "
+            f"({self._others(best)}; {closest.seeds} seeds)."
+        )
+
+    def _no(self, best: Contender, gaps: Mapping[str, Difference], margin: float) -> str:
+        base, gap = max(gaps.items(), key=lambda item: item[1].low)
+        seeds = f"{gap.seeds} seeds"
+        if PLAIN in gaps and gaps[PLAIN].high < 0:
+            return (
+                f"No, not for its time: AMP lowers the {self.measure}, and the plain optimizer trained as long as AMP "
+                f"takes lowers it as well ({self._others(best)}; {seeds})."
+            )
+        if gap.low > 0:
+            return f"No: AMP's {self.measure} is higher at every radius tried ({self._others(best)}; {seeds})."
+        whom = "the plain optimizer with as much time" if base == LONGER else "the plain optimizer"
+        share = "a tenth" if self.worth == WORTH else f"{100 * self.worth:g} %"
+        return (
+            f"No: at no radius tried is AMP's {self.measure} below that of {whom} by {share} of it "
+            f"({show_gap(self.measure, margin)}) or more ({self._others(best)}; {seeds})."
+        )
+
+    def _cannot_tell(self, best: Contender, gaps: Mapping[str, Difference], margin: float, level: float) -> str:
+        gap = max(gaps.values(), key=lambda one: one.high)
+        after = f"Cannot tell after {gap.seeds} seed{'' if gap.seeds == 1 else 's'}"
+        if math.isfinite(gap.low):
+            lowest = self._mean(best.key) - gap.mean if self.measure in PERCENT else math.inf  # no share is below 0
+            below, above = (show_gap(self.measure, end) for end in (min(-gap.low, lowest), gap.high))
+            whom = "the better plain training" if len(gaps) > 1 else "the plain training"
+            after += f": AMP's {self.measure} lies anywhere from {below} below to {above} above that of {whom}"
+        return f"{after} ({self._others(best)}). {self._what_it_takes(gap, margin, level)}"
+
+    def _what_it_takes(self, gap: Difference, margin: float, level: float) -> str:
+        """How many seeds, or held-out examples, would decide a difference of this size."""
+        if gap.seeds < 3:
+            return f"One seed says nothing about another: at least 3 are needed.{self._time(3 - gap.seeds)}"
+        target = -gap.mean if gap.mean < -margin / 2 else margin + gap.mean
+        if gap.over_examples >= target:
+            known = self.table.examples(self.measure)
+            needed = known * (gap.over_examples / target) ** 2 * 1.5 if target > 0 else math.inf
+            about = f"about {_rounded(needed)} would do" if needed < 1e7 else "far more would be needed"
+            return f"More seeds will not decide it: {known} held-out examples are too few; {about}."
+        deviation = gap.over_seeds / student_quantile(level, gap.seeds - 1) * math.sqrt(gap.seeds)
+        for count in range(gap.seeds + 1, MOST_SEEDS):
+            width = student_quantile(level, count - 1) * deviation / math.sqrt(count)
+            if math.hypot(width, gap.over_examples) < target:
+                return f"About {count} seeds would decide a difference of this size.{self._time(count - gap.seeds)}"
+        return f"Not even {MOST_SEEDS} seeds would decide a difference as small as this."
+
+    def _time(self, more: int) -> str:
+        seconds = self.table.seconds_a_seed() * more
+        return "" if not seconds else f" That is {_duration(seconds)} more at the pace so far."
+
+
+def show(measure: str, value: float) -> str:
+    """A measured number: shares in per cent, others to four digits.
+
+    >>> show("error", 0.0512), show("nll", 0.20419), show("perplexity", 12.3456)
+    ('5.12 %', '0.2042', '12.35')
+    """
+    if not math.isfinite(value):
+        return "—"
+    text = f"{100 * value:.2f} %" if measure in PERCENT else f"{value:.4g}"
+    return text.replace("-", "−")
+
+
+def show_gap(measure: str, value: float) -> str:
+    """A difference between two measured numbers: of shares in points.
+
+    >>> show_gap("error", -0.0512), show_gap("nll", 0.20419)
+    ('−5.12 points', '0.2042')
+    """
+    return show(measure, value).replace(" %", " points")
+
+
+def _rounded(number: float) -> str:
+    digits = max(len(str(round(number))) - 2, 0)
+    return f"{round(number, -digits):,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """How long, in words.
+
+    >>> _duration(40), _duration(1500), _duration(20000)
+    ('40 seconds', '25 minutes', '5.6 hours')
+    """
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
