@@ -1,15 +1,15 @@
 """How many threads of the CPU a run computes with: one where the network is small, unless told otherwise.
 
 Threads of a small network wait for each other more than they compute, and for long where something else has the cores.
-Milliseconds of a step of SGD, two cores of an AMD EPYC, torch 2.13:
+Milliseconds of a step of SGD, two cores of an AMD EPYC that other work shared, torch 2.13, commit d90c15d:
 
     GFLOP a forward pass                       1 thread        2 threads
-    0.15  convnet,  50 images of 8 × 8         9.2 to 11.2     10.9 to 151.8     n = 5 medians, other work on the cores
-    0.61  convnet,  50 images of 16 × 16       31.5 to 38.6    82.0 to 118.1     n = 5, the same
-    0.60  convnet, 200 images of 8 × 8         34.9            23.5              the best of 3 medians: free cores
-    3.5   resnet18, 50 images of 8 × 8         162             101               the best of 3
+    0.15  convnet,  50 images of 8 × 8         9.2 to 11.2     10.9 to 151.8     5 medians of 40 steps, least to most
+    0.61  convnet,  50 images of 16 × 16       31.5 to 38.6    82.0 to 118.1     5 of 15 steps
+    0.60  convnet, 200 images of 8 × 8         34.9            23.5              the least of 3 of 50 steps
+    3.5   resnet18, 50 images of 8 × 8         162             101               the least of 3 of 6 steps
 
-So below 1 GFLOP in the forward pass of a batch a second thread gains a third at best and can cost a factor of ten:
+So below 1 GFLOP in the forward pass of a batch a second thread gained a third at best, and cost up to a factor of ten:
 there a run has one. Above, it has torch's own number. The rule counts work, not time: on every machine a recipe has the
 same answer. The work of a built-in network is counted; of any other network, which may compile itself, it is the most
 that so many weights can compute (`most_flops`). Told otherwise means `threads=` (--threads), or OMP_NUM_THREADS or
