@@ -1,9 +1,9 @@
-"""The README's tables of what a step costs, from a file that `flatmin bench` wrote.
+"""The tables in docs/speed.md of what a step costs, from a file that `flatmin bench` wrote.
 
-    python benchmarks/cost_table.py [--json benchmarks/results/engine-h200.json] [--readme README.md] [--check]
+    python benchmarks/cost_table.py [--json benchmarks/results/engine-h200.json] [--page docs/speed.md] [--check]
 
-It replaces what is between the two markers in the README; with --check nothing is written, and the exit code is 1 if
-the README is out of date.
+It replaces what is between the two markers in the page; with --check nothing is written, and the exit code is 1 if the
+page is out of date.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import readme
+import page_parts
 
 JSON = Path(__file__).parent / "results/engine-h200.json"
 PART = "cost table"
@@ -32,6 +32,12 @@ def rendered(result: Found) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def ratio(result: Found, form: str) -> str:
+    """AMP's step over ERM's for the paper's network and batch size, both in that form."""
+    main = next(t for t in result["tables"] if (t["model"], t["batch_size"]) == (MODEL, BATCH))
+    return _ratio(*(_row(main, method, form, 1) for method in ("amp", "erm")))
+
+
 def _forms(table: Found) -> str:
     """A row for every form: ERM, AMP, their ratio, and peak memory."""
     head = [
@@ -46,7 +52,7 @@ def _forms(table: Found) -> str:
         rows.append([label, _ms(erm), _ms(amp), _ratio(amp, erm), _mib(erm), _mib(amp)])
     floors = [table["floor"].get(method) for method in ("erm", "amp")]
     rows.append(["the floor", *(f"{floor['floor_ms']:.2f}" if floor else "" for floor in floors), "", "", ""])
-    return readme.markdown(head, rows)
+    return page_parts.markdown(head, rows)
 
 
 def _sam(table: Found) -> str:
@@ -76,7 +82,7 @@ def _everywhere(tables: Sequence[Found]) -> str:
         "ERM, plain PyTorch, ms",
         "over it",
     ]
-    return readme.markdown(head, rows) if rows else ""
+    return page_parts.markdown(head, rows) if rows else ""
 
 
 def _measured(result: Found) -> str:
@@ -156,4 +162,4 @@ def read(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    readme.command(PART, __doc__, "json", JSON, read)
+    page_parts.command(__doc__, "json", JSON, {PART: read})

@@ -1,17 +1,19 @@
-"""The README's tables of results, from the result files that `flatmin reproduce` wrote.
+"""Tables of results, from the result files that `flatmin reproduce` wrote.
 
-    python benchmarks/results_table.py [--results results] [--readme README.md] [--check]
+    python benchmarks/results_table.py [--results results] [--page PAGE] [--check]
 
-One for each data set with runs of the paper's length, a row a method and protocol; the rest is on the report's page. It
-replaces what is between the two markers in the README; with --check nothing is written, and the exit code is 1 if the
-README is out of date.
+For docs/findings.md one for each data set with runs of the paper's length, with a row for each method and protocol; for
+the README a small one with what AMP gains and costs. The rest is on the report's page. It replaces what is between two
+markers in the page; with --check nothing is written, and the exit code is 1 if a page is out of date.
 """
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import readme
+import cost_table
+import page_parts
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes.paper_numbers import METHODS, reported
 from flatmin_lab.recipes.paper_tables import RESNET, SETS, cell
@@ -27,7 +29,7 @@ from flatmin_lab.report.paper.tables import read_all
 from flatmin_lab.runs.result_store import ResultStore
 
 RESULTS = Path(__file__).parent.parent / "results"
-PART = "results table"
+PART, GAIN = "results table", "gain table"
 COLUMNS = ("error", "nll", "ece")
 COMMIT_DIGITS = 7  # of a commit
 
@@ -46,11 +48,43 @@ def rendered(results: Path) -> str:
     return "\n\n".join([*parts, _measured(shown)])
 
 
+def gain(results: Path) -> str:
+    """ERM and AMP on each data set, by the protocol with the most runs of both, and how long a step takes."""
+    runs, columns = read_all(ResultStore(results, results)), [column_named(name) for name in COLUMNS]
+    measured = json.loads(cost_table.JSON.read_text())
+    rows, shown, protocols = [], [], []
+    for data in SETS:
+        both = {
+            protocol: [runs.get(cell(protocol, data, RESNET, method).name, []) for method in ("erm", "amp")]
+            for protocol in PAPER_LENGTH
+        }
+        protocol, pairs = max(both.items(), key=lambda item: min(map(len, item[1])))  # of equal ones the first
+        if not all(pairs):
+            continue
+        protocols.append(f"{TITLES[data]} by the protocol `{protocol}`")
+        times = ("1", cost_table.ratio(measured, "compiled"))
+        for method, own, time in zip(("ERM", "AMP"), pairs, times, strict=True):
+            last = [[value for run in own if (value := as_in_paper(run, one)) is not None] for one in columns]
+            cells = [_shown(values, one) for values, one in zip(last, columns, strict=True)]
+            rows.append([f"{TITLES[data]}, {method}", *cells, time, str(len(own))])
+            shown += own
+    if not rows:
+        raise ValueError(f"there is no result in {results}; make some with flatmin reproduce")
+    table = page_parts.markdown(["", *(column.label for column in columns), "time", "n"], rows)
+    hardware = ", ".join(sorted({str(run.result["hardware"]) for run in shown}))
+    return (
+        f"{table}\n\n{TITLES[RESNET]}, 200 epochs, {hardware}, {_precision(shown)}; {', '.join(protocols)} ([what "
+        "differs](docs/reproducing.md#the-protocols)). Test numbers of the last epoch: mean ± standard deviation over "
+        "n seeds, fewer than three singly. Time: of a step as a compiled CUDA graph; in plain PyTorch it is "
+        f"{cost_table.ratio(measured, 'eager')} times."
+    )
+
+
 def _table(data: str, rows: Sequence[tuple[Recipe, Sequence[Run]]]) -> str:
     columns = [column_named(name) for name in COLUMNS]
     head = [f"{TITLES[data]}, {TITLES[RESNET]}, 200 epochs", "protocol", "n"]
     head += [label for column in columns for label in (column.label, "best epoch", "paper")]
-    return readme.markdown(head, [_row(recipe, own, columns) for recipe, own in rows])
+    return page_parts.markdown(head, [_row(recipe, own, columns) for recipe, own in rows])
 
 
 def _row(recipe: Recipe, runs: Sequence[Run], columns: Sequence[Column]) -> list[str]:
@@ -89,10 +123,10 @@ def _measured(runs: Sequence[Run]) -> str:
         f"Test numbers: mean ± standard deviation over n seeds, fewer than three singly; of the last epoch, and of the "
         f"one with the lowest test error, which the paper's are of (10 runs; ECE: the authors' slides). `paper` is the "
         f"recipe of the published code's first version, `paper-v2` that of the second and of the paper's text "
-        f"([what differs](docs/reproducing.md#the-protocols)). {all_of('hardware')}, torch {all_of('torch')}, "
+        f"([what differs](reproducing.md#the-protocols)). {all_of('hardware')}, torch {all_of('torch')}, "
         f"{_precision(runs)}, commit {all_of('commit')}.{notes} {' '.join(of_the_data(runs))}"
     )
 
 
 if __name__ == "__main__":
-    readme.command(PART, __doc__, "results", RESULTS, rendered)
+    page_parts.command(__doc__, "results", RESULTS, {PART: rendered, GAIN: gain})

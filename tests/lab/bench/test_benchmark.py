@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cost_table
-import readme
+import page_parts
 from flatmin_lab.bench import contenders, roofline, timing
 from flatmin_lab.bench.benchmark import BenchmarkOptions, run_benchmark
 from flatmin_lab.bench.contenders import build_contender
@@ -26,7 +26,7 @@ from flatmin_lab.data import Normalisation, augmentation
 from tests import ROOT
 from tests.support.processes import flatmin, words
 
-BEGIN, END = readme.markers(cost_table.PART)
+BEGIN, END = page_parts.markers(cost_table.PART)
 CPU = torch.device("cpu")
 
 
@@ -342,7 +342,7 @@ def test_the_page_is_written_once_and_then_up_to_date(tmp_path: Path) -> None:
             str(ROOT / "benchmarks/cost_table.py"),
             "--json",
             str(figures),
-            "--readme",
+            "--page",
             str(page),
         ]
         return subprocess.run([*command, *more], capture_output=True, check=False).returncode
@@ -363,10 +363,10 @@ def test_a_foreign_file_is_named(tmp_path: Path, content: bytes | None) -> None:
         cost_table.read(tmp_path / "other.json")
 
 
-def test_the_readme_has_the_figures_of_the_committed_file() -> None:
-    text = readme.README.read_text()
+def test_the_page_has_the_figures_of_the_committed_file() -> None:
+    text = page_parts.PAGES[cost_table.PART].read_text()
     result = json.loads(cost_table.JSON.read_text())
-    assert readme.put_into(text, cost_table.PART, cost_table.rendered(result)) == text, (
+    assert page_parts.put_into(text, cost_table.PART, cost_table.rendered(result)) == text, (
         "run python benchmarks/cost_table.py"
     )
 

@@ -3,13 +3,14 @@
 import html
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import readme
+import page_parts
 import results_table
 from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
 from flatmin_lab.recipes.recipe import Job
@@ -320,12 +321,14 @@ def _recipe(name: str) -> Any:
     return next(recipe for experiment in experiments for recipe in experiment.recipes if recipe.name == name)
 
 
-def test_the_readme_has_the_table_of_these_results() -> None:
-    text = readme.README.read_text()
-    made = readme.put_into(text, results_table.PART, results_table.rendered(KEPT))
-    assert made == text, "run python benchmarks/results_table.py"
+@pytest.mark.parametrize("make", [results_table.rendered, results_table.gain])
+def test_the_pages_have_the_tables_of_these_results(make: Callable[[Path], str]) -> None:
+    part = results_table.PART if make is results_table.rendered else results_table.GAIN
+    text = page_parts.PAGES[part].read_text()
+    assert page_parts.put_into(text, part, make(KEPT)) == text, "run python benchmarks/results_table.py"
 
 
 def test_the_table_needs_results(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no result in"):
-        results_table.rendered(tmp_path)
+    for make in (results_table.rendered, results_table.gain):
+        with pytest.raises(ValueError, match="there is no result in"):
+            make(tmp_path)
