@@ -16,9 +16,7 @@ from flatmin_lab.recipes.recipe import Recipe
 COMPILING = "compiling: about half a minute the first time"  # PreActResNet18, an H200: docs/speed.md
 WARMUP_STEPS = 2  # the first one is an ordinary step, the second one compiles and captures: no measure of the rest
 WIDE = 110  # characters of a terminal that has room for a long bar and the time taken
-SECONDS_OF_EPOCHS = (
-    3600  # the speed of what is counted in epochs is estimated over so long, since these may take minutes
-)
+SECONDS_OF_EPOCHS = 3600.0  # over which the speed is estimated where epochs are counted: one may take minutes
 
 
 def first_steps_text(recipe: Recipe, *, on_gpu: bool, captured: bool = True) -> str:

@@ -127,6 +127,19 @@ def test_seeds_trials_and_experiments_say_what_is_under_way_from_the_first_momen
     assert frames(runs)[-1].endswith("1 of 1 runs")
 
 
+def test_epochs_of_minutes_have_an_estimate_too() -> None:
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, get_time=lambda: now[0])
+
+    def slow_events() -> Iterator[tuple[int, Event]]:
+        for epoch in (1, 2):
+            now[0] += 300
+            yield 0, Epoch(epoch=epoch, step=epoch, numbers={"epoch": epoch, **LINE})
+
+    reproduce.follow(slow_events(), [Run(Job(recipe(), 0), ())], console, lambda: None, first="")
+    assert "0:05:00 left" in frames(console)[-1]
+
+
 def test_the_demo_begins_with_what_it_will_train(monkeypatch: pytest.MonkeyPatch) -> None:
     line, end = {"epoch": 1, **LINE}, Finished({**LINE, "method": "amp"})
     monkeypatch.setattr(
