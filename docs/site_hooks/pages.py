@@ -8,7 +8,7 @@
 
 Written once, so that they cannot differ from what they are made from. Links are rewritten to fit: on GitHub the README
 points to docs/, and pages to ../README.md, which here is the home page. And what Markdown cannot say: which page is as
-wide as its table, and where long names in tables may break.
+wide as its table, which pages the search shows first, and where long names in tables may break.
 """
 
 import re
@@ -30,6 +30,7 @@ NOTEBOOK = "examples/quick_start.ipynb"  # a file to download
 ELSEWHERE = r"\[([^\]]+)\]\(CITATION\.cff\)"  # not a page: its name is enough
 OF_THE_SITE = r" *`make docs`\s+builds[^`]*`site/index\.html`\."  # its reader has it
 WIDE = {"compared.md"}  # a table of seven columns needs the place of the table of contents
+BOOST = {"choosing_epsilon.md": 8}  # in the search: "epsilon" is a word of many pages, and this is the one about it
 IN_TABLE = re.compile(r"(?<=<code>)[^<]{15,}(?=</code>)")
 KINDS = {str: "TEXT", int: "INT", float: "NUMBER", Path: "PATH"}
 MARKER = "<!-- every subcommand with its flags stands here when the site is built -->"
@@ -51,6 +52,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     markdown = markdown.replace("[README](index.md", "[home page](index.md")
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
+    if page.file.src_uri in BOOST:
+        page.meta["search"] = {"boost": BOOST[page.file.src_uri]}
     return markdown.replace(MARKER, "\n".join(commands(app))) if MARKER in markdown else markdown
 
 

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from flatmin.core.tensors import plain
+from flatmin.core.tensors import plain, widest_dtype
 
 Owners = tuple[Optimizer, Optimizer]  # the wrapper and its base
 
@@ -90,7 +90,7 @@ def step_with_grad_scale(base: Optimizer, scale: Tensor | None, found_inf: Tenso
         step_fused(base, scale, found_inf)
         return
     if scale is not None:
-        inverse = scale.double().reciprocal().float()
+        inverse = scale.to(widest_dtype(scale)).reciprocal().float()
         for param in (param for group in base.param_groups for param in group["params"] if param.grad is not None):
             plain(param.grad).mul_(inverse.to(param.device))
     if not found_inf.item():  # as the scaler does for an optimizer that knows nothing of it

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from flatmin_lab.cli.progress_columns import COMPILING, WARMUP_STEPS, columns, time_left
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.events import Epoch, Event, Finished, Note, Started, Stopped
 from flatmin_lab.runs.events import Progress as Done
@@ -123,35 +124,36 @@ def threads_text(event: Started) -> str:
 
 
 @contextmanager
-def bars(console: Console) -> Iterator[Progress]:
-    """Progress bars with a description, the time left, and a few numbers."""
-    wide = (BarColumn(bar_width=24), TimeElapsedColumn()) if console.width >= 110 else ()  # the numbers need the room
-    columns = (
-        TextColumn("{task.description}"),
-        *wide,
-        TimeRemainingColumn(),
-        TextColumn("left  {task.fields[numbers]}"),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=120) as progress:
+def bars(console: Console, *, speed_seconds: float = 120.0) -> Iterator[Progress]:
+    """Progress bars with a description, the time left, and a few numbers; the speed is that of the last seconds."""
+    how: dict[str, Any] = {"disable": not console.is_terminal, "speed_estimate_period": speed_seconds}
+    with Progress(*columns(console.width), console=console, **how) as progress:
         yield progress
 
 
-def follow(events: Iterable[Event], console: Console, headline: str) -> Finished | Stopped:
-    """Show a run until it ends, and return how it ended; the headline appears once it has started."""
+def follow(events: Iterable[Event], console: Console, headline: str, *, first_steps: str = "") -> Finished | Stopped:
+    """Show a run until it ends, and return how it ended; the headline appears once it has started.
+
+    `first_steps` says what happens before there are numbers. Where there is no bar, lines say how long is left.
+    """
     with bars(console) as progress:
-        task = progress.add_task("starting", total=None, numbers="")
-        epochs = 0
+        task = progress.add_task("starting", total=None, numbers="preparing data and model")
+        epochs = warm = 0
         for event in events:
             match event:
                 case Started():
-                    epochs = event.epochs
+                    epochs, warm = event.epochs, event.step + WARMUP_STEPS
+                    steps = event.steps // epochs
                     say(console, f"{headline}{threads_text(event)}")
+                    epoch = f"epoch {min(event.step // steps + 1, epochs)}/{epochs}"
                     progress.reset(
-                        task, total=event.steps, completed=event.step
+                        task, total=event.steps, completed=event.step, description=epoch, numbers=first_steps
                     )  # earlier steps do not count for the speed
+                    compiling = f"; {COMPILING}" if first_steps == COMPILING else ""
+                    say(console, f"{event.parameters:,} parameters, {steps:,} steps an epoch{compiling}")
                     if event.step:
                         say(console, f"resumed after step {event.step} of {event.steps}")
-                case Done():
+                case Done() if event.step > warm:
                     shown = "  ".join(
                         f"{label} {number(name, event.numbers[name])}"
                         for name, label in LABELS.items()
@@ -165,7 +167,8 @@ def follow(events: Iterable[Event], console: Console, headline: str) -> Finished
                     )
                 case Epoch():
                     progress.update(task, completed=event.step, description=f"epoch {event.epoch}/{epochs}")
-                    say(console, epoch_line(event.numbers, epochs))
+                    left = "" if console.is_terminal else time_left(progress.tasks[0].time_remaining)
+                    say(console, epoch_line(event.numbers, epochs) + (f", about {left}" if left else ""))
                 case Note():
                     say(console, f"note: {event.text}", style="yellow")
                 case Finished() | Stopped():

@@ -15,6 +15,7 @@ from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from runpy import run_path
+from typing import Any
 
 import pytest
 import typer
@@ -221,22 +222,65 @@ const changed = (box, text) => { box.value = text; box.dispatchEvent(new Event("
 </script></body>"""
 
 
-@pytest.mark.parametrize("width", [PHONE, DESKTOP])
-def test_no_page_is_wider_than_its_window_and_the_search_answers_from_files(site: Path, width: int) -> None:
-    browser = found()
-    names = [page.relative_to(site).as_posix() for page in pages(site)]
+# What readers type, and where the answer is.
+ANSWERS = {
+    "epsilon": "choosing_epsilon.html",
+    "nan": "faq.html#the-loss-is-nan-or-steps-are-skipped",
+    "adam": "faq.html#which-optimizer-works-adam-adamw-sgd-others",
+    "slow": "faq.html#it-is-twice-as-slow",
+    "lora": "faq.html#fine-tuning-and-lora",
+    "wandb": "faq.html#wandb-mlflow-tensorboard",
+    "out of memory": "faq.html#out-of-memory",
+    "StepLog": "reference/optimizers.html#flatmin.StepLog",
+}
+QUESTIONS = """<body><iframe></iframe><pre id="said">unfinished</pre><script>
+const answers = {}, frame = document.querySelector("iframe");
+frame.style = "border: 0; width: WIDTHpx; height: 800px";
+const later = (time) => new Promise((done) => setTimeout(done, time));
+const opened = (page) => new Promise((done) => { frame.onload = done; frame.src = page; });
+(async () => {
+  for (const question of ASKED) {
+    await opened("index.html?q=" + encodeURIComponent(question));
+    await later(4000);
+    const links = frame.contentDocument.querySelectorAll(".md-search-result__link");
+    answers[question] = [...links].map((link) => link.getAttribute("href"));
+  }
+  said.textContent = JSON.stringify({ answers });
+})();
+</script></body>"""
+
+
+def seen_by_browser(site: Path, page: str) -> dict[str, Any]:
+    """What a page beside the site's own says in the end; nothing may be logged meanwhile."""
     start = site / "visits.html"
-    start.write_text(VISITS.replace("PAGES", json.dumps(names)).replace("WIDTH", str(width)), encoding="utf-8")
+    start.write_text(page, encoding="utf-8")
     with tempfile.TemporaryDirectory() as profile:
-        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+        command = [found(), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
         command += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=60000", f"--user-data-dir={profile}"]
         command += [f"--window-size={DESKTOP},900", "--dump-dom", start.as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_SECONDS)
     start.unlink()
     said = re.search(r'<pre id="said">(.*?)</pre>', done.stdout, re.DOTALL)
     assert said
-    seen = json.loads(said[1].replace("&amp;", "&"))
+    assert CONSOLE.findall(done.stderr) == []
+    seen: dict[str, Any] = json.loads(unescape(said[1]))
+    return seen
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_no_page_is_wider_than_its_window_and_the_search_answers_from_files(site: Path, width: int) -> None:
+    names = [page.relative_to(site).as_posix() for page in pages(site)]
+    seen = seen_by_browser(site, VISITS.replace("PAGES", json.dumps(names)).replace("WIDTH", str(width)))
     assert seen["wide"] == []
     assert seen["visited"] == len(names)
     assert len(seen["answers"]) > 3
-    assert CONSOLE.findall(done.stderr) == []
+
+
+def test_the_search_finds_what_readers_ask_for(site: Path) -> None:
+    """First the page, then its section that has the word; before those of other pages."""
+    page = QUESTIONS.replace("ASKED", json.dumps(list(ANSWERS))).replace("WIDTH", str(DESKTOP))
+    found_first = seen_by_browser(site, page)["answers"]
+    for question, answer in ANSWERS.items():
+        first = [link.removeprefix(f"{site.as_uri()}/") for link in found_first[question][:2]]
+        assert answer in first, question
+        assert first[0] == answer.partition("#")[0], question

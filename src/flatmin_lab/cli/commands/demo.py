@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flatmin_lab.cli.display import bars, say
+from flatmin_lab.cli.display import bars, epochs_text, say
+from flatmin_lab.cli.progress_columns import SECONDS_OF_EPOCHS
 from flatmin_lab.data.sources.digits import load
 from flatmin_lab.execution.process_pool import cores, train_in_pool
 from flatmin_lab.methods import METHODS
@@ -80,16 +81,18 @@ def train_all(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[
     """Run all jobs, showing progress; a result per job, with its epochs."""
     lines: list[list[dict[str, Any]]] = [[] for _ in jobs]
     results: list[dict[str, Any] | None] = [None] * len(jobs)
-    with bars(console) as progress:
-        task = progress.add_task("training", total=sum(job.recipe.epochs for job in jobs), numbers="")
+    say(console, f"{len(jobs)} runs of {epochs_text(jobs[0].recipe.epochs)}, {min(workers, len(jobs))} at once")
+    with bars(console, speed_seconds=SECONDS_OF_EPOCHS) as progress:
+        total = sum(job.recipe.epochs for job in jobs)
+        task = progress.add_task("training", total=total, numbers="starting processes")
         for number, event in train_in_pool(jobs, workers=workers):
             if isinstance(event, Epoch):
                 lines[number].append(dict(event.numbers))
                 progress.advance(task)
             elif isinstance(event, Finished):
                 results[number] = {**event.result, "lines": lines[number]}
-                progress.update(task, numbers=f"{sum(r is not None for r in results)} of {len(jobs)} runs")
                 _say_if_complete(jobs[number].recipe.method, [r for r in results if r], jobs, console)
+            progress.update(task, numbers=f"{sum(r is not None for r in results)} of {len(jobs)} runs")
     return [result for result in results if result is not None]
 
 

@@ -31,6 +31,7 @@ from flatmin_lab.cli.options import (
     option,
     report_errors,
 )
+from flatmin_lab.cli.progress_columns import COMPILING, SECONDS_OF_EPOCHS
 from flatmin_lab.cli.request import read_data
 from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.data.dataset import Dataset
@@ -136,7 +137,9 @@ def reproduce(
                 return
             options = RunOptions(store, str(data_dir), together, checkpoint_epochs)
             with stop_on_signals() as stop:
-                failed, reason = _follow(run_all(todo, options, there, sets, stop=stop), todo, console, stop)
+                compiles = there.device.startswith("cuda") and any(run.job.recipe.compile for run in todo)
+                events = run_all(todo, options, there, sets, stop=stop)
+                failed, reason = follow(events, todo, console, stop, first=COMPILING if compiles else "")
         for one in selection.trained:
             reproduce_view.show_table(one, store, selection)
         if reason is not None:
@@ -184,29 +187,39 @@ def _dry_run(
     on_cpu = device.type == "cpu"
     with display.busy(console) as say, computing_with(1) if on_cpu else nullcontext():
         seconds = time_estimate.estimate_all_seconds(training, sets, device=device, say=say)
-    reproduce_view.show_dry_run(todo, selection, {job.key: took for job, took in zip(training, seconds, strict=True)})
-    if not training:
-        return
     beside, count = executor.capacity(len(todo))
-    total = max([sum(seconds) / beside, *seconds])
-    display.say(
-        console,
-        f"{len(training)} runs, about {reproduce_view.duration_text(total)} on {hardware(device)} with {count}; "
-        f"estimated from a few steps each, one run at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
-        "resumed runs take less, and measuring comes on top",
-    )
+    begin = f"{len(todo)} run{'' if len(todo) == 1 else 's'}"
+    if training:
+        total = max([sum(seconds) / beside, *seconds])
+        begin += f", about {reproduce_view.duration_text(total)} on {hardware(device)} with {count}"
+    if unknown := len(todo) - len(training):
+        begin += f"; how long {f'{unknown} of them take' if training else 'they take'} is not known"
+    display.say(reproduce_view.wide(), begin)
+    reproduce_view.show_dry_run(todo, selection, {job.key: took for job, took in zip(training, seconds, strict=True)})
+    if training:
+        display.say(
+            console,
+            f"estimated from a few steps each, one run at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
+            "resumed runs take less, and measuring comes on top",
+        )
 
 
-def _follow(
-    events: Iterable[tuple[int, Event]], todo: Sequence[Run], console: Console, stop: Stop
+def follow(
+    events: Iterable[tuple[int, Event]], todo: Sequence[Run], console: Console, stop: Stop, *, first: str
 ) -> tuple[int, str | None]:
-    """Show all runs until they have ended; how many failed, and what stopped them."""
+    """Show all runs until they have ended; how many failed, and what stopped them.
+
+    What happens `first` is said until an epoch has ended.
+    """
     failed, reason = 0, None
     if not todo:
         return failed, reason
     width = max(len(run.job.recipe.name) for run in todo) + 1
-    with display.bars(console) as progress:
-        task = progress.add_task("runs", total=sum(run.job.recipe.epochs for run in todo), numbers="")
+    if first:
+        display.say(console, first)
+    with display.bars(console, speed_seconds=SECONDS_OF_EPOCHS) as progress:
+        beginning = f"0 of {len(todo)} runs, {first or 'no epoch has ended yet'}"
+        task = progress.add_task("runs", total=sum(run.job.recipe.epochs for run in todo), numbers=beginning)
         done = [0] * len(todo)
         ended = 0
         for number, event in events:
@@ -222,7 +235,8 @@ def _follow(
                     failed += isinstance(event, Failed) and not event.busy
                 case Stopped():
                     reason = event.reason
-            progress.update(task, completed=sum(done), numbers=f"{ended} of {len(todo)} runs")
+            numbers = f"{ended} of {len(todo)} runs" if any(done) else beginning
+            progress.update(task, completed=sum(done), numbers=numbers)
         reason = stop() if reason is not None else None
     return failed, reason
 

@@ -20,6 +20,7 @@ from flatmin_lab.cli.options import (
     option,
     report_errors,
 )
+from flatmin_lab.cli.progress_columns import first_steps_text
 from flatmin_lab.cli.request import Plan, Request, TunedValues
 from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
@@ -138,9 +139,11 @@ def train(
 
 def _train(plan: Plan, ranks: RankGroup, console: Console, **how: Any) -> Finished | Stopped:
     headline = display.headline(plan.recipe, plan.seed, f"{in_words(ranks)}{hardware(how['device'])}")
+    captured = how["capture"] and ranks.size == 1
+    first_steps = first_steps_text(plan.recipe, on_gpu=how["device"].type == "cuda", captured=captured)
     with stop_on_signals() as stop:
         events = training(plan.recipe, plan.data, seed=plan.seed, folder=plan.folder, stop=stop, ranks=ranks, **how)
-        return display.follow(events, console, headline)
+        return display.follow(events, console, headline, first_steps=first_steps)
 
 
 def _saved_text(ended: Stopped, plan: Plan, ranks: RankGroup, data_dir: Path) -> str:

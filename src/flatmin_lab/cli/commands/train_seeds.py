@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatmin_lab.cli import display
+from flatmin_lab.cli.progress_columns import first_steps_text
 from flatmin_lab.cli.request import Plan
 from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.execution.replicas import train_together
@@ -31,9 +32,11 @@ def train_seeds(plans: Sequence[Plan], console: Console, *, count: int | None, *
     with stop_on_signals() as stop:
         jobs = [Job(plan.recipe, plan.seed) for plan in plans]
         events = train_together(jobs, plans[0].data, folders=folders, count=count, stop=stop, **settings)
+        on_gpu = settings["device"].type == "cuda"
+        first_steps = first_steps_text(plans[0].recipe, on_gpu=on_gpu, captured=settings["capture"])
         headline = display.headline(plans[0].recipe, f"{seeds[0]} to {seeds[-1]}", hardware(settings["device"]))
         try:
-            follow(events, console, headline, runs)
+            follow(events, console, headline, runs, first_steps)
         except RunError as error:  # raised for failed runs once the others have ended
             failure = error
     reason = runs.stopped()
@@ -113,13 +116,15 @@ def fail(console: Console, runs: SeedRuns, failure: RunError, *, stopped: bool) 
     display.say(console, text, style="red")
 
 
-def follow(events: Iterable[tuple[int, Event]], console: Console, headline: str, runs: SeedRuns) -> None:
-    """Show the runs until all have ended, a line for each epoch of each."""
+def follow(
+    events: Iterable[tuple[int, Event]], console: Console, headline: str, runs: SeedRuns, first_steps: str
+) -> None:
+    """Show the runs until all have ended, a line for each epoch of each; at first, what `first_steps` says."""
     seeds = runs.seeds
     width = max(len(str(seed)) for seed in seeds)
     display.say(console, headline)
     with display.bars(console) as progress:
-        task = progress.add_task("starting", total=None, numbers="")
+        task = progress.add_task(f"0 of {len(seeds)} runs", total=None, numbers=first_steps)
         for number, event in events:
             runs.update(number, event)
             who = f"seed {seeds[number]:{width}}"
@@ -138,7 +143,7 @@ def follow(events: Iterable[tuple[int, Event]], console: Console, headline: str,
                 completed=runs.completed(),
                 total=len(seeds) * runs.steps or None,
                 description=f"{len(runs.ends)} of {len(seeds)} runs",
-                numbers=f"{len(runs.running)} at once",
+                numbers=f"{len(runs.running)} at once" if any(runs.done) else first_steps,
             )
 
 

@@ -27,6 +27,7 @@ from flatmin_lab.cli.options import (
     parse_settings,
     report_errors,
 )
+from flatmin_lab.cli.progress_columns import SECONDS_OF_EPOCHS
 from flatmin_lab.cli.request import data_location, read_data
 from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.training_options import check_milestones, recipe_changes, recipe_options
@@ -190,8 +191,8 @@ def follow(events: Iterable[tuple[Draw, Event]], console: Console, search: Searc
     epochs, width = search.recipe.epochs, len(str(trials - 1))
     lines: dict[int, Mapping[str, Any]] = {}  # of the last epochs
     done: dict[int, int] = {}
-    with display.bars(console) as progress:
-        task = progress.add_task("tuning", total=None, numbers="")
+    with display.bars(console, speed_seconds=SECONDS_OF_EPOCHS) as progress:
+        task = progress.add_task("tuning", total=None, numbers="preparing the first trial")
         for draw, event in events:
             number = draw.number
             if isinstance(event, Epoch):
@@ -203,9 +204,8 @@ def follow(events: Iterable[tuple[Draw, Event]], console: Console, search: Searc
                 who = f"trial {number:{width}}  {what}"
                 display.say(console, f"{who}: {text}", style=style)
             before = (max(done, default=-1) + 1 - len(done)) * epochs  # of trials of an earlier call
-            progress.update(
-                task, completed=before + sum(done.values()), total=trials * epochs, numbers=f"trial {number}"
-            )
+            where = f"trial {number}, epoch {min(done.get(number, 0) + 1, epochs)} of {epochs}"
+            progress.update(task, completed=before + sum(done.values()), total=trials * epochs, numbers=where)
 
 
 def event_lines(event: Event, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
