@@ -16,6 +16,7 @@ from flatmin.optim.radius import MatchedRadius, RadiusScheduler
 if TYPE_CHECKING:
     from flatmin import attacks, doctor, flatness, metrics, regularisers, theory
     from flatmin.capture.captured_step import captured_step
+    from flatmin.comparison.run_comparison import compare
     from flatmin.optim.telemetry.step_log import StepLog
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "attacks",
     "ball",
     "captured_step",
+    "compare",
     "doctor",
     "flatness",
     "groups",
@@ -39,7 +41,11 @@ __all__ = [
 ]
 
 _MODULES = ("attacks", "capture", "doctor", "flatness", "metrics", "regularisers", "theory")
-_OBJECTS = {"captured_step": "flatmin.capture.captured_step", "StepLog": "flatmin.optim.telemetry.step_log"}
+_OBJECTS = {
+    "captured_step": "flatmin.capture.captured_step",
+    "compare": "flatmin.comparison.run_comparison",
+    "StepLog": "flatmin.optim.telemetry.step_log",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ run_comparison.py    `flatmin.compare`: trains what is missing, and judges
 from flatmin.comparison.contenders import AUTO, LONGER, PLAIN, RADII, Contender, contenders_for
 from flatmin.comparison.intervals import Difference, paired_difference
 from flatmin.comparison.outcome import Outcome, read_outcome
+from flatmin.comparison.run_comparison import Comparison, Progress, compare
 from flatmin.comparison.verdict import Answer, Row, Verdict, judge, show
 
 __all__ = [
@@ -20,11 +21,14 @@ __all__ = [
     "PLAIN",
     "RADII",
     "Answer",
+    "Comparison",
     "Contender",
     "Difference",
     "Outcome",
+    "Progress",
     "Row",
     "Verdict",
+    "compare",
     "contenders_for",
     "judge",
     "paired_difference",

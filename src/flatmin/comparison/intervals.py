@@ -1,10 +1,10 @@
 """How sure is a difference between two ways to train, each trained with the same seeds?
 
-Two things vary: the training (another seed) and the held-out data (other examples). With d the difference for seed s and
-example i,
+Two things vary: the training (another seed) and the held-out data (other examples). With dₛ the difference for a seed,
+and d̄ᵢ that for an example,
 
     over seeds       t(n−1) · √(var(dₛ) / n)                Student's t, because seeds are few
-    over examples    the quantiles of d̄ when examples are drawn again with replacement (paired bootstrap)
+    over examples    the quantiles of the mean d̄ᵢ when examples are drawn again with replacement (paired bootstrap)
 
 and the interval has, on either side, the root of the sum of both squares. A measure of which only one number a training
 is known (the user's own) has the first part alone.

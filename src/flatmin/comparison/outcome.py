@@ -1,7 +1,6 @@
 """What one training of a comparison came to, and its file: a comparison that was interrupted goes on from those."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ class Outcome:
         path = folder / file_name(self.contender, self.seed)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)))
-        os.replace(temporary, path)
+        temporary.replace(path)
 
 
 def file_name(contender: str, seed: int) -> str:

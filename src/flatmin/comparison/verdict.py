@@ -1,7 +1,7 @@
 """Does AMP help? An answer in one sentence, from the outcomes of a comparison.
 
-AMP must beat the plain optimizer and the plain optimizer with as much time, beyond what seeds and held-out examples do by
-chance. Several radii are several chances: the intervals that decide are those of the level 1 − 0.05/k for k radii
+AMP must beat the plain optimizer and the plain optimizer with as much time, beyond what seeds and held-out examples do
+by chance. Several radii are several chances: the intervals that decide are those of the level 1 − 0.05/k for k radii
 (Bonferroni). A gain below `worth`, a tenth of what the plain optimizer has, is not worth twice the time.
 
     yes            one radius is better than both, by its interval
@@ -187,16 +187,10 @@ class _Decision:
     def _yes(self, best: Contender, gaps: Mapping[str, Difference]) -> str:
         closest = max(gaps.values(), key=lambda gap: gap.high)
         low, high = (self._show(-end) for end in (closest.high, closest.low))
-        against = "both plain trainings" if len(gaps) > 1 else "the plain training"
+        below = "the better of the two plain trainings" if len(gaps) > 1 else "the plain training"
         return (
-            (
-                f"Yes: AMP lowers the {self.measure} below {against}, by {low} to {high} against the better one "
-                f"({self._others(best)}; {closest.seeds} seeds)."
-            )
-            if len(gaps) > 1
-            else (
-                f"Yes: AMP lowers the {self.measure} by {low} to {high} ({self._others(best)}; {closest.seeds} seeds)."
-            )
+            f"Yes: AMP's {self.measure} lies {low} to {high} below that of {below} "
+            f"({self._others(best)}; {closest.seeds} seeds)."
         )
 
     def _no(self, best: Contender, gaps: Mapping[str, Difference], margin: float) -> str:
@@ -209,17 +203,15 @@ class _Decision:
             )
         if gap.low > 0:
             return f"No: AMP's {self.measure} is higher at every radius tried ({self._others(best)}; {seeds})."
-        beyond = (
-            "than the plain optimizer with as much time reaches" if base == LONGER else "than the plain optimizer's"
-        )
+        whom = "the plain optimizer with as much time" if base == LONGER else "the plain optimizer"
+        share = "a tenth" if self.worth == WORTH else f"{100 * self.worth:g} %"
         return (
-            f"No: at no radius tried is AMP's {self.measure} lower {beyond} by {self._show(margin)} or more, a tenth of it "
-            f"({self._others(best)}; {seeds})."
-        ).replace("a tenth of it", "a tenth of it" if self.worth == WORTH else f"{100 * self.worth:g} % of it")
+            f"No: at no radius tried is AMP's {self.measure} below that of {whom} by {share} of it "
+            f"({self._show(margin)}) or more ({self._others(best)}; {seeds})."
+        )
 
     def _cannot_tell(self, best: Contender, gaps: Mapping[str, Difference], margin: float, level: float) -> str:
         gap = max(gaps.values(), key=lambda one: one.high)
-        apart = f"apart by {self._show(abs(gap.mean))}" if gap.seeds else "not comparable"
         seeds = f"{gap.seeds} seed{'' if gap.seeds == 1 else 's'}"
         return f"Cannot tell after {seeds} ({self._others(best)}). {self._what_it_takes(gap, margin, level)}"
 
@@ -242,9 +234,7 @@ class _Decision:
 
     def _time(self, more: int) -> str:
         seconds = self.table.seconds_a_seed() * more
-        if not seconds:
-            return ""
-        return f" That is {_duration(seconds)} more at the pace so far."
+        return "" if not seconds else f" That is {_duration(seconds)} more at the pace so far."
 
 
 def show(measure: str, value: float) -> str:
@@ -264,7 +254,8 @@ def _rounded(number: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """
+    """How long, in words.
+
     >>> _duration(40), _duration(1500), _duration(20000)
     ('40 seconds', '25 minutes', '5.6 hours')
     """

@@ -52,6 +52,14 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
+def seed_everything(seed: int) -> None:
+    """Seed the generators of torch on all devices, of Python, and of numpy where it is loaded."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed)
+
+
 class SharedGeneratorWarning(UserWarning):
     """Something besides the passes draws from a global generator."""
 

@@ -3,11 +3,12 @@
     for finding in flatmin.doctor.examine(make_training):
         print(finding.verdict, finding.name, finding.seen, finding.change)
 
-`make_training()` returns `(model, optimizer, closure)`, or `(model, optimizer, closure, scaler)`; it is called a few
-times, and what it returns is trained for a few steps and thrown away. The examination goes from the closure to the step
-and ends at the first error, because what follows would show nothing.
+`make_training()` returns `(model, optimizer, closure)`, or `(model, optimizer, closure, scaler)`, or a mapping with
+more parts (user_training.py); it is called a few times, and what it returns is trained for a few steps and thrown away.
+The examination goes from the closure to the step and ends at the first error, because what follows would show nothing.
 
-training.py             what make_training returned, wrapped in AMP; a snapshot of it
+user_training.py        what make_training may return: the parts of a training
+training.py             those wrapped in AMP, on one batch; a snapshot of it
 closure_call.py         one call of the closure, observed
 check_*.py              the checks: each returns a `Finding` (finding.py)
 """
@@ -35,13 +36,13 @@ from flatmin.doctor.check_radius import check_ascent, check_ball, check_epsilon,
 from flatmin.doctor.closure_call import observe, settle_scale
 from flatmin.doctor.finding import Crash, Finding, Verdict, during, has_error, own_lines
 from flatmin.doctor.training import (
-    MakeTraining,
     Training,
     TrainingSnapshot,
     check_make_training,
     new_training,
     preserve_generators,
 )
+from flatmin.doctor.user_training import MakeTraining
 
 __all__ = ["Crash", "Finding", "MakeTraining", "Verdict", "during", "examine", "first_guess", "has_error", "own_lines"]
 

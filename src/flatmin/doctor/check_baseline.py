@@ -9,7 +9,8 @@ from torch import Tensor
 from flatmin.core.tensors import plain
 from flatmin.doctor.check_ranks import any_rank
 from flatmin.doctor.finding import Finding
-from flatmin.doctor.training import MakeTraining, Training, new_training, same_bits
+from flatmin.doctor.training import Training, new_training, same_bits
+from flatmin.doctor.user_training import MakeTraining
 from flatmin.optim.amp import AMP
 
 STEPS = 3  # compared bit for bit at ε = 0

@@ -1,37 +1,30 @@
 """The user's training: model, optimizer and closure, made anew for each stage, and snapshots to return to.
 
-`make_training()` returns `(model, optimizer, closure)`, or with a GradScaler `(model, optimizer, closure, scaler)`. The
-closure is what `optimizer.step` is given; of a loop without one, it is the loop's forward and backward pass as a
-function that returns the loss. A plain optimizer is examined inside AMP.
-
-The generators are seeded before every call, so that two calls return the same training.
+What `make_training()` may return is in user_training.py. The closure is what `optimizer.step` is given; of a loop
+without one, it is the loop's forward and backward pass as a function that returns the loss. A plain optimizer is
+examined inside AMP, and a training with batches on its first one.
 """
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from flatmin.core.copies import Copies
-from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
 from flatmin.core.random_state import HostRandom, random_state, set_random_state
 from flatmin.core.tensors import plain
 from flatmin.doctor.finding import Finding, during
+from flatmin.doctor.user_training import MakeTraining, call
 from flatmin.optim.amp import AMP
 from flatmin.optim.grad_scaler import forget_unscaled
 from flatmin.optim.perturbed import PerturbedOptimizer
 
-MakeTraining = Callable[[], Any]
 EPSILON = 0.1  # for an optimizer that is not wrapped yet
 SEED = 0
 
@@ -111,42 +104,17 @@ class Training:
 
 
 def new_training(make_training: MakeTraining) -> Training:
-    """A new training; the same every time, if it draws only from the usual generators."""
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(SEED)
-    with during("make_training()"):
-        made = make_training()
-    if not isinstance(made, tuple | list) or len(made) not in (3, 4):
-        got = f"{len(made)} things" if isinstance(made, tuple | list) else describe(made)
-        raise TypeError(f"make_training must return (model, optimizer, closure), or a scaler besides, got {got}")
-    model, optimizer, closure, scaler = (*made, None)[:4]
-    _check(model, optimizer, closure, scaler)
+    """A new training, on its first batch; the same every time, if it draws only from the usual generators."""
+    made = call(make_training, SEED)
+    closure = next(made.closures(), None)
+    if closure is None:
+        raise ValueError("the batches of make_training must be at least one, got none")
+    model, optimizer, scaler = made.model, made.optimizer, made.scaler
     with during("flatmin.AMP(optimizer)"):
         was_plain = not isinstance(optimizer, PerturbedOptimizer)
         wrapped = AMP(optimizer, epsilon=EPSILON, model=model) if was_plain else optimizer.behind_proxy()
     in_use = scaler if scaler is not None and scaler.is_enabled() else None
     return Training(model, wrapped, closure, in_use, was_plain=was_plain)
-
-
-def _check(model: object, optimizer: object, closure: object, scaler: object) -> None:
-    kinds = {"torch.nn.Module": (model, nn.Module), "torch.optim.Optimizer": (optimizer, Optimizer)}
-    for (name, (thing, kind)), place in zip(kinds.items(), ("first", "second"), strict=True):
-        if not isinstance(thing, kind):
-            raise TypeError(
-                f"make_training must return (model, optimizer, closure), got {describe(thing)} in the {place} place, "
-                f"where a {name} belongs"
-            )
-    if any(map(is_lazy, chain(model.parameters(), model.buffers()))):  # type: ignore[attr-defined]
-        raise TypeError("the model of make_training has lazy layers without a shape: run a batch through it first")
-    if not callable(closure):
-        raise TypeError(
-            f"the closure of make_training must be a function without arguments, got {describe(closure)}; of several "
-            "micro-batches, one that runs them all"
-        )
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"the scaler of make_training must be a torch.amp.GradScaler, got {describe(scaler)}")
 
 
 @contextmanager

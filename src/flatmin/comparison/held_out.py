@@ -1,0 +1,103 @@
+"""What a training came to on held-out data: the user's own `evaluate()`, or error, NLL and ECE of a classifier.
+
+Of held-out pairs (inputs, classes) error and NLL are known for each example, so that two trainings can be compared
+example by example. Of `evaluate()` only what it returns is.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from flatmin import metrics
+from flatmin.core.messages import describe
+from flatmin.core.model_state import eval_mode
+from flatmin.doctor.finding import during
+from flatmin.doctor.training import preserve_generators
+from flatmin.doctor.user_training import UserTraining
+
+UNNAMED = "loss"  # of an evaluate() that returns a number
+HIGHER_IS_BETTER = ("acc", "accuracy", "top1", "top-1", "f1", "auc", "auroc", "r2", "bleu", "iou", "map")
+
+
+class Measured(NamedTuple):
+    """Measures by name, and of each example where those are known."""
+
+    measures: dict[str, float]
+    per_example: dict[str, list[float]]
+
+    def failure(self) -> str | None:
+        """Why these measures say nothing: one is not finite."""
+        bad = [name for name, value in self.measures.items() if not math.isfinite(value)]
+        return f"the held-out {bad[0]} is not finite: the training diverged" if bad else None
+
+
+def check_can_measure(training: UserTraining) -> None:
+    """Raise if there is nothing to compare by."""
+    if (training.held_out is None) == (training.evaluate is None):
+        got = "neither" if training.held_out is None else "both"
+        raise ValueError(
+            "a comparison measures every training on data that it was not trained on; return from make_training a "
+            f"mapping with either held_out (a loader of inputs and classes) or evaluate (a function), got {got}"
+        )
+
+
+def measure(training: UserTraining) -> Measured:
+    """Measure it as it is now. Modes and random generators are as before afterwards."""
+    with preserve_generators(), torch.no_grad(), eval_mode(training.model):
+        if training.evaluate is None:
+            return measure_pairs(training.model, training.held_out or ())
+        with during("evaluate()"):
+            return Measured(_named(training.evaluate()), {})
+
+
+def _named(found: Any) -> dict[str, float]:
+    named = dict(found) if isinstance(found, Mapping) else {UNNAMED: found}
+    try:
+        values = {str(name): float(value) for name, value in named.items()}
+    except (TypeError, ValueError):
+        raise TypeError(f"evaluate() must return a number, or numbers by name, got {describe(found)}") from None
+    if not values:
+        raise ValueError("evaluate() must return at least one number, got an empty mapping")
+    for name in values:
+        if name.lower().replace("val_", "").replace("test_", "") in HIGHER_IS_BETTER:
+            raise ValueError(
+                f"measures are compared as if lower is better, and {name!r} looks as if higher is; return 1 − {name}, "
+                f"or −{name}, under another name (1 − accuracy is the error)"
+            )
+    return values
+
+
+def measure_pairs(model: nn.Module, pairs: Iterable[Any]) -> Measured:
+    """Error, NLL and ECE of a classifier on batches of inputs and classes; the model is in eval mode."""
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    logits: list[Tensor] = []
+    labels: list[Tensor] = []
+    for batch in pairs:
+        if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+            raise TypeError(
+                f"held-out batches must be pairs (inputs, classes), got {describe(batch)}; or give evaluate"
+            )
+        inputs, classes = batch
+        with during("the model's answer to held-out inputs"):
+            answer = model(inputs.to(device) if isinstance(inputs, Tensor) else inputs)
+        answer = getattr(answer, "logits", answer)
+        if not isinstance(answer, Tensor) or answer.ndim != 2 or classes.is_floating_point():
+            raise TypeError(
+                "held-out pairs are for classifiers: the model must answer with logits (N, K), and classes be whole "
+                f"numbers (N,); got {describe(answer)} and {describe(classes)}. Give evaluate for anything else"
+            )
+        logits.append(answer.double().cpu())
+        labels.append(classes.long().cpu())
+    if not logits:
+        raise ValueError("held-out data must be at least one example, got none; a generator can be read only once")
+    every, truth = torch.cat(logits), torch.cat(labels)
+    if not bool(every.isfinite().all()):
+        return Measured({"error": math.nan, "nll": math.nan, "ece": math.nan}, {})
+    wrong = (every.argmax(1) != truth).double()
+    losses = cross_entropy(every, truth, reduction="none")
+    found = {"error": float(wrong.mean()), "nll": float(losses.mean()), "ece": float(metrics.ece(every, truth))}
+    return Measured(found, {"error": wrong.tolist(), "nll": losses.tolist()})

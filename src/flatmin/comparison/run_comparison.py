@@ -1,0 +1,234 @@
+"""`flatmin.compare`: the user's own training, with and without AMP, seed after seed, and the answer."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flatmin.comparison.contenders import RADII, Contender, contenders_for
+from flatmin.comparison.held_out import check_can_measure
+from flatmin.comparison.outcome import Outcome, read_outcome
+from flatmin.comparison.train_contender import fingerprint, own_radius, train_contender
+from flatmin.comparison.verdict import WORTH, Row, Verdict, judge, show
+from flatmin.doctor import Finding, MakeTraining, examine, has_error
+from flatmin.doctor.training import preserve_generators
+from flatmin.doctor.user_training import UserTraining, call
+from flatmin.optim.wrapper import whole_number
+
+SETTINGS = "settings.json"
+EVALUATIONS = 10  # of a training, for its curve
+
+
+class Progress(NamedTuple):
+    """A training that begins, or has ended if there is an outcome; `was_there`: in an earlier call."""
+
+    contender: Contender
+    seed: int
+    outcome: Outcome | None = None
+    was_there: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was trained, what it came to, and the verdict. As text it is the table with the sentence below."""
+
+    contenders: Sequence[Contender]
+    outcomes: Sequence[Outcome]
+    verdict: Verdict
+    findings: Sequence[Finding] = ()  # of the doctor, where there is something to change
+    stopped: str = ""  # why not all seeds were trained
+
+    def __str__(self) -> str:
+        return "\n".join([*self._table(), *filter(None, (self.stopped, self.verdict.sentence))])
+
+    def _table(self) -> Iterator[str]:
+        rows = self.verdict.rows
+        if not rows:
+            return
+        titles = ["", "seeds", "passes", *rows, f"{self.verdict.measure} less plain's, 95 %"]
+        lines = [titles]
+        for number, contender in enumerate(self.contenders):
+            of = {name: found[number] for name, found in rows.items()}
+            main = of[self.verdict.measure]
+            lines.append(
+                [
+                    contender.name,
+                    f"{len(main.values)}" + (f" ({main.failed} diverged)" if main.failed else ""),
+                    f"{contender.passes:g}",
+                    *(show(name, row.mean) for name, row in of.items()),
+                    _interval(main, self.verdict.measure),
+                ]
+            )
+        widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+        for line in lines:
+            yield "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+
+
+def _interval(row: Row, measure: str) -> str:
+    gap = row.from_plain
+    if gap is None or not gap.seeds:
+        return ""
+    mean = show(measure, gap.mean)
+    return f"{mean} ({show(measure, gap.low)} to {show(measure, gap.high)})" if gap.seeds > 1 else mean
+
+
+def compare(
+    make_training: MakeTraining,
+    *,
+    epochs: int | None = None,
+    seeds: int = 3,
+    minutes: float | None = None,
+    radii: Sequence[float] = RADII,
+    measure: str | None = None,
+    worth: float = WORTH,
+    evaluations: int = EVALUATIONS,
+    out: str | Path | None = None,
+    examined: bool = True,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Comparison:
+    """Does AMP help in this training? Trains it plainly, plainly with as much time, and with AMP at three radii.
+
+    make_training  what doctor.examine takes: returns a training that has not begun. Here it is a mapping, which has the
+                   batches, the held-out data and the number of epochs as well (doctor/user_training.py)
+    epochs         of the plain training; else as many as the mapping says
+    seeds          how often everything is trained: with the seeds 0, 1, …
+    minutes        as many of the seeds as fit into this time
+    radii          of AMP; if make_training returns a flatmin.AMP, the default is a third of its own, its own, and three
+                   times that
+    measure        what decides; else the first: of held-out data the error, of `evaluate` the first that it returns
+    worth          the smallest gain worth having, as a share of the plain optimizer's measure
+    evaluations    how often each training is measured, for its curve; the last epoch is what counts
+    out            a folder for what has ended: the same call again goes on from there
+    examined       whether the doctor looks first; what it finds wrong ends the comparison
+
+    Nothing but `out` is written to, and the caller's random generators are as before afterwards.
+    """
+    whole_number("seeds", seeds, least=1)
+    whole_number("evaluations", evaluations, least=1)
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes must be above 0, got {minutes!r}; leave it out to train all seeds")
+    with preserve_generators():
+        training = call(make_training, 0)
+        check_can_measure(training)
+        plan = _Plan(training, epochs, radii, evaluations)
+        store = _open_store(out, plan.settings(training))
+        findings = _examine(make_training) if examined else []
+        del training  # a model may fill half of a device
+    run = _Run(make_training, plan, store, progress, None if minutes is None else 60 * minutes)
+    run.seeds(range(seeds))
+    verdict = judge(plan.contenders, run.outcomes, measure=measure, worth=worth)
+    return Comparison(plan.contenders, run.outcomes, verdict, findings, run.stopped)
+
+
+class _Plan:
+    def __init__(self, training: UserTraining, epochs: int | None, radii: Sequence[float], evaluations: int) -> None:
+        if (epochs := training.epochs if epochs is None else epochs) is None:
+            raise ValueError(
+                "a comparison must know how long to train: give epochs=, or return it from make_training as 'epochs'"
+                + (" (without batches an epoch is one step)" if training.batches is None else "")
+            )
+        self.epochs, self.evaluations = whole_number("epochs", epochs, least=1), evaluations
+        own = own_radius(training)
+        self.contenders = contenders_for(
+            radii,
+            own=None if own is None else own[0],
+            auto=training.radius_data is not None,
+            **({} if own is None else {"passes": own[1]}),
+        )
+
+    def settings(self, training: UserTraining) -> dict[str, Any]:
+        """What must be the same for outcomes to be compared."""
+        return {
+            "epochs": self.epochs,
+            "contenders": [contender.key for contender in self.contenders],
+            "evaluations": self.evaluations,
+            "weights and optimizer": fingerprint(training),
+        }
+
+
+def _open_store(out: str | Path | None, settings: dict[str, Any]) -> Path | None:
+    """The folder of the outcomes; raises if it has others."""
+    if out is None:
+        return None
+    folder = Path(out)
+    path = folder / SETTINGS
+    if path.exists():
+        before = json.loads(path.read_text())
+        changed = [name for name in settings if before.get(name) != settings[name]]
+        if changed:
+            name = changed[0]
+            raise ValueError(
+                f"{folder} holds another comparison: its {name} was {before.get(name)} and now is {settings[name]}; "
+                "choose another folder, or the settings of then"
+            )
+        return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and holds no comparison; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=1))
+    return folder
+
+
+def _examine(make_training: MakeTraining) -> list[Finding]:
+    found = examine(make_training)
+    if has_error(found):
+        first = next(finding for finding in found if finding.verdict == "error")
+        raise ValueError(
+            f"the doctor finds a mistake in this training, so that AMP would show nothing: {first.name}: {first.seen}. "
+            f"{first.change}"
+        )
+    return [finding for finding in found if finding.verdict == "warning"]
+
+
+class _Run:
+    def __init__(
+        self,
+        make_training: MakeTraining,
+        plan: _Plan,
+        store: Path | None,
+        progress: Callable[[Progress], None],
+        limit: float | None,
+    ) -> None:
+        self.make_training, self.plan, self.store = make_training, plan, store
+        self.progress, self.limit = progress, limit
+        self.outcomes: list[Outcome] = []
+        self.stopped = ""
+        self._began = time.perf_counter()
+
+    def seeds(self, seeds: range) -> None:
+        for seed in seeds:
+            todo = []
+            for contender in self.plan.contenders:
+                there = None if self.store is None else read_outcome(self.store, contender.key, seed)
+                if there is None:
+                    todo.append(contender)
+                else:
+                    self._add(contender, there, was_there=True)
+            for number, contender in enumerate(todo):
+                if not self._fits(todo[number:] if seed > 0 and number == 0 else [contender]):
+                    self.stopped = f"Stopped at seed {seed}: what is left of it does not fit into the time."
+                    return
+                self.progress(Progress(contender, seed))
+                plan = self.plan
+                outcome = train_contender(
+                    self.make_training, contender, seed, epochs=plan.epochs, evaluations=plan.evaluations
+                )
+                if self.store is not None:
+                    outcome.write(self.store)
+                self._add(contender, outcome)
+
+    def _add(self, contender: Contender, outcome: Outcome, *, was_there: bool = False) -> None:
+        self.outcomes.append(outcome)
+        self.progress(Progress(contender, outcome.seed, outcome, was_there))
+
+    def _fits(self, contenders: Sequence[Contender]) -> bool:
+        """Will these trainings end in time, at the pace so far?"""
+        if self.limit is None or not self.outcomes:
+            return True
+        passes = {contender.key: contender.passes for contender in self.plan.contenders}
+        ended = [one for one in self.outcomes if one.failed is None] or self.outcomes
+        pace = sum(one.seconds for one in ended) / sum(passes[one.contender] for one in ended)
+        needed = pace * sum(contender.passes for contender in contenders)
+        return time.perf_counter() - self._began + needed <= self.limit

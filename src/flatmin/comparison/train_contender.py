@@ -1,0 +1,199 @@
+"""One contender, trained with one seed by the user's own parts, and measured on the way.
+
+All contenders of a seed begin with the same weights and see the same batches: batches are drawn from one stream of
+random numbers and the model's masks from another, so that a training with more passes does not see other batches. In a
+longer training the schedule is stretched: it takes as many steps as in the plain one, each of them later.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatmin.comparison.contenders import AUTO, Contender
+from flatmin.comparison.held_out import Measured, measure, measure_pairs
+from flatmin.comparison.outcome import Outcome
+from flatmin.core.messages import describe
+from flatmin.core.model_state import eval_mode
+from flatmin.core.random_state import HostRandom, random_state, seed_everything, set_random_state
+from flatmin.doctor.finding import during
+from flatmin.doctor.training import preserve_generators
+from flatmin.doctor.user_training import MakeTraining, UserTraining, call
+from flatmin.optim.amp import AMP
+from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.radius import MatchedRadius
+from flatmin.optim.radius.schedule import radii_of, scale_radii
+
+FIRST_RADIUS = 0.1  # of a radius that is found while training
+MATCHED_UNTIL = 0.6  # of the training
+
+
+def train_contender(
+    make_training: MakeTraining, contender: Contender, seed: int, *, epochs: int, evaluations: int
+) -> Outcome:
+    """Train it from the start, and say what it came to."""
+    began = time.perf_counter()
+    with preserve_generators():
+        training = call(make_training, seed)
+        optimizer = wrap(training, contender)
+        loop = _Loop(training, optimizer, contender, seed)
+        curve, measured = loop.run(epochs, evaluations)
+    found = {"contender": contender.key, "seed": seed, "curve": curve, "seconds": time.perf_counter() - began}
+    if (failed := measured.failure()) is not None:
+        return Outcome(**found, measures={}, failed=failed)
+    return Outcome(**found, measures=measured.measures, per_example=measured.per_example)
+
+
+def wrap(training: UserTraining, contender: Contender) -> AMP:
+    """The optimizer of a contender. A plain one is AMP with ε = 0, whose steps are the base's own, bit for bit."""
+    given = training.optimizer
+    if isinstance(given, PerturbedOptimizer):
+        given = given.behind_proxy()
+        if not isinstance(given, AMP):
+            raise TypeError(f"a comparison takes a plain optimizer or a flatmin.AMP, got {describe(given)}")
+        optimizer, shares = given, _shares(given)
+    else:
+        with during("flatmin.AMP(optimizer)"):
+            optimizer = AMP(given, epsilon=FIRST_RADIUS, model=training.model)
+        shares = [1.0] * len(optimizer.param_groups)
+    radius = 0.0 if contender.is_plain else contender.epsilon or FIRST_RADIUS
+    scale_radii(optimizer, shares, radius)
+    return optimizer
+
+
+def own_radius(training: UserTraining) -> tuple[float, int] | None:
+    """The largest ε and the number of passes a step of the user's AMP; None of a plain optimizer."""
+    given = training.optimizer
+    if not isinstance(given, PerturbedOptimizer):
+        return None
+    given = given.behind_proxy()
+    radius = max(radii_of(given))
+    return (radius, 1 + getattr(given, "inner_iter", 1)) if radius > 0 else None
+
+
+def _shares(optimizer: AMP) -> list[float]:
+    """Each group's ε as a share of the largest; groups that are not perturbed stay so."""
+    radii = radii_of(optimizer)
+    return [radius / max(radii) if max(radii) > 0 else 1.0 for radius in radii]
+
+
+def fingerprint(training: UserTraining) -> str:
+    """Of a training that has not begun: its weights and its optimizer's settings."""
+    found = hashlib.sha256()
+    for name, value in training.model.state_dict().items():
+        if isinstance(value, Tensor):
+            found.update(f"{name} {tuple(value.shape)} {value.double().sum().item()!r}".encode())
+    groups = getattr(training.optimizer, "base", training.optimizer).param_groups
+    settings = [{key: value for key, value in group.items() if isinstance(value, Number | str)} for group in groups]
+    found.update(repr([sorted(group.items()) for group in settings]).encode())
+    return found.hexdigest()[:16]
+
+
+class _Stream:
+    """Random numbers of its own: what is drawn while it is active comes from it, and moves no other."""
+
+    def __init__(self, seed: int, devices: list[torch.device]) -> None:
+        self._devices = devices
+        with self._elsewhere():
+            seed_everything(seed)
+            self._keep()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._elsewhere():
+            self._host.put_back()
+            for device, state in self._states.items():
+                set_random_state(device, state)
+            try:
+                yield
+            finally:
+                self._keep()
+
+    def _keep(self) -> None:
+        self._host = HostRandom()
+        self._states = {device: random_state(device) for device in self._devices}
+
+    @contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        host, states = HostRandom(), {device: random_state(device) for device in self._devices}
+        try:
+            yield
+        finally:
+            host.put_back()
+            for device, state in states.items():
+                set_random_state(device, state)
+
+
+class _Loop:
+    def __init__(self, training: UserTraining, optimizer: AMP, contender: Contender, seed: int) -> None:
+        self.training, self.optimizer, self.length = training, optimizer, contender.length
+        devices = [device for device in optimizer.devices() if device.type != "cpu"]
+        self._batches, self._model = _Stream(2 * seed + 1, devices), _Stream(2 * seed, devices)
+        self._radius = MatchedRadius(optimizer) if contender.key == AUTO else None
+        self._steps = self._stepped = self._epochs = self._epochs_stepped = 0
+        self._loss: Tensor | None = None
+        self._losses = 0
+
+    def run(self, epochs: int, evaluations: int) -> tuple[list[dict[str, float]], Measured]:
+        total = round(self.length * epochs)
+        due = {round(total * (n + 1) / evaluations) for n in range(min(evaluations, total))}
+        curve: list[dict[str, float]] = []
+        for epoch in range(1, total + 1):
+            self._epoch()
+            if self._radius is not None and epoch <= MATCHED_UNTIL * total:
+                self._match()
+            if epoch in due or epoch == total:
+                measured = measure(self.training)
+                curve.append({"epoch": epoch, "training loss": self._mean_loss(), **measured.measures})
+                if measured.failure() is not None:
+                    break
+        return curve, measured
+
+    def _epoch(self) -> None:
+        closures = self.training.closures()
+        while True:
+            with self._batches.active():
+                closure = next(closures, None)
+            if closure is None:
+                break
+            with self._model.active(), during("optimizer.step(closure)"):
+                self._step(closure)
+        self._epochs += 1
+        self._epochs_stepped = self._follow(self.training.scheduler, self._epochs, self._epochs_stepped)
+
+    def _step(self, closure: Callable[[], Any]) -> None:
+        self.optimizer.zero_grad()
+        self.optimizer.step(closure, scaler=self.training.scaler)
+        if self.training.scaler is not None:
+            self.training.scaler.update()
+        self._steps += 1
+        self._stepped = self._follow(self.training.scheduler_per_step, self._steps, self._stepped)
+        loss = self.optimizer.last.loss
+        if loss is not None and loss.numel() == 1:
+            self._loss = loss.detach().float() + (0 if self._loss is None else self._loss)
+            self._losses += 1
+
+    def _follow(self, scheduler: Any, now: int, stepped: int) -> int:
+        """The schedule takes its next step when it is due; it is as long as the plain training's."""
+        due = int(now / self.length)
+        if scheduler is not None:
+            for _ in range(due - stepped):
+                scheduler.step()
+        return due
+
+    def _match(self) -> None:
+        with preserve_generators(), torch.no_grad(), eval_mode(self.training.model):
+            loss = measure_pairs(self.training.model, self.training.radius_data or ()).measures["nll"]
+        if self._radius is not None:
+            self._radius.step(loss)
+
+    def _mean_loss(self) -> float:
+        """Of the steps since the last call."""
+        mean = float("nan") if self._loss is None else float(self._loss) / self._losses
+        self._loss, self._losses = None, 0
+        return mean
