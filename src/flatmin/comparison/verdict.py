@@ -64,8 +64,12 @@ def judge(
     *,
     measure: str | None = None,
     worth: float = WORTH,
+    new_examples: bool = False,
 ) -> Verdict:
-    """The verdict on these outcomes, by the measure named, or by the first."""
+    """The verdict on these outcomes, by the measure named, or by the first.
+
+    new_examples    whether every seed has held-out examples of its own, so that more seeds are more examples
+    """
     if not 0 <= worth < 1:
         raise ValueError(f"worth is a share of the plain optimizer's measure, at least 0 and below 1, got {worth!r}")
     table = _Table(contenders, outcomes)
@@ -77,7 +81,7 @@ def judge(
     if measure not in names:
         raise ValueError(f"unknown measure {measure!r}; the trainings were measured by {', '.join(names)}")
     rows = {name: table.rows(name) for name in names}
-    answer, sentence, best = _Decision(table, measure, worth).decide()
+    answer, sentence, best = _Decision(table, measure, worth, new_examples).decide()
     return Verdict(answer, sentence, measure, best, rows, table.seeds())
 
 
@@ -142,6 +146,7 @@ class _Decision:
     table: _Table
     measure: str
     worth: float
+    new_examples: bool
 
     def decide(self) -> tuple[Answer, str, str]:
         """The answer, the sentence, and the key of AMP's best."""
@@ -220,7 +225,7 @@ class _Decision:
         if gap.seeds < 3:
             return f"One seed says nothing about another: at least 3 are needed.{self._time(3 - gap.seeds)}"
         target = -gap.mean if gap.mean < -margin / 2 else margin + gap.mean
-        if gap.over_examples >= target:
+        if gap.over_examples >= target and not self.new_examples:
             known = self.table.examples(self.measure)
             needed = known * (gap.over_examples / target) ** 2 * 1.5 if target > 0 else math.inf
             about = f"about {_rounded(needed)} would do" if needed < 1e7 else "far more would be needed"
@@ -228,7 +233,8 @@ class _Decision:
         deviation = gap.over_seeds / student_quantile(level, gap.seeds - 1) * math.sqrt(gap.seeds)
         for count in range(gap.seeds + 1, MOST_SEEDS):
             width = student_quantile(level, count - 1) * deviation / math.sqrt(count)
-            if math.hypot(width, gap.over_examples) < target:
+            over_examples = gap.over_examples * (math.sqrt(gap.seeds / count) if self.new_examples else 1)
+            if math.hypot(width, over_examples) < target:
                 return f"About {count} seeds would decide a difference of this size.{self._time(count - gap.seeds)}"
         return f"Not even {MOST_SEEDS} seeds would decide a difference as small as this."
 
