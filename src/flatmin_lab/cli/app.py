@@ -12,7 +12,7 @@ import typer
 
 import flatmin
 from flatmin_lab.cli import display
-from flatmin_lab.cli.commands import bench, evaluate, train, tune, use_model
+from flatmin_lab.cli.commands import bench, compare, evaluate, train, tune, use_model
 from flatmin_lab.cli.commands import doctor as doctor_command
 from flatmin_lab.cli.commands.reproduce import reproduce
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, option, report_errors
@@ -90,6 +90,7 @@ def doctor(
 
 
 for command in (
+    compare.compare,
     evaluate.evaluate,
     evaluate.landscape,
     use_model.predict,

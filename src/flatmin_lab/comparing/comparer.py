@@ -1,6 +1,8 @@
 """The comparison: has the trainings done that are missing, seed by seed, and judges after each.
 
-    for training, event in compare(entries, data, folder=Path("comparisons/digits"), seeds=3, about=about): ...
+    comparison = Comparison(entries, data, Path("comparisons/digits"), about_entries(entries, data, seeds=3))
+    for training, event in comparison.run(executor): ...
+    comparison.verdict().sentence
 
 Every training is a run folder and the file of its outcome, so a comparison that was killed is resumed: what has ended stays,
 and what had begun is resumed from its last checkpoint. All contenders of a seed have the same held-out data, the same first
@@ -23,6 +25,7 @@ from flatmin_lab.comparing.training_task import train_contenders
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.executor import Executor, run_tasks
 from flatmin_lab.execution.task_queue import Stop
+from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.user_files import comparable
 from flatmin_lab.runs.events import Event, Failed, Finished, RunError
 from flatmin_lab.runs.open_folder import folder_of_runs
@@ -36,6 +39,25 @@ def identity_of(entries: Sequence[Entry], data: Dataset) -> dict[str, Any]:
         "contenders": [entry.contender.key for entry in entries],
         "data_sha256": data.checksum,
     }
+
+
+def about_entries(entries: Sequence[Entry], data: Dataset, *, seeds: int) -> About:
+    """A comparison on the laboratory's data, in words."""
+    recipe = entries[0].recipe
+    count = len(data.train) - len(data.held_out(0).train)
+    return About(
+        title=f"{short_name(recipe.model)} on {data.name}",
+        what=(
+            f"{recipe.model} on {recipe.data}, {recipe.optimizer}, {recipe.epochs} epochs, batches of "
+            f"{recipe.batch_size}, {recipe.precision}"
+        ),
+        held_out=(
+            f"{count} of {len(data.train)} training {'images' if data.train.is_images else 'points'}, drawn anew with each "
+            "seed and not trained on; the test set is not used"
+        ),
+        wanted=seeds,
+        identity=identity_of(entries, data),
+    )
 
 
 @dataclass
