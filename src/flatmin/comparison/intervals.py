@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 SAMPLES = 2000  # of the bootstrap
+MOST_AT_ONCE = 4_000_000  # numbers drawn at once
 
 
 class Difference(NamedTuple):
@@ -63,7 +64,9 @@ def _over_examples(per_example: Sequence[Sequence[float]], level: float) -> tupl
     """How far below and above its mean the difference lies when the examples are drawn again."""
     rows = torch.tensor([list(row) for row in per_example], dtype=torch.float64).mean(0)
     random = torch.Generator().manual_seed(0)
-    drawn = torch.stack([rows[torch.randint(len(rows), (len(rows),), generator=random)].mean() for _ in range(SAMPLES)])
+    at_once = max(MOST_AT_ONCE // len(rows), 1)
+    sizes = [min(at_once, SAMPLES - done) for done in range(0, SAMPLES, at_once)]
+    drawn = torch.cat([rows[torch.randint(len(rows), (n, len(rows)), generator=random)].mean(1) for n in sizes])
     ends = drawn.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64))
     return max(float(rows.mean() - ends[0]), 0.0), max(float(ends[1] - rows.mean()), 0.0)
 

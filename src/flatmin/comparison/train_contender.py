@@ -7,7 +7,7 @@ longer training the schedule is stretched: it takes as many steps as in the plai
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any
@@ -43,10 +43,16 @@ def train_contender(
         optimizer = wrap(training, contender)
         loop = _Loop(training, optimizer, contender, seed)
         curve, measured = loop.run(epochs, evaluations)
-    found = {"contender": contender.key, "seed": seed, "curve": curve, "seconds": time.perf_counter() - began}
-    if (failed := measured.failure()) is not None:
-        return Outcome(**found, measures={}, failed=failed)
-    return Outcome(**found, measures=measured.measures, per_example=measured.per_example)
+    failed = measured.failure()
+    return Outcome(
+        contender.key,
+        seed,
+        measures={} if failed else measured.measures,
+        per_example={} if failed else measured.per_example,
+        curve=curve,
+        seconds=time.perf_counter() - began,
+        failed=failed,
+    )
 
 
 def wrap(training: UserTraining, contender: Contender) -> AMP:
@@ -98,42 +104,40 @@ class _Stream:
     """Random numbers of its own: what is drawn while it is active comes from it, and moves no other."""
 
     def __init__(self, seed: int, devices: list[torch.device]) -> None:
-        self._devices = devices
-        with self._elsewhere():
-            seed_everything(seed)
-            self._keep()
+        before = _States(devices)
+        seed_everything(seed)
+        self._states = _States(devices)
+        before.put_back()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._elsewhere():
-            self._host.put_back()
-            for device, state in self._states.items():
-                set_random_state(device, state)
-            try:
-                yield
-            finally:
-                self._keep()
-
-    def _keep(self) -> None:
-        self._host = HostRandom()
-        self._states = {device: random_state(device) for device in self._devices}
-
-    @contextmanager
-    def _elsewhere(self) -> Iterator[None]:
-        host, states = HostRandom(), {device: random_state(device) for device in self._devices}
+        before = _States(self._states.devices)
+        self._states.put_back()
         try:
             yield
         finally:
-            host.put_back()
-            for device, state in states.items():
-                set_random_state(device, state)
+            self._states = _States(self._states.devices)
+            before.put_back()
+
+
+class _States:
+    """The states of all generators, as they are now."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._host, self.devices = HostRandom(), {device: random_state(device) for device in devices}
+
+    def put_back(self) -> None:
+        self._host.put_back()
+        for device, state in self.devices.items():
+            set_random_state(device, state)
 
 
 class _Loop:
     def __init__(self, training: UserTraining, optimizer: AMP, contender: Contender, seed: int) -> None:
         self.training, self.optimizer, self.length = training, optimizer, contender.length
         devices = [device for device in optimizer.devices() if device.type != "cpu"]
-        self._batches, self._model = _Stream(2 * seed + 1, devices), _Stream(2 * seed, devices)
+        self._batches = _Stream(2 * seed + 1, devices)
+        seed_everything(2 * seed)
         self._radius = MatchedRadius(optimizer) if contender.key == AUTO else None
         self._steps = self._stepped = self._epochs = self._epochs_stepped = 0
         self._loss: Tensor | None = None
@@ -141,13 +145,14 @@ class _Loop:
 
     def run(self, epochs: int, evaluations: int) -> tuple[list[dict[str, float]], Measured]:
         total = round(self.length * epochs)
-        due = {round(total * (n + 1) / evaluations) for n in range(min(evaluations, total))}
+        count = min(evaluations, total)
+        due = {round(total * (n + 1) / count) for n in range(count)}
         curve: list[dict[str, float]] = []
         for epoch in range(1, total + 1):
             self._epoch()
             if self._radius is not None and epoch <= MATCHED_UNTIL * total:
                 self._match()
-            if epoch in due or epoch == total:
+            if epoch in due:
                 measured = measure(self.training)
                 curve.append({"epoch": epoch, "training loss": self._mean_loss(), **measured.measures})
                 if measured.failure() is not None:
@@ -161,7 +166,7 @@ class _Loop:
                 closure = next(closures, None)
             if closure is None:
                 break
-            with self._model.active(), during("optimizer.step(closure)"):
+            with during("optimizer.step(closure)"):
                 self._step(closure)
         self._epochs += 1
         self._epochs_stepped = self._follow(self.training.scheduler, self._epochs, self._epochs_stepped)

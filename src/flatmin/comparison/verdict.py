@@ -251,7 +251,8 @@ def show(measure: str, value: float) -> str:
     """
     if not math.isfinite(value):
         return "—"
-    return f"{100 * value:.2f} %" if measure in PERCENT else f"{value:.4g}"
+    text = f"{100 * value:.2f} %" if measure in PERCENT else f"{value:.4g}"
+    return text.replace("-", "−")
 
 
 def _rounded(number: float) -> str:

@@ -111,8 +111,9 @@ def new_training(make_training: MakeTraining) -> Training:
         raise ValueError("the batches of make_training must be at least one, got none")
     model, optimizer, scaler = made.model, made.optimizer, made.scaler
     with during("flatmin.AMP(optimizer)"):
-        was_plain = not isinstance(optimizer, PerturbedOptimizer)
-        wrapped = AMP(optimizer, epsilon=EPSILON, model=model) if was_plain else optimizer.behind_proxy()
+        if was_plain := not isinstance(optimizer, PerturbedOptimizer):
+            optimizer = AMP(optimizer, epsilon=EPSILON, model=model)
+        wrapped = optimizer.behind_proxy()
     in_use = scaler if scaler is not None and scaler.is_enabled() else None
     return Training(model, wrapped, closure, in_use, was_plain=was_plain)
 

@@ -1,0 +1,312 @@
+"""`flatmin.compare` on the user's own training: the same start, the same batches, nothing of the user's is touched."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import flatmin
+from flatmin.comparison import LONGER, PLAIN, Comparison, Progress
+from flatmin.doctor import Crash, examine
+
+RANDOM = torch.Generator().manual_seed(0)
+X, CENTRES = torch.randn(96, 6, generator=RANDOM), torch.randn(3, 6, generator=RANDOM)
+Y = (X @ CENTRES.T).argmax(1)
+
+
+class Own:
+    """A user's module: makes trainings, and remembers what they saw."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.changes = changes
+        self.batches: list[list[Tensor]] = []
+        self.first: list[Tensor] = []
+        self.rates: list[list[float]] = []
+        self.models: list[nn.Module] = []
+
+    def __call__(self) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+        base = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        seen: list[Tensor] = []
+        rates: list[float] = []
+        self.batches.append(seen)
+        self.rates.append(rates)
+        self.models.append(model)
+        self.first.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+
+        def closure(x: Tensor, y: Tensor) -> Tensor:
+            base.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            if not seen or not torch.equal(seen[-1], x):
+                seen.append(x)
+                rates.append(base.param_groups[0]["lr"])
+            return loss
+
+        made = {
+            "model": model,
+            "optimizer": base,
+            "closure": closure,
+            "batches": DataLoader(TensorDataset(X[:64], Y[:64]), batch_size=16, shuffle=True),
+            "held_out": [(X[64:], Y[64:])],
+            "scheduler": LambdaLR(base, lambda epoch: 0.5**epoch),
+            "epochs": 3,
+        }
+        made |= {name: change(made) if callable(change) else change for name, change in self.changes.items()}
+        return {name: part for name, part in made.items() if part is not None}
+
+
+def compare(own: Callable[[], Any], **settings: Any) -> Comparison:
+    return flatmin.compare(own, **{"seeds": 1, "radii": [0.1], "examined": False, **settings})
+
+
+def by_key(comparison: Comparison) -> dict[str, flatmin.comparison.Outcome]:
+    return {outcome.contender: outcome for outcome in comparison.outcomes}
+
+
+def test_all_begin_with_the_same_weights_and_see_the_same_batches() -> None:
+    own = Own()
+    compare(own)
+    _, plain, longer, amp = range(4)  # the first one is only looked at
+    assert torch.equal(own.first[plain], own.first[longer])
+    assert torch.equal(own.first[plain], own.first[amp])
+    assert [len(seen) for seen in own.batches] == [0, 12, 24, 12]
+    for seen in (own.batches[longer], own.batches[amp]):
+        assert all(torch.equal(a, b) for a, b in zip(own.batches[plain], seen, strict=False))
+    epochs = [torch.cat(own.batches[plain][4 * n : 4 * n + 4]) for n in range(3)]
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+def test_seeds_differ() -> None:
+    own = Own()
+    compare(own, seeds=2)
+    assert not torch.equal(own.first[1], own.first[4])
+    assert not torch.equal(own.batches[1][0], own.batches[4][0])
+
+
+def test_plain_is_the_users_own_loop() -> None:
+    """Without dropout, by hand: the same weights to the last bit."""
+    own = Own()
+    make = own.__call__
+
+    def without_dropout() -> dict[str, Any]:
+        made = make()
+        made["model"][2].p = 0.0
+        return made
+
+    compare(without_dropout)
+    trained, batches = own.models[1], own.batches[1]
+    torch.manual_seed(0)
+    by_hand = without_dropout()
+    for number, x in enumerate(batches):
+        y = (x @ CENTRES.T).argmax(1)
+        by_hand["closure"](x, y)
+        by_hand["optimizer"].step()
+        if number % 4 == 3:
+            by_hand["scheduler"].step()
+    for ours, theirs in zip(trained.parameters(), by_hand["model"].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_longer_stretches_the_schedule() -> None:
+    own = Own()
+    compare(own)
+    plain, longer = own.rates[1], own.rates[2]
+    assert plain == [0.1] * 4 + [0.05] * 4 + [0.025] * 4
+    assert longer == [0.1] * 8 + [0.05] * 8 + [0.025] * 8
+    own = Own(scheduler=None, scheduler_per_step=lambda made: LambdaLR(made["optimizer"], lambda step: 0.9**step))
+    compare(own)
+    assert own.rates[2] == pytest.approx([rate for rate in own.rates[1] for _ in range(2)])
+
+
+def test_amp_of_the_users_own_is_scaled_group_by_group() -> None:
+    def wrapped(made: dict[str, Any]) -> flatmin.AMP:
+        first, last = made["model"][0], made["model"][3]
+        groups = [
+            {"params": list(first.parameters()), "epsilon": 0.0},
+            {"params": list(last.parameters()), "epsilon": 0.2},
+        ]
+        base = SGD(groups, lr=0.1)
+        return flatmin.AMP(base, epsilon=0.2, inner_iter=2, ball="group", model=made["model"])
+
+    own = Own(optimizer=wrapped, scheduler=None)
+    found = flatmin.compare(own, seeds=1, examined=False)
+    assert [one.name for one in found.contenders] == [
+        *("plain", "plain, 3 times as long"),
+        *("AMP, ε = 0.06667", "AMP, ε = 0.2", "AMP, ε = 0.6"),
+    ]
+    assert [one.passes for one in found.contenders] == [1, 3, 3, 3, 3]
+
+
+def test_a_radius_is_found_where_there_is_data_for_it() -> None:
+    own = Own(radius_data=[(X[64:80], Y[64:80])], held_out=[(X[80:], Y[80:])])
+    assert compare(own).contenders[-1].name == "AMP, ε found while training"
+
+
+def test_held_out_pairs_give_error_nll_and_ece() -> None:
+    own = Own()
+    outcome = by_key(compare(own))[PLAIN]
+    model = own.models[1].eval()
+    with torch.no_grad():
+        logits = model(X[64:])
+    assert outcome.measures["error"] == pytest.approx(float(flatmin.metrics.error(logits, Y[64:])))
+    assert outcome.measures["nll"] == pytest.approx(float(flatmin.metrics.nll(logits, Y[64:])), rel=1e-5)
+    assert outcome.measures["nll"] == pytest.approx(sum(outcome.per_example["nll"]) / 32)
+    assert outcome.per_example["error"] == (logits.argmax(1) != Y[64:]).double().tolist()
+    assert [point["epoch"] for point in outcome.curve] == [1, 2, 3]
+
+
+def test_an_evaluate_of_ones_own() -> None:
+    own = Own(held_out=None, evaluate=lambda made: lambda: {"distance": made["model"][0].weight.norm(), "other": 1})
+    found = compare(own, seeds=2)
+    assert found.verdict.measure == "distance"
+    assert list(found.verdict.rows) == ["distance", "other"]
+    number = compare(Own(held_out=None, evaluate=lambda made: lambda: 0.25))
+    assert by_key(number)[LONGER].measures == {"loss": 0.25}
+
+
+def test_it_resumes_from_what_has_ended(tmp_path: Path) -> None:
+    whole = compare(Own(), seeds=2, out=tmp_path / "whole")
+    own, ended = Own(), 0
+
+    def interrupt(progress: Progress) -> None:
+        nonlocal ended
+        ended += progress.outcome is not None
+        if ended == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(own, seeds=2, out=tmp_path / "parts", progress=interrupt)
+    again: list[Progress] = []
+    parts = compare(Own(), seeds=2, out=tmp_path / "parts", progress=again.append)
+    assert [one.was_there for one in again if one.outcome is not None] == [True] * 3 + [True] + [False] * 2
+
+    def facts(comparison: Comparison) -> list[Any]:
+        return [(one.contender, one.seed, one.measures, one.per_example, one.curve) for one in comparison.outcomes]
+
+    assert facts(parts) == facts(whole)
+    assert parts.verdict.rows == whole.verdict.rows
+
+
+def test_a_damaged_file_is_trained_again(tmp_path: Path) -> None:
+    whole = compare(Own(), out=tmp_path)
+    (tmp_path / "plain-seed-0.json").write_text("{")
+    assert by_key(compare(Own(), out=tmp_path))[PLAIN].measures == by_key(whole)[PLAIN].measures
+
+
+def test_another_comparison_is_not_mixed_in(tmp_path: Path) -> None:
+    compare(Own(), out=tmp_path / "one")
+    with pytest.raises(ValueError, match="holds another comparison: its epochs was 3 and now is 2; choose another"):
+        compare(Own(), epochs=2, out=tmp_path / "one")
+    other = Own(optimizer=lambda made: SGD(made["model"].parameters(), lr=0.2), scheduler=None)
+    with pytest.raises(ValueError, match="its weights and optimizer was"):
+        compare(other, out=tmp_path / "one")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not empty and holds no comparison"):
+        compare(Own(), out=tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_seeds_that_do_not_fit_into_the_time_are_left_out() -> None:
+    found = compare(Own(), seeds=50, minutes=0.0001)
+    assert found.stopped.startswith("Stopped at seed 0")
+    assert found.verdict.answer == "cannot tell"
+    enough = compare(Own(), seeds=2, minutes=10)
+    assert (enough.stopped, enough.verdict.seeds) == ("", 2)
+
+
+def test_the_callers_generators_are_left_alone() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(3)
+    random.seed(3)
+    compare(Own())
+    assert torch.equal(expected[0], torch.rand(3))
+    assert expected[1] == random.random()
+
+
+def test_a_training_that_diverges_is_said_to_have() -> None:
+    own = Own(optimizer=lambda made: SGD(made["model"].parameters(), lr=1e30), scheduler=None)
+    found = compare(own)
+    assert all(one.failed or one.measures for one in found.outcomes)
+    assert by_key(found)[PLAIN].failed is not None
+    assert found.verdict.answer == "cannot tell"
+
+
+def test_the_doctor_looks_first() -> None:
+    def draws_inside() -> dict[str, Any]:
+        made = Own()()
+        inner, data = made["closure"], iter(list(made["batches"]) * 100)
+        return {**made, "closure": lambda *_: inner(*next(data))}
+
+    with pytest.raises(ValueError, match=r"the doctor finds a mistake in this training.*closure repeats"):
+        flatmin.compare(draws_inside, seeds=1)
+
+
+def test_the_doctor_takes_the_same_function() -> None:
+    findings = examine(Own())
+    assert {finding.verdict for finding in findings} <= {"ok", "cannot tell"}
+    assert len(findings) > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"held_out": None}, {}, "either held_out .* or evaluate .*, got neither"),
+        ({"evaluate": lambda made: lambda: 1.0}, {}, "got both"),
+        ({"epochs": None}, {}, "must know how long to train: give epochs="),
+        ({"epochs": 0}, {}, "epochs must be a whole number of at least 1, got 0"),
+        ({"typo": 1}, {}, "got one with 'typo'"),
+        ({"model": None}, {}, "got one without 'model'"),
+        (
+            {"batches": lambda made: iter(made["batches"])},
+            {},
+            "the batches of make_training must be something to iterate",
+        ),
+        ({"scheduler": 3}, {}, r"the scheduler of make_training must have a step\(\)"),
+        ({"held_out": [X]}, {}, r"held-out batches must be pairs \(inputs, classes\)"),
+        ({"held_out": [(X, X[:, 0])]}, {}, "Give evaluate for anything else"),
+        ({"held_out": []}, {}, "at least one example, got none"),
+        (
+            {"held_out": None, "evaluate": lambda made: lambda: {"accuracy": 0.9}},
+            {},
+            "'accuracy' looks as if higher is",
+        ),
+        ({"held_out": None, "evaluate": lambda made: lambda: "good"}, {}, "must return a number"),
+        (
+            {"optimizer": lambda made: flatmin.RMP(made["optimizer"], epsilon=0.1)},
+            {},
+            "a plain optimizer or a flatmin.AMP",
+        ),
+        ({}, {"seeds": 0}, "seeds must be a whole number of at least 1, got 0"),
+        ({}, {"minutes": -1}, "minutes must be above 0, got -1"),
+        ({}, {"radii": [0.0]}, "a finite number above 0, got 0.0"),
+        ({}, {"measure": "f1"}, "unknown measure 'f1'"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    def compared() -> None:
+        try:
+            compare(Own(**changes), **settings)
+        except Crash as crash:  # in the user's own code
+            raise crash.error from None
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        compared()
+
+
+def test_the_table_has_a_line_for_each() -> None:
+    text = str(compare(Own(), seeds=2))
+    lines = text.splitlines()
+    assert lines[0].split()[:4] == ["seeds", "passes", "error", "nll"]
+    assert [line.split("  ")[0] for line in lines[1:4]] == ["plain", "plain, 2 times as long", "AMP, ε = 0.1"]
+    assert lines[-1].startswith(("Yes", "No", "Cannot tell"))

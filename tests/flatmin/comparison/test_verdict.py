@@ -1,0 +1,154 @@
+"""The verdict: yes, no, or cannot tell, with what it would take; and a sentence that has the numbers."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from flatmin.comparison import LONGER, PLAIN, Outcome, Verdict, contenders_for, judge
+from flatmin.comparison.verdict import show
+
+CONTENDERS = contenders_for([0.03, 0.1, 0.3])
+AMPS = [contender.key for contender in CONTENDERS if not contender.is_plain]
+
+
+def outcomes(
+    means: Mapping[str, float], *, seeds: int = 5, noise: float = 0.002, examples: int = 0, level: float = 0.2
+) -> list[Outcome]:
+    """Outcomes around these means; without a mean, a contender has `level`."""
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for contender in CONTENDERS:
+        for seed in range(seeds):
+            value = means.get(contender.key, level) + noise * float(torch.randn((), generator=random))
+            rows = (torch.rand(examples, generator=random) < value).double() if examples else torch.zeros(0)
+            value = float(rows.mean()) if examples else value
+            per_example = {"error": rows.tolist()} if examples else {}
+            found.append(Outcome(contender.key, seed, {"error": value}, per_example, seconds=60.0))
+    return found
+
+
+def verdict(means: Mapping[str, float] = {}, **settings: float) -> Verdict:
+    return judge(CONTENDERS, outcomes(means, **settings))  # type: ignore[arg-type]
+
+
+def test_yes_where_one_radius_beats_both() -> None:
+    found = verdict({"amp-0.1": 0.1})
+    assert (found.answer, found.best) == ("yes", "amp-0.1")
+    assert found.sentence.startswith("Yes: AMP's error lies ")
+    for part in ("AMP with ε = 0.1: 9.90 %", "plain: 19.94 %", "plain, 2 times as long: ", "5 seeds"):
+        assert part in found.sentence
+
+
+def test_not_for_its_time_where_training_longer_does_as_well() -> None:
+    found = verdict({LONGER: 0.1, **dict.fromkeys(AMPS, 0.1)}, noise=0.001)
+    assert found.answer == "no"
+    assert found.sentence.startswith("No, not for its time: ")
+
+
+def test_no_where_a_gain_worth_having_is_ruled_out() -> None:
+    found = verdict(noise=0.001)
+    assert found.answer == "no"
+    assert "by a tenth of it (2.00 %) or more" in found.sentence
+
+
+def test_no_where_amp_is_worse() -> None:
+    found = verdict(dict.fromkeys(AMPS, 0.3))
+    assert found.answer == "no"
+    assert "higher at every radius" in found.sentence
+
+
+def test_cannot_tell_says_how_many_seeds() -> None:
+    found = verdict({"amp-0.1": 0.18}, noise=0.02)
+    assert found.answer == "cannot tell"
+    assert "seeds would decide" in found.sentence
+    assert "minutes more at the pace so far" in found.sentence
+
+
+def test_cannot_tell_from_one_seed() -> None:
+    found = verdict({"amp-0.1": 0.01}, seeds=1)
+    assert found.answer == "cannot tell"
+    assert "at least 3 are needed" in found.sentence
+
+
+def test_cannot_tell_from_few_examples() -> None:
+    found = verdict({"amp-0.1": 0.17}, examples=40, noise=0.0)
+    assert found.answer == "cannot tell"
+    assert "40 held-out examples are too few" in found.sentence
+
+
+def test_what_it_takes_is_about_right() -> None:
+    """Trained with as many seeds as it asks for, most comparisons decide."""
+    few = verdict({"amp-0.1": 0.15}, noise=0.03, seeds=4)
+    assert few.answer == "cannot tell"
+    asked = int(few.sentence.split("About ")[1].split()[0])
+    assert 4 < asked < 40
+    assert verdict({"amp-0.1": 0.15}, noise=0.03, seeds=2 * asked).answer == "yes"
+
+
+def test_several_radii_are_several_chances() -> None:
+    """Without any difference, hardly any of 200 comparisons says yes."""
+    random = torch.Generator().manual_seed(1)
+    yes = 0
+    for _ in range(200):
+        found = [
+            Outcome(contender.key, seed, {"loss": 1 + 0.1 * float(torch.randn((), generator=random))})
+            for contender in CONTENDERS
+            for seed in range(4)
+        ]
+        yes += judge(CONTENDERS, found).answer == "yes"
+    assert yes <= 6
+
+
+@pytest.mark.parametrize("answer", ["yes", "no", "cannot tell"])
+def test_the_order_of_outcomes_changes_nothing(answer: str) -> None:
+    means, noise = {"yes": ({"amp-0.1": 0.1}, 0.002), "no": ({}, 0.001), "cannot tell": ({"amp-0.1": 0.18}, 0.02)}[
+        answer
+    ]
+    found = outcomes(means, noise=noise)
+    one, other = judge(CONTENDERS, found), judge(CONTENDERS, found[::-1])
+    assert one.answer == other.answer == answer
+    assert one.sentence == other.sentence
+
+
+def test_diverged_trainings_are_counted_and_do_not_win() -> None:
+    found = [one for one in outcomes({"amp-0.1": 0.1}) if one.contender != "amp-0.3"]
+    found += [Outcome("amp-0.3", seed, {}, failed="the held-out error is not finite") for seed in range(5)]
+    result = judge(CONTENDERS, found)
+    assert (result.answer, result.best) == ("yes", "amp-0.1")
+    assert [row.failed for row in result.rows["error"]] == [0, 0, 0, 0, 5]
+    all_diverged = [one for one in found if one.contender in (PLAIN, LONGER)]
+    all_diverged += [Outcome(key, seed, {}, failed="not finite") for key in AMPS for seed in range(5)]
+    assert judge(CONTENDERS, all_diverged).sentence.startswith("No: AMP diverged at every radius")
+
+
+def test_the_measure_decides() -> None:
+    found = [
+        Outcome(one.contender, one.seed, {**one.measures, "nll": 1 - one.measures["error"]})
+        for one in outcomes({"amp-0.1": 0.1})
+    ]
+    assert judge(CONTENDERS, found).answer == "yes"
+    assert judge(CONTENDERS, found, measure="nll").answer == "no"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            lambda: judge(CONTENDERS, outcomes({}), measure="f1"),
+            "unknown measure 'f1'; the trainings were measured by error",
+        ),
+        (lambda: judge(CONTENDERS, outcomes({}), worth=1.5), "worth is a share"),
+        (lambda: contenders_for([]), "at least one radius"),
+        (lambda: contenders_for([0.1, -1.0]), "a finite number above 0, got -1.0"),
+        (lambda: contenders_for([0.1, 0.1]), "the radii must differ"),
+    ],
+)
+def test_bad_input(wrong: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong()
+
+
+def test_nothing_trained_yet() -> None:
+    assert judge(CONTENDERS, []).answer == "cannot tell"
+    assert show("error", float("inf")) == "—"
