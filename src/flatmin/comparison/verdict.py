@@ -65,10 +65,12 @@ def judge(
     measure: str | None = None,
     worth: float = WORTH,
     new_examples: bool = False,
+    seconds_a_seed: float | None = None,
 ) -> Verdict:
     """The verdict on these outcomes, by the measure named, or by the first.
 
-    new_examples    whether every seed has held-out examples of its own, so that more seeds are more examples
+    new_examples      whether every seed has held-out examples of its own, so that more seeds are more examples
+    seconds_a_seed    how long all trainings of a seed take; else the sum of their seconds
     """
     if not 0 <= worth < 1:
         raise ValueError(f"worth is a share of the plain optimizer's measure, at least 0 and below 1, got {worth!r}")
@@ -81,7 +83,7 @@ def judge(
     if measure not in names:
         raise ValueError(f"unknown measure {measure!r}; the trainings were measured by {', '.join(names)}")
     rows = {name: table.rows(name) for name in names}
-    answer, sentence, best = _Decision(table, measure, worth, new_examples).decide()
+    answer, sentence, best = _Decision(table, measure, worth, new_examples, seconds_a_seed).decide()
     return Verdict(answer, sentence, measure, best, rows, table.seeds())
 
 
@@ -147,6 +149,7 @@ class _Decision:
     measure: str
     worth: float
     new_examples: bool
+    seconds_a_seed: float | None
 
     def decide(self) -> tuple[Answer, str, str]:
         """The answer, the sentence, and the key of AMP's best."""
@@ -239,7 +242,7 @@ class _Decision:
         return f"Not even {MOST_SEEDS} seeds would decide a difference as small as this."
 
     def _time(self, more: int) -> str:
-        seconds = self.table.seconds_a_seed() * more
+        seconds = (self.seconds_a_seed or self.table.seconds_a_seed()) * more
         return "" if not seconds else f" That is {_duration(seconds)} more at the pace so far."
 
 

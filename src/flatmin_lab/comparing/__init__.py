@@ -1,4 +1,4 @@
-"""Does AMP help here? Plain training, plain training with as much time, and AMP at a few radii, on the laboratory's data.
+"""Does AMP help here? Plain training, plain with as much time, and AMP at a few radii, on the laboratory's data.
 
 contender_recipes.py   what is compared, as recipes
 training_task.py       contenders of one seed: trained, measured on held-out data, their outcomes written

@@ -4,15 +4,16 @@
     for training, event in comparison.run(executor): ...
     comparison.verdict().sentence
 
-Every training is a run folder and the file of its outcome, so a comparison that was killed is resumed: what has ended stays,
-and what had begun is resumed from its last checkpoint. All contenders of a seed have the same held-out data, the same first
-weights and the same batches. AMP with a radius that is found while training sees fewer images at first: those that the
-radius is found on.
+Every training is a run folder and the file of its outcome, so a comparison that was killed is resumed: what has ended
+stays, and what had begun is resumed from its last checkpoint. All contenders of a seed have the same held-out data, the
+same first weights and the same batches; only where the radius is found while training are the images left out, at
+first, that it is found on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from flatmin.comparison import Outcome, Verdict, judge, read_outcome
@@ -52,8 +53,8 @@ def about_entries(entries: Sequence[Entry], data: Dataset, *, seeds: int) -> Abo
             f"{recipe.batch_size}, {recipe.precision}"
         ),
         held_out=(
-            f"{count} of {len(data.train)} training {'images' if data.train.is_images else 'points'}, drawn anew with each "
-            "seed and not trained on; the test set is not used"
+            f"{count} of {len(data.train)} training {'images' if data.train.is_images else 'points'}, drawn anew with "
+            "each seed and not trained on; the test set is not used"
         ),
         wanted=seeds,
         identity=identity_of(entries, data),
@@ -74,12 +75,14 @@ class Comparison:
     checkpoint_epochs: int = 1
     outcomes: list[Outcome] = field(default_factory=list)
     stopped: str = ""  # why there are fewer seeds than wanted
+    at_once: int | None = None  # trainings, a process each; None on a GPU
 
     def run(self, executor: Executor, *, stop: Stop = lambda: None) -> Iterator[tuple[Training, Event]]:
         """The events of all trainings as they come; those that had ended before have none."""
         if executor.device in ("cpu", executor.device_here):
             for entry in (self.entries[0], self.entries[-1]):  # raises if it cannot be trained
                 next(iter(train(entry.recipe, self.data, seed=0, device=executor.device)))
+        self.at_once = executor.capacity(len(self.entries))[0] if executor.device == "cpu" else None
         with folder_of_runs(self.folder, "comparison", doing="comparing"):
             comparison_file.check_same(self.folder, self.about.identity)
             trainings = [Training(entry, seed) for seed in range(self.about.wanted) for entry in self.entries]
@@ -117,7 +120,13 @@ class Comparison:
 
     def verdict(self) -> Verdict:
         contenders = [entry.contender for entry in self.entries]
-        return judge(contenders, self.outcomes, measure=self.measure, new_examples=True)
+        return judge(
+            contenders,
+            self.outcomes,
+            measure=self.measure,
+            new_examples=True,
+            seconds_a_seed=self._seconds_a_seed_so_far(),
+        )
 
     def content(self) -> Mapping[str, Any]:
         """comparison.json."""
@@ -126,6 +135,14 @@ class Comparison:
 
     def write(self) -> None:
         comparison_file.write(self.folder, self.content())
+
+    def _seconds_a_seed_so_far(self) -> float | None:
+        """By the trainings that have ended; None where some share a GPU, since their seconds overlap."""
+        found: dict[str, list[float]] = {}
+        for outcome in self.outcomes:
+            found.setdefault(outcome.contender, []).append(outcome.seconds)
+        means = [fmean(seconds) for seconds in found.values()]
+        return max(*means, sum(means) / self.at_once) if self.at_once and len(means) > 1 else None
 
     def seconds_a_seed(self, executor: Executor) -> float | None:
         """About how long all contenders of a seed take; None as long as no training has ended."""
@@ -143,13 +160,14 @@ class Comparison:
             return f"{done} of {self.about.wanted} seeds were trained in {given:g} minutes, since {whole}."
         epochs = self.entries[0].recipe.epochs
         return (
-            f"Not even one seed fits into {given:g} minutes: {whole}. Give more --minutes, or lower --epochs (now {epochs}), or "
-            "name fewer --radii."
+            f"Not even one seed fits into {given:g} minutes: {whole}. Give more --minutes, lower --epochs (now "
+            f"{epochs}), or name fewer --radii."
         )
 
 
 def minutes(seconds: float) -> str:
-    """
+    """Seconds, in the unit that suits.
+
     >>> minutes(20), minutes(150), minutes(36000)
     ('20 seconds', '2.5 minutes', '10.0 hours')
     """

@@ -1,7 +1,7 @@
 """comparison.json: the verdict, and what it rests on. Written after every training, for the page and for programs.
 
-What identifies a comparison is in `identity`; a folder holds one. The values of single held-out examples are in the files of
-the outcomes beside it.
+What identifies a comparison is in `identity`; a folder holds one. The values of single held-out examples are in the
+files of the outcomes beside it.
 """
 
 import json
@@ -92,7 +92,7 @@ def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
         raise ValueError(f"{path} is not a comparison of this flatmin; choose another folder with --out")
     if apart := _apart(there, identity):
         raise ValueError(
-            f"{folder} holds another comparison: {'; '.join(apart)}. Compare with the values of then to go on with it, or "
+            f"{folder} holds another comparison: {'; '.join(apart)}. Give the values of then to go on with it, or "
             "choose another folder with --out"
         )
 

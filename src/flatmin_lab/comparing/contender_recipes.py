@@ -1,8 +1,8 @@
 """What is compared, as recipes: the plain one, the plain one stretched to AMP's passes, and AMP at a few radii.
 
-A schedule is a function of the share of the run that is done, so a longer run has the same one, stretched; the warm-up, in
-epochs, is stretched with it. All are trained without a tenth of the training set, which they are measured on: the test set
-is never read.
+A schedule is a function of the share of the run that is done, so a longer run has the same one, stretched; the warm-up,
+in epochs, is stretched with it. All are trained without a tenth of the training set, on which they are measured: no
+number comes from the test set.
 """
 
 from collections.abc import Mapping, Sequence

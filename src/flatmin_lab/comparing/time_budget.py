@@ -1,7 +1,7 @@
 """How long do trainings take, and does another one end in time?
 
-Time is counted in passes over the training set of the plain run: the plain contender has one, AMP two. What a pass takes is
-known once a task has ended. Trainings that share a GPU are one task, and so counted once.
+Time is counted in plain trainings, by their passes: a training with AMP is two of them. How long one takes is known
+once a task has ended. Trainings that share a GPU are one task, and are timed together.
 """
 
 import time

@@ -1,8 +1,8 @@
 """The trainings of a comparison as tasks: all contenders of seed 0, then of seed 1, … in the time there is.
 
-On the CPU a task is one training; on a GPU it is all that is left of a seed, which train together. A seed is begun if all of
-it would end in time, and a training within a seed if it would; until the first training has ended only the first seed is
-begun, since nobody knows. A training that diverges has ended; any other error ends the comparison.
+On the CPU a task is one training; on a GPU it is all that is left of a seed, which train together. A seed is begun if
+all of it would end in time, and a training within a seed if it would. Until the first training has ended nobody knows,
+and only the first seed is begun. A training that diverges has ended; any other error ends the comparison.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -42,7 +42,7 @@ class TrainingQueue(TaskQueue[TrainingTask]):
         self.folder, self.root, self.checkpoint_epochs = folder, root, checkpoint_epochs
         self.pending = list(range(len(trainings)))  # seed by seed
         self.begun: set[int] = set()  # seeds
-        self.taken_at: dict[int, float] = {}  # when a task was handed out, by its first number
+        self.began_at: dict[int, float] = {}  # when the first training of a task began, by its first number
         self.timed: set[int] = set()  # trainings that began with their first step, and have not failed
         self.out_of_time = False
 
@@ -62,7 +62,6 @@ class TrainingQueue(TaskQueue[TrainingTask]):
             return None
         self.begun.add(seed)
         self.pending = [number for number in self.pending if number not in numbers]
-        self.taken_at[numbers[0]] = monotonic()
         entries = {number: self.trainings[number].entry for number in numbers}
         return self.assign(TrainingTask(entries, seed, self.folder, slot.device, self.root, self.checkpoint_epochs))
 
@@ -79,12 +78,13 @@ class TrainingQueue(TaskQueue[TrainingTask]):
     def receive(self, task: TrainingTask, message: TaskMessage, node: str) -> Iterator[tuple[int, Event]]:
         """A task that was trained from its first step to its last says how long a pass takes."""
         if isinstance(message, TaskEnd) and self.timed.issuperset(task.numbers):
-            self.budget.record(self._passes(task.numbers), monotonic() - self.taken_at[min(task.numbers)])
+            self.budget.record(self._passes(task.numbers), monotonic() - self.began_at[min(task.numbers)])
         yield from super().receive(task, message, node)
 
     def receive_event(self, number: int, event: Event, task: TrainingTask, node: str) -> Iterator[tuple[int, Event]]:
         if isinstance(event, Started) and event.step == 0:
             self.timed.add(number)
+            self.began_at.setdefault(min(task.numbers), monotonic())
         elif isinstance(event, Failed | Stopped):
             self.timed.discard(number)
         yield from super().receive_event(number, event, task, node)

@@ -1,7 +1,7 @@
 """Contenders of one seed: trained together or one by one, then measured on the held-out examples, one by one.
 
-Each has a run folder, started or resumed, and beside it the file of its outcome, which says that it has ended. A training
-that diverges has an outcome too.
+Each has a run folder, started or resumed, and beside it the file of its outcome, which says that it has ended. A
+training that diverges has an outcome too.
 """
 
 import json

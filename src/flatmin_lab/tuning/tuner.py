@@ -55,7 +55,10 @@ def tune(
     if executor.device in ("cpu", executor.device_here):
         # raises if it cannot be trained
         next(iter(train(search.recipe, data, seed=search.seed, device=executor.device)))
-    with folder_of_runs(folder, "tuning", doing="tuning"), open_study(search, data, folder=folder, storage=storage) as study:
+    with (
+        folder_of_runs(folder, "tuning", doing="tuning"),
+        open_study(search, data, folder=folder, storage=storage) as study,
+    ):
         tracker = _TrialTracker(
             study=study,
             data=data,

@@ -82,15 +82,13 @@ def compare(
     workers: Annotated[
         int | None, option("On a CPU: trainings at once, a process each; default: one per core.", min=1, panel=HOW)
     ] = None,
-    checkpoint_epochs: Annotated[
-        int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=HOW)
-    ] = 1,
+    checkpoint_epochs: Annotated[int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=HOW)] = 1,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Does AMP help here? Plain training, plain with as much time, and AMP, on held-out data: yes, no, or cannot tell.
+    """Does AMP help here? Trains plainly, plainly with as much time, and with AMP: yes, no, or cannot tell.
 
     On a data set of --data, with the flags of train; or in a training of your own. If killed, the same command resumes.
     """
@@ -199,13 +197,13 @@ def _comparison(
 def _check_own(training: str, flags: Mapping[str, Any]) -> None:
     if not is_user_code(training):
         raise ValueError(
-            f"compare takes mymodule:make_training or file.py:make_training, got {training!r}; a data set is named with "
-            "--data"
+            f"compare takes mymodule:make_training or file.py:make_training, got {training!r}; a data set is named "
+            "with --data"
         )
     if foreign := [name for name, value in flags.items() if value is not None and name not in OF_BOTH]:
         raise ValueError(
-            f"a training of your own has its own data, model and optimizer, got --{foreign[0].replace('_', '-')} beside "
-            f"{training}; leave out one of the two"
+            f"a training of your own has its own data, model and optimizer, got --{foreign[0].replace('_', '-')} "
+            f"beside {training}; leave out one of the two"
         )
 
 
@@ -262,4 +260,3 @@ def _check_measure(measure: str | None, measures: Mapping[str, float]) -> None:
     """Now, after the first training, and not after the last."""
     if measure is not None and measure not in measures:
         raise ValueError(f"unknown measure {measure!r}; the trainings are measured by {', '.join(measures)}")
-

@@ -6,9 +6,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flatmin.comparison import Outcome, show as shown
+from flatmin.comparison import Outcome
+from flatmin.comparison import show as shown
 from flatmin.comparison.run_comparison import Progress
 from flatmin_lab.cli import display
+from flatmin_lab.cli.commands.reproduce.reproduce_view import wide
 from flatmin_lab.comparing.comparer import Comparison, minutes
 from flatmin_lab.comparing.comparison_file import About
 from flatmin_lab.comparing.contender_recipes import Entry
@@ -21,7 +23,8 @@ TITLES = {"error": "error", "nll": "NLL", "ece": "ECE"}
 
 def headline(about: About, entries: Sequence[Entry], where: str) -> str:
     names = "; ".join(entry.contender.name for entry in entries)
-    return f"{about.what}, on {where}\n{about.wanted} seeds of {len(entries)} trainings: {names}\nmeasured on {about.held_out}"
+    count = f"{about.wanted} seeds of {len(entries)} trainings"
+    return f"{about.what}, on {where}\n{count}: {names}\nmeasured on {about.held_out}"
 
 
 def follow(
@@ -98,7 +101,7 @@ def show(content: Mapping[str, Any]) -> None:
     """The table; why it has fewer seeds than wanted; and the answer, last."""
     console = Console(highlight=False, soft_wrap=True)
     if content["rows"]:
-        console.print(table(content))
+        wide().print(table(content))
     if content["stopped"]:
         display.say(console, content["stopped"])
     display.say(console, content["sentence"])
@@ -107,7 +110,6 @@ def show(content: Mapping[str, Any]) -> None:
 def table(content: Mapping[str, Any]) -> Table:
     """A row a contender: its measures, and in the one that decides its differences from the plain trainings."""
     rows, decides = content["rows"], content["measure"]
-    names = {one["key"]: one["name"] for one in content["contenders"]}
     title = TITLES.get(decides, decides)
     found = Table(
         "",
@@ -123,7 +125,7 @@ def table(content: Mapping[str, Any]) -> Table:
         main = rows[decides][number]
         failed = f" ({main['failed']} diverged)" if main["failed"] else ""
         found.add_row(
-            names[contender["key"]],
+            contender["name"],
             f"{len(main['values'])}{failed}",
             f"{contender['passes']:g}",
             *(number_text(measure, own[number]["mean"]) for measure, own in rows.items()),
