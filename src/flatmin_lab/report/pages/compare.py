@@ -28,7 +28,7 @@ def compare_page(content: Mapping[str, Any]) -> str:
         "compare.html.jinja",
         found=content,
         measures=[_title(measure) for measure in measures],
-        decides=TITLES.get(content["measure"], content["measure"]),
+        decides=_title(content["measure"]),
         rows=[row(content, measures, number) for number in range(len(names))] if measures else [],
         forests=[Markup(one) for one in drawn],
         curves=[Markup(one) for one in lines],
@@ -70,13 +70,13 @@ def _number(measure: str, found: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def interval(measure: str, found: Mapping[str, Any] | None) -> str:
-    """A difference and its interval; of one seed there is none."""
+    """A difference and its interval, in the unit of the title; of one seed there is none."""
     if found is None:
         return ""
-    if found["low"] is None:
-        return show(measure, found["mean"])
-    low, high = (show(measure, found[end]) for end in ("low", "high"))
-    return f"{show(measure, found['mean'])} ({low.removesuffix(' %')} to {high})"
+    mean, low, high = (
+        "" if found[part] is None else show(measure, found[part]).removesuffix(" %") for part in ("mean", "low", "high")
+    )
+    return f"{mean} ({low} to {high})" if low else mean
 
 
 def gaps(content: Mapping[str, Any], measure: str) -> list[Gap]:
