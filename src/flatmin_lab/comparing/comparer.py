@@ -154,13 +154,13 @@ class Comparison:
     def _explain(self, executor: Executor) -> str:
         """What did not fit into the time, and what would."""
         seconds, done = self.seconds_a_seed(executor) or 0.0, self.verdict().seeds
-        given = (self.budget.seconds or 0.0) / 60
+        given = minutes(self.budget.seconds or 0.0)
         whole = f"a seed of all {len(self.entries)} contenders takes about {minutes(seconds)}"
         if done:
-            return f"{done} of {self.about.wanted} seeds were trained in {given:g} minutes, since {whole}."
+            return f"{done} of {self.about.wanted} seeds were trained in {given}, since {whole}."
         epochs = self.entries[0].recipe.epochs
         return (
-            f"Not even one seed fits into {given:g} minutes: {whole}. Give more --minutes, lower --epochs (now "
+            f"Not even one seed fits into {given}: {whole}. Give more --minutes, lower --epochs (now "
             f"{epochs}), or name fewer --radii."
         )
 

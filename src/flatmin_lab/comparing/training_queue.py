@@ -7,7 +7,6 @@ and only the first seed is begun. A training that diverges has ended; any other 
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import NamedTuple
 
 from flatmin_lab.comparing.contender_recipes import Entry
@@ -78,13 +77,13 @@ class TrainingQueue(TaskQueue[TrainingTask]):
     def receive(self, task: TrainingTask, message: TaskMessage, node: str) -> Iterator[tuple[int, Event]]:
         """A task that was trained from its first step to its last says how long a pass takes."""
         if isinstance(message, TaskEnd) and self.timed.issuperset(task.numbers):
-            self.budget.record(self._passes(task.numbers), monotonic() - self.began_at[min(task.numbers)])
+            self.budget.record(self._passes(task.numbers), self.budget.clock() - self.began_at[min(task.numbers)])
         yield from super().receive(task, message, node)
 
     def receive_event(self, number: int, event: Event, task: TrainingTask, node: str) -> Iterator[tuple[int, Event]]:
         if isinstance(event, Started) and event.step == 0:
             self.timed.add(number)
-            self.began_at.setdefault(min(task.numbers), monotonic())
+            self.began_at.setdefault(min(task.numbers), self.budget.clock())
         elif isinstance(event, Failed | Stopped):
             self.timed.discard(number)
         yield from super().receive_event(number, event, task, node)

@@ -217,7 +217,8 @@ def _compare_own(
 ) -> tuple[Mapping[str, Any], Path]:
     make_training = load_function(training, "make_training")
     folder = given["out"] or COMPARISONS / short_name(located(training, "make_training"))
-    watch = compare_view.OwnProgress(console, given["seeds"])
+    chosen = RADII if radii is None else tuple(radii)
+    watch = compare_view.OwnProgress(console, given["seeds"], len(chosen))
 
     def progress(event: Progress) -> None:
         if event.outcome is not None and event.outcome.measures:
@@ -232,7 +233,7 @@ def _compare_own(
                 epochs=epochs,
                 seeds=given["seeds"],
                 minutes=given["minutes"],
-                radii=RADII if radii is None else tuple(radii),
+                radii=chosen,
                 measure=given["measure"],
                 out=folder,
                 progress=progress,

@@ -6,8 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flatmin.comparison import Outcome
+from flatmin.comparison import PLAIN, Outcome
 from flatmin.comparison import show as shown
+from flatmin.comparison.contenders import PASSES
 from flatmin.comparison.run_comparison import Progress
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands.reproduce.reproduce_view import wide
@@ -52,11 +53,7 @@ def follow(
                     display.say(console, f"note: {_name(training)}: {event.text}", style="yellow")
             if not estimated and (seconds := comparison.seconds_a_seed(executor)) is not None:
                 estimated = True
-                display.say(
-                    console,
-                    f"about {minutes(seconds)} a seed, {minutes(seconds * comparison.about.wanted)} for all from the "
-                    "start",
-                )
+                display.say(console, duration_line(seconds, comparison.about.wanted))
             progress.update(task, completed=sum(done.values()), numbers=_name(training))
 
 
@@ -82,16 +79,25 @@ def outcome_line(name: str, outcome: Outcome) -> str:
 
 
 class OwnProgress:
-    """Shows the trainings of a user's own loop as they end."""
+    """Shows the trainings of a user's own loop as they end, and after the first about how long all take."""
 
-    def __init__(self, console: Console, seeds: int) -> None:
-        self.console, self.seeds, self.estimated = console, seeds, False
+    def __init__(self, console: Console, seeds: int, radii: int) -> None:
+        self.console, self.seeds, self.radii, self.estimated = console, seeds, radii, False
 
     def show(self, event: Progress) -> None:
         if event.outcome is None:
             return
         earlier = ", of an earlier call" if event.was_there else ""
         display.say(self.console, f"{outcome_line(event.contender.name, event.outcome)}{earlier}")
+        if not self.estimated and event.contender.key == PLAIN and event.outcome.failed is None:
+            self.estimated = True
+            display.say(
+                self.console, duration_line(event.outcome.seconds * (1 + PASSES * (1 + self.radii)), self.seeds)
+            )
+
+
+def duration_line(seconds: float, seeds: int) -> str:
+    return f"about {minutes(seconds)} a seed, {minutes(seconds * seeds)} for all {seeds} from the start"
 
 
 # ---- the answer
