@@ -11,7 +11,7 @@ from flatmin.comparison.contenders import RADII, Contender, contenders_for
 from flatmin.comparison.held_out import check_can_measure
 from flatmin.comparison.outcome import Outcome, read_outcome
 from flatmin.comparison.train_contender import fingerprint, own_radius, train_contender
-from flatmin.comparison.verdict import WORTH, Row, Verdict, judge, show
+from flatmin.comparison.verdict import PERCENT, WORTH, Row, Verdict, judge, show, show_gap
 from flatmin.doctor import Finding, MakeTraining, examine, has_error
 from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import UserTraining, call
@@ -47,7 +47,8 @@ class Comparison:
         rows = self.verdict.rows
         if not rows:
             return
-        titles = ["", "seeds", "passes", *rows, f"{self.verdict.measure} less plain's, 95 %"]
+        unit = ", points" if self.verdict.measure in PERCENT else ""
+        titles = ["", "seeds", "passes", *rows, f"{self.verdict.measure} less plain's (95 %{unit})"]
         lines = [titles]
         for number, contender in enumerate(self.contenders):
             of = {name: found[number] for name, found in rows.items()}
@@ -70,8 +71,8 @@ def _interval(row: Row, measure: str) -> str:
     gap = row.from_plain
     if gap is None or not gap.seeds:
         return ""
-    mean = show(measure, gap.mean)
-    return f"{mean} ({show(measure, gap.low)} to {show(measure, gap.high)})" if gap.seeds > 1 else mean
+    mean, low, high = (show_gap(measure, end).replace(" points", "") for end in gap[:3])
+    return f"{mean} ({low} to {high})" if gap.seeds > 1 else mean
 
 
 def compare(

@@ -194,7 +194,7 @@ class _Decision:
 
     def _yes(self, best: Contender, gaps: Mapping[str, Difference]) -> str:
         closest = max(gaps.values(), key=lambda gap: gap.high)
-        low, high = (self._show(-end) for end in (closest.high, closest.low))
+        low, high = (show_gap(self.measure, -end) for end in (closest.high, closest.low))
         below = "the better of the two plain trainings" if len(gaps) > 1 else "the plain training"
         return (
             f"Yes: AMP's {self.measure} lies {low} to {high} below that of {below} "
@@ -215,13 +215,18 @@ class _Decision:
         share = "a tenth" if self.worth == WORTH else f"{100 * self.worth:g} %"
         return (
             f"No: at no radius tried is AMP's {self.measure} below that of {whom} by {share} of it "
-            f"({self._show(margin)}) or more ({self._others(best)}; {seeds})."
+            f"({show_gap(self.measure, margin)}) or more ({self._others(best)}; {seeds})."
         )
 
     def _cannot_tell(self, best: Contender, gaps: Mapping[str, Difference], margin: float, level: float) -> str:
         gap = max(gaps.values(), key=lambda one: one.high)
-        seeds = f"{gap.seeds} seed{'' if gap.seeds == 1 else 's'}"
-        return f"Cannot tell after {seeds} ({self._others(best)}). {self._what_it_takes(gap, margin, level)}"
+        after = f"Cannot tell after {gap.seeds} seed{'' if gap.seeds == 1 else 's'}"
+        if math.isfinite(gap.low):
+            lowest = self._mean(best.key) - gap.mean if self.measure in PERCENT else math.inf  # no share is below 0
+            below, above = (show_gap(self.measure, end) for end in (min(-gap.low, lowest), gap.high))
+            whom = "the better plain training" if len(gaps) > 1 else "the plain training"
+            after += f": AMP's {self.measure} lies anywhere from {below} below to {above} above that of {whom}"
+        return f"{after} ({self._others(best)}). {self._what_it_takes(gap, margin, level)}"
 
     def _what_it_takes(self, gap: Difference, margin: float, level: float) -> str:
         """How many seeds, or held-out examples, would decide a difference of this size."""
@@ -256,6 +261,15 @@ def show(measure: str, value: float) -> str:
         return "—"
     text = f"{100 * value:.2f} %" if measure in PERCENT else f"{value:.4g}"
     return text.replace("-", "−")
+
+
+def show_gap(measure: str, value: float) -> str:
+    """A difference between two measured numbers: of shares in points.
+
+    >>> show_gap("error", -0.0512), show_gap("nll", 0.20419)
+    ('−5.12 points', '0.2042')
+    """
+    return show(measure, value).replace(" %", " points")
 
 
 def _rounded(number: float) -> str:

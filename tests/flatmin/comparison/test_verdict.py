@@ -49,7 +49,7 @@ def test_not_for_its_time_where_training_longer_does_as_well() -> None:
 def test_no_where_a_gain_worth_having_is_ruled_out() -> None:
     found = verdict(noise=0.001)
     assert found.answer == "no"
-    assert "by a tenth of it (2.00 %) or more" in found.sentence
+    assert "by a tenth of it (2.00 points) or more" in found.sentence
 
 
 def test_no_where_amp_is_worse() -> None:
