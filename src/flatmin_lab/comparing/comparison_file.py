@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatmin.comparison import Contender, Difference, Outcome, Row, Verdict
+from flatmin.comparison import Contender, Difference, Outcome, Row, Verdict, show_gap
 from flatmin_lab.recipes.recipe import differences
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 
 FILE = "comparison.json"
+TITLES = {"error": "error", "nll": "NLL", "ece": "ECE"}  # of measures; a user's own have their names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,21 @@ def _difference(found: Difference | None) -> dict[str, Any] | None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def interval_text(measure: str, found: Mapping[str, Any] | None) -> str:
+    """A difference of two rows and its interval, shares in points; of one seed there is no interval.
+
+    >>> interval_text("error", {"mean": -0.01, "low": -0.015, "high": -0.005, "seeds": 3})
+    '−1.00 (−1.50 to −0.50)'
+    """
+    if found is None:
+        return ""
+    mean, low, high = (
+        "" if found[part] is None else show_gap(measure, found[part]).removesuffix(" points")
+        for part in ("mean", "low", "high")
+    )
+    return f"{mean} ({low} to {high})" if low else mean
 
 
 def check_same(folder: Path, identity: Mapping[str, Any]) -> None:

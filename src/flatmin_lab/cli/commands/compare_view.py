@@ -10,16 +10,15 @@ from flatmin.comparison import PLAIN, Outcome
 from flatmin.comparison import show as shown
 from flatmin.comparison.contenders import PASSES
 from flatmin.comparison.run_comparison import Progress
+from flatmin.comparison.verdict import PERCENT
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands.reproduce.reproduce_view import wide
 from flatmin_lab.comparing.comparer import Comparison, minutes
-from flatmin_lab.comparing.comparison_file import About
+from flatmin_lab.comparing.comparison_file import TITLES, About, interval_text
 from flatmin_lab.comparing.contender_recipes import Entry
 from flatmin_lab.comparing.training_queue import Training
 from flatmin_lab.execution.executor import Executor
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
-
-TITLES = {"error": "error", "nll": "NLL", "ece": "ECE"}
 
 
 def headline(about: About, entries: Sequence[Entry], where: str) -> str:
@@ -116,13 +115,13 @@ def show(content: Mapping[str, Any]) -> None:
 def table(content: Mapping[str, Any]) -> Table:
     """A row a contender: its measures, and in the one that decides its differences from the plain trainings."""
     rows, decides = content["rows"], content["measure"]
-    title = TITLES.get(decides, decides)
+    title, unit = TITLES.get(decides, decides), ", points" if decides in PERCENT else ""
     found = Table(
         "",
         "seeds",
         "passes",
         *(TITLES.get(measure, measure) for measure in rows),
-        f"{title} less plain's, 95 %",
+        f"{title} less plain's (95 %{unit})",
         "less plain's of as many passes",
         box=None,
         pad_edge=False,
@@ -143,13 +142,3 @@ def table(content: Mapping[str, Any]) -> Table:
 
 def number_text(measure: str, value: float | None) -> str:
     return "—" if value is None else shown(measure, value)
-
-
-def interval_text(measure: str, found: Mapping[str, Any] | None) -> str:
-    """A difference and its interval; of one seed there is none."""
-    if found is None:
-        return ""
-    mean = shown(measure, found["mean"])
-    if found["low"] is None:
-        return mean
-    return f"{mean} ({shown(measure, found['low'])} to {shown(measure, found['high'])})"

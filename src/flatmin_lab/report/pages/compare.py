@@ -6,12 +6,12 @@ from typing import Any
 from markupsafe import Markup
 
 from flatmin.comparison import LONGER, PLAIN, show
+from flatmin.comparison.verdict import PERCENT
+from flatmin_lab.comparing.comparison_file import TITLES, interval_text
 from flatmin_lab.report.figures.compare import Curve, Gap, forest, legend, seed_curves
 from flatmin_lab.report.figures.style import svg
 from flatmin_lab.report.html import render
 
-TITLES = {"error": "error", "nll": "NLL", "ece": "ECE"}
-IN_PERCENT = ("error", "ece")
 TRAINING_LOSS = "training loss"
 
 
@@ -28,7 +28,8 @@ def compare_page(content: Mapping[str, Any]) -> str:
         "compare.html.jinja",
         found=content,
         measures=[_title(measure) for measure in measures],
-        decides=_title(content["measure"]),
+        decides=TITLES.get(content["measure"], content["measure"]),
+        unit=", points" if content["measure"] in PERCENT else "",
         rows=[row(content, measures, number) for number in range(len(names))] if measures else [],
         forests=[Markup(one) for one in drawn],
         curves=[Markup(one) for one in lines],
@@ -41,7 +42,7 @@ def _decisive_first(content: Mapping[str, Any]) -> list[str]:
 
 
 def _title(measure: str) -> str:
-    return f"{TITLES.get(measure, measure)}{', %' if measure in IN_PERCENT else ''}"
+    return f"{TITLES.get(measure, measure)}{', %' if measure in PERCENT else ''}"
 
 
 def row(content: Mapping[str, Any], measures: Sequence[str], number: int) -> dict[str, Any]:
@@ -54,8 +55,8 @@ def row(content: Mapping[str, Any], measures: Sequence[str], number: int) -> dic
         "failed": main["failed"],
         "passes": f"{contender['passes']:g}",
         "numbers": [_number(measure, content["rows"][measure][number]) for measure in measures],
-        "from_plain": interval(content["measure"], main["from_plain"]),
-        "from_longer": interval(content["measure"], main["from_longer"]),
+        "from_plain": interval_text(content["measure"], main["from_plain"]),
+        "from_longer": interval_text(content["measure"], main["from_longer"]),
     }
 
 
@@ -66,22 +67,12 @@ def _number(measure: str, found: Mapping[str, Any]) -> tuple[str, str]:
     mean, spread = show(measure, found["mean"]).removesuffix(" %"), found["deviation"]
     if spread is None:
         return mean, ""
-    return mean, f"{100 * spread:.2f}" if measure in IN_PERCENT else f"{spread:.2g}"
-
-
-def interval(measure: str, found: Mapping[str, Any] | None) -> str:
-    """A difference and its interval, in the unit of the title; of one seed there is none."""
-    if found is None:
-        return ""
-    mean, low, high = (
-        "" if found[part] is None else show(measure, found[part]).removesuffix(" %") for part in ("mean", "low", "high")
-    )
-    return f"{mean} ({low} to {high})" if low else mean
+    return mean, f"{100 * spread:.2f}" if measure in PERCENT else f"{spread:.2g}"
 
 
 def gaps(content: Mapping[str, Any], measure: str) -> list[Gap]:
     """The differences of all contenders but the plain one, in per cent where the measure is a share."""
-    scale = 100 if measure in IN_PERCENT else 1
+    scale = 100 if measure in PERCENT else 1
 
     def scaled(found: Mapping[str, Any] | None) -> tuple[float, float | None, float | None] | None:
         if found is None:
@@ -105,7 +96,7 @@ def _short(contender: Mapping[str, Any]) -> str:
 
 def curves(content: Mapping[str, Any], measure: str) -> list[Curve]:
     """Each contender's curves over its passes, those that have the measure."""
-    scale = 100 if measure in IN_PERCENT else 1
+    scale = 100 if measure in PERCENT else 1
     found = []
     for contender in content["contenders"]:
         passes = contender["passes"] / contender["length"]  # of an epoch
