@@ -168,9 +168,9 @@ class Comparison:
 def minutes(seconds: float) -> str:
     """Seconds, in the unit that suits.
 
-    >>> minutes(20), minutes(150), minutes(36000)
-    ('20 seconds', '2.5 minutes', '10.0 hours')
+    >>> minutes(1), minutes(20), minutes(150), minutes(36000)
+    ('1 second', '20 seconds', '2.5 minutes', '10.0 hours')
     """
     if seconds < 100:
-        return f"{max(seconds, 1):.0f} seconds"
+        return "1 second" if seconds < 1.5 else f"{seconds:.0f} seconds"
     return f"{seconds / 60:.1f} minutes" if seconds < 6000 else f"{seconds / 3600:.1f} hours"

@@ -152,3 +152,17 @@ def test_bad_input(wrong: Callable[[], object], message: str) -> None:
 def test_nothing_trained_yet() -> None:
     assert judge(CONTENDERS, []).answer == "cannot tell"
     assert show("error", float("inf")) == "—"
+
+
+def test_new_examples_with_every_seed_make_more_seeds_worth_it() -> None:
+    found = outcomes({"amp-0.1": 0.17}, seeds=5, examples=200)
+    same, new = (judge(CONTENDERS, found, new_examples=each) for each in (False, True))
+    assert same.answer == new.answer == "cannot tell"
+    assert "More seeds will not decide it" in same.sentence
+    assert "seeds would decide a difference of this size" in new.sentence
+
+
+def test_the_time_of_a_seed_may_be_known_better_than_by_the_sum_of_its_trainings() -> None:
+    found = outcomes({}, seeds=1)
+    assert "That is 10 minutes more" in judge(CONTENDERS, found).sentence  # five trainings of a minute, twice
+    assert "That is 4 minutes more" in judge(CONTENDERS, found, seconds_a_seed=120.0).sentence
