@@ -58,7 +58,7 @@ def entries_for(
 
 def _can_be_matched(settings: Mapping[str, Any]) -> bool:
     """Can the radius be found while training, with these settings of AMP?"""
-    return settings.get("growth", "constant") == "constant" and settings.get("ascent_share", 1) == 1
+    return bool(settings.get("growth", "constant") == "constant" and settings.get("ascent_share", 1) == 1)
 
 
 def _recipe(contender: Contender, plain: Recipe, amp: Recipe) -> Recipe:
