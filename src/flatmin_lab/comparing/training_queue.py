@@ -1,8 +1,9 @@
 """The trainings of a comparison as tasks: all contenders of seed 0, then of seed 1, … in the time there is.
 
 On the CPU a task is one training; on a GPU it is all that is left of a seed, which train together. A seed is begun if
-all of it would end in time, and a training within a seed if it would. Until the first training has ended nobody knows,
-and only the first seed is begun. A training that diverges has ended; any other error ends the comparison.
+all of it would end in time, and a training within a seed if it would. Until the first training has ended nobody knows:
+where time is limited, only the first seed is begun until then. A training that diverges has ended; any other error ends
+the comparison.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -54,7 +55,8 @@ class TrainingQueue(TaskQueue[TrainingTask]):
         seed = self.trainings[self.pending[0]].seed
         of_seed = [number for number in self.pending if self.trainings[number].seed == seed]
         numbers = of_seed[:1] if slot.device == "cpu" else of_seed
-        if self.begun and seed not in self.begun and not self.budget.passes and self.assigned:
+        is_known = self.budget.seconds is None or self.budget.passes
+        if self.begun and seed not in self.begun and not is_known and self.assigned:
             return None  # asked again when a training has ended
         if not self.budget.fits(self._passes(numbers) if seed in self.begun else self._passes_in_turn(of_seed, slot)):
             self.out_of_time = True

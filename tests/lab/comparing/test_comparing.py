@@ -222,20 +222,22 @@ def test_until_a_training_has_ended_only_the_first_seed_is_begun(data: Path, tmp
     assert following.seed == 1
 
 
-def test_on_a_gpu_a_task_is_all_that_is_left_of_a_seed(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [None, 1000.0])
+def test_on_a_gpu_a_task_is_all_that_is_left_of_a_seed(data: Path, tmp_path: Path, seconds: float | None) -> None:
     comparison = comparison_of(data, tmp_path)
     trainings = [Training(entry, seed) for seed in range(2) for entry in comparison.entries][1:]
     queue = TrainingQueue(
         trainings,
         comparison.data,
-        TimeBudget(None),
+        TimeBudget(seconds),
         lambda: None,
         folder=tmp_path,
         root="data",
         checkpoint_epochs=1,
     )
-    tasks = [queue.take(Slot("cuda:0")), queue.take(Slot("cuda:0"))]
-    assert [list(task.numbers) for task in tasks if task] == [[0, 1, 2]]  # the next one when this has ended
+    tasks = [queue.take(Slot(device, workers=2)) for device in ("cuda:0", "cuda:1")]
+    expected = [[0, 1, 2], [3, 4, 5, 6]] if seconds is None else [[0, 1, 2]]  # the next one when this has ended
+    assert [list(task.numbers) for task in tasks if task] == expected
     assert not queue.out_of_time
 
 
