@@ -67,7 +67,7 @@ def wrong_labels() -> dict[str, Any]:
         *(nn.Conv2d(24, 48, 3, padding=1), nn.BatchNorm2d(48), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(768, 10)),
     )
-    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
     return training(model, optimizer, digits(wrong=0.2), train=1000, epochs=30)
 
 
