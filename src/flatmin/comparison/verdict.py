@@ -23,6 +23,7 @@ Answer = Literal["yes", "no", "cannot tell"]
 LEVEL = 0.95
 WORTH = 0.1  # of the plain optimizer's measure
 PERCENT = ("error", "ece")  # measures that are shares
+FEWEST_SEEDS = 3  # that an answer rests on
 MOST_SEEDS = 200  # beyond which no one would go
 
 
@@ -171,6 +172,8 @@ class _Decision:
         best = (better or by_mean)[0]
         if better:
             return "yes", self._yes(best, gaps[best.key]), best.key
+        if any(self._is_zero(base) for base in bases):
+            return "no", self._nothing_to_gain(best), best.key
         margin = self.worth * abs(self._mean(PLAIN if PLAIN in bases else LONGER))
         if all(max(gap.low for gap in gaps[amp.key].values()) > -margin for amp in amps):
             return "no", self._no(best, gaps[best.key], margin), best.key
@@ -178,6 +181,16 @@ class _Decision:
 
     def _mean(self, key: str) -> float:
         return fmean(outcome.measures[self.measure] for outcome in self.table.of(key).values())
+
+    def _is_zero(self, key: str) -> bool:
+        """Does it have no error with any of several seeds?"""
+        return self.measure in PERCENT and len(self.table.of(key)) >= FEWEST_SEEDS and self._mean(key) == 0
+
+    def _nothing_to_gain(self, best: Contender) -> str:
+        return (
+            f"No: without AMP the {self.measure} is 0 on the held-out data already ({self._others(best)}; "
+            f"{self.table.seeds()} seeds); another measure may tell them apart (measure=, --measure)."
+        )
 
     def _show(self, value: float) -> str:
         return show(self.measure, value)
@@ -230,7 +243,7 @@ class _Decision:
 
     def _what_it_takes(self, gap: Difference, margin: float, level: float) -> str:
         """How many seeds, or held-out examples, would decide a difference of this size."""
-        if gap.seeds < 3:
+        if gap.seeds < FEWEST_SEEDS:
             return f"One seed says nothing about another: at least 3 are needed.{self._time(3 - gap.seeds)}"
         target = -gap.mean if gap.mean < -margin / 2 else margin + gap.mean
         if gap.over_examples >= target and not self.new_examples:
