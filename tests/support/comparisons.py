@@ -71,4 +71,4 @@ def without_times(folder: Path) -> dict[str, Any]:
     for outcome in found["outcomes"]:
         del outcome["seconds"]
     found["sentence"] = found["sentence"].partition(" That is ")[0]
-    return {key: value for key, value in found.items() if key not in ("command", "hardware", "threads", "out")}
+    return {key: value for key, value in found.items() if key not in ("command", "commit", "threads")}
