@@ -30,7 +30,7 @@ class Contender:
 
 
 def contenders_for(
-    radii: Sequence[float] = RADII, *, own: float | None = None, auto: bool = False, passes: int = PASSES
+    radii: Sequence[float] = RADII, *, own: float | None = None, auto: bool = False, passes: float = PASSES
 ) -> list[Contender]:
     """The plain optimizer, the one with as much time, and AMP at these radii.
 
@@ -52,7 +52,7 @@ def contenders_for(
         raise ValueError(f"the radii must differ, got {', '.join(map(str, radii))}")
     found = [
         Contender(PLAIN, "plain"),
-        Contender(LONGER, f"plain, {passes} times as long", length=float(passes), passes=float(passes)),
+        Contender(LONGER, f"plain, {passes:g} times as long", length=float(passes), passes=float(passes)),
     ]
     found += [Contender(f"amp-{r:.4g}", f"AMP, ε = {r:.4g}", float(r), passes=float(passes)) for r in radii]
     if auto:

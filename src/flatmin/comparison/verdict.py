@@ -23,6 +23,7 @@ Answer = Literal["yes", "no", "cannot tell"]
 LEVEL = 0.95
 WORTH = 0.1  # of the plain optimizer's measure
 PERCENT = ("error", "ece")  # measures that are shares
+FEWEST_SEEDS = 3  # that an answer rests on
 MOST_SEEDS = 200  # beyond which no one would go
 
 
@@ -64,8 +65,14 @@ def judge(
     *,
     measure: str | None = None,
     worth: float = WORTH,
+    new_examples: bool = False,
+    seconds_a_seed: float | None = None,
 ) -> Verdict:
-    """The verdict on these outcomes, by the measure named, or by the first."""
+    """The verdict on these outcomes, by the measure named, or by the first.
+
+    new_examples      whether every seed has held-out examples of its own, so that more seeds are more examples
+    seconds_a_seed    how long all trainings of a seed take; else the sum of their seconds
+    """
     if not 0 <= worth < 1:
         raise ValueError(f"worth is a share of the plain optimizer's measure, at least 0 and below 1, got {worth!r}")
     table = _Table(contenders, outcomes)
@@ -77,7 +84,7 @@ def judge(
     if measure not in names:
         raise ValueError(f"unknown measure {measure!r}; the trainings were measured by {', '.join(names)}")
     rows = {name: table.rows(name) for name in names}
-    answer, sentence, best = _Decision(table, measure, worth).decide()
+    answer, sentence, best = _Decision(table, measure, worth, new_examples, seconds_a_seed).decide()
     return Verdict(answer, sentence, measure, best, rows, table.seeds())
 
 
@@ -142,6 +149,8 @@ class _Decision:
     table: _Table
     measure: str
     worth: float
+    new_examples: bool
+    seconds_a_seed: float | None
 
     def decide(self) -> tuple[Answer, str, str]:
         """The answer, the sentence, and the key of AMP's best."""
@@ -163,6 +172,8 @@ class _Decision:
         best = (better or by_mean)[0]
         if better:
             return "yes", self._yes(best, gaps[best.key]), best.key
+        if any(self._is_zero(base) for base in bases):
+            return "no", self._nothing_to_gain(best), best.key
         margin = self.worth * abs(self._mean(PLAIN if PLAIN in bases else LONGER))
         if all(max(gap.low for gap in gaps[amp.key].values()) > -margin for amp in amps):
             return "no", self._no(best, gaps[best.key], margin), best.key
@@ -170,6 +181,16 @@ class _Decision:
 
     def _mean(self, key: str) -> float:
         return fmean(outcome.measures[self.measure] for outcome in self.table.of(key).values())
+
+    def _is_zero(self, key: str) -> bool:
+        """Does it have no error with any of several seeds?"""
+        return self.measure in PERCENT and len(self.table.of(key)) >= FEWEST_SEEDS and self._mean(key) == 0
+
+    def _nothing_to_gain(self, best: Contender) -> str:
+        return (
+            f"No: without AMP the {self.measure} is 0 on the held-out data already ({self._others(best)}; "
+            f"{self.table.seeds()} seeds); another measure may tell them apart (measure=, --measure)."
+        )
 
     def _show(self, value: float) -> str:
         return show(self.measure, value)
@@ -222,10 +243,10 @@ class _Decision:
 
     def _what_it_takes(self, gap: Difference, margin: float, level: float) -> str:
         """How many seeds, or held-out examples, would decide a difference of this size."""
-        if gap.seeds < 3:
+        if gap.seeds < FEWEST_SEEDS:
             return f"One seed says nothing about another: at least 3 are needed.{self._time(3 - gap.seeds)}"
         target = -gap.mean if gap.mean < -margin / 2 else margin + gap.mean
-        if gap.over_examples >= target:
+        if gap.over_examples >= target and not self.new_examples:
             known = self.table.examples(self.measure)
             needed = known * (gap.over_examples / target) ** 2 * 1.5 if target > 0 else math.inf
             about = f"about {_rounded(needed)} would do" if needed < 1e7 else "far more would be needed"
@@ -233,12 +254,13 @@ class _Decision:
         deviation = gap.over_seeds / student_quantile(level, gap.seeds - 1) * math.sqrt(gap.seeds)
         for count in range(gap.seeds + 1, MOST_SEEDS):
             width = student_quantile(level, count - 1) * deviation / math.sqrt(count)
-            if math.hypot(width, gap.over_examples) < target:
+            over_examples = gap.over_examples * (math.sqrt(gap.seeds / count) if self.new_examples else 1)
+            if math.hypot(width, over_examples) < target:
                 return f"About {count} seeds would decide a difference of this size.{self._time(count - gap.seeds)}"
         return f"Not even {MOST_SEEDS} seeds would decide a difference as small as this."
 
     def _time(self, more: int) -> str:
-        seconds = self.table.seconds_a_seed() * more
+        seconds = (self.seconds_a_seed or self.table.seconds_a_seed()) * more
         return "" if not seconds else f" That is {_duration(seconds)} more at the pace so far."
 
 

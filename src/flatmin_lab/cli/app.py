@@ -12,8 +12,9 @@ import typer
 
 import flatmin
 from flatmin_lab.cli import display
-from flatmin_lab.cli.commands import bench, evaluate, reproduce, train, tune, use_model
+from flatmin_lab.cli.commands import bench, compare, evaluate, train, tune, use_model
 from flatmin_lab.cli.commands import doctor as doctor_command
+from flatmin_lab.cli.commands.reproduce import reproduce
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, option, report_errors
 from flatmin_lab.cli.overview import new_app
 from flatmin_lab.cli.signals import exit_on_signals
@@ -89,6 +90,7 @@ def doctor(
 
 
 for command in (
+    compare.compare,
     evaluate.evaluate,
     evaluate.landscape,
     use_model.predict,

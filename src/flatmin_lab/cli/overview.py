@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it.",
     "train": "Train a model by the paper's protocol; kill it at any time, and resume it with --resume.",
     "doctor": "Check this machine: versions, devices, data sets, AMP on a model. Or check your own training.",
+    "compare": "Does AMP help here? Trains plainly, plainly with as much time, and with AMP: yes, no, or cannot tell.",
     "evaluate": (
         "Measure a trained model: error, calibration, robustness, flatness. The run folder keeps it for the report."
     ),

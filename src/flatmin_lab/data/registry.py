@@ -7,6 +7,7 @@ load("pets.npz"), load("images/pets")
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -57,6 +58,12 @@ def load(
     Split(1438 images of 1 × 8 × 8 on cpu)
     """
     return _load(str(name), Path(root).expanduser(), download=download, progress=progress, size=size).to(device)
+
+
+@lru_cache(maxsize=1)
+def load_once(name: str, root: str, size: tuple[int, int] | None = None) -> Dataset:
+    """The data set, for a process that runs task after task: the last one stays in memory."""
+    return load(name, root, size=size)
 
 
 def _load(name: str, root: Path, *, download: bool, progress: Progress | None, size: tuple[int, int] | None) -> Dataset:

@@ -30,6 +30,10 @@ class NotInRunError(ValueError):
     """A file that lies in no run's folder, so nothing says which model it belongs to."""
 
 
+class UnfinishedError(RunError):
+    """The last checkpoint of a finished run is damaged, and it is to be resumed from the one before."""
+
+
 @dataclass(frozen=True)
 class TrainedRun:
     """A checkpoint, and what its run folder says about it."""
@@ -108,6 +112,15 @@ def find_run(path: Path) -> TrainedRun:
         config.get("inputs"),
         damaged_checkpoints,
     )
+
+
+def find_finished_run(folder: Path) -> TrainedRun:
+    """The last checkpoint of a finished run; where it is damaged, the run counts as unfinished from now on."""
+    found = find_run(folder)
+    if found.describe()["epoch"] != found.recipe.epochs:
+        (folder / "result.json").replace(folder / "result.json.damaged")
+        raise UnfinishedError("its last checkpoint is damaged; the same command resumes it from the one before")
+    return found
 
 
 def check_data(run: TrainedRun, data: Dataset) -> None:

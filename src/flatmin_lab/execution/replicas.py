@@ -25,7 +25,7 @@ import torch
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.events import BusyError, Event, Failed, Note, Progress, RunError, Started, Stopped
+from flatmin_lab.runs.events import BusyError, DivergedError, Event, Failed, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.runs.open_folder import check
 from flatmin_lab.training.loop import check_arguments, config_of, training_steps
 
@@ -296,7 +296,8 @@ def _failed(error: Exception, step: int | None) -> Failed:
     """The event of a run that failed. `later` where the machine is at fault: folder in use, disk full, GPU broken."""
     busy = isinstance(error, BusyError)
     full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
-    return Failed(_describe_error(error), step, later=busy or full or _is_of_gpu(error), busy=busy)
+    later, diverged = busy or full or _is_of_gpu(error), isinstance(error, DivergedError)
+    return Failed(_describe_error(error), step, later=later, busy=busy, diverged=diverged)
 
 
 def _is_of_gpu(error: Exception) -> bool:

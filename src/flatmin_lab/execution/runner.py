@@ -6,14 +6,13 @@ checkpoint. A run that fails ends with `Failed`, and the others continue.
 
 import json
 from collections.abc import Collection, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.registry import load
+from flatmin_lab.data.registry import load_once
 from flatmin_lab.evaluation import load_run, post_training
 from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.execution.task_queue import Stop
@@ -56,7 +55,7 @@ class RunTask(NamedTuple):
         return self.runs.keys()
 
     def load_data(self) -> Dataset:
-        return _load_data(next(iter(self.runs.values())).job.recipe.data, self.options.root)
+        return load_once(next(iter(self.runs.values())).job.recipe.data, self.options.root)
 
     def paths(self) -> list[Path]:
         """The folders and files that are read and written for them."""
@@ -110,11 +109,7 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
     job, store = run.job, options.store
     folder = store.folder(job)
     try:
-        weights = load_run.find_run(folder)
-        if weights.describe()["epoch"] != job.recipe.epochs:
-            (folder / "result.json").replace(folder / "result.json.damaged")
-            yield Failed("its last checkpoint is damaged; the same command resumes it from the one before", later=True)
-            return
+        weights = load_run.find_finished_run(folder)
         known = store.result(job) or _full_result(folder, at_once=options.at_once)
         subject = load_run.subject_of(weights, data, use_ema=False, device=device)
         if "clean_train_nll" not in known:
@@ -130,6 +125,8 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
                 yield Measured(part)
         remove_old_checkpoints(folder, weights.path)
         yield Finished(known)
+    except load_run.UnfinishedError as error:
+        yield Failed(str(error), later=True)
     except Exception as error:
         yield Failed(f"it was trained, but could not be evaluated: {type(error).__name__}: {error}", later=True)
 
@@ -146,8 +143,3 @@ def _full_result(folder: Path, *, at_once: int | None) -> dict[str, Any]:
     result = read_json(folder / "result.json")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {**result, "at_once": at_once, "curves": curves_of(lines, split_of(result))}
-
-
-@lru_cache(maxsize=1)
-def _load_data(name: str, root: str) -> Dataset:
-    return load(name, root)

@@ -100,6 +100,7 @@ class Failed:
     step: int | None = None
     later: bool = False  # not the run's fault, try again later: another process has it, the disk is full, the GPU broke
     busy: bool = False  # another process is training it
+    diverged: bool = False  # a loss or a weight was not finite
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ change it.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,7 +82,17 @@ def _check_path(path: Path) -> None:
         raise RunError(f"{path} cannot be written to (no permission in {above}); choose another folder with --out")
 
 
-def lock_folder(path: Path) -> IO[bytes]:
+@contextmanager
+def folder_of_runs(path: Path, what: str, *, doing: str) -> Iterator[None]:
+    """Lock a folder that holds many runs, made if missing, for this process; `what` it is, as in "tuning"."""
+    if exists(path):
+        raise FileExistsError(f"a {what} is a folder of runs, and {path} is a run itself; choose another with --out")
+    with lock_folder(path, f"another process is {doing} in"):
+        remove_temporary_files(path)
+        yield
+
+
+def lock_folder(path: Path, taken: str = "another process is training in") -> IO[bytes]:
     """Lock the folder, made if missing, for this process until the file is closed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -90,9 +101,7 @@ def lock_folder(path: Path) -> IO[bytes]:
     except OSError as error:
         raise RunError(f"{path} cannot be written to ({error}); choose another folder with --out") from error
     try:
-        lock(
-            lock_file, f"another process is training in {path}; wait for it to end, or choose another folder with --out"
-        )
+        lock(lock_file, f"{taken} {path}; wait for it to end, or choose another folder with --out")
     except BlockingIOError as error:
         lock_file.close()
         raise BusyError(str(error)) from error

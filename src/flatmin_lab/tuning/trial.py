@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.registry import load
+from flatmin_lab.data.registry import load_once
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.events import DivergedError, Epoch, Event, Failed, Finished, Progress, Started, Stopped
@@ -37,7 +36,7 @@ class TrialTask(NamedTuple):
         return (self.draw.number,)
 
     def load_data(self) -> Dataset:
-        return _load_data(self.recipe.data, self.root, self.recipe.size)
+        return load_once(self.recipe.data, self.root, self.recipe.size)
 
     def paths(self) -> list[Path]:
         """The folders that are read and written for it."""
@@ -81,8 +80,3 @@ def _earlier_epochs(folder: Path) -> Iterator[Epoch]:
     for text in path.read_text().splitlines() if path.exists() else ():
         line = json.loads(text)
         yield Epoch(epoch=line["epoch"], step=line["step"], numbers=line)
-
-
-@lru_cache(maxsize=1)
-def _load_data(name: str, root: str, size: tuple[int, int] | None) -> Dataset:
-    return load(name, root, size=size)

@@ -14,7 +14,6 @@ stop. A trial that diverges has failed, and the others continue; any other error
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.executor import Executor, run_tasks
 from flatmin_lab.execution.local import ThisProcess
 from flatmin_lab.execution.task_queue import Stop
-from flatmin_lab.runs import config as run_config
-from flatmin_lab.runs.events import BusyError, Epoch, Event, Failed, Finished, RunError, Started, Stopped
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Started, Stopped
+from flatmin_lab.runs.open_folder import folder_of_runs
 from flatmin_lab.runs.result_store import remove_old_checkpoints
-from flatmin_lab.system.files import lock, remove_temporary_files
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.erm_comparison import Comparison, compare, read_scores
@@ -69,7 +67,10 @@ def tune(
         first = next(iter(train(search.recipe, data, seed=search.seed, device=executor.device)))
         if isinstance(first, Started) and first.threads is not None:
             facts["threads"] = min(facts["threads"], first.threads)  # workers have one, whatever this process has
-    with _locked(folder), open_study(search, data, folder=folder, storage=storage) as study:
+    with (
+        folder_of_runs(folder, "tuning", doing="tuning"),
+        open_study(search, data, folder=folder, storage=storage) as study,
+    ):
         tracker = _TrialTracker(
             study=study,
             data=data,
@@ -86,25 +87,6 @@ def tune(
             if (counted := tracker.receive(task, event)) is not None:
                 yield task.draw, counted
         tracker.write()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder for this process."""
-    if run_config.exists(folder):
-        raise FileExistsError(f"a tuning is a folder of runs, and {folder} is a run itself; choose another with --out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = (folder / ".lock").open("ab")
-    except OSError as error:
-        raise RunError(f"{folder} cannot be written to ({error}); choose another folder with --out") from error
-    with held:
-        try:
-            lock(held, f"another process is tuning in {folder}; wait for it to end, or choose another with --out")
-        except BlockingIOError as error:
-            raise BusyError(str(error)) from error
-        remove_temporary_files(folder)
-        yield
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,6 +1,7 @@
 """The verdict: yes, no, or cannot tell, with what it would take; and a sentence that has the numbers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,3 +153,24 @@ def test_bad_input(wrong: Callable[[], object], message: str) -> None:
 def test_nothing_trained_yet() -> None:
     assert judge(CONTENDERS, []).answer == "cannot tell"
     assert show("error", float("inf")) == "—"
+
+
+def test_new_examples_with_every_seed_make_more_seeds_worth_it() -> None:
+    found = outcomes({"amp-0.1": 0.17}, seeds=5, examples=200)
+    same, new = (judge(CONTENDERS, found, new_examples=each) for each in (False, True))
+    assert same.answer == new.answer == "cannot tell"
+    assert "More seeds will not decide it" in same.sentence
+    assert "seeds would decide a difference of this size" in new.sentence
+
+
+def test_the_time_of_a_seed_may_be_known_better_than_by_the_sum_of_its_trainings() -> None:
+    found = outcomes({}, seeds=1)
+    assert "That is 10 minutes more" in judge(CONTENDERS, found).sentence  # five trainings of a minute, twice
+    assert "That is 4 minutes more" in judge(CONTENDERS, found, seconds_a_seed=120.0).sentence
+
+
+def test_where_no_error_is_left_there_is_nothing_to_gain() -> None:
+    found = [replace(one, measures={"error": 0.0}) for one in outcomes({}, seeds=3)]
+    assert judge(CONTENDERS, found).sentence.startswith("No: without AMP the error is 0 on the held-out data already")
+    few = [one for one in found if one.seed < 2]
+    assert judge(CONTENDERS, few).answer == "cannot tell"

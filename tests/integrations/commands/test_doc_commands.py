@@ -84,6 +84,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for place in ("mine.py", "path/to/mine.py", "mymodule.py"):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text(training + networks + MINE)
+    (to_compare, *_) = [block.text for block in blocks(ROOT / "docs" / "comparing.md", "python")]
+    (tmp_path / "training.py").write_text(to_compare)
     for number in range(20):
         picture = tmp_path / "pictures" / ("cats", "dogs")[number % 2] / f"{number}.png"
         picture.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +150,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _forget_recipes()
     yield
     _forget_recipes()
-    for name in ("mine", "mymodule"):
+    for name in ("mine", "mymodule", "training"):
         sys.modules.pop(name, None)
 
 

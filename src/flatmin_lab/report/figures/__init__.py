@@ -8,6 +8,7 @@ drawn.data["beta"]
 from flatmin_lab.system.optional_deps import needed_by
 
 with needed_by("flatmin_lab.report.figures"):  # matplotlib
+    from flatmin_lab.report.figures.compare import forest, seed_curves
     from flatmin_lab.report.figures.decision_boundary import boundaries
     from flatmin_lab.report.figures.landscapes import contours, lines, surfaces
     from flatmin_lab.report.figures.results import (
@@ -36,6 +37,7 @@ __all__ = [
     "contours",
     "curves",
     "epsilon_sweep",
+    "forest",
     "frontier",
     "gaussian_surface",
     "gradient_penalty",
@@ -44,6 +46,7 @@ __all__ = [
     "operational_region",
     "reliability_diagram",
     "risk_and_amp_risk",
+    "seed_curves",
     "surfaces",
     "tuning",
 ]

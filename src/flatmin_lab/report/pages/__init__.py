@@ -2,6 +2,7 @@
 
 report.py         `flatmin report`
 demo.py           `flatmin demo`
+compare.py        `flatmin compare`
 theory.py         `flatmin theory`
 landscape.py      `flatmin landscape`, and the report's landscape section
 tuning.py         the report's section about a tuning

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from flatmin_lab.bench import amp_cost, time_estimate
 from flatmin_lab.cli import display
-from flatmin_lab.cli.commands import reproduce_view
-from flatmin_lab.cli.commands.reproduce_select import Selection, experiments_named, select_runs
+from flatmin_lab.cli.commands.reproduce import reproduce_view
+from flatmin_lab.cli.commands.reproduce.reproduce_select import Selection, experiments_named, select_runs
 from flatmin_lab.cli.options import (
     DEFAULT_DATA_DIR,
     Address,

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatmin_lab.cli import display
-from flatmin_lab.cli.commands.reproduce_select import Selection
+from flatmin_lab.cli.commands.reproduce.reproduce_select import Selection
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.paper_tables import Experiment

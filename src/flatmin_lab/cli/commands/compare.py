@@ -1,0 +1,263 @@
+"""`flatmin compare`: does AMP help? On the laboratory's data, or in a training of one's own. Flags and output alone.
+
+The trainings on the laboratory's data are in comparing/, those of one's own in `flatmin.compare`.
+"""
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+import flatmin
+from flatmin.comparison import RADII
+from flatmin.comparison.run_comparison import Progress
+from flatmin.doctor.finding import Crash
+from flatmin_lab.cli import display
+from flatmin_lab.cli.commands import compare_view
+from flatmin_lab.cli.config_file import ConfigValues
+from flatmin_lab.cli.options import (
+    DEFAULT_DATA_DIR,
+    ConfigFile,
+    DataDir,
+    Debug,
+    Download,
+    open_executor,
+    option,
+    report_errors,
+)
+from flatmin_lab.cli.request import data_location, read_data
+from flatmin_lab.cli.signals import exit_code, exit_on_signals, stop_on_signals
+from flatmin_lab.cli.training_options import (
+    check_milestones,
+    method_settings,
+    parse_numbers,
+    recipe_changes,
+    recipe_options,
+)
+from flatmin_lab.comparing import comparison_file
+from flatmin_lab.comparing.comparer import Comparison, about_entries
+from flatmin_lab.comparing.comparison_file import About
+from flatmin_lab.comparing.contender_recipes import entries_for
+from flatmin_lab.comparing.time_budget import TimeBudget
+from flatmin_lab.data import DATA_SETS
+from flatmin_lab.execution.process_pool import cores
+from flatmin_lab.models.user_model import short_name
+from flatmin_lab.system.machine import device_named, facts
+from flatmin_lab.system.optional_deps import need
+from flatmin_lab.system.user_code import UserCodeError, is_user_code, load_function, located
+
+HOW = "How they run"
+COMPARISONS = Path("comparisons")
+PAGE = "comparison.html"
+MEASURES = ("error", "nll", "ece")  # of the laboratory's data
+OF_BOTH = ("epochs", "seeds", "minutes", "measure", "radii", "out")  # flags that a training of one's own has too
+
+
+@recipe_options(
+    after={"training": "data", "config": "init_except", "device": "deterministic"},
+    without=("method", "ema", "validation", "epsilon"),
+)
+def compare(
+    training: Annotated[
+        str | None, typer.Argument(help="Your own training: mymodule:make_training, or file.py:make_training.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="How often all is trained, including earlier calls.", min=1)] = 3,
+    minutes: Annotated[
+        float | None, option("Begin no training that would not end in so many minutes; default: all seeds.")
+    ] = None,
+    radii: Annotated[
+        str | None, option("AMP's radii, as in 0.03,0.1,0.3; default: three around the one that suits.")
+    ] = None,
+    measure: Annotated[
+        str | None, option("What decides: error, nll or ece, or one of your own; default: error, or your first.")
+    ] = None,
+    out: Annotated[Path | None, option("The comparison's folder; default: comparisons/DATA-MODEL-LENGTH.")] = None,
+    config: ConfigFile = None,
+    device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
+    workers: Annotated[
+        int | None, option("On a CPU: trainings at once, a process each; default: one per core.", min=1, panel=HOW)
+    ] = None,
+    checkpoint_epochs: Annotated[int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=HOW)] = 1,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    download: Download = False,
+    debug: Debug = False,
+    **flags: Any,
+) -> None:
+    """Does AMP help here? Trains plainly, plainly with as much time, and with AMP: yes, no, or cannot tell.
+
+    On a data set of --data, with the flags of train; or in a training of your own. If killed, the same command resumes.
+    """
+    with report_errors(debug):
+        page: Any = need("flatmin_lab.report.pages.compare", "flatmin compare")
+        given = {"seeds": seeds, "minutes": minutes, "radii": radii, "measure": measure, "out": out}
+        of_lab = {**flags, "config": config, "device": device, "workers": workers}
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f"--minutes must be above 0, got {minutes:g}; leave it out to train all seeds")
+        chosen = None if radii is None else parse_numbers(radii)
+        console = display.terminal()
+        if training is not None:
+            _check_own(training, of_lab)
+            command = _command({"": training, "epochs": flags["epochs"], **given})
+            content, folder = _compare_own(training, flags["epochs"], given, chosen, command, console)
+            reason = None
+        else:
+            command = _command({**of_lab, **given, "data_dir": None if data_dir == DEFAULT_DATA_DIR else data_dir})
+            comparison = _comparison(of_lab, given, chosen, data_dir, download=download)
+            comparison.about = replace(comparison.about, command=command)
+            comparison.root, comparison.checkpoint_epochs = str(data_dir), checkpoint_epochs
+            asked: dict[str, Any] = {"address": None, "gpus": None, "device": device, "workers": workers}
+            with (
+                open_executor("local", **asked, console=console, default_workers=cores) as there,
+                stop_on_signals() as stop,
+            ):
+                about = replace(comparison.about, facts=there.facts())
+                comparison.about = about
+                _, at_once = there.capacity(len(comparison.entries))
+                display.say(console, compare_view.headline(about, comparison.entries, f"{there.hardware}, {at_once}"))
+                events = comparison.run(there, stop=stop)
+                compare_view.follow(events, console, comparison, there)
+                reason = stop()
+            content, folder = comparison.content(), comparison.folder
+        (folder / PAGE).write_text(page.compare_page(content), encoding="utf-8")
+        display.say(console, f"the page: {folder / PAGE}; everything is in {folder}")
+        compare_view.show(content)
+        if reason is not None:
+            display.say(console, f"stopped by {reason}; the same command resumes")
+            raise typer.Exit(exit_code(reason))
+
+
+def _command(given: Mapping[str, Any]) -> str:
+    """The command with these flags; those without a value were not given."""
+    words = ["flatmin", "compare"]
+    for name, value in given.items():
+        flag = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
+        match value:
+            case None:
+                continue
+            case bool():
+                words.append(flag if value else f"--no-{flag[2:]}")
+            case list():
+                words += [word for one in value for word in (flag, str(one))]
+            case tuple():
+                words += [flag, *map(str, value)]
+            case _:
+                words += ([flag] if name else []) + [f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)
+
+
+# ---- the laboratory's data
+
+
+def _comparison(
+    flags: Mapping[str, Any],
+    given: Mapping[str, Any],
+    radii: Iterable[float] | None,
+    data_dir: Path,
+    *,
+    download: bool,
+) -> Comparison:
+    start = ConfigValues({}) if flags["config"] is None else ConfigValues.of(flags["config"])
+    changes = start.changes(recipe_changes(flags))
+    settings = method_settings({**flags, "epsilon": None})
+    data = flags["data"] or start.data
+    if data is None:
+        raise ValueError(
+            f"compare takes --data, a data set ({', '.join(DATA_SETS)}, or a path), or a training of your own, as in "
+            "flatmin compare mymodule:make_training"
+        )
+    if given["measure"] not in (None, *MEASURES):
+        raise ValueError(f"--measure is one of {', '.join(MEASURES)}, got {given['measure']!r}")
+    dataset = read_data(data, data_dir, download=download, size=changes.get("size"))
+    changes = {key: value for key, value in changes.items() if key not in ("validation", "ema")}
+    entries = entries_for(
+        data_location(data), dataset, changes=changes, settings=settings, radii=None if radii is None else list(radii)
+    )
+    plain = entries[0].recipe
+    check_milestones(flags["milestones"], plain)
+    name = f"{dataset.name}-{short_name(plain.model)}-{plain.epochs}-epochs"
+    minutes = given["minutes"]
+    return Comparison(
+        entries,
+        dataset,
+        given["out"] or COMPARISONS / name,
+        about_entries(entries, dataset, seeds=given["seeds"]),
+        budget=TimeBudget(None if minutes is None else 60 * minutes),
+        measure=given["measure"],
+    )
+
+
+# ---- a training of one's own
+
+
+def _check_own(training: str, flags: Mapping[str, Any]) -> None:
+    if not is_user_code(training):
+        raise ValueError(
+            f"compare takes mymodule:make_training or file.py:make_training, got {training!r}; a data set is named "
+            "with --data"
+        )
+    if foreign := [name for name, value in flags.items() if value is not None and name not in OF_BOTH]:
+        raise ValueError(
+            f"a training of your own has its own data, model and optimizer, got --{foreign[0].replace('_', '-')} "
+            f"beside {training}; leave out one of the two"
+        )
+
+
+def _compare_own(
+    training: str,
+    epochs: int | None,
+    given: Mapping[str, Any],
+    radii: Iterable[float] | None,
+    command: str,
+    console: Console,
+) -> tuple[Mapping[str, Any], Path]:
+    make_training = load_function(training, "make_training")
+    folder = given["out"] or COMPARISONS / short_name(located(training, "make_training"))
+    chosen = RADII if radii is None else tuple(radii)
+    watch = compare_view.OwnProgress(console, given["seeds"], len(chosen))
+
+    def progress(event: Progress) -> None:
+        if event.outcome is not None and event.outcome.measures:
+            _check_measure(given["measure"], event.outcome.measures)
+        watch.show(event)
+
+    display.say(console, f"{training}: {given['seeds']} seeds; the doctor looks first")
+    try:
+        with exit_on_signals():
+            found = flatmin.compare(
+                make_training,
+                epochs=epochs,
+                seeds=given["seeds"],
+                minutes=given["minutes"],
+                radii=chosen,
+                measure=given["measure"],
+                out=folder,
+                progress=progress,
+            )
+    except Crash as crash:
+        seen = crash.finding()
+        raise UserCodeError(f"{seen.name} raised an error:\n{seen.seen}") from crash.error
+    for finding in found.findings:
+        display.say(console, f"note: {finding.name}: {finding.seen} → {finding.change}", style="yellow")
+    about = About(
+        title=training,
+        what=f"{training}, as it is, with the plain optimizer and with AMP around it",
+        held_out="what make_training returns as held_out or evaluate",
+        wanted=given["seeds"],
+        identity={"training": training},
+        command=command,
+        facts=facts(torch.device("cpu") if not torch.cuda.is_available() else device_named(None)),
+    )
+    content = comparison_file.content(about, found.contenders, found.outcomes, found.verdict, stopped=found.stopped)
+    comparison_file.write(folder, content)
+    return content, folder
+
+
+def _check_measure(measure: str | None, measures: Mapping[str, float]) -> None:
+    """Now, after the first training, and not after the last."""
+    if measure is not None and measure not in measures:
+        raise ValueError(f"unknown measure {measure!r}; the trainings are measured by {', '.join(measures)}")

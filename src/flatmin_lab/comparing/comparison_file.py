@@ -1,0 +1,130 @@
+"""comparison.json: the verdict, and what it rests on. Written after every training, for the page and for programs.
+
+What identifies a comparison is in `identity`; a folder holds one. The values of single held-out examples are in the
+files of the outcomes beside it.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatmin.comparison import Contender, Difference, Outcome, Row, Verdict, show_gap
+from flatmin_lab.recipes.recipe import differences
+from flatmin_lab.system.files import atomic_write
+from flatmin_lab.system.json_data import read_json
+
+FILE = "comparison.json"
+TITLES = {"error": "error", "nll": "NLL", "ece": "ECE"}  # of measures; a user's own have their names
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What was compared, in words and in numbers."""
+
+    title: str  # "convnet on digits"
+    what: str  # one line
+    held_out: str  # which data the trainings are measured on
+    wanted: int  # seeds
+    identity: Mapping[str, Any]
+    command: str = ""  # that repeats it
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the machine
+
+
+def content(
+    about: About, contenders: Sequence[Contender], outcomes: Sequence[Outcome], verdict: Verdict, *, stopped: str = ""
+) -> dict[str, Any]:
+    """`stopped`: why there are fewer seeds than wanted."""
+    return {
+        "answer": verdict.answer,
+        "sentence": verdict.sentence,
+        "measure": verdict.measure,
+        "best": verdict.best,
+        "seeds": verdict.seeds,
+        "stopped": stopped,
+        **{key: value for key, value in asdict(about).items() if key not in ("identity", "facts")},
+        "contenders": [asdict(contender) for contender in contenders],
+        "rows": {measure: [_row(row) for row in rows] for measure, rows in verdict.rows.items()},
+        "outcomes": [
+            {key: value for key, value in asdict(outcome).items() if key != "per_example"} for outcome in outcomes
+        ],
+        "identity": dict(about.identity),
+        **about.facts,
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "contender": row.contender.key,
+        "mean": _finite(row.mean),
+        "deviation": _finite(row.deviation),
+        "values": list(row.values),
+        "failed": row.failed,
+        "from_plain": _difference(row.from_plain),
+        "from_longer": _difference(row.from_longer),
+    }
+
+
+def _difference(found: Difference | None) -> dict[str, Any] | None:
+    """Its mean and its 95 % interval; of one seed there is no interval."""
+    if found is None or not found.seeds:
+        return None
+    return {"mean": found.mean, "low": _finite(found.low), "high": _finite(found.high), "seeds": found.seeds}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def interval_text(measure: str, found: Mapping[str, Any] | None) -> str:
+    """A difference of two rows and its interval, shares in points; of one seed there is no interval.
+
+    >>> interval_text("error", {"mean": -0.01, "low": -0.015, "high": -0.005, "seeds": 3})
+    '−1.00 (−1.50 to −0.50)'
+    """
+    if found is None:
+        return ""
+    mean, low, high = (
+        "" if found[part] is None else show_gap(measure, found[part]).removesuffix(" points")
+        for part in ("mean", "low", "high")
+    )
+    return f"{mean} ({low} to {high})" if low else mean
+
+
+def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Raise where the folder holds another comparison, or something else that is not to be mixed with it."""
+    path = folder / FILE
+    if not path.exists():
+        if foreign := sorted(entry.name for entry in _entries(folder)):
+            raise FileExistsError(
+                f"a comparison needs a folder of its own, and {folder} holds {', '.join(foreign[:3])}; choose another "
+                "with --out"
+            )
+        return
+    there = read_json(path).get("identity")
+    if not isinstance(there, dict):
+        raise ValueError(f"{path} is not a comparison of this flatmin; choose another folder with --out")
+    if apart := _apart(there, identity):
+        raise ValueError(
+            f"{folder} holds another comparison: {'; '.join(apart)}. Give the values of then to go on with it, or "
+            "choose another folder with --out"
+        )
+
+
+def _apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The differences in words; those of recipes field by field."""
+    found = differences(there.get("recipe", {}), here.get("recipe", {}))
+    rest = [{key: value for key, value in one.items() if key != "recipe"} for one in (there, here)]
+    return found + differences(*rest)
+
+
+def _entries(folder: Path) -> list[Path]:
+    found = list(folder.iterdir()) if folder.is_dir() else []
+    return [entry for entry in found if not entry.name.startswith(".")]
+
+
+def write(folder: Path, found: Mapping[str, Any]) -> None:
+    with atomic_write(folder / FILE) as file:
+        file.write((json.dumps(found, indent=1, allow_nan=False) + "\n").encode())

@@ -1,0 +1,139 @@
+"""Contenders of one seed: trained together or one by one, then measured on the held-out examples, one by one.
+
+Each has a run folder, started or resumed, and beside it the file of its outcome, which says that it has ended. A
+training that diverges has an outcome too.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flatmin.comparison import Outcome
+from flatmin.comparison.held_out import measure_pairs
+from flatmin.comparison.outcome import file_name
+from flatmin_lab.comparing.contender_recipes import Entry
+from flatmin_lab.data.batches import in_order
+from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.registry import load_once
+from flatmin_lab.evaluation.load_run import UnfinishedError, find_finished_run, subject_of
+from flatmin_lab.execution.replicas import train_together
+from flatmin_lab.execution.task_queue import Stop
+from flatmin_lab.recipes.recipe import Job
+from flatmin_lab.runs.events import Event, Failed, Finished, Progress, RunError
+from flatmin_lab.runs.result_store import remove_old_checkpoints
+from flatmin_lab.training.captured_forward import EVAL_BATCH_SIZE
+
+CURVES = {"error": "validation_error", "nll": "validation_nll", "ece": "validation_ece", "training loss": "train_loss"}
+
+
+class TrainingTask(NamedTuple):
+    """Contenders of one seed, by the numbers of their trainings, for one device."""
+
+    entries: Mapping[int, Entry]
+    seed: int
+    folder: Path  # of the comparison
+    device: str
+    root: str  # the folder of the data sets
+    checkpoint_epochs: int
+
+    @property
+    def numbers(self) -> Collection[int]:
+        return self.entries.keys()
+
+    def load_data(self) -> Dataset:
+        recipe = next(iter(self.entries.values())).recipe
+        return load_once(recipe.data, self.root, recipe.size)
+
+    def paths(self) -> list[Path]:
+        """The folders and files that are read and written for it."""
+        keys = [entry.contender.key for entry in self.entries.values()]
+        return [
+            path
+            for key in keys
+            for path in (run_folder(self.folder, key, self.seed), self.folder / file_name(key, self.seed))
+        ]
+
+    def moved_to(self, folder: Path) -> "TrainingTask":
+        """The same trainings, in that folder."""
+        return self._replace(folder=folder)
+
+
+def run_folder(folder: Path, contender: str, seed: int) -> Path:
+    return folder / Path(file_name(contender, seed)).stem
+
+
+def train_contenders(task: TrainingTask, dataset: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
+    """Train them, and write the outcome of each before its last event."""
+    data, numbers = dataset.to(task.device), list(task.entries)
+    entries = list(task.entries.values())
+    events = train_together(
+        [Job(entry.recipe, task.seed) for entry in entries],
+        data,
+        device=task.device,
+        folders=[run_folder(task.folder, entry.contender.key, task.seed) for entry in entries],
+        resume=True,
+        stop=stop,
+        checkpoint_epochs=task.checkpoint_epochs,
+    )
+    try:
+        for index, event in events:
+            entry = entries[index]
+            if isinstance(event, Failed) and event.diverged:
+                Outcome(entry.contender.key, task.seed, {}, failed=event.what).write(task.folder)
+            if isinstance(event, Finished):
+                yield numbers[index], _measured(task, entry, event, data)
+            elif not isinstance(event, Progress):
+                yield numbers[index], event
+    except RunError:  # raised at the end if trainings failed; each has yielded its own Failed
+        pass
+
+
+def _measured(task: TrainingTask, entry: Entry, ended: Finished, data: Dataset) -> Finished | Failed:
+    """Write the outcome of a run; how it ended, as measured."""
+    try:
+        outcome = measure_run(task, entry, ended.result, data)
+    except UnfinishedError as error:
+        return Failed(str(error), later=True)
+    outcome.write(task.folder)
+    return ended if outcome.failed is None else Failed(outcome.failed, diverged=True)
+
+
+def measure_run(task: TrainingTask, entry: Entry, result: Mapping[str, Any], data: Dataset) -> Outcome:
+    """What a finished run came to on the held-out tenth of its training set."""
+    folder = run_folder(task.folder, entry.contender.key, task.seed)
+    weights = find_finished_run(folder)
+    subject = subject_of(weights, data, use_ema=False, device=torch.device(task.device))
+    assert subject.split_name == "validation"
+    with torch.no_grad():
+        found = measure_pairs(subject.model, in_order(subject.test, subject.normalise, batch_size=EVAL_BATCH_SIZE))
+    remove_old_checkpoints(folder, weights.path)
+    failed = found.failure()
+    return Outcome(
+        entry.contender.key,
+        task.seed,
+        {} if failed else found.measures,
+        per_example={} if failed else found.per_example,
+        curve=_curve(folder),
+        seconds=float(result["seconds"]),
+        failed=failed,
+    )
+
+
+def _curve(folder: Path) -> list[dict[str, float]]:
+    """What was measured after each epoch, where it is finite."""
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {
+            "epoch": line["epoch"],
+            **{name: line[key] for name, key in CURVES.items() if _is_finite(line.get(key))},
+        }
+        for line in lines
+    ]
+
+
+def _is_finite(value: Any) -> bool:
+    return value is not None and math.isfinite(value)
