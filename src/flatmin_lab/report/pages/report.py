@@ -20,7 +20,7 @@ from flatmin_lab.report.columns import COLUMNS, Column
 from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of
 from flatmin_lab.report.figures import decision_boundary
 from flatmin_lab.report.figures.style import DrawnFigure, legend_sample, svg
-from flatmin_lab.report.html import data_link, pool_bins, render
+from flatmin_lab.report.html import data_link, format_p, pool_bins, render
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import LoadedResults, Run
 from flatmin_lab.report.pages import landscape, summary_text, tuning
@@ -82,7 +82,7 @@ def report_page(found: LoadedResults) -> str:
         flatmin=flatmin.__version__,
         colours=landscape.height_colours(),
         script=landscape.surface_script(),
-        format_p=summary_text.format_p,
+        format_p=format_p,
         titles=TITLES,
         paper_cost=paper_numbers,
         cost_blocks=BLOCKS,

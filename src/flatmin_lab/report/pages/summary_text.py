@@ -4,7 +4,7 @@ import math
 from statistics import mean
 
 from flatmin_lab.report.comparison import Cell, Group, Row
-from flatmin_lab.report.html import mean_and_std
+from flatmin_lab.report.html import format_p, mean_and_std
 from flatmin_lab.report.stats import LEVEL, MIN_RUNS
 
 SENTENCE_MEASURES = {
@@ -93,13 +93,6 @@ def _verdict(erm: Cell, amp: Cell) -> str:
     if amp.p >= LEVEL:
         return f"no significant difference ({n}, p\u00a0{format_p(amp.p)})"
     return f"significantly {'lower' if amp.better else 'higher'} ({n}, p\u00a0{format_p(amp.p)})"
-
-
-def format_p(p: float) -> str:
-    """A p-value as written after "p": with two or three digits, or as a bound."""
-    if p < 0.001:
-        return "<\u00a00.001"
-    return f"=\u00a0{p:.2f}" if p >= 0.1 else f"=\u00a0{p:.3f}"
 
 
 def _without_both(group: Group) -> str:
