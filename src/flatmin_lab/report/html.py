@@ -65,7 +65,8 @@ def format_p(p: float) -> str:
 
 
 def joined(words: Sequence[str]) -> str:
-    """
+    """Words as a list in a sentence.
+
     >>> joined(["a", "b", "c"])
     'a, b and c'
     """

@@ -2,6 +2,7 @@
 
 report.py         `flatmin report`
 demo.py           `flatmin demo`
+demo_networks.py  its closer look at two networks
 theory.py         `flatmin theory`
 landscape.py      `flatmin landscape`, and the report's landscape section
 tuning.py         the report's section about a tuning

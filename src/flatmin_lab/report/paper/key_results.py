@@ -110,7 +110,11 @@ def _shorter(protocols: Sequence[ProtocolEvidence]) -> str:
         by_kind = {kind: [claim for claim in tested if claim.verdict == kind] for kind in kinds}
         epochs = next(length.epochs for name, length in PROTOCOLS.items() if name == protocol.name)
         words = f"With {epochs} epochs (“{protocol.name}”) {_share(len(by_kind[HOLDS]), len(tested))} tested claims"
-        lists = [f"{word}: {_listed(_merged(by_kind[kind], with_numbers=False))}" for kind, word in kinds.items() if by_kind[kind]]
+        lists = [
+            f"{word}: {_listed(_merged(by_kind[kind], with_numbers=False))}"
+            for kind, word in kinds.items()
+            if by_kind[kind]
+        ]
         sentences.append(f"{words} {'; '.join(lists)}." if by_kind[HOLDS] else f"{words} hold; {'; '.join(lists)}.")
     return " ".join(sentences) or "No claim has been tested with shorter runs."
 
@@ -125,7 +129,7 @@ def _missing(claims: Sequence[ClaimVerdict], found: Evidence) -> str:
     if few:
         towards = sum(claim.verdict == POINTS_THAT_WAY for claim in few)
         parts.append(
-            f"{len(few)} of the paper's {len(claims)} claims have too few runs for a test (fewer than three on a side); "
+            f"{len(few)} of the paper's {len(claims)} claims have too few runs for a test, fewer than three on a side; "
             f"{towards} of them point the paper's way"
         )
     if none:
