@@ -66,7 +66,7 @@ def measure(run: TrainedRun, data: Dataset) -> dict[str, Any]:
         "train": len(subject.train),
         "held_out": len(held_out.test),
         "digits": _digits(run, data, subject),
-        "calibration": _calibration(subject, held_out.test),
+        "calibration": calibration(subject, held_out.test),
         "landscape": line,
     }
 
@@ -87,7 +87,7 @@ def _digits(run: TrainedRun, data: Dataset, subject: Subject) -> list[dict[str, 
     ]
 
 
-def _calibration(subject: Subject, held_out: Split) -> dict[str, Any]:
+def calibration(subject: Subject, held_out: Split) -> dict[str, Any]:
     """Scores on the test digits as they are, and divided by the temperature of the held-out ones."""
     test = _logits(subject, subject.test)
     found: dict[str, Any] = {"plain": score_logits(test, subject.test.y), "temperature": None, "scaled": None}

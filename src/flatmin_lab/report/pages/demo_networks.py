@@ -95,7 +95,9 @@ def _lines(found: Mapping[str, Mapping[str, Any]]) -> list[Markup]:
     drawn = []
     for split in first["splits"]:
         losses = {method: own["landscape"]["splits"][split]["line"] for method, own in found.items()}
-        drawn.append(Markup(svg(figures.lines(first["axis"], {split: losses}))))
+        drawn.append(
+            Markup(svg(figures.lines(first["axis"], {split: losses}, methods={method: method for method in losses})))
+        )
     return drawn
 
 
