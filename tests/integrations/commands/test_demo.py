@@ -11,9 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from flatmin_lab.cli.commands import demo, demo_networks
+from flatmin_lab.cli.commands import demo
 from flatmin_lab.data import load
 from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.evaluation import close_up
 from flatmin_lab.evaluation.load_run import TrainedRun, find_run, subject_of
 from flatmin_lab.execution.process_pool import train_in_pool
 from flatmin_lab.methods import METHODS
@@ -115,7 +116,7 @@ def test_the_temperature_never_sees_the_test_labels(tmp_path: Path) -> None:
 
 def _calibration_with(run: TrainedRun, data: Dataset, trained_on: Dataset) -> dict[str, Any]:
     held_out = subject_of(run, trained_on, use_ema=False, device=torch.device("cpu"))
-    return demo_networks.calibration(replace(held_out, test=data.test), held_out.test)
+    return close_up.calibration(replace(held_out, test=data.test), held_out.test)
 
 
 def test_a_phone_never_scrolls_sideways(page: Path) -> None:

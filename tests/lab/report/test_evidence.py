@@ -148,9 +148,7 @@ def test_sentences_turn_with_the_numbers(tmp_path: Path) -> None:
             write_result(tmp_path, cell("paper", "cifar10", "preactresnet18", method), seed, error)
     told = {result.topic: result.sentence for result in key_results_of(tmp_path)}
     assert "none of" in told["Agrees with the paper"]
-    assert told["Does not agree, or is not shown"].startswith(
-        "Contradicted: AMP has a lower error than ERM on CIFAR-10"
-    )
+    assert told["Does not agree, or is not shown"].startswith("Contradicted: AMP has a lower error, a lower NLL")
     assert "do not agree: ERM on CIFAR-10 under “paper”" in told["Beside the paper's numbers"]
 
 

@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flatmin_lab.cli.commands.demo_networks import network_jobs, train_and_measure
 from flatmin_lab.cli.display import bars, say
 from flatmin_lab.data.sources.digits import load
+from flatmin_lab.execution.close_up_task import close_up_jobs, train_with_close_up
 from flatmin_lab.execution.process_pool import cores, train_in_pool
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
@@ -55,7 +55,7 @@ def run_demo(out: Path, *, seeds: int, noise: float, epochs: int, workers: int |
         raise ValueError(f"--noise must be 0, or change at least one of the {len(data.train)} labels, got {noise}")
     recipes = {name: default_recipe("digits", data, method=name, label_noise=noise, epochs=epochs) for name in ORDER}
     jobs = [Job(recipe, seed) for recipe in recipes.values() for seed in range(seeds)]
-    looks = network_jobs(recipes)
+    looks = close_up_jobs(recipes)
     start = perf_counter()
     networks, runs = _split(train_all([*looks, *jobs], workers, console), len(looks))
     summary: dict[str, Any] = {
@@ -68,7 +68,7 @@ def run_demo(out: Path, *, seeds: int, noise: float, epochs: int, workers: int |
         "seconds": perf_counter() - start,
         "facts": {**facts(torch.device("cpu")), "threads": 1},
         "runs": runs,
-        "networks": {run["method"]: run["network"] for run in reversed(networks)},
+        "networks": {run["method"]: run["close_up"] for run in reversed(networks)},
     }
     Console(highlight=False).print(table(runs, with_noise=noise > 0))
     for name, content in (("demo.json", json.dumps(summary, indent=1)), ("demo.html", demo_page(summary))):
@@ -83,7 +83,7 @@ def train_all(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[
     results: list[dict[str, Any] | None] = [None] * len(jobs)
     with bars(console) as progress:
         task = progress.add_task("training", total=sum(job.recipe.epochs for job in jobs), numbers="")
-        for number, event in train_in_pool(jobs, workers=workers, work=train_and_measure):
+        for number, event in train_in_pool(jobs, workers=workers, work=train_with_close_up):
             if isinstance(event, Epoch):
                 lines[number].append(dict(event.numbers))
                 progress.advance(task)

@@ -1,64 +1,32 @@
-"""The demo's closer look at two networks: their answers to wrong labels, the loss around them, their calibration.
+"""A network close up: its answers to wrong labels, the loss around its weights, its calibration.
 
-ERM and AMP are trained once more with seed 0 on nine tenths of the training digits. The tenth that is held out has true
-labels and fits the temperature T of
+For a run on nine tenths of the training set. The tenth that is held out has true labels and fits the temperature T of
 
     p = softmax(z / T),
 
-one number that changes how confident a network is and no answer. The test digits only measure what that does.
+one number that changes how confident a network is and no answer. The test set only measures what that does.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from flatmin import metrics
 from flatmin_lab.data.dataset import Dataset, Split
-from flatmin_lab.data.registry import load
 from flatmin_lab.evaluation import landscapes
-from flatmin_lab.evaluation.load_run import TrainedRun, find_run, subject_of
+from flatmin_lab.evaluation.load_run import TrainedRun, subject_of
 from flatmin_lab.evaluation.subject import Subject
-from flatmin_lab.execution.process_pool import Stop, TrainTask, train_task
-from flatmin_lab.recipes.recipe import Job, Recipe
-from flatmin_lab.runs.events import Event, Finished, Progress
 from flatmin_lab.training.build import prepare_data
 from flatmin_lab.training.evaluation import logits_of, score_logits
-from flatmin_lab.training.loop import train
 
-METHODS = ("amp", "erm")  # the longer training first
-SHOWN_DIGITS = 12
-LINE_POINTS, LINE_IMAGES = 41, 359  # images: as many as the test set has
-UNDER_LIMIT = (
-    0.0011  # flatmin.metrics.temperature gives 0.001 where no held-out digit is wrong: there is nothing to fit
-)
+SHOWN_IMAGES = 12  # with a wrong label
+LINE_POINTS, LINE_IMAGES = 41, 359  # images: as many as the digits' test set has
+UNDER_LIMIT = 0.0011  # flatmin.metrics.temperature gives 0.001 where no held-out answer is wrong: nothing to fit
 
 
-def network_jobs(recipes: dict[str, Recipe]) -> list[Job]:
-    return [Job(replace(recipes[method], validation=True), 0) for method in METHODS]
-
-
-def train_and_measure(task: TrainTask, stop: Stop) -> Iterator[tuple[int, Event]]:
-    """A job of the demo; one with a validation split ends with `networks` in its result."""
-    number, job, root = task
-    if not job.recipe.validation:
-        yield from train_task(task, stop)
-        return
-    data = load(job.recipe.data, root)
-    with TemporaryDirectory(prefix="flatmin-demo-") as folder:
-        run = Path(folder) / "run"
-        for event in train(job.recipe, data, seed=job.seed, folder=run, stop=stop, checkpoint_epochs=job.recipe.epochs):
-            if isinstance(event, Finished):
-                yield number, Finished({**event.result, "network": measure(find_run(run), data)})
-            elif not isinstance(event, Progress):
-                yield number, event
-
-
-def measure(run: TrainedRun, data: Dataset) -> dict[str, Any]:
-    """What the page shows of one network, as JSON."""
+def close_up(run: TrainedRun, data: Dataset) -> dict[str, Any]:
+    """All three, as JSON; the run has a validation split."""
     held_out = subject_of(run, data, use_ema=False, device=torch.device("cpu"))
     subject = replace(held_out, test=data.test, split_name="test")
     line = landscapes.landscape(subject, points=LINE_POINTS, images=LINE_IMAGES, lines_only=True)
@@ -74,7 +42,7 @@ def measure(run: TrainedRun, data: Dataset) -> dict[str, Any]:
 def _digits(run: TrainedRun, data: Dataset, subject: Subject) -> list[dict[str, Any]]:
     """The first training digits with a wrong label, in the order in which the seed drew them, and the answers."""
     ready = prepare_data(run.recipe, data, run.seed)
-    index = ready.wrong[:SHOWN_DIGITS]
+    index = ready.wrong[:SHOWN_IMAGES]
     if not len(index):
         return []
     shown = ready.data.train.at(index)
