@@ -265,11 +265,11 @@ def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp
     assert "Trials: 1 to 3 of each, where the paper has 10." in text
     assert re.search(r"Not trained or not measured yet: \d+ more", text)
     assert "MixUp has a lower error than AMP with VGG16 on CIFAR-10" in text  # by name
-    assert "86 of the training and 23 of the test pictures of CIFAR-10 are copies through JPEG" in text
+    assert "86 of the training and 23 of the test images of CIFAR-10 are copies through JPEG" in text
     assert "SVHN was cut again" not in text
     assert "Precision: bf16." in text
     assert "60 epochs in place of 200" in text
-    assert "10 test pictures of CIFAR-100 are in its training set too" in text
+    assert "10 test images of CIFAR-100 are in its training set too" in text
     assert "at most 0.020 percentage points" in text
     assert "error, % without repeated images, % NLL" in text
     assert "ERM 1 25.00 25.02" in text
