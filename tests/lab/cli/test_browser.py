@@ -14,7 +14,12 @@ from tests.support.processes import flatmin, words
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses that a browser was asked to open."""
     found: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda address: found.append(address) or True)
+
+    def open_page(address: str) -> bool:
+        found.append(address)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", open_page)
     monkeypatch.setattr(browser, "has_display", lambda: True)
     return found
 

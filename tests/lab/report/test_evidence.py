@@ -196,12 +196,13 @@ setTimeout(() => {
   const scrolls = [...document.querySelectorAll("body *")].filter((e) =>
     !e.closest("svg") && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX === "auto");
   const said = {page: document.documentElement.scrollWidth, window: window.innerWidth, scrolls: scrolls.length};
+  said.drawn = [...document.querySelectorAll("figure.surface canvas")].map((c) => Boolean(c.dataset.drawn));
   document.body.innerHTML = "<pre id=said>" + JSON.stringify(said) + "</pre>";
 }, 300);
 """
 
 
-def test_a_phone_never_scrolls_sideways(page: str, tmp_path: Path) -> None:
+def test_a_phone_never_scrolls_sideways_and_what_is_unfolded_is_drawn(page: str, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(page, encoding="utf-8")
     visit = pages.visit(path, WIDTHS, width=390)
@@ -209,6 +210,8 @@ def test_a_phone_never_scrolls_sideways(page: str, tmp_path: Path) -> None:
     assert visit.console == []
     assert said["page"] <= said["window"]
     assert said["scrolls"] == 0
+    assert said["drawn"]
+    assert all(said["drawn"])
 
 
 def test_figure_11_stands_beside_ours(page: str) -> None:
