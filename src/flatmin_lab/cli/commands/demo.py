@@ -55,14 +55,15 @@ def run_demo(out: Path, *, seeds: int, noise: float, epochs: int, workers: int |
         raise ValueError(f"--noise must be 0, or change at least one of the {len(data.train)} labels, got {noise}")
     recipes = {name: default_recipe("digits", data, method=name, label_noise=noise, epochs=epochs) for name in ORDER}
     jobs = [Job(recipe, seed) for recipe in recipes.values() for seed in range(seeds)]
-    looks = close_up_jobs(recipes)
+    close_ups = close_up_jobs(recipes)
     start = perf_counter()
-    networks, runs = _split(train_all([*looks, *jobs], workers, console), len(looks))
+    results = train_all([*close_ups, *jobs], workers, console)
+    networks, runs = results[: len(close_ups)], results[len(close_ups) :]
     summary: dict[str, Any] = {
         "noise": noise,
         "seeds": seeds,
         "epochs": epochs,
-        "workers": min(workers, len(looks) + len(jobs)),
+        "workers": min(workers, len(close_ups) + len(jobs)),
         "train": len(data.train),
         "test": len(data.test),
         "seconds": perf_counter() - start,
@@ -92,10 +93,6 @@ def train_all(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[
                 progress.update(task, numbers=f"{sum(r is not None for r in results)} of {len(jobs)} runs")
                 _say_if_complete(jobs[number].recipe, [r for r in results if r], jobs, console)
     return [result for result in results if result is not None]
-
-
-def _split(results: list[dict[str, Any]], first: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    return results[:first], results[first:]
 
 
 def _say_if_complete(recipe: Recipe, results: Sequence[dict[str, Any]], jobs: Sequence[Job], console: Console) -> None:

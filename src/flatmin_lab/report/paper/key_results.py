@@ -4,6 +4,7 @@ A claim counts once, however many protocols have it: as tested at the paper's le
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from flatmin_lab.recipes.protocols import PROTOCOLS
@@ -42,11 +43,10 @@ def key_results(found: Evidence) -> list[KeyResult]:
 
 def _one_each(protocols: Sequence[ProtocolEvidence]) -> list[ClaimVerdict]:
     """The paper's claims, each with its strongest verdict: tested, else a direction, else none."""
+    tested, too_few, waiting = zip(*((part.tested, part.too_few, part.waiting) for part in protocols), strict=True)
     chosen: dict[str, ClaimVerdict] = {}
-    for strength in ("tested", "too_few", "waiting"):
-        for protocol in protocols:
-            for claim in getattr(protocol, strength):
-                chosen.setdefault(claim.says, claim)
+    for claim in chain.from_iterable((*tested, *too_few, *waiting)):
+        chosen.setdefault(claim.says, claim)
     return [claim for claim in chosen.values() if not claim.ours]
 
 
@@ -93,11 +93,11 @@ def _beside(full: Sequence[ProtocolEvidence]) -> str:
 def _differs(claims: Sequence[ClaimVerdict], full: Sequence[ProtocolEvidence]) -> str:
     tested = _tested(claims) if full else []
     failing = [claim for claim in tested if claim.verdict == FAILS]
-    open_ = [claim for claim in tested if claim.verdict == UNDECIDED]
+    undecided = [claim for claim in tested if claim.verdict == UNDECIDED]
     if not tested:
         return "No claim has been tested at the paper's length, so none is contradicted either."
     words = f"Contradicted: {_listed(_merged(failing))}" if failing else "No tested claim is contradicted"
-    return f"{words}; no significant difference: {_listed(_merged(open_))}." if open_ else f"{words}."
+    return f"{words}; no significant difference: {_listed(_merged(undecided))}." if undecided else f"{words}."
 
 
 def _shorter(protocols: Sequence[ProtocolEvidence]) -> str:
