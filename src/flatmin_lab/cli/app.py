@@ -11,11 +11,11 @@ import torch
 import typer
 
 import flatmin
-from flatmin_lab.cli import display
+from flatmin_lab.cli import browser, display
 from flatmin_lab.cli.commands import bench, compare, evaluate, train, tune, use_model
 from flatmin_lab.cli.commands import doctor as doctor_command
 from flatmin_lab.cli.commands.reproduce import reproduce
-from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, option, report_errors
+from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, OpenPage, option, report_errors
 from flatmin_lab.cli.overview import new_app
 from flatmin_lab.cli.signals import exit_on_signals
 from flatmin_lab.cli.training_options import parse_numbers
@@ -45,6 +45,7 @@ def demo(
     noise: Annotated[float, typer.Option(help="Fraction of the training labels replaced by a wrong one.")] = 0.2,
     epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 24,
     workers: Annotated[int | None, option("Runs at once; default: one per core.")] = None,
+    in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
     """Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it."""
@@ -54,7 +55,7 @@ def demo(
         # imported here, so that other commands need not wait for matplotlib
         run_demo = need("flatmin_lab.cli.commands.demo", "flatmin demo").run_demo
         page = run_demo(out, seeds=seeds, noise=noise, epochs=epochs, workers=workers, console=display.terminal())
-        typer.echo(f"the page: {page}")
+        browser.announce(page, in_browser=in_browser)
 
 
 app.command()(train.train)

@@ -23,6 +23,7 @@ def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any
 
 
 Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
+OpenPage = Annotated[bool, option("Open the page in the default browser.", "--open")]
 DataDir = Annotated[Path, typer.Option(help="The folder with the official files of the data sets.")]
 Download = Annotated[bool, option("Download the official files if they are missing.", "--download")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; default: a GPU if there is one.")]

@@ -36,9 +36,20 @@ from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Event, Progress, RunError
 from flatmin_lab.training.loop import train
 
-__all__ = ["ProcessPool", "Stop", "TaskFailure", "cores", "local_executor", "run_in_pool", "train_in_pool"]
+__all__ = [
+    "ProcessPool",
+    "Stop",
+    "TaskFailure",
+    "TrainTask",
+    "cores",
+    "local_executor",
+    "run_in_pool",
+    "train_in_pool",
+    "train_task",
+]
 T = TypeVar("T")  # a task
 Work = Callable[[T, Stop], Iterator[tuple[int, Event]]]
+TrainTask = tuple[int, Job, str]  # a job, its number, and the folder of the data
 PoolMessage = tuple[int, Event] | TaskFailure | TaskEnd
 PARENT = "the parent"  # why a worker stops, as its runs say it
 STOP_TIMEOUT_SECONDS = 60.0  # for a worker to save a checkpoint and end; then it is killed
@@ -50,22 +61,26 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def train_in_pool(
-    jobs: Sequence[Job], *, workers: int | None = None, root: Path | str = "data"
-) -> Iterator[tuple[int, Event]]:
-    """Train all jobs: their events as they come, each with its job's number, without `Progress`."""
-    tasks = [(number, job, str(root)) for number, job in enumerate(jobs)]
-    for _, message in run_in_pool(_train, tasks, workers=workers):
-        if isinstance(message, TaskFailure):
-            raise RunError(f"one of the runs failed: {message.why}")
-        yield message
-
-
-def _train(task: tuple[int, Job, str], stop: Stop) -> Iterator[tuple[int, Event]]:
+def train_task(task: TrainTask, stop: Stop) -> Iterator[tuple[int, Event]]:
     number, job, root = task
     for event in train(job.recipe, load(job.recipe.data, root), seed=job.seed, stop=stop):
         if not isinstance(event, Progress):
             yield number, event
+
+
+def train_in_pool(
+    jobs: Sequence[Job],
+    *,
+    workers: int | None = None,
+    root: Path | str = "data",
+    work: Work[TrainTask] = train_task,
+) -> Iterator[tuple[int, Event]]:
+    """Train all jobs: their events as they come, each with its job's number, without `Progress`."""
+    tasks = [(number, job, str(root)) for number, job in enumerate(jobs)]
+    for _, message in run_in_pool(work, tasks, workers=workers):
+        if isinstance(message, TaskFailure):
+            raise RunError(f"one of the runs failed: {message.why}")
+        yield message
 
 
 def run_in_pool(

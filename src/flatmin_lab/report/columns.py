@@ -117,7 +117,7 @@ COLUMNS = (
     Column("error", "error, %", 2, _result("error", 100), paper="error"),
     Column(
         "error_without_repeated",
-        "without repeated pictures,\u00a0%",
+        "without repeated images,\u00a0%",
         2,
         _result("error_without_repeated", 100),
         optional=True,

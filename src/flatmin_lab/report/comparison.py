@@ -19,11 +19,11 @@ from flatmin_lab.recipes.protocols import PAPER_LENGTH
 from flatmin_lab.recipes.recipe import LATER_FIELDS
 from flatmin_lab.recipes.user_files import FIELDS
 from flatmin_lab.report import suggested_commands
-from flatmin_lab.report.columns import COLUMNS, is_smoothed
+from flatmin_lab.report.columns import COLUMNS, Column, is_smoothed
 from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.labels import SIGNS, TITLES
 from flatmin_lab.report.loader import Run
-from flatmin_lab.report.paper.families import Families, Family, is_pair_planned, p_of_pair, split_name
+from flatmin_lab.report.paper.families import Families, is_pair_planned, p_of_pair, split_name
 from flatmin_lab.report.schema import is_number
 from flatmin_lab.report.stats import LEVEL, p_values_against
 
@@ -71,7 +71,6 @@ class Group:
     duplicate_runs: list[Run]
     unmeasured: list[str]  # commands that measure what its runs lack
     untrained: list[str]  # commands that train the paper's methods it lacks
-    family: Family | None = None  # of comparisons that were planned
 
     @property
     def title(self) -> str:
@@ -101,8 +100,20 @@ class Group:
         """Whether the paper has a number for any cell."""
         return any(cell.paper for row in self.rows for cell in row.cells.values())
 
+    @property
+    def family_name(self) -> str:
+        return split_name(_recipe_of(self.rows[0]))[0]
+
+    def rows_with(self, columns: Sequence[Column]) -> list[Row]:
+        """The rows with a value in any of the columns, or a command that would measure one."""
+        return [row for row in self.rows if any(_is_known(row.cells[column.name], column) for column in columns)]
+
     def row(self, method: str) -> Row | None:
         return next((row for row in self.rows if row.method == method), None)
+
+
+def _is_known(cell: Cell, column: Column) -> bool:
+    return bool(cell.values or cell.missing) or not column.command
 
 
 def groups_of(runs: Sequence[Run], families: Families | None = None) -> list[Group]:
@@ -171,8 +182,7 @@ def _group(setting: dict[str, Any], runs: Sequence[Run], families: Families) -> 
     trained = {row.method for row in rows}
     untrained = suggested_commands.train_commands(setting, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
-    family = families.get(split_name(_recipe_of(rows[0]))[0])
-    return Group(setting, _with_cells(rows, setting, usual, families), duplicates, unmeasured, untrained, family)
+    return Group(setting, _with_cells(rows, setting, usual, families), duplicates, unmeasured, untrained)
 
 
 def _recipe_of(row: Row) -> str:

@@ -53,6 +53,26 @@ def as_printed(value: Value, digits: int) -> str:
     return f"{value.mean:.{digits}f}" + (f" ± {value.std:.{digits}f}" if value.std is not None else "")
 
 
+def format_p(p: float) -> str:
+    """A p-value as written after "p": with two or three digits, or as a bound.
+
+    >>> format_p(0.0004), format_p(0.0284), format_p(0.3)
+    ('<\\xa00.001', '=\\xa00.028', '=\\xa00.30')
+    """
+    if p < 0.001:
+        return "<\u00a00.001"
+    return f"=\u00a0{p:.2f}" if p >= 0.1 else f"=\u00a0{p:.3f}"
+
+
+def joined(words: Sequence[str]) -> str:
+    """Words as a list in a sentence.
+
+    >>> joined(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f}\u00a0%"
 

@@ -2,15 +2,20 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from flatmin_lab.cli.commands import demo
 from flatmin_lab.data import load
+from flatmin_lab.data.dataset import Dataset, Split
+from flatmin_lab.evaluation import close_up
+from flatmin_lab.evaluation.load_run import TrainedRun, find_run, subject_of
 from flatmin_lab.execution.process_pool import train_in_pool
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
@@ -19,7 +24,9 @@ from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.html import pool_bins
 from flatmin_lab.report.pages.demo import demo_page, row
 from flatmin_lab.runs.events import Finished, RunError
+from flatmin_lab.training.build import prepare_data
 from flatmin_lab.training.loop import train
+from tests.support import pages
 from tests.support.pages import text_of
 
 
@@ -65,7 +72,7 @@ def test_the_page_is_one_file_without_scripts_and_well_formed(page: Path) -> Non
     text = page.read_text()
     assert re.findall(r"(?:src|href)=[\"'](?!#)([^\"']*)", text) == ["https://arxiv.org/abs/2010.04925"]
     assert "<script" not in text
-    assert text.count("<svg") == 3 + 8 + 8  # curves, their legend, reliability
+    assert text.count("<svg") == 3 + 8 + 8 + 12 + 2  # curves, their legend, reliability, digits, lines
     assert "#010203" not in text
 
     class Balanced(HTMLParser):
@@ -83,6 +90,48 @@ def test_the_page_is_one_file_without_scripts_and_well_formed(page: Path) -> Non
     parser.open = []
     parser.feed(text)
     assert parser.open == []
+
+
+def test_two_networks_answer_a_dozen_wrong_labels_that_were_not_chosen(page: Path) -> None:
+    found = numbers(page)["networks"]
+    recipe = default_recipe("digits", load("digits"), method="erm", label_noise=0.2, epochs=1, validation=True)
+    ready = prepare_data(recipe, load("digits"), 0)
+    given = ready.data.train.y[ready.wrong[:12]].tolist()
+    assert list(found) == ["erm", "amp"]
+    for network in found.values():
+        assert [digit["given"] for digit in network["digits"]] == given
+        assert all(digit["true"] != digit["given"] for digit in network["digits"])
+        assert (network["train"], network["held_out"]) == (1294, 144)
+        assert {split: len(own["line"]) for split, own in network["landscape"]["splits"].items()} == {
+            "training": 41,
+            "test": 41,
+        }
+    shown = text_of(page.read_text())
+    assert f"label {given[0]}, truth {found['erm']['digits'][0]['true']}" in shown
+    assert "They are the first 12 that the seed drew, not chosen." in shown
+
+
+def test_the_temperature_never_sees_the_test_labels(tmp_path: Path) -> None:
+    digits = load("digits")
+    recipe = default_recipe("digits", digits, method="erm", label_noise=0.2, epochs=1, validation=True)
+    assert list(train(recipe, digits, seed=0, folder=tmp_path / "run"))
+    run = find_run(tmp_path / "run")
+    other = replace(digits, test=Split(digits.test.x, digits.test.y.roll(1)))
+    found = [_calibration_with(run, data, digits) for data in (digits, other)]
+    assert found[0]["temperature"] == found[1]["temperature"]
+    assert found[0]["plain"]["nll"] < found[1]["plain"]["nll"]
+
+
+def _calibration_with(run: TrainedRun, data: Dataset, trained_on: Dataset) -> dict[str, Any]:
+    held_out = subject_of(run, trained_on, use_ema=False, device=torch.device("cpu"))
+    return close_up.calibration(replace(held_out, test=data.test), held_out.test)
+
+
+def test_a_phone_never_scrolls_sideways(page: Path) -> None:
+    said = "document.body.innerHTML = `<pre id=said>${document.documentElement.scrollWidth - innerWidth}</pre>`"
+    visit = pages.visit(page, f"setTimeout(() => {{ {said} }}, 100)", width=390)
+    (excess,) = re.findall(r'<pre id="said">(.*?)</pre>', visit.dom)
+    assert int(excess) <= 0
 
 
 def test_a_demo_training_is_the_training_alone(page: Path) -> None:
@@ -106,9 +155,9 @@ def made_up(page: Path, **errors: float) -> dict[str, Any]:
 
 def test_the_sentences_follow_the_numbers(page: Path) -> None:
     alone = made_up(page, amp=0.01)
-    assert "AMP 1.1 %. ERM has learnt" in text_of(demo_page(alone))
-    assert "Not told apart" not in text_of(demo_page(alone))
-    assert "Not told apart from AMP by these seeds: MixUp, Dropout." in text_of(
+    assert "AMP 1.1 %. ERM has memorised" in text_of(demo_page(alone))
+    assert "Not clearly different" not in text_of(demo_page(alone))
+    assert "Not clearly different from AMP over these seeds: MixUp, Dropout." in text_of(
         demo_page(made_up(page, amp=0.01, mixup=0.0105, dropout=0.011))
     )
     clean = made_up(page, flooding=0.06, erm=0.01)
@@ -148,7 +197,7 @@ def test_without_noise_the_page_says_so(page: Path) -> None:
         run.pop("memorised")
     shown = text_of(demo_page(clean))
     assert "true labels" in shown
-    assert "learnt, %" not in shown
+    assert "memorised, %" not in shown
 
 
 def test_bins_of_several_seeds_are_pooled_by_their_answers() -> None:

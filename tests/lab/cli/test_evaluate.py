@@ -197,7 +197,7 @@ def test_the_report_is_made_from_what_was_kept(own: Path, tmp_path: Path) -> Non
     page = (tmp_path / "report.html").read_text()
     assert f"flatmin evaluate {own / 'erm'} --attack" in page
     assert f"flatmin landscape {own / 'erm'} {own / 'amp'}" in page
-    assert "too few trainings to tell" in page
+    assert "too few runs to tell" in page
 
 
 def test_the_theory_page_is_written(tmp_path: Path) -> None:

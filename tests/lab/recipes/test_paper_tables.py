@@ -409,9 +409,9 @@ def test_claims_are_judged_by_the_numbers(store: ResultStore) -> None:
     ("mixup", "verdict"),
     [
         ([0.0440, 0.0441, 0.0442], "holds"),
-        ([0.0400, 0.0405, 0.0398], "not told apart"),
+        ([0.0400, 0.0405, 0.0398], "not significantly different"),
         ([0.0300, 0.0301, 0.0302], "does not hold"),
-        ([0.0300, 0.0301], "points the other way, too few to test"),
+        ([0.0300, 0.0301], "points the other way"),
     ],
 )
 def test_the_lowest_of_all_is_as_sure_as_against_the_hardest_other(

@@ -17,6 +17,8 @@ from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.paper.deviations import COPIES
+from flatmin_lab.report.paper.evidence import evidence
+from flatmin_lab.report.paper.key_results import KeyResult, key_results
 from flatmin_lab.report.paper.tables import runs_by_recipe
 from flatmin_lab.runs.result_store import ResultStore
 from tests import ROOT
@@ -76,7 +78,7 @@ def test_a_comparison_is_shown_for_the_data_of_which_both_sides_are_trained(tmp_
         return (
             text_of(report_page(load_results([tmp_path])))
             .partition("Float32 beside bfloat16")[2]
-            .partition("Mean ± deviation")[0]
+            .partition("How to read the tables Mean")[0]
         )
 
     recipes = EXPERIMENTS["precision"]("paper").recipes
@@ -95,7 +97,7 @@ def test_the_two_versions_of_the_published_code_stand_in_one_table(tmp_path: Pat
         if recipe.data == "cifar100":
             write_result(tmp_path, recipe, 0, 0.2431)
     text = text_of(report_page(load_results([tmp_path])))
-    table = text.partition("The two versions of the published code")[2].partition("Mean ± deviation")[0]
+    table = text.partition("The two versions of the published code")[2].partition("How to read the tables Mean")[0]
     assert "CIFAR-10, " not in table
     assert "CIFAR-100, PreActResNet18 ERM 1 24.31 24.31 ± 0.30 not contradicted" in table
     assert "ERM (no Nesterov) 1 24.31" in table
@@ -117,13 +119,100 @@ def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:
     assert "protocol “short”" in text
     assert "24.31 ± 0.30" not in text  # of another length
     assert "No number of the paper stands here: all of them are of 200 epochs." in text
-    assert "VGG16" not in text.replace("with VGG16 on", "").replace(
+    assert "VGG16" not in text.partition("The paper's tables, protocol")[2].replace("with VGG16 on", "").replace(
         "(VGG16: after", ""
     )  # nothing of it was trained, but the paper says something
     assert "method n error, % paper agree? NLL paper agree?" in text
     assert "method n ECE, % paper CIFAR-10" in text  # without a standard deviation agreement is unknown
     assert "the authors' slides" in text
     assert "Settings of PreActResNet18: Dropout (rate 0.1); AMP (ε 0.5, ζ 1, N 1, ball tensor, norm l2)." in text
+
+
+def test_five_sentences_come_first_and_are_made_from_the_numbers(page: str) -> None:
+    first = re.findall(r'<ul class="key">(.*?)</ul>', page, re.DOTALL)[0]
+    assert page.index('<ul class="key">') < page.index("<nav") < page.index("<table")
+    agrees, beside, differs, shorter, missing = (text_of(one) for one in re.findall(r"<li>(.*?)</li>", first))
+    claims = "AMP has a lower error, a lower NLL and better calibration than ERM on CIFAR-10"
+    holds = f"{claims} (error, %: 3.99 ± 0.03 and 5.01 ± 0.04, n = 3 and 3)"
+    assert agrees.startswith("Agrees with the paper. At the paper's length of 200 epochs")
+    assert holds in agrees
+    assert "comparisons with a mean of the paper" in beside
+    assert "No tested claim is contradicted" in differs
+    assert "No claim has been tested with shorter runs." in shorter
+    assert "among them all on SVHN" in missing
+
+
+def test_sentences_turn_with_the_numbers(tmp_path: Path) -> None:
+    errors = {"erm": [0.0396, 0.0401, 0.0399], "amp": [0.050, 0.0505, 0.0498]}
+    for method, values in errors.items():
+        for seed, error in enumerate(values):
+            write_result(tmp_path, cell("paper", "cifar10", "preactresnet18", method), seed, error)
+    told = {result.topic: result.sentence for result in key_results_of(tmp_path)}
+    assert "none of" in told["Agrees with the paper"]
+    assert told["Does not agree, or is not shown"].startswith("Contradicted: AMP has a lower error, a lower NLL")
+    assert "do not agree: ERM on CIFAR-10 under “paper”" in told["Beside the paper's numbers"]
+
+
+def test_with_shorter_runs_alone_nothing_is_said_of_the_paper_s_length(tmp_path: Path) -> None:
+    for method, error in (("erm", 0.06), ("amp", 0.05)):
+        for seed in range(3):
+            write_result(tmp_path, cell("short", "cifar10", "preactresnet18", method), seed, error + 0.0001 * seed)
+    told = {result.topic: result.sentence for result in key_results_of(tmp_path)}
+    assert "nothing can be tested yet" in told["Agrees with the paper"]
+    assert "With 60 epochs (“short”)" in told["With shorter runs"]
+    assert "claims hold: AMP has a lower error, a lower NLL" in told["With shorter runs"]
+
+
+def key_results_of(results: Path) -> list[KeyResult]:
+    found = evidence(load_results([results]), [])
+    assert found is not None
+    return key_results(found)
+
+
+def test_what_was_not_trained_and_single_settings_are_folded_away(page: str) -> None:
+    folded = [text_of(part) for part in re.findall(r"<details.*?</details>", page, re.DOTALL)]
+    (untrained,) = [part for part in folded if part.startswith("Not trained: label smoothing") and "NLL" in part]
+    assert "MixUp 4.09 ± 0.12 0.198 ± 0.004" in untrained
+    assert "4.09 ± 0.12" not in text_of(re.sub(r"<details.*?</details>", "", page, flags=re.DOTALL))
+    for section in re.findall(r'(.{300})<section id="group-', page, re.DOTALL):
+        assert '<details class="setting">' in section
+
+
+def test_a_mark_names_its_family_and_links_to_it(page: str) -> None:
+    marked = re.findall(r'▼</span><small>(.*?)<a href="#([^"]+)" title="([^"]+)">(.*?)</a>', page)
+    assert {name for _, _, name, _ in marked} == {"paper/cifar10-preactresnet18"}
+    assert {text for _, _, _, text in marked} == {"CIFAR-10, 14 tests"}
+    for target in re.findall(r'href="#([^"]+)"', page):
+        assert f'id="{target}"' in page
+
+
+def test_too_few_runs_are_said_once_a_protocol(page: str) -> None:
+    claims = text_of(page).partition("What the paper says")[2].partition("Table 1")[0]
+    assert claims.count("oo few") <= 1
+
+
+WIDTHS = """
+document.querySelectorAll("details").forEach((part) => (part.open = true));
+setTimeout(() => {
+  const scrolls = [...document.querySelectorAll("body *")].filter((e) =>
+    !e.closest("svg") && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX === "auto");
+  const said = {page: document.documentElement.scrollWidth, window: window.innerWidth, scrolls: scrolls.length};
+  said.drawn = [...document.querySelectorAll("figure.surface canvas")].map((c) => Boolean(c.dataset.drawn));
+  document.body.innerHTML = "<pre id=said>" + JSON.stringify(said) + "</pre>";
+}, 300);
+"""
+
+
+def test_a_phone_never_scrolls_sideways_and_what_is_unfolded_is_drawn(page: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page, encoding="utf-8")
+    visit = pages.visit(path, WIDTHS, width=390)
+    said = json.loads(html.unescape(re.findall(r'<pre id="said">(.*?)</pre>', visit.dom, re.DOTALL)[0]))
+    assert visit.console == []
+    assert said["page"] <= said["window"]
+    assert said["scrolls"] == 0
+    assert said["drawn"]
+    assert all(said["drawn"])
 
 
 def test_figure_11_stands_beside_ours(page: str) -> None:
@@ -142,8 +231,8 @@ def test_figure_8_stands_beside_ours(tmp_path: Path) -> None:
     text = text_of(report_page(load_results([tmp_path])))
     told = text.partition("Figure 8: the NLL over the radius, CIFAR-10")[2].partition("N = 2")[0]
     assert "ERM ε = 0.02 ε = 0.03 ε = 0.04 ε = 0.06" in told
-    assert "ours, held-out pictures 0.100 0.130 0.160 0.220 0.350" in " ".join(told.split())
-    assert "the paper, test pictures, 200 epochs 0.235 0.145 0.127 0.123 0.129" in " ".join(told.split())
+    assert "ours, held-out images 0.100 0.130 0.160 0.220 0.350" in " ".join(told.split())
+    assert "the paper, test images, 200 epochs 0.235 0.145 0.127 0.123 0.129" in " ".join(told.split())
 
 
 def test_settings_are_told_by_network_and_augmentation(tmp_path: Path) -> None:
@@ -159,12 +248,15 @@ def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
     text = text_of(page)
     assert "AMP has a lower error than ERM on CIFAR-10 holds" in text
     assert "AMP has a lower error than ERM on CIFAR-10 (" not in text
-    assert "CIFAR-10 with PreActResNet18 14" in text  # comparisons
-    assert "1 training was broken off; none of their numbers is here" in text
+    assert "Tested together: CIFAR-10 with PreActResNet18, 14 comparisons" in text
+    assert "1 run was broken off; none of their numbers is here" in text
     assert "in its first minute" in text.partition("broken off")[2]
-    assert "5 trainings were planned and written down before they ran; 3 of them are done, 1 failed, 1 was with" in text
+    assert (
+        "5 training runs were planned and written down before they ran; 3 of them are done, 1 failed, 1 was with"
+        in text
+    )
     assert "it would take too long" in text
-    assert "are not there yet" not in text  # one failed, three are done
+    assert "are not done yet" not in text  # one failed, three are done
     assert "the loss of step 9 is nan <b>" in text
     assert "<b>" not in page
     assert "200 epochs of CIFAR-10 (protocol “paper”) 1.41 2.65 1.88 0.08 0.15 1.88" in text
@@ -177,13 +269,13 @@ def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp
     assert "Trials: 1 to 3 of each, where the paper has 10." in text
     assert re.search(r"Not trained or not measured yet: \d+ more", text)
     assert "MixUp has a lower error than AMP with VGG16 on CIFAR-10" in text  # by name
-    assert "86 of the training and 23 of the test pictures of CIFAR-10 are copies through JPEG" in text
+    assert "86 of the training and 23 of the test images of CIFAR-10 are copies through JPEG" in text
     assert "SVHN was cut again" not in text
     assert "Precision: bf16." in text
     assert "60 epochs in place of 200" in text
-    assert "10 test pictures of CIFAR-100 are in its training set too" in text
+    assert "10 test images of CIFAR-100 are in its training set too" in text
     assert "at most 0.020 percentage points" in text
-    assert "error, % without repeated pictures, % NLL" in text
+    assert "error, % without repeated images, % NLL" in text
     assert "ERM 1 25.00 25.02" in text
     only = tmp_path / "only"
     write_result(only, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)

@@ -109,7 +109,7 @@ def test_the_papers_values_stand_beside_ours(whole: str) -> None:
     assert "paper 0.239 ± 0.009" in shown  # ERM's NLL
     assert "paper 1.25" in shown  # AMP's ECE
     assert "paper 49.7 ± 0.8" not in shown  # under PGD, of another radius
-    assert "10 trainings of the method with 200 epochs" in shown
+    assert "10 runs of the method with 200 epochs" in shown
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_one_training_each_is_too_few_to_mark_anything(tmp_path: Path) -> None:
     for method in ("erm", "amp"):
         write(tmp_path / method, result(method, 0, 0.05 if method == "erm" else 0.01))
     page = page_of(tmp_path)
-    assert "too few trainings to tell (n = 1 and 1)" in text_of(page)
+    assert "too few runs to tell (n = 1 and 1)" in text_of(page)
     assert 'class="better"' not in page
 
 

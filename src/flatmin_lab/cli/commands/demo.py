@@ -18,10 +18,11 @@ from rich.table import Table
 from flatmin_lab.cli.display import bars, epochs_text, say
 from flatmin_lab.cli.progress_columns import SECONDS_OF_EPOCHS
 from flatmin_lab.data.sources.digits import load
+from flatmin_lab.execution.close_up_task import close_up_jobs, train_with_close_up
 from flatmin_lab.execution.process_pool import cores, train_in_pool
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
-from flatmin_lab.recipes.recipe import Job
+from flatmin_lab.recipes.recipe import Job, Recipe
 from flatmin_lab.report.html import mean_and_std
 from flatmin_lab.report.pages.demo import demo_page, row
 from flatmin_lab.runs.events import Epoch, Finished
@@ -57,18 +58,21 @@ def run_demo(out: Path, *, seeds: int, noise: float, epochs: int, workers: int |
         raise ValueError(f"--noise must be 0, or change at least one of the {len(data.train)} labels, got {noise}")
     recipes = {name: default_recipe("digits", data, method=name, label_noise=noise, epochs=epochs) for name in ORDER}
     jobs = [Job(recipe, seed) for recipe in recipes.values() for seed in range(seeds)]
+    close_ups = close_up_jobs(recipes)
     start = perf_counter()
-    runs = train_all(jobs, workers, console)
+    results = train_all([*close_ups, *jobs], workers, console)
+    networks, runs = results[: len(close_ups)], results[len(close_ups) :]
     summary: dict[str, Any] = {
         "noise": noise,
         "seeds": seeds,
         "epochs": epochs,
-        "workers": min(workers, len(jobs)),
+        "workers": min(workers, len(close_ups) + len(jobs)),
         "train": len(data.train),
         "test": len(data.test),
         "seconds": perf_counter() - start,
         "facts": {**facts(torch.device("cpu")), "threads": 1},
         "runs": runs,
+        "networks": {run["method"]: run["close_up"] for run in reversed(networks)},
     }
     Console(highlight=False).print(table(runs, with_noise=noise > 0))
     for name, content in (("demo.json", json.dumps(summary, indent=1)), ("demo.html", demo_page(summary))):
@@ -85,21 +89,22 @@ def train_all(jobs: Sequence[Job], workers: int, console: Console) -> list[dict[
     with bars(console, speed_seconds=SECONDS_OF_EPOCHS) as progress:
         total = sum(job.recipe.epochs for job in jobs)
         task = progress.add_task("training", total=total, numbers="starting processes")
-        for number, event in train_in_pool(jobs, workers=workers):
+        for number, event in train_in_pool(jobs, workers=workers, work=train_with_close_up):
             if isinstance(event, Epoch):
                 lines[number].append(dict(event.numbers))
                 progress.advance(task)
             elif isinstance(event, Finished):
                 results[number] = {**event.result, "lines": lines[number]}
-                _say_if_complete(jobs[number].recipe.method, [r for r in results if r], jobs, console)
+                _say_if_complete(jobs[number].recipe, [r for r in results if r], jobs, console)
             progress.update(task, numbers=f"{sum(r is not None for r in results)} of {len(jobs)} runs")
     return [result for result in results if result is not None]
 
 
-def _say_if_complete(method: str, results: Sequence[dict[str, Any]], jobs: Sequence[Job], console: Console) -> None:
-    own = [result for result in results if result["method"] == method]
-    if len(own) == sum(job.recipe.method == method for job in jobs):
-        say(console, f"{method}: test error {mean_and_std([100 * result['test_error'] for result in own])} %")
+def _say_if_complete(recipe: Recipe, results: Sequence[dict[str, Any]], jobs: Sequence[Job], console: Console) -> None:
+    """The test error of a method once all its seeds are done; the networks with a validation split have none."""
+    own = [result for result in results if result["method"] == recipe.method and "test_error" in result]
+    if len(own) == sum(job.recipe == recipe for job in jobs):
+        say(console, f"{recipe.method}: test error {mean_and_std([100 * result['test_error'] for result in own])} %")
 
 
 def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from flatmin_lab.cli import display, model_source
+from flatmin_lab.cli import browser, display, model_source
 from flatmin_lab.cli.model_source import EvaluatedModel, ModelSource
-from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, option, report_errors
+from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, OpenPage, option, report_errors
 from flatmin_lab.cli.signals import exit_on_signals
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.runs import evaluation_files
@@ -123,6 +123,7 @@ def landscape(
     model: Model = None,
     normalised: Normalised = False,
     device: Device = None,
+    in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
     """The loss around the weights of trained models, all along the same directions: numbers, and a page in 3D."""
@@ -149,7 +150,11 @@ def landscape(
                 event = {**evaluated.description, **found, "facts": facts(evaluated.subject.device)}
                 _keep(evaluated, evaluation_files.LANDSCAPE, event)
                 seen.append((evaluated.name, evaluated.method, event))
-        _write(out, need("flatmin_lab.report.pages.landscape", "flatmin landscape").landscape_page(seen))
+        _write(
+            out,
+            need("flatmin_lab.report.pages.landscape", "flatmin landscape").landscape_page(seen),
+            in_browser=in_browser,
+        )
 
 
 def report(
@@ -160,6 +165,7 @@ def report(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/report.html"),
+    in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
     """One page about finished runs: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
@@ -175,17 +181,18 @@ def report(
         if not found.runs and not found.tunings:
             display.say(display.terminal(), f"flatmin: nothing to report, so {out} was not written", style="red")
             raise typer.Exit(1)
-        _write(out, make(found))
+        _write(out, make(found), in_browser=in_browser)
 
 
 def theory(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/theory.html"),
+    in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
     """A page on why flat minima win: move the radius and the minima with sliders, and see which minimum AMP takes."""
     with report_errors(debug):
         need("jinja2", "flatmin theory")
-        _write(out, need("flatmin_lab.report.pages.theory", "flatmin theory").theory_page())
+        _write(out, need("flatmin_lab.report.pages.theory", "flatmin theory").theory_page(), in_browser=in_browser)
 
 
 def _given(wanted: bool, flag: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +220,7 @@ def _keep(evaluated: EvaluatedModel, file: str, found: dict[str, Any]) -> None:
         display.say(console, f"note: not kept in {evaluated.run.folder}: {error}", style="yellow")
 
 
-def _write(path: Path, page: str) -> None:
+def _write(path: Path, page: str, *, in_browser: bool) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the file with --out, such as {path / 'page.html'}")
     try:
@@ -222,4 +229,4 @@ def _write(path: Path, page: str) -> None:
             file.write(page.encode())
     except OSError as error:
         raise ValueError(f"{path} cannot be written ({error.strerror}); choose another place with --out") from error
-    typer.echo(f"the page: {path}")
+    browser.announce(path, in_browser=in_browser)

@@ -2,6 +2,7 @@
 
 report.py         `flatmin report`
 demo.py           `flatmin demo`
+demo_networks.py  its closer look at two networks
 compare.py        `flatmin compare`
 theory.py         `flatmin theory`
 landscape.py      `flatmin landscape`, and the report's landscape section

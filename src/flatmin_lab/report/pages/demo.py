@@ -11,13 +11,14 @@ from flatmin_lab.methods import mean_passes
 from flatmin_lab.report.figures import curves, reliability_diagram
 from flatmin_lab.report.figures.style import NAMES, legend_sample, svg
 from flatmin_lab.report.html import percent, pool_bins, render
+from flatmin_lab.report.pages.demo_networks import networks
 
 METHOD_DESCRIPTIONS = {
     "erm": "ordinary training",
     "amp": "the worst weights in a ball of radius {epsilon:g}",
     "label_smoothing": "0.2 of the target spread over all classes",
     "flooding": "the loss kept above 0.02",
-    "mixup": "pairs of pictures and labels mixed",
+    "mixup": "pairs of images and labels mixed",
     "adversarial": "pixels moved by 1/255 against the answer",
     "dropout": "a tenth of the neurons dropped",
     "rmp": "random weights in a ball of radius 0.1",
@@ -38,6 +39,7 @@ def demo_page(demo: Mapping[str, Any]) -> str:
         facts={method: facts(own, bins[method]) for method, own in runs.items()},
         entropy=entropy(demo["noise"], classes=10),
         flooding_is_erm=all(map(_nearly_equal, _losses(runs["flooding"]), _losses(runs["erm"]))),
+        networks=networks(demo.get("networks", {})),
         legend=[(Markup(legend_sample(method)), NAMES[method]) for method in runs],
         curves=[Markup(svg(curves(title, lines))) for title, lines in _over_epochs(runs).items()],
         reliability=[Markup(svg(reliability_diagram(NAMES[method], bins[method], method=method))) for method in runs],
@@ -120,11 +122,11 @@ def summary_sentence(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mappin
     sentence = (
         f"Ordinary training (ERM) gets {percent(means['erm'], 1)} of the test digits wrong, "
         f"AMP {percent(means['amp'], 1)}. "
-        f"ERM has learnt {percent(mean(run['memorised'] for run in runs['erm']))} of the wrong labels by heart, "
+        f"ERM has memorised {percent(mean(run['memorised'] for run in runs['erm']))} of the wrong labels, "
         f"AMP {percent(mean(run['memorised'] for run in runs['amp']))}."
     )
     near = [NAMES[method] for method in runs if method != "amp" and _within_the_spread(runs[method], runs["amp"])]
-    return f"{sentence} Not told apart from AMP by these seeds: {', '.join(near)}." if near else sentence
+    return f"{sentence} Not clearly different from AMP over these seeds: {', '.join(near)}." if near else sentence
 
 
 def _within_the_spread(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:

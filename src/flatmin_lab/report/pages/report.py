@@ -20,13 +20,14 @@ from flatmin_lab.report.columns import COLUMNS, Column
 from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of
 from flatmin_lab.report.figures import decision_boundary
 from flatmin_lab.report.figures.style import DrawnFigure, legend_sample, svg
-from flatmin_lab.report.html import data_link, pool_bins, render
+from flatmin_lab.report.html import data_link, format_p, pool_bins, render
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import LoadedResults, Run
 from flatmin_lab.report.pages import landscape, summary_text, tuning
 from flatmin_lab.report.paper.claims import families_with
 from flatmin_lab.report.paper.evidence import Evidence, evidence
-from flatmin_lab.report.paper.families import Families, Family
+from flatmin_lab.report.paper.families import Families, Family, NamedFamily
+from flatmin_lab.report.paper.key_results import key_results
 from flatmin_lab.report.schema import is_number
 from flatmin_lab.report.stats import LEVEL
 from flatmin_lab.tuning.result import Tuning
@@ -57,13 +58,16 @@ class Section(NamedTuple):
     boundaries: PageFigure | None
     landscapes: landscape.LandscapeSection | None
     commands: list[str]  # that measure what is missing
+    family: NamedFamily | None  # of its comparisons
 
 
 def report_page(found: LoadedResults) -> str:
     unusable = list(found.unusable)
     shown_evidence = evidence(found, unusable)
-    groups = groups_of(found.runs, _families(found))
-    sections = [_section(group, title) for group, title in zip(groups, titles_of(groups), strict=True)]
+    protocols = shown_evidence.protocols if shown_evidence else []
+    named = {name: one for protocol in protocols for name, one in protocol.families.items()}
+    groups = groups_of(found.runs, _families(found) if shown_evidence else {})
+    sections = [_section(group, title, named) for group, title in zip(groups, titles_of(groups), strict=True)]
     made = [
         f"{before}{value}"
         for key, before in (("hardware", ""), ("torch", "torch "), ("commit", "commit "))
@@ -73,6 +77,7 @@ def report_page(found: LoadedResults) -> str:
         "report.html.jinja",
         sections=sections,
         evidence=shown_evidence,
+        key_results=key_results(shown_evidence) if shown_evidence else [],
         frontier_figures=_frontier_figures(shown_evidence),
         unusable=unusable,
         tunings=[_tuning_with_figure(*one) for one in found.tunings],
@@ -82,7 +87,7 @@ def report_page(found: LoadedResults) -> str:
         flatmin=flatmin.__version__,
         colours=landscape.height_colours(),
         script=landscape.surface_script(),
-        format_p=summary_text.format_p,
+        format_p=format_p,
         titles=TITLES,
         paper_cost=paper_numbers,
         cost_blocks=BLOCKS,
@@ -136,7 +141,7 @@ def page_figure(drawn: DrawnFigure, file: str) -> PageFigure:
     return PageFigure(Markup(svg(drawn)), data_link(drawn.data), f"{file}.json")
 
 
-def _section(group: Group, title: str) -> Section:
+def _section(group: Group, title: str, families: Mapping[str, NamedFamily]) -> Section:
     rows = _one_a_method(group)
     shown_columns = [column for column in COLUMNS if _is_shown(column, group)]
     name = f"{_slug(group.setting['data'])}-{_slug(group.setting['model'])}"
@@ -155,6 +160,7 @@ def _section(group: Group, title: str) -> Section:
         _boundaries(rows, group, name),
         landscape.landscape_section([(row.name, row.method, _with_landscapes(row)) for row in rows]),
         _commands(group, rows),
+        families.get(group.family_name),
     )
 
 

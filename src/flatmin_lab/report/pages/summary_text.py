@@ -4,7 +4,7 @@ import math
 from statistics import mean
 
 from flatmin_lab.report.comparison import Cell, Group, Row
-from flatmin_lab.report.html import mean_and_std
+from flatmin_lab.report.html import format_p, mean_and_std
 from flatmin_lab.report.stats import LEVEL, MIN_RUNS
 
 SENTENCE_MEASURES = {
@@ -31,7 +31,7 @@ def summary(group: Group) -> list[str]:
     chosen = ""
     if len(amps) > 1:
         chosen = f" Of {len(amps)} settings of AMP it has the lowest {group.split} error: chosen with the labels."
-    sentences = [_against(name, erm, amp, group.split) for name in SENTENCE_MEASURES if _both(erm, amp, name)]
+    sentences = _comparisons(erm, amp, group.split)
     best = _best(group)
     if all(row.method not in ("amp", "erm") for row in best):
         sentences.append(_lowest(group, best))
@@ -42,6 +42,20 @@ def summary(group: Group) -> list[str]:
     ]
     sentences += [_cost(erm, amp, name, what) for name, what in TIMES.items() if _are_timed_alike(erm, amp, name)]
     return [f"{sentences[0]}{chosen}", *sentences[1:]]
+
+
+def _comparisons(erm: Row, amp: Row, split: str) -> list[str]:
+    """A sentence per measure with its verdict; why several were not tested is said once."""
+    names = [name for name in SENTENCE_MEASURES if _both(erm, amp, name)]
+    if all(_too_few(erm, amp, name) for name in names):
+        first, *rest = names
+        return [_against(first, erm, amp, split), *(f"{_means(name, erm, amp, split)}." for name in rest)]
+    unplanned = [name for name in names if not amp.cells[name].planned and not _too_few(erm, amp, name)]
+    found = [_against(name, erm, amp, split) for name in names if name not in unplanned]
+    if unplanned:
+        listed = "; ".join(_means(name, erm, amp, split) for name in unplanned)
+        found.append(f"Not among the planned comparisons, so not tested: {listed[0].lower()}{listed[1:]}.")
+    return found
 
 
 def error_of(row: Row) -> float:
@@ -80,7 +94,7 @@ def _are_timed_alike(erm: Row, amp: Row, name: str) -> bool:
     """
     runs = [*erm.runs, *amp.runs]
     hardware = {run.result.get("hardware") for run in runs}
-    enough = min(len(row.cells[name].values) for row in (erm, amp)) >= MIN_RUNS
+    enough = not _too_few(erm, amp, name)
     return enough and len(hardware) == 1 and None not in hardware and not any(run.result.get("resumed") for run in runs)
 
 
@@ -89,18 +103,25 @@ def _cost(erm: Row, amp: Row, name: str, what: str) -> str:
     return f"AMP took {slower:.2f} times the {what} of ERM."
 
 
+def _too_few(erm: Row, amp: Row, name: str) -> bool:
+    return min(len(row.cells[name].values) for row in (erm, amp)) < MIN_RUNS
+
+
 def _against(name: str, erm: Row, amp: Row, split: str) -> str:
+    return f"{_means(name, erm, amp, split)}; {_verdict(erm.cells[name], amp.cells[name])}."
+
+
+def _means(name: str, erm: Row, amp: Row, split: str) -> str:
     label, form = SENTENCE_MEASURES[name]
-    one, other = erm.cells[name], amp.cells[name]
-    ours, theirs = form.format(mean(other.values)), form.format(mean(one.values))
+    ours, theirs = (form.format(mean(row.cells[name].values)) for row in (amp, erm))
     label = label.format(split=split)
-    return f"{label[0].upper()}{label[1:]}: {amp.name} {ours}, ERM {theirs}; {_verdict(one, other)}."
+    return f"{label[0].upper()}{label[1:]}: {amp.name} {ours}, ERM {theirs}"
 
 
 def _verdict(erm: Cell, amp: Cell) -> str:
     n = f"n\u00a0=\u00a0{len(amp.values)} and\u00a0{len(erm.values)}"
     if min(len(amp.values), len(erm.values)) < MIN_RUNS:
-        return f"too few trainings to tell ({n})"
+        return f"too few runs to tell ({n})"
     if not amp.planned:
         return f"not among the planned comparisons, so not tested ({n})"
     if amp.p is None:
@@ -108,13 +129,6 @@ def _verdict(erm: Cell, amp: Cell) -> str:
     if amp.p >= LEVEL:
         return f"no significant difference ({n}, p\u00a0{format_p(amp.p)})"
     return f"significantly {'lower' if amp.better else 'higher'} ({n}, p\u00a0{format_p(amp.p)})"
-
-
-def format_p(p: float) -> str:
-    """A p-value as written after "p": with two or three digits, or as a bound."""
-    if p < 0.001:
-        return "<\u00a00.001"
-    return f"=\u00a0{p:.2f}" if p >= 0.1 else f"=\u00a0{p:.3f}"
 
 
 def _without_both(group: Group) -> str:

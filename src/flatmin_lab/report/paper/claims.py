@@ -26,17 +26,16 @@ from flatmin_lab.report.paper.families import Families, Family, comparison, corr
 from flatmin_lab.report.stats import LEVEL, MIN_RUNS, welch
 
 Runs = Mapping[str, Sequence[Run]]
-HOLDS, POINTS_THAT_WAY, UNDECIDED, POINTS_OTHER_WAY, FAILS, NOT_CONTRADICTED, NO_SPREAD, NOT_PLANNED, NO_DATA = (
+HOLDS, UNDECIDED, FAILS, NOT_CONTRADICTED, NO_SPREAD, NOT_PLANNED, NO_DATA = (
     "holds",
-    "points that way, too few to test",
-    "not told apart",
-    "points the other way, too few to test",
+    "not significantly different",
     "does not hold",
     "not contradicted",
     "no spread to judge by",
     "not among the planned comparisons, not tested",
     "not trained or not measured yet",
 )
+POINTS_THAT_WAY, OVERLAPS, POINTS_OTHER_WAY = "points that way", "the runs overlap", "points the other way"  # too few
 
 MEASURES = {"error": "a lower error", "nll": "a lower NLL", "ece": "better calibration"}
 FLATNESS_MEASURES = {
@@ -72,6 +71,8 @@ class ClaimVerdict:
     numbers: str  # both sides, in words
     p: float | None = None  # corrected
     ours: bool = False
+    too_few: bool = False  # runs for a test: the verdict is a direction
+    claim: Claim | None = None  # None where it compares more than two
 
 
 def claims(protocol: Protocol) -> list[Claim]:
@@ -156,13 +157,14 @@ def _check_claim(claim: Claim, runs: Runs, family: Family) -> ClaimVerdict:
     lower, others = _values(runs, claim.lower, claim), {name: _values(runs, name, claim) for name in claim.higher}
     known = {name: values for name, values in others.items() if values}
     if not lower or len(known) < len(others):
-        return ClaimVerdict(claim.says, NO_DATA, "", ours=claim.ours)
+        return ClaimVerdict(claim.says, NO_DATA, "", ours=claim.ours, claim=claim)
     name = min(known, key=lambda name: mean(known[name]))  # the one that is the hardest to be below
     numbers = f"{mean_and_std(lower, digits)} and {mean_and_std(known[name], digits)}".replace(" ± ", "\u00a0±\u00a0")
-    numbers += f" (n\u00a0=\u00a0{len(lower)}\u00a0and\u00a0{len(known[name])})"
+    numbers += f", n\u00a0=\u00a0{len(lower)}\u00a0and\u00a0{len(known[name])}"
     numbers += f", the lowest of the others, {NAMES_OF_METHODS[split_name(name)[1]]}" if len(known) > 1 else ""
     verdict, p = _verdict(claim, lower, list(known.values()), family)
-    return ClaimVerdict(claim.says, verdict, numbers, p, claim.ours)
+    too_few = min(map(len, (lower, *known.values()))) < MIN_RUNS
+    return ClaimVerdict(claim.says, verdict, numbers, p, claim.ours, too_few, claim)
 
 
 def _verdict(claim: Claim, lower: list[float], others: list[list[float]], family: Family) -> tuple[str, float | None]:
@@ -172,7 +174,7 @@ def _verdict(claim: Claim, lower: list[float], others: list[list[float]], family
         above = any(min(lower) > max(values) for values in others)
         if claim.no_better:
             return POINTS_OTHER_WAY if below else NOT_CONTRADICTED, None
-        return POINTS_THAT_WAY if below else POINTS_OTHER_WAY if above else UNDECIDED, None
+        return POINTS_THAT_WAY if below else POINTS_OTHER_WAY if above else OVERLAPS, None
     tests = [(welch(lower, values), mean(lower) < mean(values)) for values in others]
     if any(test is None for test, _ in tests):
         return NO_SPREAD, None
@@ -192,7 +194,7 @@ def _verdict(claim: Claim, lower: list[float], others: list[list[float]], family
 
 def best_radius(runs: Runs, protocol: Protocol, data: str) -> ClaimVerdict:
     """The radius of the sweep with the lowest mean risk, once all have run; the paper: near 0.06."""
-    says = f"the risk on held-out pictures of {TITLES[data]} (the paper: on test pictures) is lowest near ε = 0.06"
+    says = f"the risk on held-out images of {TITLES[data]} (the paper: on test images) is lowest near ε = 0.06"
     swept = [r for r in paper_tables.sweep(protocol).recipes if r.method == "amp" and original_name(r.data) == data]
     names = {float(recipe.settings["epsilon"]): recipe.name for recipe in swept}
     means = {
@@ -206,4 +208,4 @@ def best_radius(runs: Runs, protocol: Protocol, data: str) -> ClaimVerdict:
     numbers = ", ".join(f"{radius:g}: {value:.3f}" for radius, value in means.items())
     count = {len(runs[name]) for name in names.values()}
     counted = f"n = {min(count)}" if len(count) == 1 else f"n = {min(count)} to {max(count)}"
-    return ClaimVerdict(says, f"lowest at {best:g}", f"NLL {numbers} ({counted} each, no test)")
+    return ClaimVerdict(says, f"lowest at {best:g}", f"NLL {numbers}; {counted} each", too_few=True)

@@ -9,14 +9,14 @@ from flatmin_lab.report.stats import PAPER_TRIALS
 # data sets by their checksum, where they are not the official files
 COPIES = {
     "04a78f0cc1d3475ebdafc7e02ade486b67f1f8860cf7f34edde68bd9c99b90de": (
-        "86 of the training and 23 of the test pictures of CIFAR-10 are copies through JPEG; all others are the "
+        "86 of the training and 23 of the test images of CIFAR-10 are copies through JPEG; all others are the "
         "original, pixel for pixel."
     ),
     "be4500f949f0635513acc2c43d6bc66e7fa131c43ca05da92549d70c61f8bd17": (
-        "The pictures of CIFAR-100 are the original, pixel for pixel, but not in its order."
+        "The images of CIFAR-100 are the original, pixel for pixel, but not in its order."
     ),
     "e7d31911cb95c169903be3275b7febfc130e1fd54d97b7504fe2f70084cd84bb": (
-        "SVHN was cut again from the pictures of whole numbers, and went through JPEG (quality 90)."
+        "SVHN was cut again from the images of whole numbers, and went through JPEG (quality 90)."
     ),
 }
 ALWAYS = (
@@ -24,11 +24,11 @@ ALWAYS = (
     "BatchNorm's running statistics are those of the pass at θ, and dropout masks are the same in both passes of a "
     "step. (The paper does not say; the published code updates the statistics in the pass at θ + Δ too, and draws new "
     "masks.)",
-    "ECE has 15 bins; PGD starts at the picture itself; adversarial training replaces the clean batch. (The paper "
+    "ECE has 15 bins; PGD starts at the image itself; adversarial training replaces the clean batch. (The paper "
     "says none of these.)",
     "The radius of the attacks, 4 per pixel, is taken in two ways: 4/255 of a pixel's range, and 4/255 of the "
     "normalised inputs (“small radius”), beside which the paper's numbers stand: the published code makes its "
-    "adversarial examples of normalised pictures, and so read the paper's numbers on CIFAR-10 come out. The reading "
+    "adversarial examples of normalised images, and so read the paper's numbers on CIFAR-10 come out. The reading "
     "was chosen, so agreement there is no test of it.",
     "The paper's NLL of label smoothing seems to be the smoothed loss: 0.998, 1.038 and 2.099 are far above any NLL "
     "that networks with such errors have here, and the published code's evaluation returns the loss that was trained "
@@ -54,9 +54,9 @@ SECOND = (
     "and dropout after every ReLU, as we read the paper's text; unless a row says otherwise."
 )
 SHORT = (
-    "Under the protocol “short” trainings have 60 epochs in place of 200, the rate is divided after 30 and 45, and "
+    "Under the protocol “short” runs have 60 epochs in place of 200, the rate is divided after 30 and 45, and "
     "AMP has a radius of at most 0.1, unless a row says another; all else is as under “paper-v2”, and not as under "
-    "“paper”. Baselines have the paper's values, AMP's radius was chosen for that length, from trainings of 30 to 70 "
+    "“paper”. Baselines have the paper's values, AMP's radius was chosen for that length, from runs of 30 to 70 "
     "epochs on CIFAR-10 that are not among these, by their test error."
 )
 HELD_OUT = (
@@ -69,7 +69,7 @@ SPIRAL = (
     "shows what AMP does, not how much it helps."
 )
 TF32 = "A GPU that has TF32 convolves float32 in it, as torch has it by default."
-SMOKE = "Under the protocol “smoke” pictures are made on the spot and networks narrow: these numbers are no evidence."
+SMOKE = "Under the protocol “smoke” images are synthetic and networks narrow: these numbers are no evidence."
 
 
 def deviations(runs: Sequence[Run]) -> list[str]:
@@ -127,7 +127,7 @@ def _repeated(runs: Sequence[Run]) -> list[str]:
         if pairs:
             apart = max(abs(one - other) for one, other in pairs)
             found.append(
-                f"{own[0]['test_repeated']} test pictures of {TITLES.get(data, data)} are in its training set too, "
+                f"{own[0]['test_repeated']} test images of {TITLES.get(data, data)} are in its training set too, "
                 f"pixel for pixel. Without them the error changes by at most {100 * apart:.3f} percentage points."
             )
     return found

@@ -1,6 +1,6 @@
 """The report's section about the paper: its tables as far as they have runs, its claims, and where we differ."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -13,7 +13,7 @@ from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Failure, LoadedResults, Run, UnusableFile
 from flatmin_lab.report.paper.claims import NO_DATA, ClaimVerdict, best_radius, check_claims, families_with
 from flatmin_lab.report.paper.deviations import deviations
-from flatmin_lab.report.paper.families import Families, Family, split_name
+from flatmin_lab.report.paper.families import Family, NamedFamily, named_families
 from flatmin_lab.report.paper.frontier import Frontier, frontiers
 from flatmin_lab.report.paper.recovered_curves import Point, figure_8, figure_11
 from flatmin_lab.report.paper.tables import FilledTable, Row, fill_table, runs_by_recipe
@@ -45,12 +45,21 @@ class ProtocolEvidence:
     frontiers: list[Frontier]  # what cheaper trainings keep of AMP's gain
     figure_8: list[Point]
     figure_11: list[Point]
-    family_sizes: list[tuple[str, int, str]]  # of what was tested: data set and network, comparisons, the day
+    families: Mapping[str, NamedFamily]  # of what was tested
 
     @property
     def has_paper_length(self) -> bool:
         """Whether the paper's numbers stand beside these."""
         return self.name in PAPER_LENGTH
+
+    @property
+    def tested(self) -> list[ClaimVerdict]:
+        return [claim for claim in self.claims if not claim.too_few]
+
+    @property
+    def too_few(self) -> list[ClaimVerdict]:
+        """Claims with fewer than three runs on a side."""
+        return [claim for claim in self.claims if claim.too_few]
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,8 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
             waiting = [claim for claim in said if claim.verdict == NO_DATA]
             cheaper = frontiers(fill_table(EXPERIMENTS["frontier"](protocol), runs, families), found.step_times)
             drawn = figure_8(runs, protocol), figure_11(runs, protocol)
-            sizes = _family_sizes(families, trained)
-            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown), cheaper, *drawn, sizes))
+            named = named_families(families, trained)
+            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown), cheaper, *drawn, named))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
     gone = done | failed | {(name, seed) for name, seed, _ in found.withdrawn}
@@ -98,17 +107,6 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
     renamed = sum("renamed_from" in run.result for run in every)
     planned = len(found.planned), len(failed), missing, found.withdrawn, found.broken_off, renamed
     return Evidence(parts, deviations(every), *planned, found.failures, found.costs)
-
-
-def _family_sizes(families: Families, trained: Iterable[str]) -> list[tuple[str, int, str]]:
-    """Of the families of these recipes, in words."""
-    found = []
-    for name in dict.fromkeys(split_name(recipe)[0] for recipe in sorted(trained)):
-        if name in families:
-            data, model = name.rpartition("/")[2].split("-")
-            title = f"{TITLES.get(data, data)} with {TITLES.get(model, model)}"
-            found.append((title, len(families[name].comparisons), families[name].fixed))
-    return found
 
 
 def _settings(tables: Sequence[FilledTable]) -> list[str]:

@@ -16,6 +16,7 @@ family is made of the paper's claims (claims.py).
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.stats import MIN_RUNS, welch
 
 
@@ -25,6 +26,29 @@ class Family(NamedTuple):
 
 
 Families = Mapping[str, Family]
+
+
+class NamedFamily(NamedTuple):
+    """A family as a page names it."""
+
+    name: str
+    title: str  # data set and network
+    family: Family
+
+    @property
+    def anchor(self) -> str:
+        return f"family-{self.name.replace('/', '-')}"
+
+
+def named_families(families: Families, recipes: Iterable[str]) -> dict[str, NamedFamily]:
+    """The families of these recipes, by name; those without one are left out."""
+    found = {}
+    for name in dict.fromkeys(split_name(recipe)[0] for recipe in sorted(recipes)):
+        if name in families:
+            data, model = name.rpartition("/")[2].split("-")
+            title = f"{TITLES.get(data, data)} with {TITLES.get(model, model)}"
+            found[name] = NamedFamily(name, title, families[name])
+    return found
 
 
 def split_name(recipe: str) -> tuple[str, str]:

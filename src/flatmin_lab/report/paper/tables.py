@@ -23,7 +23,7 @@ from flatmin_lab.report.html import mean_and_std
 from flatmin_lab.report.labels import SIGNS
 from flatmin_lab.report.loader import Run, UnusableFile, read_result
 from flatmin_lab.report.paper.claims import families_with
-from flatmin_lab.report.paper.families import Families, Family, p_of_pair
+from flatmin_lab.report.paper.families import Families, Family, p_of_pair, split_name
 from flatmin_lab.report.stats import LEVEL, agreement, agrees
 from flatmin_lab.runs.result_store import PLANNED, ResultStore, differs
 from flatmin_lab.system.json_data import read_json
@@ -89,6 +89,11 @@ class Row:
         return self.count > 0
 
     @property
+    def family(self) -> str:
+        """The name of the family that its comparisons belong to."""
+        return split_name(self.recipe.name)[0]
+
+    @property
     def place(self) -> tuple[str, str, str, float]:
         """What the rows of a block share: data, model, augmentation, the share of wrong labels."""
         return self.data, self.recipe.model, kind_of(self.recipe.augment), self.recipe.label_noise
@@ -121,6 +126,20 @@ class FilledTable:
     def with_agreement(self) -> list[bool]:
         """For each column, whether agreement with the paper is known for any cell."""
         return [any(row.cells[place].agrees is not None for row in self.rows) for place in range(len(self.columns))]
+
+    @property
+    def trained(self) -> list[Row]:
+        """The rows with values."""
+        return [row for row in self.rows if row.has_values]
+
+    @property
+    def untrained(self) -> list[Row]:
+        """The rows for which only the paper has values."""
+        return [row for row in self.rows if not row.has_values]
+
+    @property
+    def untrained_names(self) -> list[str]:
+        return list(dict.fromkeys(row.name for row in self.untrained))
 
     @property
     def title(self) -> str:

@@ -162,6 +162,7 @@
       redraw();
     }));
   window.addEventListener("resize", redraw);
+  document.addEventListener("toggle", redraw, true); // a surface in a folded part has no size until it is opened
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   redraw();
 })();
