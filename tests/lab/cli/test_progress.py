@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import Progress as Bars
 
 from flatmin_lab.cli import display
-from flatmin_lab.cli.commands import demo, reproduce, train_seeds, tune
+from flatmin_lab.cli.commands import demo, train_seeds, tune
+from flatmin_lab.cli.commands.reproduce import reproduce
 from flatmin_lab.cli.progress_columns import COMPILING, WARMUP_STEPS, columns, first_steps_text
 from flatmin_lab.data import load
 from flatmin_lab.execution.runner import Run

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatmin
 from flatmin.capture.captured_step import CapturedStep
+from flatmin.capture.clipped_sgd import ClippedSGD
 from flatmin.core.capturable import CannotCaptureError
 from flatmin.optim.radius import matched
 from flatmin_lab import methods
@@ -30,7 +31,6 @@ from flatmin_lab.training.build import build_model, prepare_data
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
-from flatmin_lab.training.optimizer import ClippedSGD
 from tests.support.small_runs import TIMES, after, images, lasting, learner_of, run, same, tiny_data, tiny_recipe
 
 VARIANTS: dict[str, dict[str, Any]] = {

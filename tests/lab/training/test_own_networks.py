@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from flatmin.capture.clipped_sgd import ClippedStep
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.optimizers import OPTIMIZERS
@@ -18,7 +19,7 @@ from flatmin_lab.recipes.recipe import Job, Recipe
 from flatmin_lab.recipes.user_files import ChangedFileError
 from flatmin_lab.runs.events import Finished, Note
 from flatmin_lab.runs.result_store import differs
-from flatmin_lab.training.optimizer import ClippedStep, build_optimizer
+from flatmin_lab.training.optimizer import build_optimizer
 from tests.support import own_networks
 from tests.support.small_runs import after, lasting, learner_of, run, same, tiny_data, tiny_recipe
 
