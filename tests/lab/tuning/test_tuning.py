@@ -697,7 +697,7 @@ def test_the_report_has_a_section_for_a_tuning_and_no_run_of_its_trials(out: Pat
     assert "flatmin train --data" in page
     assert "validation NLL over ε and ζ" in page
     assert 'download="AMP--an-MLP-on-tiny-npz--3-epochs-tuning.json"' in page
-    assert "of 1 training and 1 tuning" in page
+    assert "of 1 training run and 1 tuning" in page
     assert "tuning runs" not in page
 
 
@@ -707,7 +707,7 @@ def test_a_tuning_alone_is_a_report_too(out: Path, tmp_path: Path, monkeypatch: 
         assert done.exit_code == 0, done.output
         page = (tmp_path / "page.html").read_text()
         assert "<h1>Tuning</h1>" in page
-        assert "No training could be read" not in page
+        assert "No training run could be read" not in page
         assert "from the files of 1 tuning" in page
     assert [run.path.name for run in load_results([out / "trial-1"]).runs] == ["trial-1"]  # named itself
     (tmp_path / "tuning").symlink_to(out.parent)
