@@ -208,6 +208,7 @@ class _Decision:
     def _yes(self, best: Contender, gaps: Mapping[str, Difference]) -> str:
         closest = max(gaps.values(), key=lambda gap: gap.high)
         low, high = (show_gap(self.measure, -end) for end in (closest.high, closest.low))
+        low = low.removesuffix(" points")  # said once
         below = "the better of the two plain trainings" if len(gaps) > 1 else "the plain training"
         return (
             f"Yes: AMP's {self.measure} lies {low} to {high} below that of {below} "
@@ -244,7 +245,7 @@ class _Decision:
     def _what_it_takes(self, gap: Difference, margin: float, level: float) -> str:
         """How many seeds, or held-out examples, would decide a difference of this size."""
         if gap.seeds < FEWEST_SEEDS:
-            return f"One seed says nothing about another: at least 3 are needed.{self._time(3 - gap.seeds)}"
+            return f"Fewer than 3 seeds say little about others: at least 3 are needed.{self._time(3 - gap.seeds)}"
         target = -gap.mean if gap.mean < -margin / 2 else margin + gap.mean
         if gap.over_examples >= target and not self.new_examples:
             known = self.table.examples(self.measure)

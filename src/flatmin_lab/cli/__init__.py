@@ -7,9 +7,8 @@ options.py            options that commands share, and how errors are reported
 training_options.py   the options of a training run
 request.py            the flags of `flatmin train`, turned into a recipe, a seed, data and a folder
 model_source.py       which models are evaluated, and on which data
-torchrun.py           `flatmin train` on several ranks
 browser.py            --open: a page in the default browser
 display.py            progress and results in the terminal
 progress_columns.py   what a progress bar says: the time left, and what is under way before there is an estimate
-signals.py            Ctrl-C and SIGTERM
+process/              Ctrl-C and SIGTERM; several ranks under torchrun
 """

@@ -17,7 +17,7 @@ from flatmin_lab.cli.commands import doctor as doctor_command
 from flatmin_lab.cli.commands.reproduce import reproduce
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, OpenPage, option, report_errors
 from flatmin_lab.cli.overview import new_app
-from flatmin_lab.cli.signals import exit_on_signals
+from flatmin_lab.cli.process.signals import exit_on_signals
 from flatmin_lab.cli.training_options import parse_numbers
 from flatmin_lab.system.machine import device_named
 from flatmin_lab.system.optional_deps import need

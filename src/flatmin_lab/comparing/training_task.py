@@ -1,4 +1,4 @@
-"""Contenders of one seed: trained together or one by one, then measured on the held-out examples, one by one.
+"""Contenders of one seed, trained together or one by one, and what each came to on the held-out examples.
 
 Each has a run folder, started or resumed, and beside it the file of its outcome, which says that it has ended. A
 training that diverges has an outcome too.
@@ -10,24 +10,20 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from flatmin.comparison import Outcome
-from flatmin.comparison.held_out import measure_pairs
 from flatmin.comparison.outcome import file_name
 from flatmin_lab.comparing.contender_recipes import Entry
-from flatmin_lab.data.batches import in_order
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load_once
-from flatmin_lab.evaluation.load_run import UnfinishedError, find_finished_run, subject_of
 from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Event, Failed, Finished, Progress, RunError
+from flatmin_lab.runs.folder import read_image_scores
 from flatmin_lab.runs.result_store import remove_old_checkpoints
-from flatmin_lab.training.captured_forward import EVAL_BATCH_SIZE
 
-CURVES = {"error": "validation_error", "nll": "validation_nll", "ece": "validation_ece", "training loss": "train_loss"}
+MEASURES, PER_EXAMPLE = ("error", "nll", "ece"), ("error", "nll")
+CURVES = {**{name: f"validation_{name}" for name in MEASURES}, "training loss": "train_loss"}
 
 
 class TrainingTask(NamedTuple):
@@ -85,41 +81,35 @@ def train_contenders(task: TrainingTask, dataset: Dataset, stop: Stop) -> Iterat
             if isinstance(event, Failed) and event.diverged:
                 Outcome(entry.contender.key, task.seed, {}, failed=event.what).write(task.folder)
             if isinstance(event, Finished):
-                yield numbers[index], _measured(task, entry, event, data)
+                yield numbers[index], _ended(task, entry, event)
             elif not isinstance(event, Progress):
                 yield numbers[index], event
     except RunError:  # raised at the end if trainings failed; each has yielded its own Failed
         pass
 
 
-def _measured(task: TrainingTask, entry: Entry, ended: Finished, data: Dataset) -> Finished | Failed:
+def _ended(task: TrainingTask, entry: Entry, ended: Finished) -> Finished | Failed:
     """Write the outcome of a run; how it ended, as measured."""
-    try:
-        outcome = measure_run(task, entry, ended.result, data)
-    except UnfinishedError as error:
-        return Failed(str(error), later=True)
+    outcome = outcome_of(task, entry, ended.result)
     outcome.write(task.folder)
+    remove_old_checkpoints(run_folder(task.folder, entry.contender.key, task.seed))
     return ended if outcome.failed is None else Failed(outcome.failed, diverged=True)
 
 
-def measure_run(task: TrainingTask, entry: Entry, result: Mapping[str, Any], data: Dataset) -> Outcome:
-    """What a finished run came to on the held-out tenth of its training set."""
+def outcome_of(task: TrainingTask, entry: Entry, result: Mapping[str, Any]) -> Outcome:
+    """What a finished run came to on the held-out tenth of its training set, which its folder has image by image."""
     folder = run_folder(task.folder, entry.contender.key, task.seed)
-    weights = find_finished_run(folder)
-    subject = subject_of(weights, data, use_ema=False, device=torch.device(task.device))
-    assert subject.split_name == "validation"
-    with torch.no_grad():
-        found = measure_pairs(subject.model, in_order(subject.test, subject.normalise, batch_size=EVAL_BATCH_SIZE))
-    remove_old_checkpoints(folder, weights.path)
-    failed = found.failure()
+    found = {name: result[f"validation_{name}"] for name in MEASURES}
+    broken = next((name for name, value in found.items() if not _is_finite(value)), None)
+    scores = {name: read_image_scores(folder, name) for name in PER_EXAMPLE}
     return Outcome(
         entry.contender.key,
         task.seed,
-        {} if failed else found.measures,
-        per_example={} if failed else found.per_example,
+        {} if broken else found,
+        per_example={} if broken else {name: each.tolist() for name, each in scores.items() if each is not None},
         curve=_curve(folder),
         seconds=float(result["seconds"]),
-        failed=failed,
+        failed=f"the held-out {broken} is not finite: the training diverged" if broken else None,
     )
 
 

@@ -219,3 +219,12 @@ def _json(content: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def read_image_scores(folder: Path, measure: str) -> Tensor | None:
+    """A run's error or NLL of each validation image; None where there are none, or none that can be read."""
+    try:
+        found = checkpoint.read(folder / VALIDATION).tensors[measure]
+    except (checkpoint.DamagedError, KeyError):
+        return None
+    return found if found.ndim == 1 and len(found) and bool(found.isfinite().all()) else None

@@ -19,14 +19,9 @@ are drawn near good earlier ones.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.folder import VALIDATION
-from flatmin_lab.tuning.search_space import Measure
 
 LEVEL = 0.05  # how often a trial that is no better may pass for better
 SIGN_DRAWS = 4999
@@ -71,15 +66,6 @@ def compare(erm: Tensor, scores: Mapping[int, Tensor], *, chosen: int, others: i
         images=len(erm),
         trials=count,
     )
-
-
-def read_scores(folder: Path, measure: Measure) -> Tensor | None:
-    """A trial's score of each image; None where there are none, or none that can be read."""
-    try:
-        found = checkpoint.read(folder / VALIDATION).tensors[measure]
-    except (checkpoint.DamagedError, KeyError):
-        return None
-    return found if found.ndim == 1 and len(found) and bool(found.isfinite().all()) else None
 
 
 def _signs(images: int) -> Iterable[Tensor]:

@@ -25,11 +25,12 @@ from flatmin_lab.execution.executor import Executor, run_tasks
 from flatmin_lab.execution.local import ThisProcess
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Started, Stopped
+from flatmin_lab.runs.folder import read_image_scores
 from flatmin_lab.runs.open_folder import folder_of_runs
 from flatmin_lab.runs.result_store import remove_old_checkpoints
 from flatmin_lab.training.loop import train
 from flatmin_lab.tuning import result_file
-from flatmin_lab.tuning.erm_comparison import Comparison, compare, read_scores
+from flatmin_lab.tuning.erm_comparison import Comparison, compare
 from flatmin_lab.tuning.result import Tuning
 from flatmin_lab.tuning.result_file import FILE, TRIAL_PREFIX
 from flatmin_lab.tuning.search_space import SearchSpace
@@ -226,4 +227,4 @@ class _TrialTracker:
         return compare(of_erm, known, chosen=chosen.number, others=others)
 
     def _read_scores(self, number: int) -> Tensor | None:
-        return read_scores(self.folder / f"{TRIAL_PREFIX}{number}", self.study.search.measure)
+        return read_image_scores(self.folder / f"{TRIAL_PREFIX}{number}", self.study.search.measure)

@@ -15,8 +15,8 @@ from PIL import Image
 
 from flatmin import __version__
 from flatmin_lab.cli.commands.train_seeds import SeedRuns
+from flatmin_lab.cli.process.signals import StopSignal
 from flatmin_lab.cli.request import Request
-from flatmin_lab.cli.signals import StopSignal
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Event, Failed, Finished, Progress, RunError, Started, Stopped

@@ -15,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 from scipy import stats
 
-from flatmin_lab.cli.signals import StopSignal
+from flatmin_lab.cli.process.signals import StopSignal
 from flatmin_lab.data import load
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe

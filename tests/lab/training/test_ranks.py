@@ -6,8 +6,8 @@ import pytest
 import torch
 import typer
 
-from flatmin_lab.cli import torchrun
-from flatmin_lab.cli.torchrun import among_ranks, device_of
+from flatmin_lab.cli.process import torchrun
+from flatmin_lab.cli.process.torchrun import among_ranks, device_of
 from flatmin_lab.runs.events import DivergedError, RunError
 from flatmin_lab.training.data_parallel import BatchSharding
 from flatmin_lab.training.ranks import DistributedRankGroup, RankGroup

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.checkpoint import Checkpoint
-from flatmin_lab.runs.folder import VALIDATION
-from flatmin_lab.tuning.erm_comparison import LEVEL, Comparison, compare, read_scores
+from flatmin_lab.runs.folder import VALIDATION, read_image_scores
+from flatmin_lab.tuning.erm_comparison import LEVEL, Comparison, compare
 
 IMAGES, REPEATS = 100, 120
 
@@ -92,11 +92,11 @@ def test_a_trial_with_the_same_answers_is_no_better_and_the_same_scores_give_the
 
 
 def test_scores_that_are_missing_damaged_or_not_finite_are_none(tmp_path: Path) -> None:
-    assert read_scores(tmp_path, "error") is None
+    assert read_image_scores(tmp_path, "error") is None
     checkpoint.write(tmp_path / VALIDATION, Checkpoint({"error": torch.ones(3), "nll": torch.tensor([torch.nan])}, {}))
-    found = read_scores(tmp_path, "error")
+    found = read_image_scores(tmp_path, "error")
     assert found is not None
     assert found.tolist() == [1, 1, 1]
-    assert read_scores(tmp_path, "nll") is None
+    assert read_image_scores(tmp_path, "nll") is None
     (tmp_path / VALIDATION).write_bytes(b"noise")
-    assert read_scores(tmp_path, "error") is None
+    assert read_image_scores(tmp_path, "error") is None

@@ -21,7 +21,7 @@ from flatmin_lab.bench.contenders import FORMS, METHODS, MODES
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import bench_view
 from flatmin_lab.cli.options import Debug, Device, option, report_errors
-from flatmin_lab.cli.signals import exit_on_signals
+from flatmin_lab.cli.process.signals import exit_on_signals
 from flatmin_lab.data.augment.transforms import KINDS, Kind
 from flatmin_lab.recipes.recipe import PRECISIONS
 from flatmin_lab.runs.events import RunError

@@ -30,8 +30,8 @@ from flatmin_lab.cli.options import (
     option,
     report_errors,
 )
+from flatmin_lab.cli.process.signals import exit_code, exit_on_signals, stop_on_signals
 from flatmin_lab.cli.request import data_location, read_data
-from flatmin_lab.cli.signals import exit_code, exit_on_signals, stop_on_signals
 from flatmin_lab.cli.training_options import (
     check_milestones,
     method_settings,

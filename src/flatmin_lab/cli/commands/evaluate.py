@@ -9,7 +9,7 @@ import typer
 from flatmin_lab.cli import browser, display, model_source
 from flatmin_lab.cli.model_source import EvaluatedModel, ModelSource
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, OpenPage, option, report_errors
-from flatmin_lab.cli.signals import exit_on_signals
+from flatmin_lab.cli.process.signals import exit_on_signals
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.system.files import atomic_write

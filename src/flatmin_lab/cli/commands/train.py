@@ -20,10 +20,10 @@ from flatmin_lab.cli.options import (
     option,
     report_errors,
 )
+from flatmin_lab.cli.process.signals import exit_code, stop_on_signals
+from flatmin_lab.cli.process.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
 from flatmin_lab.cli.progress_columns import first_steps_text
 from flatmin_lab.cli.request import Plan, Request, TunedValues
-from flatmin_lab.cli.signals import exit_code, stop_on_signals
-from flatmin_lab.cli.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
 from flatmin_lab.cli.training_options import check_milestones, method_settings, recipe_changes, recipe_options
 from flatmin_lab.recipes.fields import DEVICE, METHOD, TRAINING
 from flatmin_lab.runs.events import Finished, Stopped

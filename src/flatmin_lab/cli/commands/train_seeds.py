@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from flatmin_lab.cli import display
+from flatmin_lab.cli.process.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.progress_columns import first_steps_text
 from flatmin_lab.cli.request import Plan
-from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Progress, RunError, Started, Stopped

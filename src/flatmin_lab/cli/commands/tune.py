@@ -27,9 +27,9 @@ from flatmin_lab.cli.options import (
     parse_settings,
     report_errors,
 )
+from flatmin_lab.cli.process.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.progress_columns import SECONDS_OF_EPOCHS
 from flatmin_lab.cli.request import data_location, read_data
-from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.training_options import check_milestones, recipe_changes, recipe_options
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.recipes.defaults import default_recipe

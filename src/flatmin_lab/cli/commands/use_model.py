@@ -12,7 +12,7 @@ from rich.text import Text
 
 from flatmin_lab.cli import display
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, option, report_errors
-from flatmin_lab.cli.signals import exit_on_signals
+from flatmin_lab.cli.process.signals import exit_on_signals
 from flatmin_lab.evaluation.export import description_of
 from flatmin_lab.evaluation.export import export as write_export
 from flatmin_lab.evaluation.prediction import Prediction, Unreadable, image_files, predict_files

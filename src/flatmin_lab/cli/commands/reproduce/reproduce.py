@@ -31,9 +31,9 @@ from flatmin_lab.cli.options import (
     option,
     report_errors,
 )
+from flatmin_lab.cli.process.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.progress_columns import COMPILING, SECONDS_OF_EPOCHS
 from flatmin_lab.cli.request import read_data
-from flatmin_lab.cli.signals import exit_code, stop_on_signals
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.process_pool import cores
