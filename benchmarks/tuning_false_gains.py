@@ -20,9 +20,10 @@ from torch import Tensor
 
 from flatmin_lab.data import load
 from flatmin_lab.recipes.defaults import default_recipe
+from flatmin_lab.runs.folder import read_image_scores
 from flatmin_lab.system.machine import facts
 from flatmin_lab.training.loop import train
-from flatmin_lab.tuning.erm_comparison import compare, read_scores
+from flatmin_lab.tuning.erm_comparison import compare
 from flatmin_lab.tuning.search_space import Measure
 from machine import command, line
 
@@ -50,7 +51,7 @@ def trained(seeds: int) -> Iterator[dict[str, list[Tensor]]]:
             for folder, method in zip(folders, methods, strict=True):
                 deque(train(default_recipe("digits", data, **SHARED, **method), data, seed=seed, folder=folder), 0)
             yield {
-                measure: [found for folder in folders if (found := read_scores(folder, measure)) is not None]
+                measure: [found for folder in folders if (found := read_image_scores(folder, measure)) is not None]
                 for measure in get_args(Measure)
             }
 
