@@ -65,7 +65,7 @@ check: $(READY)
 
 # site/index.html: opened as a file, it needs no server (the variable keeps an advertisement of the theme's quiet)
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff format

@@ -30,33 +30,37 @@ class Contender:
 
 
 def contenders_for(
-    radii: Sequence[float] = RADII, *, own: float | None = None, auto: bool = False, passes: float = PASSES
+    radii: Sequence[float] | None = None, *, own: float | None = None, auto: bool = False, passes: float = PASSES
 ) -> list[Contender]:
     """The plain optimizer, the one with as much time, and AMP at these radii.
 
-    own      the radius that the user's AMP has already: without other radii, those around it
+    own      the radius that the user's AMP has already: without `radii`, those around it
     auto     also AMP with a radius that is found while training
     passes   of a step of AMP
 
     >>> [contender.name for contender in contenders_for([0.1], auto=True)]
     ['plain', 'plain, 2 times as long', 'AMP, ε = 0.1', 'AMP, ε found while training']
     """
-    if own is not None and tuple(radii) == RADII:
-        radii = (own / SPREAD, own, own * SPREAD)
+    if radii is None:
+        radii = RADII if own is None else (own / SPREAD, own, own * SPREAD)
     for radius in radii:
         if isinstance(radius, bool) or not isinstance(radius, int | float) or not 0 < radius < math.inf:
             raise ValueError(
                 f"a radius must be a finite number above 0, got {radius!r}; ε = 0 is in the comparison as it is"
             )
-    if len(set(radii)) < len(radii):
+    if len({_key(radius) for radius in radii}) < len(radii):
         raise ValueError(f"the radii must differ, got {', '.join(map(str, radii))}")
     found = [
         Contender(PLAIN, "plain"),
         Contender(LONGER, f"plain, {passes:g} times as long", length=float(passes), passes=float(passes)),
     ]
-    found += [Contender(f"amp-{r:.4g}", f"AMP, ε = {r:.4g}", float(r), passes=float(passes)) for r in radii]
+    found += [Contender(_key(r), f"AMP, ε = {r:.4g}", float(r), passes=float(passes)) for r in radii]
     if auto:
         found.append(Contender(AUTO, "AMP, ε found while training", passes=float(passes)))
     if len(found) == 2:
         raise ValueError("a comparison needs at least one radius of AMP, got none")
     return found
+
+
+def _key(radius: float) -> str:
+    return f"amp-{radius:.4g}"

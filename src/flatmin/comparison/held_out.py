@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from flatmin import metrics
 from flatmin.core.messages import describe
 from flatmin.core.model_state import eval_mode
+from flatmin.core.random_state import seed_everything
 from flatmin.doctor.finding import during
 from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import UserTraining
@@ -48,6 +49,7 @@ def check_can_measure(training: UserTraining) -> None:
 def measure(training: UserTraining) -> Measured:
     """Measure it as it is now. Modes and random generators are as before afterwards."""
     with preserve_generators(), torch.no_grad(), eval_mode(training.model):
+        seed_everything(0)  # a loader that shuffles gives the examples in the same order each time
         if training.evaluate is None:
             return measure_pairs(training.model, training.held_out or ())
         with during("evaluate()"):
@@ -65,8 +67,8 @@ def _named(found: Any) -> dict[str, float]:
     for name in values:
         if name.lower().replace("val_", "").replace("test_", "") in HIGHER_IS_BETTER:
             raise ValueError(
-                f"measures are compared as if lower is better, and {name!r} looks as if higher is; return 1 − {name}, "
-                f"or −{name}, under another name (1 − accuracy is the error)"
+                f"measures are compared as if lower is better, and {name!r} looks as if higher is; return 1 − {name} "
+                "under another name (1 − accuracy is the error)"
             )
     return values
 
@@ -90,12 +92,12 @@ def measure_pairs(model: nn.Module, pairs: Iterable[Any]) -> Measured:
                 "held-out pairs are for classifiers: the model must answer with logits (N, K), and classes be whole "
                 f"numbers (N,); got {describe(answer)} and {describe(classes)}. Give evaluate for anything else"
             )
-        logits.append(answer.double().cpu())
+        logits.append(answer.cpu().double())
         labels.append(classes.long().cpu())
     if not logits:
         raise ValueError("held-out data must be at least one example, got none; a generator can be read only once")
     every, truth = torch.cat(logits), torch.cat(labels)
-    if not bool(every.isfinite().all()):
+    if not bool(metrics.has_probabilities(every).all()):
         return Measured({"error": math.nan, "nll": math.nan, "ece": math.nan}, {})
     wrong = (every.argmax(1) != truth).double()
     losses = cross_entropy(every, truth, reduction="none")

@@ -27,10 +27,14 @@ class Outcome:
 
     def write(self, folder: Path) -> None:
         """Write its file, whole or not at all."""
-        path = folder / file_name(self.contender, self.seed)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(path)
+        write_whole(folder / file_name(self.contender, self.seed), json.dumps(asdict(self)))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def file_name(contender: str, seed: int) -> str:

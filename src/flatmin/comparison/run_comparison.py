@@ -2,16 +2,16 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flatmin.comparison.contenders import RADII, Contender, contenders_for
+from flatmin.comparison.contenders import Contender, contenders_for
 from flatmin.comparison.held_out import check_can_measure
-from flatmin.comparison.outcome import Outcome, read_outcome
+from flatmin.comparison.outcome import Outcome, read_outcome, write_whole
 from flatmin.comparison.train_contender import fingerprint, own_radius, train_contender
-from flatmin.comparison.verdict import PERCENT, WORTH, Row, Verdict, judge, show, show_gap
+from flatmin.comparison.verdict import PERCENT, WORTH, Row, Verdict, check_measure, check_worth, judge, show, show_gap
 from flatmin.doctor import Finding, MakeTraining, examine, has_error
 from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import UserTraining, call
@@ -81,7 +81,7 @@ def compare(
     epochs: int | None = None,
     seeds: int = 3,
     minutes: float | None = None,
-    radii: Sequence[float] = RADII,
+    radii: Sequence[float] | None = None,
     measure: str | None = None,
     worth: float = WORTH,
     evaluations: int = EVALUATIONS,
@@ -96,8 +96,8 @@ def compare(
     epochs         of the plain training; else as many as the mapping says
     seeds          how often everything is trained: with the seeds 0, 1, …
     minutes        as many of the seeds as fit into this time
-    radii          of AMP; if make_training returns a flatmin.AMP, the default is a third of its own, its own, and three
-                   times that
+    radii          of AMP; the default is 0.03, 0.1 and 0.3, or if make_training returns a flatmin.AMP, a third of its
+                   own, its own, and three times that
     measure        what decides; else the first: of held-out data the error, of `evaluate` the first that it returns
     worth          the smallest gain worth having, as a share of the plain optimizer's measure
     evaluations    how often each training is measured, for its curve; the last epoch is what counts
@@ -110,38 +110,42 @@ def compare(
     whole_number("evaluations", evaluations, least=1)
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes must be above 0, got {minutes!r}; leave it out to train all seeds")
+    check_worth(worth)
     with preserve_generators():
         training = call(make_training, 0)
         check_can_measure(training)
         plan = _Plan(training, epochs, radii, evaluations)
-        store = _open_store(out, plan.settings(training))
+        store, settings = _check_store(out, plan.settings(training)), plan.settings(training)
         findings = _examine(make_training) if examined else []
+        if store is not None:
+            store.mkdir(parents=True, exist_ok=True)
+            write_whole(store / SETTINGS, json.dumps(settings, indent=1))
         del training  # a model may fill half of a device
-    run = _Run(make_training, plan, store, progress, None if minutes is None else 60 * minutes)
+    run = _Run(make_training, plan, store, progress, measure, None if minutes is None else 60 * minutes)
     run.seeds(range(seeds))
     verdict = judge(plan.contenders, run.outcomes, measure=measure, worth=worth)
     return Comparison(plan.contenders, run.outcomes, verdict, findings, run.stopped)
 
 
 class _Plan:
-    def __init__(self, training: UserTraining, epochs: int | None, radii: Sequence[float], evaluations: int) -> None:
+    def __init__(
+        self, training: UserTraining, epochs: int | None, radii: Sequence[float] | None, evaluations: int
+    ) -> None:
         if (epochs := training.epochs if epochs is None else epochs) is None:
             raise ValueError(
                 "a comparison must know how long to train: give epochs=, or return it from make_training as 'epochs'"
                 + (" (without batches an epoch is one step)" if training.batches is None else "")
             )
         self.epochs, self.evaluations = whole_number("epochs", epochs, least=1), evaluations
-        own = own_radius(training)
-        self.contenders = contenders_for(
-            radii,
-            own=None if own is None else own[0],
-            auto=training.radius_data is not None,
-            **({} if own is None else {"passes": own[1]}),
-        )
+        own, passes = own_radius(training)
+        auto = training.radius_data is not None and self.epochs > 1  # after one epoch there is nothing to match
+        self.contenders = contenders_for(radii, own=own, auto=auto, passes=passes)
 
     def settings(self, training: UserTraining) -> dict[str, Any]:
-        """What must be the same for outcomes to be compared."""
+        """What must be the same for outcomes to be compared, as far as it can be seen before a training."""
         return {
+            "passes": max(contender.passes for contender in self.contenders),
+            "batches": len(training.batches) if isinstance(training.batches, Sized) else None,
             "epochs": self.epochs,
             "contenders": [contender.key for contender in self.contenders],
             "evaluations": self.evaluations,
@@ -149,14 +153,17 @@ class _Plan:
         }
 
 
-def _open_store(out: str | Path | None, settings: dict[str, Any]) -> Path | None:
-    """The folder of the outcomes; raises if it has others."""
+def _check_store(out: str | Path | None, settings: dict[str, Any]) -> Path | None:
+    """The folder of the outcomes, if they are to be kept; raises if it has others."""
     if out is None:
         return None
     folder = Path(out)
     path = folder / SETTINGS
     if path.exists():
-        before = json.loads(path.read_text())
+        try:
+            before = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}); choose another folder, or delete this one") from error
         changed = [name for name in settings if before.get(name) != settings[name]]
         if changed:
             name = changed[0]
@@ -167,8 +174,6 @@ def _open_store(out: str | Path | None, settings: dict[str, Any]) -> Path | None
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty and holds no comparison; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=1))
     return folder
 
 
@@ -190,10 +195,11 @@ class _Run:
         plan: _Plan,
         store: Path | None,
         progress: Callable[[Progress], None],
+        measure: str | None,
         limit: float | None,
     ) -> None:
         self.make_training, self.plan, self.store = make_training, plan, store
-        self.progress, self.limit = progress, limit
+        self.progress, self.measure, self.limit = progress, measure, limit
         self.outcomes: list[Outcome] = []
         self.stopped = ""
         self._began = time.perf_counter()
@@ -209,7 +215,10 @@ class _Run:
                     self._add(contender, there, was_there=True)
             for number, contender in enumerate(todo):
                 if not self._fits(todo[number:] if seed > 0 and number == 0 else [contender]):
-                    self.stopped = f"Stopped at seed {seed}: what is left of it does not fit into the time."
+                    self.stopped = (
+                        f"Stopped at seed {seed}: what is left of it would not end in {(self.limit or 0) / 60:g} "
+                        "minutes; the same call goes on with more (minutes=, --minutes)."
+                    )
                     return
                 self.progress(Progress(contender, seed))
                 plan = self.plan
@@ -222,6 +231,8 @@ class _Run:
 
     def _add(self, contender: Contender, outcome: Outcome, *, was_there: bool = False) -> None:
         self.outcomes.append(outcome)
+        if outcome.measures and self.measure is not None:  # now, and not after the last training
+            check_measure(self.measure, list(outcome.measures))
         self.progress(Progress(contender, outcome.seed, outcome, was_there))
 
     def _fits(self, contenders: Sequence[Contender]) -> bool:

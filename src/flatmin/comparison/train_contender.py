@@ -9,13 +9,14 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatmin.comparison.contenders import AUTO, Contender
+from flatmin.comparison.contenders import AUTO, PASSES, Contender
 from flatmin.comparison.held_out import Measured, measure, measure_pairs
 from flatmin.comparison.outcome import Outcome
 from flatmin.core.messages import describe
@@ -26,7 +27,7 @@ from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import MakeTraining, UserTraining, call
 from flatmin.optim.amp import AMP
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.radius import MatchedRadius
+from flatmin.optim.radius import MatchedRadius, RadiusScheduler
 from flatmin.optim.radius.schedule import radii_of, scale_radii
 
 FIRST_RADIUS = 0.1  # of a radius that is found while training
@@ -62,6 +63,7 @@ def wrap(training: UserTraining, contender: Contender) -> AMP:
         given = given.behind_proxy()
         if not isinstance(given, AMP):
             raise TypeError(f"a comparison takes a plain optimizer or a flatmin.AMP, got {describe(given)}")
+        _check_schedulers(training)
         optimizer, shares = given, _shares(given)
     else:
         with during("flatmin.AMP(optimizer)"):
@@ -72,14 +74,22 @@ def wrap(training: UserTraining, contender: Contender) -> AMP:
     return optimizer
 
 
-def own_radius(training: UserTraining) -> tuple[float, int] | None:
-    """The largest ε and the number of passes a step of the user's AMP; None of a plain optimizer."""
+def own_radius(training: UserTraining) -> tuple[float | None, int]:
+    """The largest ε of the user's AMP, if there is one, and the number of passes that a step of AMP takes."""
     given = training.optimizer
     if not isinstance(given, PerturbedOptimizer):
-        return None
+        return None, PASSES
     given = given.behind_proxy()
-    radius = max(radii_of(given))
-    return (radius, 1 + getattr(given, "inner_iter", 1)) if radius > 0 else None
+    return max(radii_of(given)) or None, 1 + getattr(given, "inner_iter", 1)
+
+
+def _check_schedulers(training: UserTraining) -> None:
+    for scheduler in (training.scheduler, training.scheduler_per_step):
+        if isinstance(scheduler, RadiusScheduler):
+            raise ValueError(
+                "a comparison sets the radius itself, and a RadiusScheduler would set it back; leave it out of "
+                "make_training (flatmin compare --data knows --start and --every)"
+            )
 
 
 def _shares(optimizer: AMP) -> list[float]:
@@ -93,7 +103,7 @@ def fingerprint(training: UserTraining) -> str:
     found = hashlib.sha256()
     for name, value in training.model.state_dict().items():
         if isinstance(value, Tensor):
-            found.update(f"{name} {tuple(value.shape)} {value.double().sum().item()!r}".encode())
+            found.update(f"{name} {tuple(value.shape)} {value.cpu().double().sum().item():.9g}".encode())
     groups = getattr(training.optimizer, "base", training.optimizer).param_groups
     settings = [{key: value for key, value in group.items() if isinstance(value, Number | str)} for group in groups]
     found.update(repr([sorted(group.items()) for group in settings]).encode())
@@ -154,21 +164,28 @@ class _Loop:
                 self._match()
             if epoch in due:
                 measured = measure(self.training)
-                curve.append({"epoch": epoch, "training loss": self._mean_loss(), **measured.measures})
+                point = {"training loss": self._mean_loss(), **measured.measures}
+                curve.append({"epoch": epoch, **{name: value for name, value in point.items() if isfinite(value)}})
                 if measured.failure() is not None:
                     break
         return curve, measured
 
     def _epoch(self) -> None:
-        closures = self.training.closures()
+        closures, count = self.training.closures(), 0
         while True:
             with self._batches.active():
                 closure = next(closures, None)
             if closure is None:
                 break
+            count += 1
             with during("optimizer.step(closure)"):
                 self._step(closure)
         self._epochs += 1
+        if not count:
+            raise ValueError(
+                f"the batches of make_training must come again in each epoch, and epoch {self._epochs} had none; "
+                "return a loader or a list, or a function that makes a new iterator"
+            )
         self._epochs_stepped = self._follow(self.training.scheduler, self._epochs, self._epochs_stepped)
 
     def _step(self, closure: Callable[[], Any]) -> None:

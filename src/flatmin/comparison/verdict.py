@@ -73,19 +73,32 @@ def judge(
     new_examples      whether every seed has held-out examples of its own, so that more seeds are more examples
     seconds_a_seed    how long all trainings of a seed take; else the sum of their seconds
     """
-    if not 0 <= worth < 1:
-        raise ValueError(f"worth is a share of the plain optimizer's measure, at least 0 and below 1, got {worth!r}")
+    check_worth(worth)
     table = _Table(contenders, outcomes)
     names = table.measures()
     if not names:
-        sentence = "Cannot tell: no training ended with finite measures."
+        diverged = bool(outcomes)
+        sentence = (
+            "Cannot tell: every training diverged; lower the learning rate first."
+            if diverged
+            else "Cannot tell: no training has ended yet; let it go on."
+        )
         return Verdict("cannot tell", sentence, measure or "", "", {}, 0)
     measure = names[0] if measure is None else measure
-    if measure not in names:
-        raise ValueError(f"unknown measure {measure!r}; the trainings were measured by {', '.join(names)}")
+    check_measure(measure, names)
     rows = {name: table.rows(name) for name in names}
     answer, sentence, best = _Decision(table, measure, worth, new_examples, seconds_a_seed).decide()
     return Verdict(answer, sentence, measure, best, rows, table.seeds())
+
+
+def check_worth(worth: float) -> None:
+    if not 0 <= worth < 1:
+        raise ValueError(f"worth is a share of the plain optimizer's measure, at least 0 and below 1, got {worth!r}")
+
+
+def check_measure(measure: str, known: Sequence[str]) -> None:
+    if measure not in known:
+        raise ValueError(f"unknown measure {measure!r}; the trainings are measured by {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -154,33 +167,54 @@ class _Decision:
 
     def decide(self) -> tuple[Answer, str, str]:
         """The answer, the sentence, and the key of AMP's best."""
-        amps = [one for one in self.table.contenders if not one.is_plain and self.table.of(one.key)]
-        bases = [key for key in (PLAIN, LONGER) if self.table.of(key)]
-        if not amps or not bases:
-            missing = "AMP" if bases else "the plain optimizer"
-            diverged = [one for one in self.table.contenders if self.table.failed(one.key)]
-            if not bases or not diverged:
-                return "cannot tell", f"Cannot tell: no training of {missing} has ended yet.", ""
-            return "no", "No: AMP diverged at every radius; smaller radii may do (radii=, --radii).", ""
-        level = 1 - (1 - LEVEL) / len([one for one in self.table.contenders if not one.is_plain])
+        contenders, table = self.table.contenders, self.table
+        trained = [one for one in contenders if not one.is_plain and table.of(one.key)]
+        bases = [key for key in (PLAIN, LONGER) if table.of(key)]
+        if not trained or not bases:
+            return self._unfinished(bases)
+        amps = [one for one in trained if not table.failed(one.key)]  # one that diverges with some seeds helps nobody
+        if not amps:
+            return "no", f"No: AMP diverged with some seeds at every radius{self._smaller_radii()}.", ""
+        level = 1 - (1 - LEVEL) / len([one for one in contenders if not one.is_plain])
         gaps = {
-            amp.key: {base: self.table.difference(amp.key, base, self.measure, level=level) for base in bases}
+            amp.key: {base: table.difference(amp.key, base, self.measure, level=level) for base in bases}
             for amp in amps
         }
         by_mean = sorted(amps, key=lambda amp: self._mean(amp.key))
-        better = [amp for amp in by_mean if all(gap.high < 0 for gap in gaps[amp.key].values())]
+        seeds = min(gap.seeds for own in gaps.values() for gap in own.values())
+        enough = seeds >= FEWEST_SEEDS
+        better = [amp for amp in by_mean if enough and all(gap.high < 0 for gap in gaps[amp.key].values())]
         best = (better or by_mean)[0]
         if better:
             return "yes", self._yes(best, gaps[best.key]), best.key
         if any(self._is_zero(base) for base in bases):
             return "no", self._nothing_to_gain(best), best.key
         margin = self.worth * abs(self._mean(PLAIN if PLAIN in bases else LONGER))
-        if all(max(gap.low for gap in gaps[amp.key].values()) > -margin for amp in amps):
-            return "no", self._no(best, gaps[best.key], margin), best.key
+        if enough and all(max(gap.low for gap in gaps[amp.key].values()) > -margin for amp in amps):
+            return "no", self._no(best, gaps, margin), best.key
         return "cannot tell", self._cannot_tell(best, gaps[best.key], margin, level), best.key
 
+    def _unfinished(self, bases: Sequence[str]) -> tuple[Answer, str, str]:
+        """There is no pair to compare: something has not ended yet, or has diverged."""
+        needed = [one for one in self.table.contenders if one.is_plain != bool(bases)]
+        if not all(self.table.failed(one.key) for one in needed):
+            missing = "AMP" if bases else "the plain optimizer"
+            return "cannot tell", f"Cannot tell: no training of {missing} has ended yet; let it go on.", ""
+        if not bases:
+            return "cannot tell", "Cannot tell: the plain training diverged with every seed; lower its rate first.", ""
+        return "no", f"No: AMP diverged at every radius{self._smaller_radii()}.", ""
+
+    def _smaller_radii(self) -> str:
+        return "; smaller ones may do (radii=, --radii)"
+
+    def _seeds_of_all(self) -> set[int]:
+        """The seeds that all have that are compared: means over others would not be of pairs."""
+        keys = [one.key for one in self.table.contenders if self.table.of(one.key) and not self.table.failed(one.key)]
+        return set.intersection(*(set(self.table.of(key)) for key in keys)) if keys else set()
+
     def _mean(self, key: str) -> float:
-        return fmean(outcome.measures[self.measure] for outcome in self.table.of(key).values())
+        own, shared = self.table.of(key), self._seeds_of_all()
+        return fmean(own[seed].measures[self.measure] for seed in (shared & own.keys() or own.keys()))
 
     def _is_zero(self, key: str) -> bool:
         """Does it have no error with any of several seeds?"""
@@ -203,7 +237,8 @@ class _Decision:
             for one in self.table.contenders
             if one.is_plain and self.table.of(one.key)
         ]
-        return "; ".join(parts)
+        diverged = [one.name for one in self.table.contenders if self.table.failed(one.key)]
+        return "; ".join([*parts, *(f"diverged with some seeds: {name}" for name in diverged)])
 
     def _yes(self, best: Contender, gaps: Mapping[str, Difference]) -> str:
         closest = max(gaps.values(), key=lambda gap: gap.high)
@@ -215,7 +250,8 @@ class _Decision:
             f"({self._others(best)}; {closest.seeds} seeds)."
         )
 
-    def _no(self, best: Contender, gaps: Mapping[str, Difference], margin: float) -> str:
+    def _no(self, best: Contender, every: Mapping[str, Mapping[str, Difference]], margin: float) -> str:
+        gaps = every[best.key]
         base, gap = max(gaps.items(), key=lambda item: item[1].low)
         seeds = f"{gap.seeds} seeds"
         if PLAIN in gaps and gaps[PLAIN].high < 0:
@@ -223,12 +259,14 @@ class _Decision:
                 f"No, not for its time: AMP lowers the {self.measure}, and the plain optimizer trained as long as AMP "
                 f"takes lowers it as well ({self._others(best)}; {seeds})."
             )
-        if gap.low > 0:
-            return f"No: AMP's {self.measure} is higher at every radius tried ({self._others(best)}; {seeds})."
         whom = "the plain optimizer with as much time" if base == LONGER else "the plain optimizer"
+        above = [key for key in gaps if all(own[key].low > 0 for own in every.values())]
+        if above:
+            than = f" than that of {whom}" if PLAIN not in above else ""
+            return f"No: AMP's {self.measure} is higher{than} at every radius tried ({self._others(best)}; {seeds})."
         share = "a tenth" if self.worth == WORTH else f"{100 * self.worth:g} %"
         return (
-            f"No: at no radius tried is AMP's {self.measure} below that of {whom} by {share} of it "
+            f"No: at no radius tried is AMP's {self.measure} below that of {whom} by {share} of the plain one's "
             f"({show_gap(self.measure, margin)}) or more ({self._others(best)}; {seeds})."
         )
 
@@ -298,5 +336,5 @@ def _duration(seconds: float) -> str:
     ('40 seconds', '25 minutes', '5.6 hours')
     """
     if seconds < 90:
-        return f"{max(seconds, 1):.0f} seconds"
+        return "1 second" if seconds < 1.5 else f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -25,6 +25,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from flatmin.core.messages import describe
 from flatmin.core.random_state import seed_everything
@@ -126,7 +127,8 @@ def _check(training: UserTraining, place: str) -> None:
         raise TypeError(f"the scaler of make_training must be a torch.amp.GradScaler, got {describe(training.scaler)}")
     for name in ITERABLE:
         thing = getattr(training, name)
-        if isinstance(thing, Iterator) or not (thing is None or isinstance(thing, Iterable) or callable(thing)):
+        fits = thing is None or isinstance(thing, Iterable) or (name == "batches" and callable(thing))
+        if isinstance(thing, Iterator) or not fits:
             raise TypeError(
                 f"the {name} of make_training must be something to iterate over again and again, such as a DataLoader "
                 f"or a list, got {describe(thing)}"
@@ -134,6 +136,11 @@ def _check(training: UserTraining, place: str) -> None:
     for name in ("scheduler", "scheduler_per_step"):
         if (thing := getattr(training, name)) is not None and not callable(getattr(thing, "step", None)):
             raise TypeError(f"the {name} of make_training must have a step(), got {describe(thing)}")
+        if isinstance(thing, ReduceLROnPlateau):
+            raise TypeError(
+                f"the {name} of make_training must step without arguments, got a ReduceLROnPlateau; use a schedule "
+                "that does not look at the loss, such as CosineAnnealingLR: then all trainings have the same"
+            )
     if training.evaluate is not None and not callable(training.evaluate):
         raise TypeError(
             f"evaluate of make_training must be a function without arguments, got {describe(training.evaluate)}"

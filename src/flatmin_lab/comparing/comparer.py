@@ -137,12 +137,14 @@ class Comparison:
         comparison_file.write(self.folder, self.content())
 
     def _seconds_a_seed_so_far(self) -> float | None:
-        """By the trainings that have ended; None where some share a GPU, since their seconds overlap."""
+        """By the trainings that have ended; on a GPU, where their seconds overlap, by the time that has passed."""
+        if not self.at_once:
+            return self.budget.estimate(sum(entry.contender.passes for entry in self.entries))
         found: dict[str, list[float]] = {}
         for outcome in self.outcomes:
             found.setdefault(outcome.contender, []).append(outcome.seconds)
         means = [fmean(seconds) for seconds in found.values()]
-        return max(*means, sum(means) / self.at_once) if self.at_once and len(means) > 1 else None
+        return max(*means, sum(means) / self.at_once) if len(means) > 1 else None
 
     def seconds_a_seed(self, executor: Executor) -> float | None:
         """About how long all contenders of a seed take; None as long as no training has ended."""

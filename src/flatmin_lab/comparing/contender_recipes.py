@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flatmin.comparison import AUTO, LONGER, PLAIN, Contender, contenders_for
+from flatmin.comparison.contenders import SPREAD
 from flatmin_lab import methods
-from flatmin_lab.bench.time_estimate import kinds_of_steps, passes_per_step
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe
-
-SPREAD = 3.0  # between the radii around the one that suits data, model and length
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def entries_for(
     if radii is None:
         suited = float(amp.settings["epsilon"])
         radii = [float(f"{suited * factor:.2g}") for factor in (1 / SPREAD, 1, SPREAD)]
-    passes = sum(share * passes_per_step(kind) for share, kind in kinds_of_steps(amp))
+    passes = methods.mean_passes(amp.method, amp.settings)
     contenders = contenders_for(radii, auto=_can_be_matched(settings), passes=passes)
     return [Entry(contender, _recipe(contender, plain, amp)) for contender in contenders]
 

@@ -1,5 +1,6 @@
 """`flatmin.compare` on the user's own training: the same start, the same batches, nothing of the user's is touched."""
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatmin
@@ -291,6 +292,9 @@ def test_the_doctor_takes_the_same_function() -> None:
         ({}, {"minutes": -1}, "minutes must be above 0, got -1"),
         ({}, {"radii": [0.0]}, "a finite number above 0, got 0.0"),
         ({}, {"measure": "f1"}, "unknown measure 'f1'"),
+        ({}, {"worth": 1.5}, "worth is a share"),
+        ({"held_out": lambda made: lambda: made["held_out"]}, {}, "the held_out of make_training must be something"),
+        ({"scheduler": lambda made: ReduceLROnPlateau(made["optimizer"])}, {}, "must step without arguments"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], settings: dict[str, Any], message: str) -> None:
@@ -310,3 +314,58 @@ def test_the_table_has_a_line_for_each() -> None:
     assert lines[0].split()[:4] == ["seeds", "passes", "error", "nll"]
     assert [line.split("  ")[0] for line in lines[1:4]] == ["plain", "plain, 2 times as long", "AMP, ε = 0.1"]
     assert lines[-1].startswith(("Yes", "No", "Cannot tell"))
+
+
+def test_arguments_are_checked_before_the_second_training() -> None:
+    own = Own()
+    with pytest.raises(ValueError, match="unknown measure 'f1'"):
+        compare(own, measure="f1")
+    assert len(own.models) == 2  # one is only looked at
+
+
+def test_what_the_doctor_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
+    def without_a_gradient() -> dict[str, Any]:
+        return {**Own()(), "closure": lambda x, y: torch.zeros(())}
+
+    with pytest.raises(ValueError, match="the doctor finds a mistake"):
+        flatmin.compare(without_a_gradient, seeds=1, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert compare(Own(), out=tmp_path / "out").outcomes
+
+
+def test_explicit_radii_are_those_that_are_trained() -> None:
+    own = Own(optimizer=lambda made: flatmin.AMP(SGD(made["model"].parameters(), lr=0.1), epsilon=1.0), scheduler=None)
+    found = flatmin.compare(own, seeds=1, examined=False, radii=[0.03, 0.1, 0.3])
+    assert [one.epsilon for one in found.contenders if not one.is_plain] == [0.03, 0.1, 0.3]
+
+
+def test_held_out_examples_come_in_the_same_order_however_the_loader_shuffles() -> None:
+    shuffled = DataLoader(TensorDataset(X[64:], Y[64:]), batch_size=8, shuffle=True)
+    found = by_key(compare(Own(held_out=shuffled), radii=[1e-9]))
+    plain, amp = (torch.tensor(found[key].per_example["nll"]) for key in (PLAIN, "amp-1e-09"))
+    torch.testing.assert_close(plain, amp, rtol=1e-3, atol=1e-4)
+
+
+def test_batches_that_are_used_up_are_named() -> None:
+    def once(made: dict[str, Any]) -> Callable[[], Any]:
+        used = iter(list(made["batches"]))
+        return lambda: used
+
+    with pytest.raises(ValueError, match="must come again in each epoch, and epoch 2 had none"):
+        compare(Own(batches=once))
+
+
+def test_a_radius_scheduler_is_refused() -> None:
+    def late() -> dict[str, Any]:
+        made = Own(scheduler=None)()
+        optimizer = flatmin.AMP(made["optimizer"], epsilon=0.1, model=made["model"])
+        return {**made, "optimizer": optimizer, "scheduler_per_step": flatmin.RadiusScheduler(optimizer, 12, start=0.5)}
+
+    with pytest.raises(ValueError, match="a RadiusScheduler would set it back"):
+        compare(late, radii=[0.1])
+
+
+def test_a_curve_has_finite_numbers_alone() -> None:
+    own = Own(optimizer=lambda made: SGD(made["model"].parameters(), lr=1e30), scheduler=None)
+    points = [value for one in compare(own).outcomes for point in one.curve for value in point.values()]
+    assert all(math.isfinite(value) for value in points)

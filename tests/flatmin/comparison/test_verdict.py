@@ -50,13 +50,13 @@ def test_not_for_its_time_where_training_longer_does_as_well() -> None:
 def test_no_where_a_gain_worth_having_is_ruled_out() -> None:
     found = verdict(noise=0.001)
     assert found.answer == "no"
-    assert "by a tenth of it (2.00 points) or more" in found.sentence
+    assert "by a tenth of the plain one's (2.00 points) or more" in found.sentence
 
 
 def test_no_where_amp_is_worse() -> None:
     found = verdict(dict.fromkeys(AMPS, 0.3))
     assert found.answer == "no"
-    assert "higher at every radius" in found.sentence
+    assert "is higher at every radius tried" in found.sentence
 
 
 def test_cannot_tell_says_how_many_seeds() -> None:
@@ -137,12 +137,13 @@ def test_the_measure_decides() -> None:
     [
         (
             lambda: judge(CONTENDERS, outcomes({}), measure="f1"),
-            "unknown measure 'f1'; the trainings were measured by error",
+            "unknown measure 'f1'; the trainings are measured by error",
         ),
         (lambda: judge(CONTENDERS, outcomes({}), worth=1.5), "worth is a share"),
         (lambda: contenders_for([]), "at least one radius"),
         (lambda: contenders_for([0.1, -1.0]), "a finite number above 0, got -1.0"),
         (lambda: contenders_for([0.1, 0.1]), "the radii must differ"),
+        (lambda: contenders_for([0.1, 0.100001]), "the radii must differ"),
     ],
 )
 def test_bad_input(wrong: Callable[[], object], message: str) -> None:
@@ -174,3 +175,57 @@ def test_where_no_error_is_left_there_is_nothing_to_gain() -> None:
     assert judge(CONTENDERS, found).sentence.startswith("No: without AMP the error is 0 on the held-out data already")
     few = [one for one in found if one.seed < 2]
     assert judge(CONTENDERS, few).answer == "cannot tell"
+
+
+def with_failed(found: list[Outcome], failed: dict[str, list[int]]) -> list[Outcome]:
+    return [
+        Outcome(one.contender, one.seed, {}, failed="not finite") if one.seed in failed.get(one.contender, []) else one
+        for one in found
+    ]
+
+
+def test_a_radius_that_diverges_with_some_seeds_is_no_answer() -> None:
+    found = with_failed(outcomes({"amp-0.3": 0.01}, noise=0.001), {"amp-0.3": [1, 4]})
+    result = judge(CONTENDERS, found)
+    assert (result.answer, result.best) != ("yes", "amp-0.3")
+    assert "diverged with some seeds: AMP, ε = 0.3" in result.sentence
+    everywhere = judge(CONTENDERS, with_failed(found, {key: [0] for key in AMPS}))
+    assert everywhere.sentence.startswith("No: AMP diverged with some seeds at every radius")
+
+
+def test_means_are_over_the_seeds_that_all_have() -> None:
+    """The plain training of a hard seed diverged: AMP's mean over it would not be of a pair."""
+    found = with_failed(outcomes({}, noise=0.0), {})
+    hard = [
+        Outcome(one.contender, one.seed, {"error": 0.9}) if one.seed == 4 and one.contender != PLAIN else one
+        for one in found
+        if (one.contender, one.seed) != (PLAIN, 4)
+    ]
+    assert "plain: 20.00 %; plain, 2 times as long: 20.00 %" in judge(CONTENDERS, hard).sentence
+
+
+@pytest.mark.parametrize(
+    ("ended", "failed", "words"),
+    [
+        ([], [PLAIN, LONGER, *AMPS], "every training diverged; lower the learning rate first"),
+        (AMPS, [PLAIN, LONGER], "the plain training diverged with every seed"),
+        (AMPS, [], "no training of the plain optimizer has ended yet"),
+        ([PLAIN], [LONGER], "no training of AMP has ended yet"),
+        ([PLAIN, LONGER], AMPS[:1], "no training of AMP has ended yet"),
+    ],
+)
+def test_what_is_missing_is_said_as_it_is(ended: list[str], failed: list[str], words: str) -> None:
+    found = [Outcome(key, seed, {"error": 0.2}) for key in ended for seed in range(3)]
+    found += [Outcome(key, seed, {}, failed="not finite") for key in failed for seed in range(3)]
+    result = judge(CONTENDERS, found)
+    assert result.answer == "cannot tell"
+    assert words in result.sentence
+
+
+def test_two_seeds_are_no_answer_however_equal_they_are() -> None:
+    assert verdict({"amp-0.1": 0.01}, seeds=2, noise=0.0).answer == "cannot tell"
+
+
+def test_higher_than_the_longer_training_alone_is_said_so() -> None:
+    found = verdict({LONGER: 0.1, **dict.fromkeys(AMPS, 0.199)}, noise=0.001)
+    assert "is higher than that of the plain optimizer with as much time at every radius" in found.sentence

@@ -15,7 +15,6 @@ from rich.console import Console
 
 import flatmin
 from flatmin.comparison import RADII
-from flatmin.comparison.run_comparison import Progress
 from flatmin.doctor.finding import Crash
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import compare_view
@@ -146,7 +145,7 @@ def _command(given: Mapping[str, Any]) -> str:
             case tuple():
                 words += [flag, *map(str, value)]
             case _:
-                words += ([flag] if name else []) + [f"{value:g}" if isinstance(value, float) else str(value)]
+                words += ([flag] if name else []) + [str(value)]
     return shlex.join(words)
 
 
@@ -217,15 +216,11 @@ def _compare_own(
 ) -> tuple[Mapping[str, Any], Path]:
     make_training = load_function(training, "make_training")
     folder = given["out"] or COMPARISONS / short_name(located(training, "make_training"))
-    chosen = RADII if radii is None else tuple(radii)
-    watch = compare_view.OwnProgress(console, given["seeds"], len(chosen))
-
-    def progress(event: Progress) -> None:
-        if event.outcome is not None and event.outcome.measures:
-            _check_measure(given["measure"], event.outcome.measures)
-        watch.show(event)
-
-    display.say(console, f"{training}: {given['seeds']} seeds; the doctor looks first")
+    chosen = None if radii is None else tuple(radii)
+    watch = compare_view.OwnProgress(console, given["seeds"], len(chosen or RADII))
+    display.say(
+        console, f"{training}: {given['seeds']} seed{'s' if given['seeds'] > 1 else ''}; the doctor looks first"
+    )
     try:
         with exit_on_signals():
             found = flatmin.compare(
@@ -236,7 +231,7 @@ def _compare_own(
                 radii=chosen,
                 measure=given["measure"],
                 out=folder,
-                progress=progress,
+                progress=watch.show,
             )
     except Crash as crash:
         seen = crash.finding()
@@ -255,9 +250,3 @@ def _compare_own(
     content = comparison_file.content(about, found.contenders, found.outcomes, found.verdict, stopped=found.stopped)
     comparison_file.write(folder, content)
     return content, folder
-
-
-def _check_measure(measure: str | None, measures: Mapping[str, float]) -> None:
-    """Now, after the first training, and not after the last."""
-    if measure is not None and measure not in measures:
-        raise ValueError(f"unknown measure {measure!r}; the trainings are measured by {', '.join(measures)}")

@@ -23,7 +23,7 @@ from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Starte
 
 def headline(about: About, entries: Sequence[Entry], where: str) -> str:
     names = "; ".join(entry.contender.name for entry in entries)
-    count = f"{about.wanted} seeds of {len(entries)} trainings"
+    count = f"{about.wanted} seed{'s' if about.wanted > 1 else ''} of {len(entries)} trainings"
     return f"{about.what}, on {where}\n{count}: {names}\nmeasured on {about.held_out}"
 
 
