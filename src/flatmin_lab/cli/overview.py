@@ -30,7 +30,9 @@ COMMANDS = {
     "tune": (
         "Tune AMP's ε and ζ, or another method's settings, without the test set. If killed, the same command resumes."
     ),
-    "report": "Report finished runs on one page: tables, tests, calibration, robustness, landscapes, curves, cost, tuning.",
+    "report": (
+        "Report finished runs on one page: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."
+    ),
     "theory": (
         "Write a page on why flat minima win: set radius and minima with sliders, and see which one AMP chooses."
     ),
