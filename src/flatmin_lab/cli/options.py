@@ -37,7 +37,9 @@ Address = Annotated[
     str | None,
     option("HOST:PORT of the cluster, or auto; default: RAY_ADDRESS, or a cluster started here.", panel="On a cluster"),
 ]
-Gpus = Annotated[float | None, option("GPUs for each worker there, such as 0.5; default: 1.", panel="On a cluster")]
+Gpus = Annotated[
+    float | None, option("GPUs for each worker on the cluster, such as 0.5; default: 1.", panel="On a cluster")
+]
 DEFAULT_DATA_DIR = Path("data")
 EXECUTORS = ("local", "ray")
 

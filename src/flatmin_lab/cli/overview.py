@@ -15,7 +15,9 @@ COMMANDS = {
     "demo": "Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it.",
     "train": "Train a model with the paper's protocol; kill it at any time, and resume it with --resume.",
     "doctor": "Check this machine (versions, devices, data sets, AMP on a model), or your own training code.",
-    "compare": "Does AMP help here? Trains with it, without it, and without it for as long: yes, no, or cannot tell.",
+    "compare": (
+        "Does AMP help here? Trains with it, without it, and without it for as long; says yes, no, or cannot tell."
+    ),
     "evaluate": (
         "Measure a trained model: error, calibration, robustness, flatness. The run folder stores it for the report."
     ),
@@ -25,7 +27,7 @@ COMMANDS = {
     "predict": "Classify images with a trained model: the class, its probability, and the runner-up.",
     "export": "Write a trained model to files that can be used without flatmin.",
     "reproduce": (
-        "Reproduce the paper's tables and figures, beside its own numbers. If killed, the same command resumes."
+        "Reproduce the paper's tables and figures, next to its own numbers. If killed, the same command resumes."
     ),
     "tune": (
         "Tune AMP's ε and ζ, or another method's settings, without the test set. If killed, the same command resumes."

@@ -94,7 +94,7 @@ def compare(
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Does AMP help here? Trains with it, without it, and without it for as long: yes, no, or cannot tell.
+    """Does AMP help here? Trains with it, without it, and without it for as long; says yes, no, or cannot tell.
 
     On a data set (--data), with the flags of train, or in your own training code. If killed, the same command resumes.
     """

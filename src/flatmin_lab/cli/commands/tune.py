@@ -63,7 +63,9 @@ def tune(
     method: Annotated[str | None, option(f"{', '.join(all_methods.METHODS)}; default: amp.")] = None,
     trials: Annotated[
         int,
-        typer.Option(help="How many runs to train in all: the first is ERM, and those of earlier calls count.", min=1),
+        typer.Option(
+            help="How many runs to train in all, including ERM, the first, and those of earlier calls.", min=1
+        ),
     ] = 20,
     measure: Annotated[
         str, typer.Option(help="What to minimise: error or nll on the validation split after the last epoch.")

@@ -62,7 +62,7 @@ def reproduce(
         option(
             "paper (200 epochs, 10 trials, as in the published code), paper-v2 (the same, as in the code's second "
             "version and the paper's text), short (60 epochs, 3 trials, otherwise like paper-v2) or smoke (tiny, for "
-            "a CPU, no evidence); default: paper."
+            "a CPU, not evidence); default: paper."
         ),
     ] = None,
     list_: Annotated[bool, option("List all tables and figures, what is done, and what is missing.", "--list")] = False,
@@ -73,15 +73,17 @@ def reproduce(
         str | None, option("Seeds, such as 0,1 or 0-9; default: as many as the protocol has.", panel=WHICH)
     ] = None,
     methods: Annotated[
-        str | None, option("Methods, such as erm,amp; default: all of the experiment.", panel=WHICH)
+        str | None, option("Methods, such as erm,amp; default: all of the experiment's.", panel=WHICH)
     ] = None,
     data: Annotated[
-        str | None, option("Data sets, such as cifar10,svhn; default: all of the experiment.", panel=WHICH)
+        str | None, option("Data sets, such as cifar10,svhn; default: all of the experiment's.", panel=WHICH)
     ] = None,
-    models: Annotated[str | None, option("Models, such as vgg16; default: all of the experiment.", panel=WHICH)] = None,
+    models: Annotated[
+        str | None, option("Models, such as vgg16; default: all of the experiment's.", panel=WHICH)
+    ] = None,
     measure: Annotated[
         str | None,
-        option(f"Also measure some of {', '.join(post_training.PARTS)}, such as attack,flatness.", panel=WHICH),
+        option(f"Also measure any of these, with commas: {', '.join(post_training.PARTS)}.", panel=WHICH),
     ] = None,
     limit: Annotated[int | None, option("Execute at most this many runs now.", min=1, panel=WHICH)] = None,
     retry: Annotated[bool, option("Retry failed runs.", "--retry", panel=WHICH)] = False,
@@ -113,7 +115,7 @@ def reproduce(
     gpus: Gpus = None,
     debug: Debug = False,
 ) -> None:
-    """Reproduce the paper's tables and figures, beside its own numbers. If killed, the same command resumes."""
+    """Reproduce the paper's tables and figures, next to its own numbers. If killed, the same command resumes."""
     with report_errors(debug):
         need("flatmin_lab.report.paper.tables", "flatmin reproduce")
         above = SMOKE if protocol == "smoke" else Path()
