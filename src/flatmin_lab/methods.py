@@ -136,16 +136,16 @@ def _check_moving(
 OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp": amp}
 METHODS = (*REGULARISERS, *OTHERS)
 FLAGS = {  # settings of AMP, some of them of other methods too, that have a flag of their own, and its help
-    "epsilon": "ε: the radius of AMP (default: by the length of the run; auto: matched to held-out data), RMP and "
-    "adversarial training.",
-    "inner_lr": "ζ: AMP's learning rate of the ascent.",
-    "inner_iter": "N: AMP's ascent steps.",
+    "epsilon": "ε: the radius of AMP, RMP or adversarial training. AMP's default depends on the data and the length of "
+    "the run; auto matches it to held-out data.",
+    "inner_lr": "ζ: the step size of AMP's ascent.",
+    "inner_iter": "N: how many ascent steps AMP takes.",
     "ball": "What ε bounds: global, group or tensor.",
-    "norm": "l2 or linf.",
-    "start": "The share of the run before AMP's first perturbation: a step costs one pass until then; default: 0.",
-    "growth": f"AMP's radius from then on: {', '.join(GROWTHS)}; default: constant.",
-    "every": "Perturb every k-th step only; default: 1.",
-    "ascent_share": "The share of a batch that the perturbation comes from; default: 1.",
+    "norm": "The norm of the ball: l2 or linf.",
+    "start": "Share of the run before AMP begins to perturb; until then a step costs one pass; default: 0.",
+    "growth": f"How AMP's radius grows from then on: {', '.join(GROWTHS)}; default: constant.",
+    "every": "Perturb only every k-th step; default: 1.",
+    "ascent_share": "Share of each batch that the perturbation is computed from; default: 1.",
 }
 
 

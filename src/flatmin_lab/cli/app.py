@@ -42,9 +42,9 @@ def main(
 def demo(
     out: Annotated[Path, typer.Option(help="The folder for demo.html and demo.json.")] = Path("out/demo"),
     seeds: Annotated[int, typer.Option(help="Training runs of each method, with seeds 0, 1, 2, …")] = 5,
-    noise: Annotated[float, typer.Option(help="Fraction of the training labels replaced by a wrong one.")] = 0.2,
+    noise: Annotated[float, typer.Option(help="Fraction of the training labels to replace by wrong ones.")] = 0.2,
     epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 24,
-    workers: Annotated[int | None, option("Runs at once; default: one per core.")] = None,
+    workers: Annotated[int | None, option("How many runs train at once; default: one per core.")] = None,
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
@@ -64,7 +64,7 @@ app.command()(train.train)
 @app.command()
 def doctor(
     training: Annotated[
-        str | None, typer.Argument(help="Your own training: mymodule:make_training, or file.py:make_training.")
+        str | None, typer.Argument(help="Your own training code: mymodule:make_training or file.py:make_training.")
     ] = None,
     model: Annotated[str | None, option("A built-in model, or your own: file.py:make_model. Default: convnet.")] = None,
     shape: Annotated[str | None, option("The shape of one input of that model. Default: 3,32,32.")] = None,
@@ -72,7 +72,7 @@ def doctor(
     device: Device = None,
     debug: Debug = False,
 ) -> None:
-    """Check this machine: versions, devices, data sets, AMP on a model. Or check your own training."""
+    """Check this machine (versions, devices, data sets, AMP on a model), or your own training code."""
     with report_errors(debug):
         if training is not None:
             if (model, shape, device) != (None, None, None):

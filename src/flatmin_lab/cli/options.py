@@ -28,7 +28,7 @@ DataDir = Annotated[Path, typer.Option(help="The folder with the official files 
 Download = Annotated[bool, option("Download the official files if they are missing.", "--download")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; default: a GPU if there is one.")]
 ConfigFile = Annotated[
-    Path | None, option("Start from a recipe: a JSON file of its fields, or a run's folder; flags override it.")
+    Path | None, option("Start from a recipe: a JSON file of its fields, or a run folder; flags override it.")
 ]
 Executor = Annotated[
     str, typer.Option(help="local: on this machine; ray: on a Ray cluster.", rich_help_panel="On a cluster")
@@ -37,7 +37,9 @@ Address = Annotated[
     str | None,
     option("HOST:PORT of the cluster, or auto; default: RAY_ADDRESS, or a cluster started here.", panel="On a cluster"),
 ]
-Gpus = Annotated[float | None, option("GPUs for each worker there, as in 0.5; default: 1.", panel="On a cluster")]
+Gpus = Annotated[
+    float | None, option("GPUs for each worker on the cluster, such as 0.5; default: 1.", panel="On a cluster")
+]
 DEFAULT_DATA_DIR = Path("data")
 EXECUTORS = ("local", "ray")
 

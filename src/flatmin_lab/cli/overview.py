@@ -10,31 +10,35 @@ from pathlib import Path
 
 import typer
 
-HELP = "Train against the worst weights nearby: Adversarial Model Perturbation, and what the paper compares it with."
+HELP = "Train with Adversarial Model Perturbation (AMP), and with the methods that the paper compares it with."
 COMMANDS = {
     "demo": "Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it.",
-    "train": "Train a model by the paper's protocol; kill it at any time, and resume it with --resume.",
-    "doctor": "Check this machine: versions, devices, data sets, AMP on a model. Or check your own training.",
-    "compare": "Does AMP help here? Trains plainly, plainly with as much time, and with AMP: yes, no, or cannot tell.",
+    "train": "Train a model with the paper's protocol; kill it at any time, and resume it with --resume.",
+    "doctor": "Check this machine (versions, devices, data sets, AMP on a model), or your own training code.",
+    "compare": (
+        "Does AMP help here? Trains with it, without it, and without it for as long; says yes, no, or cannot tell."
+    ),
     "evaluate": (
-        "Measure a trained model: error, calibration, robustness, flatness. The run folder keeps it for the report."
+        "Measure a trained model: error, calibration, robustness, flatness. The run folder stores it for the report."
     ),
     "landscape": (
-        "The loss around the weights of trained models, all along the same directions: numbers, and a page in 3D."
+        "Measure the loss around the weights of trained models, all along the same directions; write a page in 3D."
     ),
-    "predict": "The class of images, by a trained model: its probability, and the runner-up.",
-    "export": "Write a trained model to files that need no flatmin.",
+    "predict": "Classify images with a trained model: the class, its probability, and the runner-up.",
+    "export": "Write a trained model to files that can be used without flatmin.",
     "reproduce": (
-        "The paper's tables and figures from your own runs, beside its numbers. If killed, the same command resumes."
+        "Reproduce the paper's tables and figures, next to its own numbers. If killed, the same command resumes."
     ),
     "tune": (
         "Tune AMP's ε and ζ, or another method's settings, without the test set. If killed, the same command resumes."
     ),
-    "report": "One page about finished runs: tables, tests, calibration, robustness, landscapes, curves, cost, tuning.",
-    "theory": (
-        "A page on why flat minima win: move the radius and the minima with sliders, and see which minimum AMP takes."
+    "report": (
+        "Report finished runs on one page: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."
     ),
-    "bench": "The cost of a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Lists may use commas.",
+    "theory": (
+        "Write a page on why flat minima win: set radius and minima with sliders, and see which one AMP chooses."
+    ),
+    "bench": "Time a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Separate lists with commas.",
 }
 ASKED_FOR_HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 

@@ -93,12 +93,12 @@ class Recipe:
     method: str = flag("erm", "", choices=methods.METHODS, otherwise="amp", panel=None, after="data")
     settings: Mapping[str, Any] = field(  # where they are not the method's defaults
         default_factory=dict,
-        metadata=declare("Any setting of the method, as in smoothing=0.1.", panel=METHOD, after="size"),
+        metadata=declare("Any setting of the method, such as smoothing=0.1.", panel=METHOD, after="size"),
     )
     model_settings: Mapping[str, Any] = field(
         default_factory=dict,
         metadata=declare(
-            "An argument of the model's own, as in width=64.",
+            "An argument for the model, such as width=64.",
             Rule("the model's own, without those of every model", lambda own, _: not COMMON_SETTINGS & own.keys()),
             panel=None,
             after="model",
@@ -106,28 +106,28 @@ class Recipe:
     )
     init: str | None = flag(
         None,
-        "Initial weights to fine-tune: a .safetensors file, or a state dict of torch.save.",
+        "Initial weights to fine-tune: a .safetensors file, or a state dict saved with torch.save.",
         panel=None,
         after="model_settings",
     )
     init_except: str | None = flag(
         None,
-        "Modules that keep their new weights beside --init, such as a head for other classes, as in fc or head,norm.",
+        "Modules that --init does not load, such as the head if the classes differ: fc, or head,norm.",
         Rule("given with init", lambda _, recipe: recipe.init is not None),
         panel=None,
         after="init",
     )
     size: tuple[int, int] | None = flag(
-        None, "Height and width that a folder's images are resized to.", panel=None, after="validation"
+        None, "Resize the images of a folder to this height and width.", panel=None, after="validation"
     )
-    augment: Kind = flag("vanilla", " (the paper: vanilla_v1, but in its table 2).", choices=KINDS, after="warmup")
+    augment: Kind = flag("vanilla", " (the paper: vanilla_v1, except in table 2).", choices=KINDS, after="warmup")
     normalise: tuple[float, float] | None = flag(
         None,
-        "Mean and standard deviation that pixels of 0 to 1 are normalised by, in place of the training set's.",
+        "Normalise pixels (0 to 1) by this mean and standard deviation instead of the training set's.",
         Rule("a finite mean and a standard deviation above 0", lambda pair, _: _is_normalisation(pair)),
         after="clip_norm",
     )
-    label_noise: float = flag(0.0, "Fraction of the training labels replaced by a wrong one.", FRACTION, after="ema")
+    label_noise: float = flag(0.0, "Fraction of the training labels to replace by wrong ones.", FRACTION, after="ema")
     validation: bool = flag(
         False,
         "For tuning: hold out a tenth of the training set, and evaluate on it instead of the test set.",
@@ -143,7 +143,7 @@ class Recipe:
         ),
     )
     optimizer_settings: Mapping[str, Any] = field(
-        default_factory=dict, metadata=declare("A setting of the optimizer, as in betas=0.9,0.95.")
+        default_factory=dict, metadata=declare("A setting of the optimizer, such as betas=0.9,0.95.")
     )
     lr: float = flag(
         0.1, "The highest learning rate (the paper: 0.1); other optimizers have their own default.", POSITIVE
@@ -158,14 +158,14 @@ class Recipe:
     )
     nesterov: bool = flag(
         True,
-        "Nesterov's momentum or not (the first version of the paper's code: not); default: with it.",
+        "Use Nesterov momentum or not (the first version of the paper's code does not); default: use it.",
         Rule("false where momentum is 0", lambda on, recipe: recipe.momentum > 0 or not on),
     )
     weight_decay: float = flag(1e-4, "The paper: 1e-4; other optimizers have their own default.", NOT_NEGATIVE)
     schedule: str = flag("multi_step", " (the paper: multi_step).", choices=SCHEDULES)
     milestones: tuple[float, ...] = flag(
         (0.5, 0.75),
-        "For multi_step: the fractions of the run after which the rate is divided by ten, as in 0.5,0.75.",
+        "For multi_step: the fractions of the run after which the learning rate is divided by ten, such as 0.5,0.75.",
         RISING,
     )
     gamma: float = field(
@@ -173,22 +173,22 @@ class Recipe:
     )
     warmup: float = flag(
         0.0,
-        "Epochs of a linear warm-up.",
+        "Epochs of linear warm-up.",
         Rule("epochs, at least 0 and fewer than there are", lambda epochs, recipe: 0 <= epochs < recipe.epochs),
         Rule(
             "0 with one_cycle, which has its own", lambda epochs, recipe: not epochs or recipe.schedule != "one_cycle"
         ),
     )
-    clip_norm: float | None = flag(None, "Clip the norm of the gradient that the step takes.", POSITIVE)
+    clip_norm: float | None = flag(None, "Clip the gradient of the step to this norm.", POSITIVE)
     ema: float | None = flag(
         None,
-        "Decay of an EMA of the weights, which is evaluated beside them.",
+        "Decay of an exponential moving average (EMA) of the weights, which is evaluated as well.",
         Rule("above 0 and below 1", lambda decay, _: 0 < decay < 1),
     )
     precision: Precision = flag("fp32", "", choices=PRECISIONS, otherwise="fp32", panel=DEVICE)
-    channels_last: bool = flag(False, "Images as NHWC in memory.", panel=DEVICE)
+    channels_last: bool = flag(False, "Store images as NHWC in memory.", panel=DEVICE)
     compile: bool = flag(False, "Use torch.compile on a GPU; the first steps take longer.", panel=DEVICE)
-    deterministic: bool = flag(False, "Bitwise reproducible on CUDA too.", panel=DEVICE)
+    deterministic: bool = flag(False, "Make the run bitwise reproducible on CUDA too.", panel=DEVICE)
     name: str = ""  # of the table or figure that it belongs to
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the user's own, by the field that names them
 

@@ -49,10 +49,10 @@ def bench(
     json_file: Annotated[Path, typer.Option("--json", help="The file for all numbers.")] = Path("out/bench.json"),
     debug: Debug = False,
 ) -> None:
-    """The cost of a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Lists may use commas.
+    """Time a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Separate lists with commas.
 
     amp-idle, amp-quarter and amp-half are AMP without a perturbation, with Δ from a quarter of the batch, and with Δ
-    from images of half the size. A report shows what cheaper trainings cost where --json is results/bench-MACHINE.json.
+    from images of half the size. A report shows what these modes cost if --json is results/bench-MACHINE.json.
     """
     with report_errors(debug), exit_on_signals():
         where = device_named(device)

@@ -63,23 +63,29 @@ OF_BOTH = ("epochs", "seeds", "minutes", "measure", "radii", "out")  # flags tha
 )
 def compare(
     training: Annotated[
-        str | None, typer.Argument(help="Your own training: mymodule:make_training, or file.py:make_training.")
+        str | None, typer.Argument(help="Your own training code: mymodule:make_training or file.py:make_training.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="How often all is trained, including earlier calls.", min=1)] = 3,
+    seeds: Annotated[
+        int, typer.Option(help="How many seeds to train in all, including those of earlier calls.", min=1)
+    ] = 3,
     minutes: Annotated[
-        float | None, option("Begin no training that would not end in so many minutes; default: all seeds.")
+        float | None, option("Start only what would finish within this many minutes; default: no limit.")
     ] = None,
     radii: Annotated[
-        str | None, option("AMP's radii, as in 0.03,0.1,0.3; default: three around the one that suits.")
+        str | None, option("AMP's radii, such as 0.03,0.1,0.3; default: three around a suitable one.")
     ] = None,
     measure: Annotated[
-        str | None, option("What decides: error, nll or ece, or one of your own; default: error, or your first.")
+        str | None,
+        option("What decides: error, nll, ece, or a measure of your own; default: error, or the first of yours."),
     ] = None,
     out: Annotated[Path | None, option("The comparison's folder; default: comparisons/DATA-MODEL-LENGTH.")] = None,
     config: ConfigFile = None,
     device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
     workers: Annotated[
-        int | None, option("On a CPU: trainings at once, a process each; default: one per core.", min=1, panel=HOW)
+        int | None,
+        option(
+            "On a CPU: how many runs train at once, each in its own process; default: one per core.", min=1, panel=HOW
+        ),
     ] = None,
     checkpoint_epochs: Annotated[int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=HOW)] = 1,
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -87,9 +93,9 @@ def compare(
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Does AMP help here? Trains plainly, plainly with as much time, and with AMP: yes, no, or cannot tell.
+    """Does AMP help here? Trains with it, without it, and without it for as long; says yes, no, or cannot tell.
 
-    On a data set of --data, with the flags of train; or in a training of your own. If killed, the same command resumes.
+    On a data set (--data), with the flags of train, or in your own training code. If killed, the same command resumes.
     """
     with report_errors(debug):
         page: Any = need("flatmin_lab.report.pages.compare", "flatmin compare")

@@ -76,7 +76,7 @@ def evaluate(
     as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a trained model: error, calibration, robustness, flatness. The run folder keeps it for the report."""
+    """Measure a trained model: error, calibration, robustness, flatness. The run folder stores it for the report."""
     with report_errors(debug), exit_on_signals():
         lengths = {"radius": model_source.parse_length(radius), "step_size": model_source.parse_length(step_size)}
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
@@ -126,7 +126,7 @@ def landscape(
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
-    """The loss around the weights of trained models, all along the same directions: numbers, and a page in 3D."""
+    """Measure the loss around the weights of trained models, all along the same directions; write a page in 3D."""
     with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin landscape")
@@ -161,14 +161,15 @@ def report(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Run folders, tunings, folders of them, or result files; default: runs and tuning.", show_default=False
+            help="Run folders, tuning folders, folders of these, or result files; default: runs and tuning.",
+            show_default=False,
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/report.html"),
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
-    """One page about finished runs: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
+    """Report finished runs on one page: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
     with report_errors(debug):
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin report")
@@ -189,7 +190,7 @@ def theory(
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
-    """A page on why flat minima win: move the radius and the minima with sliders, and see which minimum AMP takes."""
+    """Write a page on why flat minima win: set radius and minima with sliders, and see which one AMP chooses."""
     with report_errors(debug):
         need("jinja2", "flatmin theory")
         _write(out, need("flatmin_lab.report.pages.theory", "flatmin theory").theory_page(), in_browser=in_browser)

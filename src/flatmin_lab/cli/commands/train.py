@@ -41,9 +41,11 @@ def train(
     config: ConfigFile = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
-    seed: Annotated[int | None, option("Seed of initial weights, order and noise; default: 0.", panel=TRAINING)] = None,
+    seed: Annotated[
+        int | None, option("Seed of the initial weights, the data order and the noise; default: 0.", panel=TRAINING)
+    ] = None,
     seeds: Annotated[
-        int, option("Train so many seeds, starting at --seed, each in its own folder.", min=1, panel=TRAINING)
+        int, option("Train this many seeds, starting at --seed, each in its own folder.", min=1, panel=TRAINING)
     ] = 1,
     out: Annotated[Path | None, option("The run folder; default: runs/DATA-MODEL-METHOD-SEED.")] = None,
     resume: Annotated[
@@ -53,19 +55,23 @@ def train(
     tuned: Annotated[
         Path | None,
         option(
-            "A tuning.json of flatmin tune: its data, method, model, length and chosen values; flags override it.",
+            "The tuning.json of flatmin tune: use its data, method, model, length, chosen values; flags override them.",
             panel=METHOD,
         ),
     ] = None,
     together: Annotated[
         int | None,
-        option("With --seeds: runs at once; default, on a GPU: as many as make it faster.", min=1, panel=DEVICE),
+        option(
+            "With --seeds: how many train at once; default on a GPU: as many as raise the throughput.",
+            min=1,
+            panel=DEVICE,
+        ),
     ] = None,
     device: Device = None,
     no_capture: Annotated[bool, option("Do not use CUDA graphs.", "--no-capture", panel=DEVICE)] = False,
     threads: Annotated[
         int | None,
-        option("Threads of the CPU; default: one for a small network on it, else torch's number.", min=1, panel=DEVICE),
+        option("CPU threads; default: one for a small network, otherwise torch's own number.", min=1, panel=DEVICE),
     ] = None,
     checkpoint_epochs: Annotated[
         int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=SAVING)
@@ -76,9 +82,9 @@ def train(
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Train a model by the paper's protocol; kill it at any time, and resume it with --resume.
+    """Train a model with the paper's protocol; kill it at any time, and resume it with --resume.
 
-    Under torchrun (torchrun --nproc-per-node 2 -m flatmin_lab train …) several processes train one model.
+    Under torchrun (torchrun --nproc-per-node 2 -m flatmin_lab train …) several processes train one model together.
     """
     how: dict[str, Any] = {
         "resume": resume,

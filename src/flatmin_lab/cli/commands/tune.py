@@ -62,25 +62,29 @@ def tune(
     config: ConfigFile = None,
     method: Annotated[str | None, option(f"{', '.join(all_methods.METHODS)}; default: amp.")] = None,
     trials: Annotated[
-        int, typer.Option(help="Training runs, including ERM's, the first, and those of an earlier call.", min=1)
+        int,
+        typer.Option(
+            help="How many runs to train in all, including ERM, the first, and those of earlier calls.", min=1
+        ),
     ] = 20,
     measure: Annotated[
-        str, typer.Option(help="What to minimise: error or nll of the validation split after the last epoch.")
+        str, typer.Option(help="What to minimise: error or nll on the validation split after the last epoch.")
     ] = "error",
     knobs: Annotated[
         str | None,
-        option("What to tune, as in epsilon or lr,weight_decay; default: all hyper-parameters of the method."),
+        option("What to tune, such as epsilon or lr,weight_decay; default: all hyper-parameters of the method."),
     ] = None,
     out: Annotated[Path | None, option("The tuning's folder; default: tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
     epochs: Annotated[
         int | None,
         option(
-            "As many as you will train: the best radius grows with them. Default: the data set's own.", panel=TRAINING
+            "As many as you will train for: the best radius grows with them. Default: the data set's own.",
+            panel=TRAINING,
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        option("A setting of the method that is fixed, not tuned, as in inner_iter=2.", "--set", panel=TRAINING),
+        option("A setting of the method that is fixed, not tuned, such as inner_iter=2.", "--set", panel=TRAINING),
     ] = None,
     seed: Annotated[
         int,
@@ -95,7 +99,7 @@ def tune(
     workers: Annotated[
         int | None,
         option(
-            "Trials at once, a process each; default: one per GPU, one on a CPU, and what a cluster has room for.",
+            "Trials at once, each in its own process; default: one per GPU, one on a CPU, as many as fit on a cluster.",
             min=1,
             panel=HOW,
         ),

@@ -39,7 +39,7 @@ def predict(
     data_dir: DataDir = DEFAULT_DATA_DIR,
     debug: Debug = False,
 ) -> None:
-    """The class of images, by a trained model: its probability, and the runner-up."""
+    """Classify images with a trained model: the class, its probability, and the runner-up."""
     with report_errors(debug), exit_on_signals():
         console = display.terminal()
         files = image_files(places)
@@ -76,7 +76,7 @@ def export(
     data_dir: DataDir = DEFAULT_DATA_DIR,
     debug: Debug = False,
 ) -> None:
-    """Write a trained model to files that need no flatmin."""
+    """Write a trained model to files that can be used without flatmin."""
     with report_errors(debug), exit_on_signals():
         trained = _load(run, weights, data_dir, device="cpu")
         said = write_export(trained, to)

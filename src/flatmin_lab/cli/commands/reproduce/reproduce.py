@@ -60,40 +60,52 @@ def reproduce(
     protocol: Annotated[
         str | None,
         option(
-            "paper (200 epochs, 10 trials, as the published code trains), paper-v2 (the same after its second version "
-            "and the paper's text), short (60 epochs, 3 trials, else as paper-v2) or smoke (seconds on a CPU); "
-            "default: paper."
+            "paper (200 epochs, 10 trials, as in the published code), paper-v2 (the same, as in the code's second "
+            "version and the paper's text), short (60 epochs, 3 trials, otherwise like paper-v2) or smoke (tiny, for "
+            "a CPU, not evidence); default: paper."
         ),
     ] = None,
     list_: Annotated[bool, option("List all tables and figures, what is done, and what is missing.", "--list")] = False,
     dry_run: Annotated[bool, option("Show what would run, and how long it would take.", "--dry-run")] = False,
     planned: Annotated[bool, option("Execute the planned runs that are not done, in order.", "--planned")] = False,
-    plan: Annotated[bool, option("Record in RESULTS/planned.json what is to run, and exit.", "--plan")] = False,
-    seeds: Annotated[str | None, option("As in 0,1 or 0-9; default: as many as the protocol has.", panel=WHICH)] = None,
-    methods: Annotated[str | None, option("As in erm,amp; default: all of the experiment.", panel=WHICH)] = None,
-    data: Annotated[str | None, option("As in cifar10,svhn; default: all of the experiment.", panel=WHICH)] = None,
-    models: Annotated[str | None, option("As in vgg16; default: all of the experiment.", panel=WHICH)] = None,
-    measure: Annotated[
-        str | None, option(f"Also measure {', '.join(post_training.PARTS)}; as in attack,flatness.", panel=WHICH)
+    plan: Annotated[bool, option("Record in RESULTS/planned.json what will be run, and exit.", "--plan")] = False,
+    seeds: Annotated[
+        str | None, option("Seeds, such as 0,1 or 0-9; default: as many as the protocol has.", panel=WHICH)
     ] = None,
-    limit: Annotated[int | None, option("Execute at most so many runs now.", min=1, panel=WHICH)] = None,
+    methods: Annotated[
+        str | None, option("Methods, such as erm,amp; default: all of the experiment's.", panel=WHICH)
+    ] = None,
+    data: Annotated[
+        str | None, option("Data sets, such as cifar10,svhn; default: all of the experiment's.", panel=WHICH)
+    ] = None,
+    models: Annotated[
+        str | None, option("Models, such as vgg16; default: all of the experiment's.", panel=WHICH)
+    ] = None,
+    measure: Annotated[
+        str | None,
+        option(f"Also measure any of these, with commas: {', '.join(post_training.PARTS)}.", panel=WHICH),
+    ] = None,
+    limit: Annotated[int | None, option("Execute at most this many runs now.", min=1, panel=WHICH)] = None,
     retry: Annotated[bool, option("Retry failed runs.", "--retry", panel=WHICH)] = False,
     results: Annotated[
-        Path | None, option("The folder of the result files; default: results, for smoke out/smoke/results.", panel=HOW)
+        Path | None, option("The folder for result files; default: results, for smoke out/smoke/results.", panel=HOW)
     ] = None,
     runs: Annotated[
         Path | None,
-        option("The folder of the runs, with checkpoints; default: runs, for smoke out/smoke/runs.", panel=HOW),
+        option("The folder for the runs and their checkpoints; default: runs, for smoke out/smoke/runs.", panel=HOW),
     ] = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
     together: Annotated[
-        int | None, option("Runs at once on a GPU; default: as many as make it faster.", min=1, panel=HOW)
+        int | None,
+        option("How many runs train at once on a GPU; default: as many as raise the throughput.", min=1, panel=HOW),
     ] = None,
     workers: Annotated[
         int | None,
-        option("On a CPU: processes, default one per core. On a cluster: at most so many.", min=1, panel=HOW),
+        option(
+            "On a CPU: how many processes; default: one per core. On a cluster: at most this many.", min=1, panel=HOW
+        ),
     ] = None,
     checkpoint_epochs: Annotated[
         int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=HOW)
@@ -103,7 +115,7 @@ def reproduce(
     gpus: Gpus = None,
     debug: Debug = False,
 ) -> None:
-    """The paper's tables and figures from your own runs, beside its numbers. If killed, the same command resumes."""
+    """Reproduce the paper's tables and figures, next to its own numbers. If killed, the same command resumes."""
     with report_errors(debug):
         need("flatmin_lab.report.paper.tables", "flatmin reproduce")
         above = SMOKE if protocol == "smoke" else Path()
