@@ -19,7 +19,7 @@ from tests.support.processes import flatmin
 SOURCE = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"
 SETTINGS = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "COLUMNS": "250"}
 SMOKE = ["reproduce", "table1", "--protocol", "smoke", "--data", "cifar10", "--methods", "erm,amp", "--seeds", "0"]
-TIMES = re.compile("seconds|at_once|epoch_s")  # what may differ between two machines
+TIMES = re.compile("seconds|at_once|epoch_s|resumed")  # what may differ between two machines
 
 
 @contextmanager
