@@ -19,7 +19,8 @@ from PIL import Image
 
 from flatmin_lab import models
 from flatmin_lab.bench import benchmark, time_estimate
-from flatmin_lab.cli.commands import bench, demo, tune
+from flatmin_lab.cli.commands import bench, compare, demo, tune
+from flatmin_lab.comparing import comparer
 from flatmin_lab.data.sources import synthetic
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.execution import process_pool
@@ -142,6 +143,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ProcessPool, "run", _here)
     monkeypatch.setattr(demo, "run_demo", _with(demo.run_demo, seeds=TRIALS, epochs=EPOCHS))
     monkeypatch.setattr(tune, "tuning", _with(tuner.tune, trials=TRIALS))
+    monkeypatch.setattr(compare, "about_entries", _with(comparer.about_entries, seeds=1))
     monkeypatch.setattr(landscapes, "landscape", _with(landscapes.landscape, points=3))
     monkeypatch.setattr(measurements, "flatness_of", _with(measurements.flatness_of, images=5, restarts=1))
     monkeypatch.setattr(time_estimate, "TIMED_SECONDS", 0.1)

@@ -31,12 +31,12 @@ from flatmin_lab.system.machine import facts
 
 ORDER = ("erm", "amp", *(name for name in METHODS if name not in ("erm", "amp")))  # the two that matter first
 COLUMNS = {
-    "error": "test error %",
+    "error": "error, %",
     "nll": "NLL",
-    "ece": "ECE %",
-    "memorised": "memorised %",
-    "passes": "passes a step",
-    "cpu_seconds": "CPU seconds",
+    "ece": "ECE, %",
+    "memorised": "learnt, %",
+    "passes": "passes",
+    "cpu_seconds": "CPU s",
 }
 DIGITS = {"nll": 2, "passes": 0}  # of others: 1
 
@@ -110,7 +110,7 @@ def _say_if_complete(recipe: Recipe, results: Sequence[dict[str, Any]], jobs: Se
 def table(runs: Sequence[dict[str, Any]], *, with_noise: bool) -> Table:
     """Mean ± standard deviation over the seeds, a row per method."""
     columns = {key: label for key, label in COLUMNS.items() if with_noise or key != "memorised"}
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("method", no_wrap=True)
     for label in columns.values():
         shown.add_column(label, justify="right", no_wrap=True)
