@@ -84,7 +84,7 @@ def test_too_few_minutes_are_explained_and_no_error(data: Path, tmp_path: Path) 
     done = flatmin("compare", "--data", data, *QUICK, "--out", tmp_path / "out", "--minutes", 1e-9)
     assert done.exit_code == 0, done.output
     assert "Not even one seed fits into 1 second:" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("Cannot tell: no training of AMP has ended yet.")
+    assert done.stdout.splitlines()[-1].startswith("Cannot tell: no training of AMP has ended yet; ")
     assert len(list((tmp_path / "out").glob("*-seed-*.json"))) == 1
 
 
