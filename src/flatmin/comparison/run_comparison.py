@@ -115,7 +115,8 @@ def compare(
         training = call(make_training, 0)
         check_can_measure(training)
         plan = _Plan(training, epochs, radii, evaluations)
-        store, settings = _check_store(out, plan.settings(training)), plan.settings(training)
+        settings = plan.settings(training)
+        store = _check_store(out, settings)
         findings = _examine(make_training) if examined else []
         if store is not None:
             store.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ LEVEL = 0.95
 WORTH = 0.1  # of the plain optimizer's measure
 PERCENT = ("error", "ece")  # measures that are shares
 FEWEST_SEEDS = 3  # that an answer rests on
+SMALLER_RADII = "; smaller ones may do (radii=, --radii)"
 MOST_SEEDS = 200  # beyond which no one would go
 
 
@@ -77,10 +78,9 @@ def judge(
     table = _Table(contenders, outcomes)
     names = table.measures()
     if not names:
-        diverged = bool(outcomes)
         sentence = (
             "Cannot tell: every training diverged; lower the learning rate first."
-            if diverged
+            if outcomes
             else "Cannot tell: no training has ended yet; let it go on."
         )
         return Verdict("cannot tell", sentence, measure or "", "", {}, 0)
@@ -174,7 +174,7 @@ class _Decision:
             return self._unfinished(bases)
         amps = [one for one in trained if not table.failed(one.key)]  # one that diverges with some seeds helps nobody
         if not amps:
-            return "no", f"No: AMP diverged with some seeds at every radius{self._smaller_radii()}.", ""
+            return "no", f"No: AMP diverged with some seeds at every radius{SMALLER_RADII}.", ""
         level = 1 - (1 - LEVEL) / len([one for one in contenders if not one.is_plain])
         gaps = {
             amp.key: {base: table.difference(amp.key, base, self.measure, level=level) for base in bases}
@@ -202,10 +202,7 @@ class _Decision:
             return "cannot tell", f"Cannot tell: no training of {missing} has ended yet; let it go on.", ""
         if not bases:
             return "cannot tell", "Cannot tell: the plain training diverged with every seed; lower its rate first.", ""
-        return "no", f"No: AMP diverged at every radius{self._smaller_radii()}.", ""
-
-    def _smaller_radii(self) -> str:
-        return "; smaller ones may do (radii=, --radii)"
+        return "no", f"No: AMP diverged at every radius{SMALLER_RADII}.", ""
 
     def _seeds_of_all(self) -> set[int]:
         """The seeds that all have that are compared: means over others would not be of pairs."""

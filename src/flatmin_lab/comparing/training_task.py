@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flatmin.comparison import Outcome
+from flatmin.comparison.held_out import Measured
 from flatmin.comparison.outcome import file_name
 from flatmin_lab.comparing.contender_recipes import Entry
 from flatmin_lab.data.dataset import Dataset
@@ -99,17 +100,21 @@ def _ended(task: TrainingTask, entry: Entry, ended: Finished) -> Finished | Fail
 def outcome_of(task: TrainingTask, entry: Entry, result: Mapping[str, Any]) -> Outcome:
     """What a finished run came to on the held-out tenth of its training set, which its folder has image by image."""
     folder = run_folder(task.folder, entry.contender.key, task.seed)
-    found = {name: result[f"validation_{name}"] for name in MEASURES}
-    broken = next((name for name, value in found.items() if not _is_finite(value)), None)
+    last = {name: result[f"validation_{name}"] for name in MEASURES}
     scores = {name: read_image_scores(folder, name) for name in PER_EXAMPLE}
+    found = Measured(
+        {name: math.nan if value is None else value for name, value in last.items()},
+        {name: each.tolist() for name, each in scores.items() if each is not None},
+    )
+    failed = found.failure()
     return Outcome(
         entry.contender.key,
         task.seed,
-        {} if broken else found,
-        per_example={} if broken else {name: each.tolist() for name, each in scores.items() if each is not None},
+        {} if failed else found.measures,
+        per_example={} if failed else found.per_example,
         curve=_curve(folder),
         seconds=float(result["seconds"]),
-        failed=f"the held-out {broken} is not finite: the training diverged" if broken else None,
+        failed=failed,
     )
 
 

@@ -43,6 +43,7 @@ from flatmin_lab.comparing.comparer import Comparison, about_entries
 from flatmin_lab.comparing.comparison_file import About
 from flatmin_lab.comparing.contender_recipes import entries_for
 from flatmin_lab.comparing.time_budget import TimeBudget
+from flatmin_lab.comparing.training_task import MEASURES
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.models.user_model import short_name
@@ -53,7 +54,6 @@ from flatmin_lab.system.user_code import UserCodeError, is_user_code, load_funct
 HOW = "How they run"
 COMPARISONS = Path("comparisons")
 PAGE = "comparison.html"
-MEASURES = ("error", "nll", "ece")  # of the laboratory's data
 OF_BOTH = ("epochs", "seeds", "minutes", "measure", "radii", "out")  # flags that a training of one's own has too
 
 
