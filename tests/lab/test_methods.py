@@ -25,6 +25,7 @@ NETWORKS = (
     "pyramidnet29_24",
     "convnet",
     "mlp",
+    "vit",
 )
 
 

@@ -1,4 +1,4 @@
-"""The paper's networks, and two small ones, by name; beside them the user's own and timm's.
+"""The paper's networks, two small ones and a transformer, by name; beside them the user's own and timm's.
 
     build("preactresnet18", num_classes=100)
     build("wideresnet16_4"), build("pyramidnet110_84"), build("vgg19")      other numbers in the name
@@ -21,6 +21,7 @@ from flatmin_lab.models.pyramidnet import PyramidNet
 from flatmin_lab.models.small import MLP, convnet
 from flatmin_lab.models.user_model import is_own, is_timm, make_user_model
 from flatmin_lab.models.vgg import VGG
+from flatmin_lab.models.vit import ViT
 from flatmin_lab.models.wide_resnet import WideResNet
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "VGG",
     "PreActResNet",
     "PyramidNet",
+    "ViT",
     "WideResNet",
     "build",
     "build_for",
@@ -47,6 +49,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "pyramidnet164_270": PyramidNet,
     "convnet": convnet,
     "mlp": MLP,
+    "vit": ViT,
 }
 # whose names take numbers: wideresnetDEPTH_WIDTH, pyramidnetDEPTH_ALPHA, vggDEPTH
 FAMILIES: dict[str, Callable[..., nn.Module]] = {"wideresnet": WideResNet, "pyramidnet": PyramidNet, "vgg": VGG}

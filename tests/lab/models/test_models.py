@@ -20,6 +20,7 @@ SIZES = {
     "vgg16": (33_646_666, 58),
     "wideresnet28_10": (36_479_194, 80),
     "pyramidnet164_270": (27_216_021, 601),
+    "vit": (2_680_906, 78),
     # counted with the published code
     "wideresnet28_2": (1_467_610, 80),
     "pyramidnet164_48": (1_715_442, 601),
@@ -104,7 +105,7 @@ def test_other_channels_and_classes(name: str) -> None:
         assert model(torch.zeros(2, 1, 32, 32)).shape == (2, 3)
 
 
-@pytest.mark.parametrize("name", ["preactresnet18", "wideresnet10_1", "pyramidnet11_6", *SMALL])
+@pytest.mark.parametrize("name", ["preactresnet18", "wideresnet10_1", "pyramidnet11_6", "vit", *SMALL])
 def test_small_images_pass(name: str) -> None:
     model = build(name, in_channels=1, **({"side": 8} if name == "mlp" else {}))
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
