@@ -15,8 +15,8 @@ from pathlib import Path
 import cost_table
 import page_parts
 from flatmin_lab.data.sources.synthetic import original_name
+from flatmin_lab.recipes.experiments.experiment import RESNET, SETS, cell
 from flatmin_lab.recipes.paper_numbers import METHODS, reported
-from flatmin_lab.recipes.paper_tables import RESNET, SETS, cell
 from flatmin_lab.recipes.protocols import PAPER_LENGTH
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, column_named

@@ -8,7 +8,7 @@ renamed.py         what recipes were called before
 optimizers.py      base optimizers by name, or the user's own
 user_files.py      the user's own files that a recipe names, and their checksums
 lr_schedules.py    learning rates as functions of the step
-paper_tables.py    the paper's tables and figures, each a function that lists its recipes
+experiments        tables and figures, the paper's and others, each a function that lists its recipes
 paper_numbers.py   what the paper reports
 """
 

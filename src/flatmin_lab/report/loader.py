@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flatmin_lab.bench.mode_cost import StepTimes, step_times
-from flatmin_lab.recipes.paper_tables import by_name
+from flatmin_lab.recipes.experiments import by_name
 from flatmin_lab.recipes.protocols import FollowedProtocol
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.recipes.renamed import name_now

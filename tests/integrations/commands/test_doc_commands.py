@@ -26,7 +26,8 @@ from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.execution import process_pool
 from flatmin_lab.execution.local import ThisProcess
 from flatmin_lab.execution.process_pool import ProcessPool
-from flatmin_lab.recipes import paper_tables, protocols
+from flatmin_lab.recipes import experiments, protocols
+from flatmin_lab.recipes.experiments import paper_tables
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.tuning import tuner
 from tests import ROOT
@@ -108,7 +109,7 @@ def _here(pool: ProcessPool, function: Any, queue: Any) -> Any:
 
 def _forget_recipes() -> None:
     """Those that were made with other numbers of trials."""
-    for made in (paper_tables.by_name, *paper_tables.EXPERIMENTS.values()):
+    for made in (experiments.by_name, *experiments.EXPERIMENTS.values()):
         made.cache_clear()  # type: ignore[attr-defined]
 
 

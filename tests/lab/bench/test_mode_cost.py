@@ -13,7 +13,7 @@ from flatmin_lab.bench.mode_cost import CAPTURED, EAGER, StepTimes, contender_of
 from flatmin_lab.bench.time_estimate import kinds_of_steps, passes_per_step
 from flatmin_lab.bench.workload import Workload, random_images
 from flatmin_lab.data import Normalisation, augmentation
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS
+from flatmin_lab.recipes.experiments import EXPERIMENTS
 from flatmin_lab.recipes.recipe import Recipe
 from tests.support.small_runs import learner_of, tiny_data, tiny_recipe
 

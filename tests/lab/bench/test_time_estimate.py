@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatmin_lab.bench import time_estimate
 from flatmin_lab.data import load
 from flatmin_lab.recipes.defaults import default_recipe
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
+from flatmin_lab.recipes.experiments import EXPERIMENTS
+from flatmin_lab.recipes.experiments.experiment import cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Finished, Progress
 from flatmin_lab.training.loop import train

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flatmin_lab.data import load
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
+from flatmin_lab.recipes.experiments import EXPERIMENTS
+from flatmin_lab.recipes.experiments.experiment import cell
 from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.training.loop import config_of
 from tests import ROOT

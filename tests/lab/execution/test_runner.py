@@ -17,7 +17,7 @@ from flatmin_lab.execution.process_pool import local_executor
 from flatmin_lab.execution.run_queue import RunQueue, run_all
 from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_data
 from flatmin_lab.execution.task_queue import Slot, TaskEnd, TaskFailure, TaskMessage
-from flatmin_lab.recipes.paper_tables import cell
+from flatmin_lab.recipes.experiments.experiment import cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Event, Failed, Finished, Started, Stopped

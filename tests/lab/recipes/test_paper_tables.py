@@ -13,8 +13,10 @@ from torch.nn.functional import cross_entropy
 
 from flatmin.regularisers import label_smoothing
 from flatmin_lab.methods import resolve_settings
+from flatmin_lab.recipes.experiments import EXPERIMENTS
+from flatmin_lab.recipes.experiments.experiment import SETS, cell
+from flatmin_lab.recipes.experiments.paper_tables import table1, table2
 from flatmin_lab.recipes.paper_numbers import METHODS, Value, reported
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, SETS, cell, table1, table2
 from flatmin_lab.recipes.protocols import NAMES as PROTOCOLS
 from flatmin_lab.recipes.protocols import Protocol
 from flatmin_lab.recipes.recipe import Job, Recipe

@@ -12,7 +12,8 @@ import pytest
 
 import page_parts
 import results_table
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, cell
+from flatmin_lab.recipes.experiments import EXPERIMENTS
+from flatmin_lab.recipes.experiments.experiment import cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS
+from flatmin_lab.recipes.experiments import EXPERIMENTS
 from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.paper.frontier import cost_of, frontiers, kept_share

@@ -14,7 +14,7 @@ from flatmin_lab.bench.amp_cost import BLOCKS
 from flatmin_lab.data.sources import spiral
 from flatmin_lab.methods import NOT_IN_PAPER
 from flatmin_lab.recipes import paper_numbers
-from flatmin_lab.recipes.paper_tables import by_name
+from flatmin_lab.recipes.experiments import by_name
 from flatmin_lab.report import figures
 from flatmin_lab.report.columns import COLUMNS, Column
 from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of

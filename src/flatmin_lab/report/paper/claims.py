@@ -13,9 +13,10 @@ from statistics import mean
 
 from flatmin_lab.data.augment.transforms import Kind
 from flatmin_lab.data.sources.synthetic import original_name
-from flatmin_lab.recipes import paper_tables
+from flatmin_lab.recipes.experiments import experiment, paper_tables, readings
+from flatmin_lab.recipes.experiments.experiment import RESNET, SETS
+from flatmin_lab.recipes.experiments.paper_tables import AUGMENTATIONS
 from flatmin_lab.recipes.paper_numbers import METHODS
-from flatmin_lab.recipes.paper_tables import AUGMENTATIONS, RESNET, SETS
 from flatmin_lab.recipes.protocols import NAMES, TABLE_2, Protocol
 from flatmin_lab.report.columns import column_named
 from flatmin_lab.report.figures.style import NAMES as NAMES_OF_METHODS
@@ -79,7 +80,7 @@ def claims(protocol: Protocol) -> list[Claim]:
     """All claims under a protocol, with the names of their recipes."""
 
     def cell(data: str, method: str, model: str = RESNET, augment: Kind = "vanilla") -> str:
-        return paper_tables.cell(protocol, data, model, method, augment=augment).name
+        return experiment.cell(protocol, data, model, method, augment=augment).name
 
     found = []
     for data in SETS:
@@ -107,7 +108,7 @@ def claims(protocol: Protocol) -> list[Claim]:
     others = tuple(cell("cifar10", other) for other in METHODS if other != "flooding")
     says = "flooding has the best calibration of the eight methods on CIFAR-10"
     found.append(Claim(says, "ece", cell("cifar10", "flooding"), others))
-    twice = next(recipe.name for recipe in paper_tables.compute(protocol).recipes if recipe.method == "erm")
+    twice = next(recipe.name for recipe in readings.compute(protocol).recipes if recipe.method == "erm")
     for measure, words in MEASURES.items():
         says = f"AMP has {words} than ERM at twice the epochs on CIFAR-10"
         found.append(Claim(says, measure, cell("cifar10", "amp"), (twice,), ours=True))

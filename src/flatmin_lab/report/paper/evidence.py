@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, SETS
+from flatmin_lab.recipes.experiments import EXPERIMENTS
+from flatmin_lab.recipes.experiments.experiment import SETS
 from flatmin_lab.recipes.protocols import NAMES as PROTOCOLS
 from flatmin_lab.recipes.protocols import OWN, PAPER_LENGTH
 from flatmin_lab.report.comparison import settings_of

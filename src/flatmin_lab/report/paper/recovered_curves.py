@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from statistics import mean
 
 from flatmin_lab.data.sources.synthetic import original_name
+from flatmin_lab.recipes.experiments.experiment import RESNET, cell
+from flatmin_lab.recipes.experiments.paper_tables import sweep
 from flatmin_lab.recipes.paper_numbers import FIGURE_8, FIGURE_8_ERM, FIGURE_11
-from flatmin_lab.recipes.paper_tables import RESNET, cell, sweep
 from flatmin_lab.recipes.protocols import PAPER_LENGTH, Protocol
 from flatmin_lab.report.columns import column_named
 from flatmin_lab.report.loader import Run

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 
 from flatmin_lab.data.sources.synthetic import original_name
+from flatmin_lab.recipes.experiments import Experiment, by_name
 from flatmin_lab.recipes.paper_numbers import Value, reported
-from flatmin_lab.recipes.paper_tables import Experiment, by_name
 from flatmin_lab.recipes.protocols import OWN, PAPER_LENGTH, kind_of
 from flatmin_lab.recipes.recipe import Job, Recipe
 from flatmin_lab.report import schema

@@ -1,6 +1,6 @@
 """`flatmin reproduce`: the paper's tables and figures, trained, measured, and shown beside the paper's numbers.
 
-Here are its flags. Runs are executed by execution/runner.py, tables are in recipes/paper_tables.py, files in
+Here are its flags. Runs are executed by execution/runner.py, tables are in recipes/experiments, files in
 runs/result_store.py, and the output is in reproduce_view.py.
 """
 
@@ -40,7 +40,7 @@ from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.execution.run_queue import RunExecutor, run_all
 from flatmin_lab.execution.runner import Run, RunOptions
 from flatmin_lab.execution.task_queue import Stop
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment
+from flatmin_lab.recipes.experiments import EXPERIMENTS, Experiment
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Stopped
 from flatmin_lab.runs.result_store import PLANNED, ResultStore
 from flatmin_lab.system.files import nearest_existing

@@ -7,7 +7,7 @@ from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.evaluation import post_training
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.models import canonical
-from flatmin_lab.recipes.paper_tables import EXPERIMENTS, Experiment, by_name
+from flatmin_lab.recipes.experiments import EXPERIMENTS, Experiment, by_name
 from flatmin_lab.recipes.protocols import NAMES as PROTOCOLS
 from flatmin_lab.recipes.protocols import Protocol
 from flatmin_lab.recipes.recipe import Job

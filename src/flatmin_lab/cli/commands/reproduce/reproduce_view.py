@@ -13,7 +13,7 @@ from flatmin_lab.cli import display
 from flatmin_lab.cli.commands.reproduce.reproduce_select import Selection
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
-from flatmin_lab.recipes.paper_tables import Experiment
+from flatmin_lab.recipes.experiments import Experiment
 from flatmin_lab.recipes.protocols import PAPER_LENGTH, FollowedProtocol
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
 from flatmin_lab.runs.result import split_of

@@ -1,0 +1,97 @@
+"""Other recipes than the paper's: what was tried, on a validation split, and then trained on the whole training set.
+
+The paper's recipe is of 2020: a weight decay of 1e-4, three learning rates, batches of 50, convolutional networks.
+Here the learning rate falls as a cosine, batches are larger, nothing is clipped; a protocol decides the length alone.
+Radii and all else are chosen on a held-out tenth of the training set (names that end in `validation`), never on the
+test set.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from flatmin_lab.recipes.experiments.experiment import RESNET, Experiment, cell, experiment_of
+from flatmin_lab.recipes.protocols import PROTOCOLS, Protocol
+from flatmin_lab.recipes.recipe import Recipe
+
+WARM_UP = 1 / 12  # of a run: 5 of 60 epochs
+VIT_RADII = (0.05, 0.1, 0.2, 0.5)  # tried; published ones for SAM and transformers are 0.1 to 0.3
+BEST_RADII = (0.05, 0.1, 0.2)
+BEST_TRIES: dict[str, dict[str, Any]] = {  # changes to the recipe below, one at a time
+    "decay-1e-3": {"weight_decay": 1e-3},
+    "batch-50": {"batch_size": 50, "lr": 0.05},
+    "ema": {"ema": 0.999},
+}
+
+
+def vit(protocol: Protocol) -> Experiment:
+    """A small vision transformer on CIFAR-10, with AdamW: ERM, AMP at four radii, AMP in the second half alone."""
+    epochs = PROTOCOLS[protocol].epochs
+    train = _modern(
+        protocol,
+        "cifar10",
+        "vit",
+        optimizer="adamw",
+        lr=1e-3,
+        weight_decay=0.05,
+        warmup=max(round(WARM_UP * epochs), 1),
+    )
+    recipes = []
+    for validation in (True, False):
+        train_on = partial(train, validation=validation)
+        recipes.append(train_on("erm"))
+        recipes += [train_on("amp", f"radius-{radius}", {"epsilon": radius}) for radius in VIT_RADII]
+        recipes += [
+            train_on("amp", f"radius-{radius}-start-0.5", {"epsilon": radius, "start": 0.5})
+            for radius in VIT_RADII
+            if not validation
+        ]
+    return experiment_of("vit", "a vision transformer", protocol, recipes, trials=3)
+
+
+def best(protocol: Protocol) -> Experiment:
+    """The lowest error of a PreActResNet18 with crops and flips alone: tries on validation, then the whole set.
+
+    Beside AMP stands ERM with the same recipe, and with as much time.
+    """
+    recipes = []
+    for data in ("cifar10", "cifar100"):
+        train = _modern(protocol, data, RESNET, weight_decay=5e-4)
+        held_out = partial(train, validation=True)
+        recipes += [held_out("erm"), *(held_out("erm", name, **changes) for name, changes in BEST_TRIES.items())]
+        for radius in BEST_RADII:
+            chosen = {"epsilon": radius}
+            recipes.append(held_out("amp", f"radius-{radius}", chosen))
+            recipes.append(held_out("amp", f"radius-{radius}-start-0.5", {**chosen, "start": 0.5}))
+            recipes += [
+                held_out("amp", f"radius-{radius}-{name}", chosen, **changes) for name, changes in BEST_TRIES.items()
+            ]
+        recipes += [train("erm"), train("erm", "twice", epochs=2 * PROTOCOLS[protocol].epochs)]
+        recipes += [train("amp", f"radius-{radius}", {"epsilon": radius}) for radius in BEST_RADII]
+    return experiment_of("best", "a recipe of today", protocol, recipes, trials=3)
+
+
+def _modern(protocol: Protocol, data: str, model: str, **usual: Any) -> Callable[..., Recipe]:
+    """Makes recipes that share what is usual today; one tiny batch size for `smoke`, as everywhere."""
+    size = {} if protocol == "smoke" else {"batch_size": 128}
+    usual = {"augment": "vanilla", "nesterov": True, "clip_norm": None, "schedule": "cosine", **size, **usual}
+
+    def train(
+        method: str, name: str = "", settings: dict[str, Any] | None = None, *, validation: bool = False, **changes: Any
+    ) -> Recipe:
+        words = ["modern", *([name] if name else []), *(["validation"] if validation else [])]
+        ball = {"ball": "global"} if method == "amp" else {}
+        if protocol == "smoke":
+            changes.pop("batch_size", None)
+        return cell(
+            protocol,
+            data,
+            model,
+            method,
+            variant="-".join(words),
+            validation=validation,
+            settings={**ball, **(settings or {})},
+            **{**usual, **changes},
+        )
+
+    return train
