@@ -28,7 +28,8 @@ from flatmin_lab.data.normalise import Normalisation
 CONSTANT = RadiusSchedule()
 NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # of AMP's radius over time
 # settings that are listed only where they are others: the paper has none of them, or its published code alone
-UNLISTED = {**NOT_IN_PAPER, "noise": "ball", "units": "pixels", "random_start": False}
+UNLISTED = {**NOT_IN_PAPER, "regulariser": "erm", "noise": "ball", "units": "pixels", "random_start": False}
+BESIDE_AMP = ("erm", "label_smoothing", "flooding", "mixup")  # regularisers that AMP may perturb the loss of
 AUTO, AUTO_FIRST_RADIUS = "auto", 0.1  # the word for a matched ε, and what it begins with
 AUTO_RELEASE = 0.6  # of the perturbed part of a run, in which it moves
 AUTO_RULE = 2  # counts the ways ε was matched, here and in flatmin.MatchedRadius: a run keeps the one it began with
@@ -90,6 +91,7 @@ def amp(
     ascent_share: float = 1.0,
     held_out: float | None = None,
     release: float | None = None,
+    regulariser: str = "erm",
     sync_perturbation: bool = True,
 ) -> Method:
     """The worst perturbation. 0.5 and 1 are the paper's for PreActResNet18 over 200 epochs; VGG16 has 0.1 and 0.2.
@@ -99,6 +101,7 @@ def amp(
     with the loss on a part of the training set that is held out for it: on a share of `held_out`, or else of 2 %, and
     up to 10 % where that is fewer than 500 images. After a share of `release` (0.6) of the perturbed part of the run
     these are trained on too, and ε stays.
+    `regulariser` names one of `BESIDE_AMP`: AMP then perturbs the weights against that loss, with the paper's settings.
     `sync_perturbation=False`: a perturbation per rank, where several ranks train one model.
     """
     settings: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
@@ -107,8 +110,20 @@ def amp(
     wrap = partial(_wrap, wrapper=flatmin.AMP, epsilon=first, **settings)
     schedule = RadiusSchedule(start=start, growth=growth, every=every)
     _check_moving(epsilon, schedule, ascent_share, {"held_out": held_out, "release": release})
+    if regulariser not in BESIDE_AMP:
+        raise ValueError(f"AMP goes together with {', '.join(BESIDE_AMP)}, got regulariser={regulariser}")
+    if epsilon == AUTO and regulariser != "erm":
+        raise ValueError(
+            f"epsilon auto compares the training loss with that of held-out images, got regulariser={regulariser}, "
+            "whose loss is another; leave it out, or give a number as epsilon"
+        )
+    if ascent_share < 1 and regulariser == "mixup":
+        raise ValueError(
+            f"mixed labels cannot be cut, got mixup and ascent_share={ascent_share}; leave one of them out"
+        )
+    loss = REGULARISERS[regulariser]()
     until = start + (1 - start) * (AUTO_RELEASE if release is None else release)
-    return Method(name="amp", regulariser=erm(), wrap=wrap, schedule=schedule, ascent_share=ascent_share, release=until)
+    return Method(name="amp", regulariser=loss, wrap=wrap, schedule=schedule, ascent_share=ascent_share, release=until)
 
 
 def _check_moving(

@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "averaged bf16": {"method": "amp", "ema": 0.9, "precision": "bf16", "channels_last": True},
     "late": {"method": "amp", "settings": {"epsilon": 0.1, "start": 0.4, "growth": "linear", "every": 2}},
     "less": {"method": "amp", "settings": {"epsilon": 0.1, "ascent_share": 0.3}},
+    "mixed": {"method": "amp", "settings": {"epsilon": 0.1, "regulariser": "mixup"}},
     "auto": {"method": "amp", "settings": {"epsilon": "auto", "held_out": 0.2, "start": 0.2}, "label_noise": 0.2},
     "fp16": {"method": "amp", "precision": "fp16", "clip_norm": 1.0, "settings": {"epsilon": 0.1}},
     "noise": {"method": "mixup", "label_noise": 0.3, "augment": "vanilla"},

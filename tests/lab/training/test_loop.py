@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "amp, N = 2": {"method": "amp", "settings": {"epsilon": 0.1, "inner_iter": 2}},
     "late": {"method": "amp", "settings": {"epsilon": 0.1, "start": 0.4, "growth": "linear", "every": 2}},
     "less": {"method": "amp", "settings": {"epsilon": 0.1, "ascent_share": 0.3}},
+    "mixed": {"method": "amp", "settings": {"epsilon": 0.1, "regulariser": "mixup"}},
     "auto": {"method": "amp", "settings": {"epsilon": "auto", "held_out": 0.2, "start": 0.2}, "label_noise": 0.2},
     "averaged": {"method": "amp", "ema": 0.9, "settings": {"epsilon": 0.1}},
     "clipped": {"method": "erm", "clip_norm": 0.1, "schedule": "cosine", "warmup": 1.0},
@@ -47,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "validation": {"method": "erm", "validation": True, "schedule": "constant"},
     "no momentum": {"method": "rmp", "momentum": 0.0, "nesterov": False},
 }
+MEASURED = ("train_loss", "train_error", "test_error", "test_nll")
 
 
 def twin(recipe: Any, *, epsilon: float) -> dict[str, Tensor]:
@@ -72,6 +74,17 @@ def twin(recipe: Any, *, epsilon: float) -> dict[str, Tensor]:
             optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, everyone returns a tensor
             schedule.step()
     return model.state_dict()
+
+
+@pytest.mark.parametrize("regulariser", methods.BESIDE_AMP)
+def test_with_a_radius_of_0_amp_beside_a_regulariser_is_that_regulariser(regulariser: str) -> None:
+    def lines(method: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        events = run(tiny_recipe(method=method, settings=settings))
+        return [{key: event.numbers[key] for key in MEASURED} for event in events if isinstance(event, Epoch)]
+
+    alone = lines(regulariser, {})
+    assert alone == lines("amp", {"epsilon": 0.0, "regulariser": regulariser})
+    assert alone != lines("amp", {"epsilon": 0.3, "regulariser": regulariser})
 
 
 @pytest.mark.parametrize(("method", "epsilon"), [("erm", 0.0), ("amp", 0.1)])

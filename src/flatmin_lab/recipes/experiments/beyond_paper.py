@@ -63,6 +63,8 @@ def best(protocol: Protocol) -> Experiment:
             chosen = {"epsilon": radius}
             recipes.append(held_out("amp", f"radius-{radius}", chosen))
             recipes.append(held_out("amp", f"radius-{radius}-start-0.5", {**chosen, "start": 0.5}))
+            for beside in ("label_smoothing", "mixup"):
+                recipes.append(held_out("amp", f"radius-{radius}-{beside}", {**chosen, "regulariser": beside}))
             recipes += [
                 held_out("amp", f"radius-{radius}-{name}", chosen, **changes) for name, changes in BEST_TRIES.items()
             ]
