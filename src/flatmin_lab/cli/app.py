@@ -43,7 +43,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="The folder for demo.html and demo.json.")] = Path("out/demo"),
     seeds: Annotated[int, typer.Option(help="Training runs of each method, with seeds 0, 1, 2, …")] = 5,
     noise: Annotated[float, typer.Option(help="Fraction of the training labels to replace by wrong ones.")] = 0.2,
-    epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 24,
+    epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 20,
     workers: Annotated[int | None, option("How many runs train at once; default: one per core.")] = None,
     in_browser: OpenPage = False,
     debug: Debug = False,
