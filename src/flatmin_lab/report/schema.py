@@ -124,6 +124,8 @@ def _spectrum(found: Any) -> dict[str, Any]:
             raise ValueError(f"{name} of the spectrum must be numbers, and weights from 0 to 1")
     if list(map(len, found["values"])) != list(map(len, found["weights"])):
         raise ValueError("a value of the spectrum must have a weight")
+    if not all(abs(sum(row) - 1) < 0.01 for row in found["weights"]):
+        raise ValueError("the weights of a probe must add up to 1")
     checked: dict[str, Any] = found
     return checked
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from flatmin import flatness
+from flatmin.flatness.risk import parts_of, total_loss
 from tests.support.flatness_cases import DEVICES, Case
 
 # ---- left as it was
@@ -25,8 +26,12 @@ LOOKS: dict[str, Callable[[nn.Module, flatness.Loss], object]] = {
     "top_eigenvalues": lambda model, loss: flatness.top_eigenvalues(model, loss, k=2, max_products=5),
     "trace": lambda model, loss: flatness.trace(model, loss, products=6),
     "spectrum": lambda model, loss: flatness.spectrum(model, loss, steps=3, probes=2),
-    "between": lambda model, loss: flatness.between(model, moved(model), loss, points=4, renew=lambda _: loss(model)),
+    "between": lambda model, loss: flatness.between(model, moved(model), loss, points=4, renew=passes(loss)),
 }
+
+
+def passes(loss: flatness.Loss) -> Callable[[nn.Module], object]:
+    return lambda model: total_loss(model, parts_of(loss))
 
 
 def moved(model: nn.Module) -> nn.Module:

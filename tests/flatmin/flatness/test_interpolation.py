@@ -114,7 +114,7 @@ def test_the_barrier_is_the_rise_above_the_straight_line_between_the_ends() -> N
     assert found.error_barrier.item() == 0
 
 
-def permuted(model: Any, order: Tensor) -> nn.Module:
+def permuted(model: Any, order: Tensor) -> Any:
     """The hidden units of a network of two layers in another order: the same function."""
     twin = copy.deepcopy(model)
     with torch.no_grad():

@@ -46,7 +46,7 @@ def spectrum() -> DrawnFigure:
 
 
 def between() -> DrawnFigure:
-    values = {"training": [0.1, 0.9, None, 0.2], "test": [0.3, 1.0, 0.9, 0.3]}
+    values: dict[str, list[float | None]] = {"training": [0.1, 0.9, None, 0.2], "test": [0.3, 1.0, 0.9, 0.3]}
     return figures.between("error, %", [0.0, 0.3, 0.6, 1.0], values, ends=("erm, seed 0", "a/long/path/" * 5))
 
 

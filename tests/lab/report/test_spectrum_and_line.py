@@ -13,25 +13,7 @@ from flatmin_lab.report.pages.between import barrier_sentences, between_page
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.pages.spectrum import spectrum_section
 from tests.support.pages import text_of
-from tests.support.report_files import evaluation, result, write
-
-
-def spectrum(largest: float = 8.0, **changes: Any) -> dict[str, Any]:
-    """Two probes: at 0 nearly everything, and at two values away from it."""
-    return {
-        "pictures": 50,
-        "parameters": 1000,
-        "steps": 3,
-        "products": 6,
-        "smallest": -0.5,
-        "largest": largest,
-        "trace": 12.0,
-        "trace_error": 1.0,
-        "negative_curvature": 0.25,
-        "values": [[-0.5, 0.0, largest], [0.0, largest]],
-        "weights": [[0.01, 0.98, 0.01], [0.99, 0.01]],
-        **changes,
-    }
+from tests.support.report_files import evaluation, result, spectrum, write
 
 
 def test_methods_share_a_grid_and_a_width() -> None:
@@ -92,6 +74,7 @@ def test_the_report_has_a_section_where_spectra_were_measured(tmp_path: Path) ->
         {"values": [[], []]},
         {"weights": [[0.1, None, 0.2], [0.5, 0.5]]},
         {"weights": [[0.1, 7.0, 0.2], [0.5, 0.5]]},
+        {"weights": [[0.0, 0.0, 0.0], [0.5, 0.5]]},
         {"negative_curvature": 2},
         {"largest": None},
         {"parameters": 0},

@@ -49,7 +49,7 @@ def spectrum_section(methods: Sequence[tuple[str, str, Sequence[Mapping[str, Any
     grid, _, width = _pooled([one for _, _, own in shown for one in own]).density()  # one grid and width for all
     pictures, parameters = usual
     drawn = figures.spectrum(
-        numbers(grid),
+        grid.tolist(),
         {method: numbers(one.density(grid, width=width).values) for method, one in spectra.items()},
         one_eigenvalue=1 / (parameters * width * math.sqrt(2 * math.pi)),
     )
