@@ -47,7 +47,7 @@ class Between(NamedTuple):
 
 
 def _above_chord(ts: Tensor, values: Tensor) -> Tensor:
-    heights = values.double().cpu()
+    heights = values.cpu().double()
     return heights - torch.lerp(heights[0], heights[-1], ts)  # which rounds nothing at the ends, nor between equal ones
 
 

@@ -1,5 +1,6 @@
 """The report's section about the Hessian's spectrum, and the page about the line between two models."""
 
+import html
 import json
 import math
 import re
@@ -12,6 +13,7 @@ from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.between import barrier_sentences, between_page
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.pages.spectrum import spectrum_section
+from tests.support import pages
 from tests.support.pages import text_of
 from tests.support.report_files import evaluation, result, spectrum, write
 
@@ -129,3 +131,31 @@ def test_the_page_says_where_the_statistics_come_from_and_escapes_names() -> Non
     assert "<strong>&lt;b&gt; (1)</strong>" in page
     plain = between_page(("a", "b"), line([0.1, 2.0, 0.3], 1.8), facts)
     assert "recomputed" not in plain
+
+
+FRAMED = """
+setTimeout(() => {
+  const root = document.querySelector("iframe").contentDocument.documentElement;
+  const wide = [root, ...root.querySelectorAll(".wide")].map((part) => part.scrollWidth - part.clientWidth);
+  document.body.innerHTML = "<pre id=said>" + JSON.stringify(wide) + "</pre>";
+}, 500);
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
+    """In a frame of that width: a window without a screen has a least one."""
+    facts = {"flatmin": "0", "commit": "abc1234-dirty", "torch": "2", "hardware": "a machine"}
+    long_name = "runs/a-folder-whose-name-does-not-end-and-has-no-space/checkpoint-00000174.safetensors"
+    write(tmp_path / "runs" / "erm", result("erm", 0, 0.05), evaluation=evaluation(spectrum=spectrum()))
+    made = (
+        between_page((long_name, long_name), line([0.1, 2.0, 0.3], 1.8), facts),
+        report_page(load_results([tmp_path / "runs"])),
+    )
+    for place, page in enumerate(made):
+        frame = tmp_path / f"{place}.html"
+        inside = f'<iframe width="{width}" height="900" srcdoc="{html.escape(page, quote=True)}"></iframe>'
+        frame.write_text(f"<html><head></head><body>{inside}</body></html>", encoding="utf-8")
+        visit = pages.visit(frame, FRAMED, width=1400)
+        assert visit.console == []
+        assert not any(json.loads(re.findall(r'<pre id="said">(.*?)</pre>', visit.dom, re.DOTALL)[0]))

@@ -16,6 +16,7 @@ from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.optional_deps import need
 
+PRODUCTS = measurements.SPECTRUM_PROBES * measurements.SPECTRUM_STEPS  # of two passes each
 OWN, ATTACK, FLATNESS = "Your own model", "With --attack", "With --flatness"
 Model = Annotated[
     str | None,
@@ -50,7 +51,7 @@ def evaluate(
         bool, option("Also the worst and mean loss around the weights, and the Hessian.", "--flatness")
     ] = False,
     spectrum: Annotated[
-        bool, option("Also the density of all eigenvalues of the Hessian; takes 240 products with it.", "--spectrum")
+        bool, option(f"Also the density of the Hessian's eigenvalues, from {PRODUCTS} products with it.", "--spectrum")
     ] = False,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -125,7 +126,7 @@ def landscape(
     seed: Annotated[int, typer.Option(help="Seed of the two directions, which all models share.")] = 0,
     lines_only: Annotated[bool, option("Only the line through the weights, no plane.", "--lines-only")] = False,
     between: Annotated[
-        bool, option("Instead of this, the loss and the error on the line between two models.", "--between")
+        bool, option("Instead of a plane, the loss and the error on the line between two models.", "--between")
     ] = False,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
