@@ -106,7 +106,8 @@ class _Line:
         for name, tensor in ours.items():
             if name in theirs and tensor.layout == torch.strided:  # a graph's sparse adjacency stays as it is
                 end = theirs[name].detach().to(tensor.device)
-                if not torch.equal(ends.setdefault(tensor, end), end):
+                known = ends.setdefault(tensor, end)
+                if known is not end and not known.equal(end):
                     raise ValueError(f"{name} is tied to another weight in the first model, and not in the second")
         self._moving = [
             (tensor, tensor.detach().clone(), end.clone()) for tensor, end in ends.items() if not tensor.equal(end)

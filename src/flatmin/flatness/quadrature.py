@@ -23,7 +23,7 @@ from flatmin.flatness.lanczos import tridiagonal_eigenvectors
 from flatmin.flatness.risk import Loss, parts_of
 from flatmin.flatness.weights import Weights
 
-ENDED = 100  # rounding errors of the largest value: what is left is one if it is smaller, and Ritz values move by less
+ENDED = 100  # what is left is rounding, below so many rounding errors of the largest value: no Ritz value moves by more
 WIDTH = 0.01  # of the Gaussian, as a share of the spectrum's range
 ROUNDING = 1e-6  # a range below this share of the largest value is not one
 MARGIN, POINTS = 5, 1101  # of the grid: so many widths beyond either end, ten points a width

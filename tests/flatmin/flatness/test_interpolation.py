@@ -295,6 +295,24 @@ def test_a_compiled_model_is_the_plain_one() -> None:
         assert found.losses.sum().item() == pytest.approx(plain.losses.sum().item(), rel=1e-5)
 
 
+def test_inside_inference_mode_and_no_grad_it_is_the_same() -> None:
+    case, other = pair("convolutional")
+    plain = flatness.between(case.model, other, case.loss, points=3, renew=[case.x])
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        with mode:
+            found = flatness.between(case.model, other, case.loss, points=3, renew=[case.x])
+        assert torch.equal(found.losses, plain.losses)
+
+
+def test_a_weight_that_is_not_a_number_gives_a_loss_that_is_none() -> None:
+    case, other = pair("mlp")
+    with torch.no_grad():
+        other[0].weight[0, 0] = torch.nan
+    found = flatness.between(case.model, other, case.loss, points=3)
+    assert found.losses.isfinite().tolist() == [True, False, False]
+    assert not found.barrier.isfinite()
+
+
 # ---- bad input
 
 
