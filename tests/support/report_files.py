@@ -50,6 +50,24 @@ def evaluation(pgd: float = 0.5, **changes: Any) -> dict[str, Any]:
     }
 
 
+def spectrum(largest: float = 8.0, **changes: Any) -> dict[str, Any]:
+    """Two probes: at 0 nearly everything, and at two values away from it."""
+    return {
+        "pictures": 50,
+        "parameters": 1000,
+        "steps": 3,
+        "products": 6,
+        "smallest": -0.5,
+        "largest": largest,
+        "trace": 12.0,
+        "trace_error": 1.0,
+        "negative_curvature": 0.25,
+        "values": [[-0.5, 0.0, largest], [0.0, largest]],
+        "weights": [[0.01, 0.98, 0.01], [0.99, 0.01]],
+        **changes,
+    }
+
+
 def landscape(height: float = 1.0, **changes: Any) -> dict[str, Any]:
     plane = [[height * (x * x + y * y) + 0.1 for x in AXIS] for y in AXIS]
     split = {"pictures": 50, "line": plane[1], "plane": plane}

@@ -8,6 +8,8 @@
     gradient_norm      ‖∇L‖
     top_eigenvalues    of the Hessian of L, by Lanczos' method
     trace              of the Hessian, by Hutch++
+    spectrum           the density of all eigenvalues, by stochastic Lanczos quadrature
+    between            L on the line between two models, and the barrier there
 
     loss = flatness.empirical_risk(x, y)
     flatness.worst_case_loss(model, loss, epsilon=0.1).loss
@@ -17,22 +19,28 @@ Afterwards, even after an exception, its weights, buffers, gradients and modes a
 """
 
 from flatmin.flatness.hutchpp import Trace, trace
+from flatmin.flatness.interpolation import Between, between
 from flatmin.flatness.lanczos import Eigenvalues, top_eigenvalue, top_eigenvalues
 from flatmin.flatness.landscape import Line, Plane, directions, line, plane
 from flatmin.flatness.loss_in_ball import MeanLoss, WorstCase, gradient_norm, mean_loss, sharpness, worst_case_loss
 from flatmin.flatness.minibatch_sharpness import BatchRise, batch_rise
+from flatmin.flatness.quadrature import Density, Spectrum, spectrum
 from flatmin.flatness.risk import Loss, empirical_risk
 
 __all__ = [
     "BatchRise",
+    "Between",
+    "Density",
     "Eigenvalues",
     "Line",
     "Loss",
     "MeanLoss",
     "Plane",
+    "Spectrum",
     "Trace",
     "WorstCase",
     "batch_rise",
+    "between",
     "directions",
     "empirical_risk",
     "gradient_norm",
@@ -40,6 +48,7 @@ __all__ = [
     "mean_loss",
     "plane",
     "sharpness",
+    "spectrum",
     "top_eigenvalue",
     "top_eigenvalues",
     "trace",

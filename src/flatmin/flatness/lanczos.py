@@ -98,7 +98,7 @@ def _lanczos(
         diagonal.append(float(dot(w, basis[-1])))
         w = orthogonal(w, basis)
         left = float(length(w))
-        values, turned = _of_tridiagonal(diagonal, off_diagonal)
+        values, turned = tridiagonal_eigenvectors(diagonal, off_diagonal)
         errors = left * turned[-1].abs()
         reach = rounding * float(values.abs().max())  # differences below this are rounding
         close = float(errors[:k].max()) <= max(tolerance * float(values[:k].abs().max()), reach)
@@ -116,7 +116,7 @@ def _lanczos(
     return Eigenvalues(found, near, vectors, len(diagonal))
 
 
-def _of_tridiagonal(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[Tensor, Tensor]:
+def tridiagonal_eigenvectors(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Eigenvalues, descending, and eigenvectors, in columns."""
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     if off_diagonal:

@@ -22,7 +22,7 @@ from flatmin.flatness.risk import LossPart, value, value_and_gradient
 
 
 class Weights:
-    """θ: the parameters that require a gradient, or those given.
+    """θ: the parameters that require a gradient, or those given; with `trainable_only=False`, frozen ones as well.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> weights, before = Weights(layer), layer.weight.item()
@@ -34,14 +34,20 @@ class Weights:
     True
     """
 
-    def __init__(self, model: Callable[..., Any], parameters: Iterable[Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        parameters: Iterable[Tensor] | None = None,
+        *,
+        trainable_only: bool = True,
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
         self.model = model
         chosen = list(dict.fromkeys(model.parameters() if parameters is None else parameters))
         for p in chosen:
             _check(p)
-        self.tensors = [p for p in chosen if p.requires_grad]
+        self.tensors = [p for p in chosen if p.requires_grad or not trainable_only]
         if not self.tensors:
             raise ValueError(
                 "the model must have parameters that require a gradient, got none; call model.requires_grad_()"

@@ -222,6 +222,8 @@ def measurements(found: Mapping[str, Any]) -> None:
         _show_attack(console, found["attack"], kind)
     if "flatness" in found:
         _show_flatness(console, found["flatness"], kind)
+    if "spectrum" in found:
+        _show_spectrum(console, found["spectrum"], kind)
     if "epoch" in found:
         further = f" and {found['batches']} steps" if found["batches"] else ""
         say(console, f"after epoch {found['epoch']} of {found['epochs']}{further}: {found['checkpoint']}")
@@ -271,6 +273,18 @@ def _show_flatness(console: Console, found: Mapping[str, Any], kind: str) -> Non
     console.print(table)
     starts = ", ".join(map(_figure, found["worst_case_starts"]))
     say(console, f"worst loss by ascent from the centre, then from random points of the ball: {starts}")
+
+
+def _show_spectrum(console: Console, found: Mapping[str, Any], kind: str) -> None:
+    table = _table("", f"spectrum, {found['pictures']} training {kind}")
+    table.add_row(
+        "smallest and largest eigenvalue of the Hessian", f"{_figure(found['smallest'])}, {_figure(found['largest'])}"
+    )
+    table.add_row("its trace", f"{_figure(found['trace'])} ± {_figure(found['trace_error'])}")
+    table.add_row("negative curvature, as a share of all", f"{100 * found['negative_curvature']:.2f} %")
+    console.print(table)
+    probes, products = len(found["values"]), found["products"]
+    say(console, f"{probes} random vectors, {products} products with the Hessian, {found['parameters']:,} parameters")
 
 
 def _table(*columns: str) -> Table:

@@ -2,16 +2,21 @@
 
 All models share the same two directions: the same noise, scaled to each model's filters. The middle row of a plane is
 the line of the paper's figure 2.
+
+Or the line between two models, which says whether they are in one valley.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from flatmin import flatness
+from flatmin import flatness, metrics
+from flatmin_lab.data.batches import Batches
 from flatmin_lab.evaluation.subject import Subject
-from flatmin_lab.system.json_data import numbers
+from flatmin_lab.system.json_data import number, numbers
 
 POINTS = 41  # along a side; odd, so that the weights themselves are one
 REACH = 1.0  # half a side; at 1 a filter has moved by its own length
@@ -73,3 +78,71 @@ def landscape(
 def count_points(points: int, *, lines_only: bool) -> int:
     """How many losses the landscape of one model takes, over both splits."""
     return 2 * points * (1 if lines_only else points)
+
+
+def line_between(
+    first: Subject,
+    second: Subject,
+    *,
+    points: int = POINTS,
+    images: int = IMAGES,
+    progress: Callable[[int], object] = lambda _: None,
+) -> dict[str, Any]:
+    """For each split the loss and the error on the line between two models, and how high they rise there.
+
+    If the models have BatchNorm, its statistics are recomputed at each point, on as many training images, augmented as
+    in the first model's training.
+    """
+    _check_same_data(first, second)
+    batches = _training_batches(first, images) if _has_batchnorm(first.model) else None
+    splits: dict[str, Any] = {}
+    ts: list[float] = []
+    for place, (name, split) in enumerate(first.splits().items()):
+        x, y = first.inputs(split, images)
+        found = flatness.between(
+            first.model,
+            second.model,
+            flatness.empirical_risk(x, y),
+            points=points,
+            error=flatness.empirical_risk(x, y, criterion=metrics.error),
+            renew=batches,
+            progress=lambda n: progress(place * points + n),  # noqa: B023
+        )
+        assert found.errors is not None
+        assert found.error_barrier is not None
+        ts = numbers(found.ts)
+        splits[name] = {
+            "pictures": len(y),
+            "losses": numbers(found.losses),
+            "errors": numbers(found.errors),
+            "barrier": number(found.barrier),
+            "highest": number(found.highest),
+            "error_barrier": number(found.error_barrier),
+        }
+    renewed = (
+        {"pictures": sum(len(x) for x, _ in batches), "augmented": bool(first.augment.stages)} if batches else None
+    )
+    return {"points": points, "ts": ts, "kind": first.kind, "renewed": renewed, "splits": splits}
+
+
+def _check_same_data(first: Subject, second: Subject) -> None:
+    same = first.test.x.shape == second.test.x.shape and torch.equal(first.test.x, second.test.x)
+    if not same or not torch.equal(first.normalise.mean, second.normalise.mean):
+        raise ValueError(
+            "the line between two models needs two that take the same images, and these were trained or evaluated on "
+            "different ones; name two runs on one data set"
+        )
+
+
+def _has_batchnorm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def _training_batches(subject: Subject, images: int) -> list[tuple[Tensor, Tensor]]:
+    """As many whole batches as these images fill, one at least, of the training's size and augmentation."""
+    size = min(subject.batch_size, len(subject.train))
+    made = Batches(
+        split=subject.train, batch_size=size, normalise=subject.normalise, augment=subject.augment, seed=0
+    ).epoch(0)
+    taken = itertools.islice(made, max(images // size, 1))
+    return [batch for batch in taken if len(batch[0]) == size]

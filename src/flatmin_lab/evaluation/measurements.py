@@ -19,7 +19,7 @@ from flatmin.flatness.minibatch_sharpness import Scale
 from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.evaluation.subject import Subject
-from flatmin_lab.system.json_data import number
+from flatmin_lab.system.json_data import number, numbers
 from flatmin_lab.training import evaluation
 from flatmin_lab.training.evaluation import logits_of, reliability_bins
 
@@ -36,6 +36,7 @@ RISE_RADII: dict[Scale, tuple[float, ...]] = {
     "global": (0.05, 0.1, 0.2, 0.5),  # AMP's ε
 }
 FLATNESS_EPSILON, FLATNESS_IMAGES = 0.1, 1000  # the ball's radius, and training images for the loss
+SPECTRUM_STEPS, SPECTRUM_PROBES = 60, 4  # of Lanczos' method, and random vectors to start it from
 Say = Callable[[str], object]
 
 
@@ -179,6 +180,42 @@ def flatness_of(
         "eigenvalue_errors": [number(error) for error in eigenvalues.errors],
         **({"worst_by_radius": {radius: number(found.loss) for radius, found in farther.items()}} if farther else {}),
         **traced,
+    }
+
+
+def spectrum_of(
+    subject: Subject,
+    *,
+    images: int | None = None,
+    steps: int = SPECTRUM_STEPS,
+    probes: int = SPECTRUM_PROBES,
+    say: Say = lambda _: None,
+) -> dict[str, Any]:
+    """All eigenvalues of the Hessian of the training loss: Ritz values and weights of each probe, and what they give.
+
+    It takes probes × steps products with the Hessian, of two passes each.
+    """
+    count = min(images or FLATNESS_IMAGES, len(subject.train))
+    x, y = subject.inputs(subject.train, count)
+    found = flatness.spectrum(
+        subject.model,
+        flatness.empirical_risk(x, y, batch_size=250),
+        steps=steps,
+        probes=probes,
+        progress=lambda n: say(f"spectrum of the Hessian, product {n} of {probes * steps}"),
+    )
+    return {
+        "pictures": count,
+        "parameters": found.dimension,
+        "steps": steps,
+        "products": found.products,
+        "smallest": number(found.smallest),
+        "largest": number(found.largest),
+        "trace": number(found.trace),
+        "trace_error": number(found.trace_error),
+        "negative_curvature": number(found.negative_curvature),
+        "values": numbers(list(map(Tensor.tolist, found.values))),
+        "weights": numbers(list(map(Tensor.tolist, found.weights))),
     }
 
 

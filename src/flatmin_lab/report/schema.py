@@ -3,6 +3,7 @@
 Each function returns the part of a file that is used, or raises a ValueError that says what is wrong with it.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def _is_bins(bins: Any) -> bool:
 
 
 def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """The attacks and the flatness of evaluation.json."""
+    """The attacks, the flatness and the spectrum of evaluation.json."""
     parts: dict[str, Any] = {}
     for kind in ("attack", "attack_normalised"):
         attack = found.get(kind)
@@ -100,9 +101,33 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
         if not isinstance(farther, dict) or not all(value is None or is_number(value) for value in farther.values()):
             raise ValueError(f"worst_by_radius is {farther!r}, not numbers")
         parts["flatness"] = flat
+    if (seen := found.get("spectrum")) is not None:
+        parts["spectrum"] = _spectrum(seen)
     if (seen := found.get("batch_rise")) is not None:
         parts["batch_rise"] = _batch_rise(seen)
     return parts
+
+
+def _spectrum(found: Any) -> dict[str, Any]:
+    """Ritz values and weights of each probe, and what they give."""
+    _object(found, "spectrum")
+    for name in ("pictures", "parameters"):
+        _check(found, name, is_count, "a whole number above 0")
+    for name in ("smallest", "largest", "trace"):
+        _check(found, name, is_number, "a number")
+    _check(found, "negative_curvature", is_share, "a share from 0 to 1")
+    for name, holds in (("values", is_number), ("weights", is_share)):
+        rows = found.get(name)
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
+            raise ValueError(f"{name} of the spectrum must be rows of numbers")
+        if not all(map(holds, itertools.chain.from_iterable(rows))):
+            raise ValueError(f"{name} of the spectrum must be numbers, and weights from 0 to 1")
+    if list(map(len, found["values"])) != list(map(len, found["weights"])):
+        raise ValueError("a value of the spectrum must have a weight")
+    if not all(abs(sum(row) - 1) < 0.01 for row in found["weights"]):
+        raise ValueError("the weights of a probe must add up to 1")
+    checked: dict[str, Any] = found
+    return checked
 
 
 def _batch_rise(found: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Evaluations of a trained run, kept in its folder for the report.
 
-    evaluation.json       error and calibration; robustness and flatness, if requested
+    evaluation.json       error and calibration; robustness, flatness and spectrum, if requested
     landscape.json        the loss over a plane through the weights
 
 Each names the checkpoint it was measured on. Evaluations of different checkpoints are never mixed.

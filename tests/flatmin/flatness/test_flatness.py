@@ -1,5 +1,6 @@
 """Looking at a model leaves it bit for bit as it was, whatever happens; and what bad input gets."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from flatmin import flatness
+from flatmin.flatness.risk import parts_of, total_loss
 from tests.support.flatness_cases import DEVICES, Case
 
 # ---- left as it was
@@ -23,7 +25,22 @@ LOOKS: dict[str, Callable[[nn.Module, flatness.Loss], object]] = {
     "gradient_norm": flatness.gradient_norm,
     "top_eigenvalues": lambda model, loss: flatness.top_eigenvalues(model, loss, k=2, max_products=5),
     "trace": lambda model, loss: flatness.trace(model, loss, products=6),
+    "spectrum": lambda model, loss: flatness.spectrum(model, loss, steps=3, probes=2),
+    "between": lambda model, loss: flatness.between(model, moved(model), loss, points=4, renew=passes(loss)),
 }
+
+
+def passes(loss: flatness.Loss) -> Callable[[nn.Module], object]:
+    return lambda model: total_loss(model, parts_of(loss))
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """A model of the same architecture, elsewhere."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1)
+    return other
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
@@ -212,6 +229,17 @@ look: Any = flatness  # what it is given here is of the wrong type
         (lambda model, loss: look.top_eigenvalues(model, loss, k=0), ValueError, "got 0"),
         (lambda model, loss: look.top_eigenvalues(model, loss, k=9, max_products=3), ValueError, "got 9 and 3"),
         (lambda model, loss: look.trace(model, loss, products=5), ValueError, "got 5"),
+        (lambda model, loss: look.spectrum(model, loss, steps=0), ValueError, "got 0 and 4"),
+        (lambda model, loss: look.spectrum(model, loss, probes=0), ValueError, "got 60 and 0"),
+        (lambda model, loss: look.spectrum(model, lambda m: loss[0](m) / 0), ValueError, "finite"),
+        (lambda model, loss: look.spectrum(model, loss, steps=2).density(width=0.0), ValueError, r"got 0\.0"),
+        (lambda model, loss: look.spectrum(model, loss, steps=2).density(torch.zeros(1, 1)), ValueError, "in a row"),
+        (lambda model, loss: look.spectrum(model, loss, steps=2).moments(-1), ValueError, "got -1"),
+        (lambda model, loss: look.between(model, moved(model), loss, points=1), ValueError, "got 1"),
+        (lambda model, loss: look.between(model, 3, loss), TypeError, "got int"),
+        (lambda model, loss: look.between(model, {}, loss), TypeError, "state_dict"),
+        (lambda model, loss: look.between(model, moved(model), loss, renew=3), TypeError, "got int"),
+        (lambda model, loss: look.between(model, moved(model), loss, renew=iter([])), TypeError, "used up"),
         (lambda model, loss: look.line(torch.sin, loss), TypeError, "nn.Module"),
         (lambda model, loss: look.gradient_norm(model, lambda _: torch.ones(())), ValueError, "must depend on"),
         (

@@ -146,6 +146,8 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tune, "tuning", _with(tuner.tune, trials=TRIALS))
     monkeypatch.setattr(compare, "about_entries", _with(comparer.about_entries, seeds=1))
     monkeypatch.setattr(landscapes, "landscape", _with(landscapes.landscape, points=3))
+    monkeypatch.setattr(landscapes, "line_between", _with(landscapes.line_between, points=3))
+    monkeypatch.setattr(measurements, "spectrum_of", _with(measurements.spectrum_of, images=5, steps=3))
     monkeypatch.setattr(measurements, "flatness_of", _with(measurements.flatness_of, images=5, restarts=1))
     monkeypatch.setattr(time_estimate, "TIMED_SECONDS", 0.1)
     run_benchmark = benchmark.run_benchmark

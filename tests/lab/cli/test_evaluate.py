@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatmin_lab.evaluation import measurements
 from flatmin_lab.report.pages.theory import theory_page
 from flatmin_lab.runs import checkpoint
 from tests.support.processes import flatmin, words
@@ -69,6 +71,41 @@ def test_evaluate_keeps_what_it_finds_and_adds_to_it(own: Path) -> None:
     assert kept["flatness"] == flat["flatness"]
     assert kept["checkpoint"] == checkpoint.listed(own / "erm")[0].name
     assert kept["facts"]["torch"] == torch.__version__
+
+
+def test_the_spectrum_is_kept_beside_the_flatness_and_drawn_in_the_report(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurements, "spectrum_of", partial(measurements.spectrum_of, steps=4, probes=2))
+    flat = evaluated(own / "erm", "--flatness", "--pictures", 20)
+    found = evaluated(own / "erm", "--spectrum", "--pictures", 20)
+    assert "flatness" not in found
+    kept = json.loads((own / "erm" / "evaluation.json").read_text())
+    assert (kept["spectrum"], kept["flatness"]) == (found["spectrum"], flat["flatness"])
+    assert kept["spectrum"]["products"] == 8
+    shown = words(flatmin("evaluate", own / "erm", "--spectrum", "--pictures", 20, "--device", "cpu").stdout)
+    for text in ("spectrum, 20 training images", "smallest and largest eigenvalue", "negative curvature", "8 products"):
+        assert text in shown
+    assert flatmin("report", own, "--out", tmp_path / "report.html").exit_code == 0
+    assert "Spectrum of the Hessian" in (tmp_path / "report.html").read_text()
+
+
+def test_the_line_between_two_runs_is_a_page_with_the_barrier_in_words(own: Path, tmp_path: Path) -> None:
+    out = tmp_path / "between.html"
+    asked = ["--between", "--points", 5, "--pictures", 40, "--device", "cpu", "--out", out]
+    result = flatmin("landscape", own / "erm", own / "amp", *asked)
+    assert result.exit_code == 0, result.output
+    said = words(result.stdout)
+    assert "On 40 training images: " in said
+    assert "On 40 test images: " in said
+    assert "barrier" in said
+    page = out.read_text()
+    found = json.loads(data_of(page))
+    assert found["ts"] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert page.count("<svg") == 2
+    assert "<strong>erm, seed 0</strong>" in page
+    assert "BatchNorm&#39;s statistics were recomputed" in page
+    assert not (own / "erm" / "landscape.json").exists()  # it is about two runs
 
 
 def test_what_was_kept_of_another_checkpoint_is_not_mixed_in(own: Path) -> None:
@@ -219,7 +256,10 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
         (["evaluate", "--model", "convnet", "--data", "own.npz"], "is named by its run's folder"),
         (["evaluate", "RUN", "--normalised"], "--normalised belongs to --model"),
         (["evaluate", "RUN", "--attack", "--pictures", 0], "--pictures must be at least 1, got 0"),
-        (["evaluate", "RUN", "--pictures", 5], "--pictures belongs to --attack and --flatness"),
+        (["evaluate", "RUN", "--pictures", 5], "--pictures belongs to --attack, --flatness and --spectrum"),
+        (["landscape", "RUN", "--between"], "--between needs two run folders, checkpoints or files of weights, got 1"),
+        (["landscape", "RUN", "RUN", "--between", "--lines-only"], "--between has none"),
+        (["landscape", "RUN", "RUN", "--between", "--reach", 2], "--between has none"),
         (["evaluate", "RUN", "--radius", "1/255"], "--radius belongs to --attack"),
         (["evaluate", "RUN", "--attack", "--epsilon", 0.1], "--epsilon belongs to --flatness"),
         (["evaluate", "RUN", "--attack", "--radius", "x"], "such as 4/255, got x"),

@@ -108,6 +108,63 @@ def test_flatness_is_what_the_library_measures(tiny: Subject) -> None:
     assert found["eigenvalues"][0] == pytest.approx(dense, rel=1e-3)
 
 
+def test_the_spectrum_is_what_the_library_measures(tiny: Subject) -> None:
+    said: list[str] = []
+    found = measurements.spectrum_of(tiny, images=20, steps=4, probes=2, say=said.append)
+    expected = flatness.spectrum(tiny.model, flatness.empirical_risk(*tiny.inputs(tiny.train, 20)), steps=4, probes=2)
+    assert (found["pictures"], found["parameters"], found["products"]) == (20, expected.dimension, 8)
+    assert found["trace"] == pytest.approx(expected.trace.item(), rel=1e-4)
+    assert found["largest"] == pytest.approx(expected.largest.item(), rel=1e-4)
+    for i in range(2):
+        assert found["values"][i] == pytest.approx(expected.values[i].tolist(), rel=1e-3, abs=1e-5)
+        assert sum(found["weights"][i]) == pytest.approx(1, abs=1e-5)
+    assert said[-1] == "spectrum of the Hessian, product 8 of 8"
+
+
+def another(own: Subject) -> Subject:
+    """With other weights and statistics."""
+    net = Net()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    return replace(own, model=net.eval())
+
+
+def test_the_line_between_two_models_is_what_the_library_measures(tiny: Subject) -> None:
+    seen: list[int] = []
+    first = replace(tiny, batch_size=8)
+    second = another(first)
+    found = landscapes.line_between(first, second, points=5, images=20, progress=seen.append)
+    assert found["ts"] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert found["renewed"] == {"pictures": 16, "augmented": False}  # two whole batches
+    assert seen == list(range(1, 11))
+    batches = list(Batches(split=first.train, batch_size=8, normalise=first.normalise, seed=0).epoch(0))[:2]
+    for name, split in first.splits().items():
+        x, y = first.inputs(split, 20)
+        loss = flatness.empirical_risk(x, y)
+        expected = flatness.between(first.model, second.model, loss, points=5, renew=batches)
+        assert found["splits"][name]["losses"] == pytest.approx(expected.losses.tolist(), rel=1e-5)
+        assert found["splits"][name]["barrier"] == pytest.approx(expected.barrier.item(), abs=1e-6)
+        assert 0 <= min(found["splits"][name]["errors"]) <= max(found["splits"][name]["errors"]) <= 1
+    assert not first.model.training
+
+
+def test_without_batchnorm_the_ends_are_the_models_own(tiny: Subject) -> None:
+    torch.manual_seed(0)
+    first, second = (replace(tiny, model=nn.Sequential(nn.Flatten(), nn.Linear(36, 3))) for _ in range(2))
+    found = landscapes.line_between(first, second, points=3, images=30)
+    assert found["renewed"] is None
+    for place, own in ((0, first), (-1, second)):
+        centre = nn.functional.cross_entropy(logits(own), own.test.y).item()
+        assert found["splits"]["test"]["losses"][place] == pytest.approx(centre, rel=1e-5)
+
+
+def test_two_models_of_different_data_are_not_joined(tiny: Subject) -> None:
+    other = replace(tiny, test=replace(tiny.test, x=tiny.test.x.flip(0)))
+    with pytest.raises(ValueError, match="name two runs on one data set"):
+        landscapes.line_between(tiny, other)
+
+
 def test_a_landscape_has_the_loss_of_each_split_in_its_middle(tiny: Subject) -> None:
     seen: list[int] = []
     found = landscapes.landscape(tiny, points=5, images=20, progress=seen.append)

@@ -38,6 +38,18 @@ def sweep() -> DrawnFigure:
 
 
 BINS = {"number": [0.0, 3.0, 9.0], "accuracy": [0.0, 0.3, 0.9], "confidence": [0.0, 0.4, 0.8]}
+
+
+def spectrum() -> DrawnFigure:
+    grid = [-1.0, 0.0, 1.0, 2.0]
+    return figures.spectrum(grid, {"erm": [0.01, 1.0, 1e-4, 1e-3], "amp": [0.02, 1.1, 1e-5, 0.0]}, one_eigenvalue=1e-3)
+
+
+def between() -> DrawnFigure:
+    values: dict[str, list[float | None]] = {"training": [0.1, 0.9, None, 0.2], "test": [0.3, 1.0, 0.9, 0.3]}
+    return figures.between("error, %", [0.0, 0.3, 0.6, 1.0], values, ends=("erm, seed 0", "a/long/path/" * 5))
+
+
 FIGURES: dict[str, Callable[[], DrawnFigure]] = {
     "1": figures.risk_and_amp_risk,
     "2": lines,
@@ -51,6 +63,8 @@ FIGURES: dict[str, Callable[[], DrawnFigure]] = {
     "curves": lambda: figures.curves("test NLL", {"erm": [1.0, 0.5], "amp": [0.9, 0.4]}, count={"erm": 3, "amp": 5}),
     "contours": lambda: figures.contours(AXIS, AXIS, {"ERM": plane(3), "AMP": plane(1)}),
     "surfaces": lambda: figures.surfaces(AXIS, AXIS, {"ERM": plane(3), "AMP": plane(1)}),
+    "spectrum": spectrum,
+    "between": between,
     "reliability": lambda: figures.reliability_diagram("AMP", BINS, method="amp"),
 }
 
@@ -70,7 +84,7 @@ def test_a_figure_is_drawn_with_numbers_names_and_words(name: str) -> None:
     assert "#010203" not in text
 
 
-@pytest.mark.parametrize("name", ["2", "4", "9", "curves", "sweep", "1", "penalty"])
+@pytest.mark.parametrize("name", ["2", "4", "9", "curves", "sweep", "1", "penalty", "spectrum"])
 def test_the_axes_of_curves_are_named(name: str) -> None:
     drawn = FIGURES[name]()
     for axes in drawn.figure.axes:

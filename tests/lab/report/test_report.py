@@ -30,7 +30,7 @@ from tests.support import pages
 from tests.support.pages import text_of
 from tests.support.pipes import pipe
 from tests.support.processes import flatmin
-from tests.support.report_files import BINS, ERRORS, evaluation, landscape, result, write, write_all
+from tests.support.report_files import BINS, ERRORS, evaluation, landscape, result, spectrum, write, write_all
 
 
 @pytest.fixture
@@ -558,7 +558,7 @@ def paths_of(content: dict[str, Any]) -> list[tuple[str, ...]]:
 
 WHOLE: dict[str, dict[str, Any]] = {
     "result": result("amp", 0, 0.1),
-    "evaluation": evaluation(),
+    "evaluation": evaluation(spectrum=spectrum()),
     "landscape": landscape(),
     "config": {"recipe": {"epochs": 3, "method": "amp"}, "seed": 0, "data_sha256": "0"},
     "state": {"diverged": "at step 7"},
@@ -572,7 +572,7 @@ def test_no_single_field_of_a_file_can_stop_the_report(
     """Every field of every file gone, null, a word, a list, negative, huge or nan: there is a page all the same."""
     for module in ("report", "landscape"):  # drawing is not what is tested, and takes long
         monkeypatch.setattr(f"flatmin_lab.report.pages.{module}.svg", lambda drawn: f"<svg>{drawn.words}</svg>")
-    for figure in ("curves", "bars", "reliability_diagram", "contours", "lines"):
+    for figure in ("curves", "bars", "reliability_diagram", "contours", "lines", "spectrum"):
         monkeypatch.setattr(f"flatmin_lab.report.figures.{figure}", partial(_only_numbers, figure))
     folder = write(tmp_path / "run", **{"found": WHOLE["result"], **{k: v for k, v in WHOLE.items() if k != "result"}})
     if name in ("config", "state"):  # what is read of a run that has not finished

@@ -16,6 +16,7 @@ from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.optional_deps import need
 
+PRODUCTS = measurements.SPECTRUM_PROBES * measurements.SPECTRUM_STEPS  # of two passes each
 OWN, ATTACK, FLATNESS = "Your own model", "With --attack", "With --flatness"
 Model = Annotated[
     str | None,
@@ -49,6 +50,9 @@ def evaluate(
     flatness: Annotated[
         bool, option("Also the worst and mean loss around the weights, and the Hessian.", "--flatness")
     ] = False,
+    spectrum: Annotated[
+        bool, option(f"Also the density of the Hessian's eigenvalues, from {PRODUCTS} products with it.", "--spectrum")
+    ] = False,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
@@ -56,7 +60,8 @@ def evaluate(
     images: Annotated[
         int | None,
         option(
-            "How many test images to attack (default: all), and training images for flatness (default: 1000).",
+            "How many test images to attack (default: all), and training images for flatness and spectrum "
+            "(default: 1000).",
             "--pictures",
         ),
     ] = None,
@@ -81,8 +86,10 @@ def evaluate(
         lengths = {"radius": model_source.parse_length(radius), "step_size": model_source.parse_length(step_size)}
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
         flat = _given(flatness, "--flatness", {"epsilon": epsilon})
-        if images is not None and not (attack or flatness):
-            raise ValueError("--pictures belongs to --attack and --flatness; everything else uses the whole test set")
+        if images is not None and not (attack or flatness or spectrum):
+            raise ValueError(
+                "--pictures belongs to --attack, --flatness and --spectrum; everything else uses the whole test set"
+            )
         model_source.check_count("--pictures", images)
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         (evaluated,) = source.models([checkpoint])
@@ -93,6 +100,8 @@ def evaluate(
                 found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
             if flatness:
                 found["flatness"] = measurements.flatness_of(evaluated.subject, images=images, say=say, **flat)
+            if spectrum:
+                found["spectrum"] = measurements.spectrum_of(evaluated.subject, images=images, say=say)
         found["facts"] = facts(evaluated.subject.device)
         _keep(evaluated, evaluation_files.EVALUATION, found)
         if as_json:
@@ -116,6 +125,9 @@ def landscape(
     ] = landscapes.IMAGES,
     seed: Annotated[int, typer.Option(help="Seed of the two directions, which all models share.")] = 0,
     lines_only: Annotated[bool, option("Only the line through the weights, no plane.", "--lines-only")] = False,
+    between: Annotated[
+        bool, option("Instead of a plane, the loss and the error on the line between two models.", "--between")
+    ] = False,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
@@ -133,6 +145,11 @@ def landscape(
         landscapes.check_options(points, reach, images)
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         places: list[Path | None] = [*(checkpoints or [])] or [None]
+        if between:
+            if lines_only or (reach, seed) != (landscapes.REACH, 0):
+                raise ValueError("--reach, --seed and --lines-only belong to random directions; --between has none")
+            _line_between(source, places, points=points, images=images, out=out, in_browser=in_browser)
+            return
         count = landscapes.count_points(points, lines_only=lines_only)
         seen = []
         with display.bars(display.terminal()) as progress:
@@ -155,6 +172,28 @@ def landscape(
             need("flatmin_lab.report.pages.landscape", "flatmin landscape").landscape_page(seen),
             in_browser=in_browser,
         )
+
+
+def _line_between(
+    source: ModelSource, places: list[Path | None], *, points: int, images: int, out: Path, in_browser: bool
+) -> None:
+    if len(places) != 2:
+        raise ValueError(f"--between needs two run folders, checkpoints or files of weights, got {len(places)}")
+    first, second = source.models(places)
+    with display.bars(display.terminal()) as progress:
+        task = progress.add_task("line", total=2 * points, numbers="")
+        found = landscapes.line_between(
+            first.subject,
+            second.subject,
+            points=points,
+            images=images,
+            progress=lambda n: progress.update(task, completed=n),
+        )
+    page = need("flatmin_lab.report.pages.between", "flatmin landscape")
+    for sentence in page.barrier_sentences(found):
+        typer.echo(sentence)
+    made = page.between_page((first.name, second.name), found, facts(first.subject.device))
+    _write(out, made, in_browser=in_browser)
 
 
 def report(

@@ -10,7 +10,7 @@ from flatmin_lab.system.optional_deps import needed_by
 with needed_by("flatmin_lab.report.figures"):  # matplotlib
     from flatmin_lab.report.figures.compare import forest, seed_curves
     from flatmin_lab.report.figures.decision_boundary import boundaries
-    from flatmin_lab.report.figures.landscapes import contours, lines, surfaces
+    from flatmin_lab.report.figures.landscapes import between, contours, lines, surfaces
     from flatmin_lab.report.figures.results import (
         FrontierPoint,
         bars,
@@ -19,6 +19,7 @@ with needed_by("flatmin_lab.report.figures"):  # matplotlib
         frontier,
         reliability_diagram,
     )
+    from flatmin_lab.report.figures.spectrum import spectrum
     from flatmin_lab.report.figures.style import DrawnFigure
     from flatmin_lab.report.figures.theory import (
         gaussian_surface,
@@ -33,6 +34,7 @@ __all__ = [
     "DrawnFigure",
     "FrontierPoint",
     "bars",
+    "between",
     "boundaries",
     "contours",
     "curves",
@@ -47,6 +49,7 @@ __all__ = [
     "reliability_diagram",
     "risk_and_amp_risk",
     "seed_curves",
+    "spectrum",
     "surfaces",
     "tuning",
 ]

@@ -1,4 +1,4 @@
-"""The loss around trained weights: along a line (figure 2), and over a plane as contours and as a surface."""
+"""The loss around trained weights: along a line (figure 2), over a plane, and on the line between two models."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -86,6 +86,33 @@ def surfaces(xs: Sequence[float], ys: Sequence[float], planes: Mapping[str, Any]
             axes.tick_params(labelsize=7.5, pad=-2)
     data = {"xs": list(xs), "ys": list(ys), "losses": dict(planes), "cut_at": top}
     return DrawnFigure(figure, data, f"The loss around the weights as a surface: {', '.join(planes)}")
+
+
+SPLIT_STYLES: tuple[dict[str, Any], ...] = (  # of the training set, and of the other one
+    {"color": "#0072b2", "ls": "-", "lw": 2.2},
+    {"color": "#d55e00", "ls": (0, (5, 2)), "lw": 2.2},
+)
+
+
+def between(
+    measure: str, ts: Sequence[float], values: Mapping[str, Sequence[float | None]], *, ends: tuple[str, str]
+) -> DrawnFigure:
+    """The loss, or the error in per cent, at (1 − t)·A + t·B: a line per split, and a thin one between its two ends."""
+    scale = 100.0 if measure.endswith("%") else 1.0
+    heights = {split: scale * _floats(own) for split, own in values.items()}
+    with styled():
+        figure = Figure(figsize=(3.8, 3.0), layout="constrained")
+        axes = figure.subplots()
+        for (split, own), style in zip(heights.items(), SPLIT_STYLES, strict=False):
+            axes.plot([0, 1], [own[0], own[-1]], color=style["color"], lw=0.8)
+            axes.plot(ts, own, **style, label=split)
+        axes.set(title=measure, xlim=(0, 1))
+        axes.set_ylim(bottom=0)
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
+        axes.set_xlabel("t, from {} to {}".format(*(shortened(name, 22) for name in ends)), fontsize=9)
+        axes.legend()
+    data = {"ts": list(ts), "values": {split: list(own) for split, own in values.items()}, "ends": list(ends)}
+    return DrawnFigure(figure, data, f"The {measure} on the line from {ends[0]} to {ends[1]}, a line for each split")
 
 
 def _model_line_style(name: str, place: int, methods: Mapping[str, str | None] | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from flatmin_lab.report.figures.style import DrawnFigure, legend_sample, svg
 from flatmin_lab.report.html import data_link, format_p, pool_bins, render
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import LoadedResults, Run
-from flatmin_lab.report.pages import landscape, summary_text, tuning
+from flatmin_lab.report.pages import landscape, spectrum, summary_text, tuning
 from flatmin_lab.report.paper.claims import families_with
 from flatmin_lab.report.paper.evidence import Evidence, evidence
 from flatmin_lab.report.paper.families import Families, Family, NamedFamily
@@ -57,6 +57,7 @@ class Section(NamedTuple):
     sweep: PageFigure | None
     boundaries: PageFigure | None
     landscapes: landscape.LandscapeSection | None
+    spectrum: tuple[spectrum.SpectrumSection, PageFigure] | None
     commands: list[str]  # that measure what is missing
     family: NamedFamily | None  # of its comparisons
 
@@ -159,6 +160,7 @@ def _section(group: Group, title: str, families: Mapping[str, NamedFamily]) -> S
         _sweep(group, name),
         _boundaries(rows, group, name),
         landscape.landscape_section([(row.name, row.method, _with_landscapes(row)) for row in rows]),
+        _spectrum(rows, name),
         _commands(group, rows),
         families.get(group.family_name),
     )
@@ -319,6 +321,14 @@ def _boundaries(rows: Sequence[Row], group: Group, name: str) -> PageFigure | No
             side, shares = (torch.tensor(run.boundary[key]) for key in ("side", "shares"))
             panels[title] = decision_boundary.Panel(side, shares, spiral.training_points())
     return page_figure(decision_boundary.draw_boundaries(panels), f"{name}-boundaries") if panels else None
+
+
+def _spectrum(rows: Sequence[Row], name: str) -> tuple[spectrum.SpectrumSection, PageFigure] | None:
+    measured = [[run.evaluation["spectrum"] for run in row.runs if "spectrum" in run.evaluation] for row in rows]
+    section = spectrum.spectrum_section(
+        [(row.method, row.name, own) for row, own in zip(rows, measured, strict=True) if own]
+    )
+    return None if section is None else (section, page_figure(section.figure, f"{name}-spectrum"))
 
 
 def _with_landscapes(row: Row) -> list[Mapping[str, Any]]:
