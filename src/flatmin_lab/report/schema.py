@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flatmin.ball import NORMS
+from flatmin.metrics import CONFIDENCE_SCORES
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.training.evaluation import BINS
@@ -72,7 +73,7 @@ def _is_bins(bins: Any) -> bool:
 
 
 def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """The attacks and the flatness of evaluation.json."""
+    """The attacks, the flatness, the risk over coverage and the detection of outside data of evaluation.json."""
     parts: dict[str, Any] = {}
     for kind in ("attack", "attack_normalised"):
         attack = found.get(kind)
@@ -91,7 +92,7 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
         _object(flat, "flatness")
         _check(flat, "epsilon", is_number, "a number")
         _check(flat, "pictures", is_count, "a whole number above 0")
-        for name in ("loss", "worst_case_loss", "trace"):
+        for name in ("loss", "worst_case_loss", "adaptive_epsilon", "adaptive_worst_case_loss", "trace"):
             _check(flat, name, lambda value: value is None or is_number(value), "a number")
         values = flat.get("eigenvalues")
         if not isinstance(values, list) or not all(value is None or is_number(value) for value in values):
@@ -102,7 +103,41 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
         parts["flatness"] = flat
     if (seen := found.get("batch_rise")) is not None:
         parts["batch_rise"] = _batch_rise(seen)
+    if (curve := found.get("selective")) is not None:
+        parts["selective"] = _selective(curve)
+    if (others := found.get("outside")) is not None:
+        parts["outside"] = _outside(others)
     return parts
+
+
+def _selective(found: Any) -> dict[str, Any]:
+    """AURC, and the curve of risk over coverage."""
+    _object(found, "selective")
+    for name in ("aurc", "e_aurc"):
+        _check(found, name, is_share, "a share from 0 to 1")
+    coverage, risk = found.get("coverage"), found.get("risk")
+    for name, values in (("coverage", coverage), ("risk", risk)):
+        if not isinstance(values, list) or not values or not all(map(is_share, values)):
+            raise ValueError(f"{name} is {values!r:.80}, not shares from 0 to 1")
+    if len(coverage) != len(risk) or coverage != sorted(set(coverage)):
+        raise ValueError("coverage must rise, and have a risk each")
+    checked: dict[str, Any] = found
+    return checked
+
+
+def _outside(found: Any) -> dict[str, Any]:
+    """By outside data set and score, AUROC and FPR95."""
+    _object(found, "outside")
+    for name, detected in found.items():
+        _object(detected, name)
+        _check(detected, "pictures", is_count, "a whole number above 0")
+        _check(detected, "sha256", lambda value: isinstance(value, str), "a checksum")
+        for score in CONFIDENCE_SCORES:
+            _object(detected.get(score), score)
+            for part in ("auroc", "fpr95"):
+                _check(detected[score], part, is_share, "a share from 0 to 1")
+    checked: dict[str, Any] = found
+    return checked
 
 
 def _batch_rise(found: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from flatmin_lab.cli.model_source import EvaluatedModel, ModelSource
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, OpenPage, option, report_errors
 from flatmin_lab.cli.process.signals import exit_on_signals
 from flatmin_lab.evaluation import landscapes, measurements
+from flatmin_lab.evaluation.confidence import detection
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
@@ -49,6 +50,10 @@ def evaluate(
     flatness: Annotated[
         bool, option("Also the worst and mean loss around the weights, and the Hessian.", "--flatness")
     ] = False,
+    outside: Annotated[
+        list[str] | None,
+        option("Also: does it tell this data set's test images from its own? A name, an .npz file or a folder."),
+    ] = None,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
@@ -88,7 +93,11 @@ def evaluate(
         (evaluated,) = source.models([checkpoint])
         with display.busy(display.terminal()) as say:
             say("evaluating the test set")
-            found = {**evaluated.description, **measurements.calibration(evaluated.subject)}
+            logits = measurements.test_logits(evaluated.subject)
+            found = {**evaluated.description, **measurements.calibration(evaluated.subject, logits)}
+            for other in source.outside(outside or [], evaluated.subject):
+                say(f"comparing with {other.name}")
+                found.setdefault("outside", {})[other.name] = detection(evaluated.subject, logits, other)
             if attack:
                 found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
             if flatness:

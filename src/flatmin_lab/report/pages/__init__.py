@@ -7,5 +7,6 @@ compare.py        `flatmin compare`
 theory.py         `flatmin theory`
 landscape.py      `flatmin landscape`, and the report's landscape section
 tuning.py         the report's section about a tuning
+confidence.py     the report's section about confidence: error over coverage, outside data
 summary_text.py   the sentences that the numbers support
 """
