@@ -51,6 +51,7 @@ FIGURES: dict[str, Callable[[], DrawnFigure]] = {
     "curves": lambda: figures.curves("test NLL", {"erm": [1.0, 0.5], "amp": [0.9, 0.4]}, count={"erm": 3, "amp": 5}),
     "contours": lambda: figures.contours(AXIS, AXIS, {"ERM": plane(3), "AMP": plane(1)}),
     "surfaces": lambda: figures.surfaces(AXIS, AXIS, {"ERM": plane(3), "AMP": plane(1)}),
+    "risk": lambda: figures.risk_over_coverage({m: figures.RiskCurve([0.5, 1.0], [0.0, 0.1]) for m in ("erm", "amp")}),
     "reliability": lambda: figures.reliability_diagram("AMP", BINS, method="amp"),
 }
 
