@@ -19,7 +19,6 @@ from flatmin_lab.data.formats.download import Progress
 from flatmin_lab.data.registry import DATA_SETS, SYNTHETIC, load
 from flatmin_lab.data.sources import image_folder
 
-MODES = {1: "L", 3: "RGB"}  # Pillow's, of so many channels
 CONVERTIBLE = (1, 3, 4)  # channels of images that Pillow can convert
 
 
@@ -75,12 +74,12 @@ def _fitted(name: str, split: Split, like: Split) -> OutsideData:
 
 def _mode(name: str, like: Split) -> str:
     """Pillow's mode of the model's images."""
-    if not like.is_images or like.shape[0] not in MODES:
+    if not like.is_images or like.shape[0] not in image_folder.MODES:
         raise ValueError(
             f"the model takes {like.kind}, to which the images of {name} cannot be converted; "
             "name outside data of just that kind, such as an .npz file"
         )
-    return MODES[like.shape[0]]
+    return image_folder.MODES[like.shape[0]]
 
 
 def _unlabelled(x: Tensor) -> Split:

@@ -28,6 +28,7 @@ MAX_PIXELS = 1 << 26  # of one image, 8192 by 8192: it takes some 400 MB while i
 MAX_BYTES = 1 << 34  # of all images, as they are kept: ImageNet takes as much at 64 by 64 pixels
 GREY_MODES = ("1", "L", "LA")
 COLOUR_MODES = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
+MODES = {1: "L", 3: "RGB"}  # what images of so many channels are read as
 WHAT = "a folder of images"
 TEST_FOLDERS = ("test", "val", "valid", "validation")
 
