@@ -87,27 +87,33 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
                 _check(attack, name, is_count, "a whole number above 0")
             _check(attack, "norm", lambda value: value in NORMS, "a norm")
             parts[kind] = attack
-    flat = found.get("flatness")
-    if flat is not None:
-        _object(flat, "flatness")
-        _check(flat, "epsilon", is_number, "a number")
-        _check(flat, "pictures", is_count, "a whole number above 0")
-        for name in ("loss", "worst_case_loss", "adaptive_epsilon", "adaptive_worst_case_loss", "trace"):
-            _check(flat, name, lambda value: value is None or is_number(value), "a number")
-        values = flat.get("eigenvalues")
-        if not isinstance(values, list) or not all(value is None or is_number(value) for value in values):
-            raise ValueError(f"eigenvalues is {values!r}, not numbers")
-        farther = flat.get("worst_by_radius", {})
-        if not isinstance(farther, dict) or not all(value is None or is_number(value) for value in farther.values()):
-            raise ValueError(f"worst_by_radius is {farther!r}, not numbers")
-        parts["flatness"] = flat
-    if (seen := found.get("batch_rise")) is not None:
-        parts["batch_rise"] = _batch_rise(seen)
-    if (curve := found.get("selective")) is not None:
-        parts["selective"] = _selective(curve)
-    if (others := found.get("outside")) is not None:
-        parts["outside"] = _outside(others)
+    for name, check in (
+        ("flatness", _flatness),
+        ("batch_rise", _batch_rise),
+        ("selective", _selective),
+        ("outside", _outside),
+    ):
+        if (part := found.get(name)) is not None:
+            parts[name] = check(part)
     return parts
+
+
+def _flatness(flat: Any) -> dict[str, Any]:
+    """Losses around the weights and the Hessian; the adaptive ball is not in every file."""
+    _object(flat, "flatness")
+    _check(flat, "epsilon", is_number, "a number")
+    _check(flat, "pictures", is_count, "a whole number above 0")
+    _check({"adaptive_epsilon": 0.0, **flat}, "adaptive_epsilon", is_number, "a number")
+    for name in ("loss", "worst_case_loss", "adaptive_worst_case_loss", "trace"):
+        _check(flat, name, lambda value: value is None or is_number(value), "a number")
+    values = flat.get("eigenvalues")
+    if not isinstance(values, list) or not all(value is None or is_number(value) for value in values):
+        raise ValueError(f"eigenvalues is {values!r}, not numbers")
+    farther = flat.get("worst_by_radius", {})
+    if not isinstance(farther, dict) or not all(value is None or is_number(value) for value in farther.values()):
+        raise ValueError(f"worst_by_radius is {farther!r}, not numbers")
+    checked: dict[str, Any] = flat
+    return checked
 
 
 def _selective(found: Any) -> dict[str, Any]:

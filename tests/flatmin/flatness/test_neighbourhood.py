@@ -32,9 +32,9 @@ def relu_network(c: float = 1.0, *, dtype: torch.dtype = torch.float64) -> nn.Se
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)).to(dtype)
     first, second = model[0], model[2]
     with torch.no_grad():
-        first.weight.mul_(c)  # type: ignore[operator, union-attr]
-        first.bias.mul_(c)  # type: ignore[operator, union-attr]
-        second.weight.div_(c)  # type: ignore[operator, union-attr]
+        first.weight.mul_(c)  # type: ignore[operator]
+        first.bias.mul_(c)  # type: ignore[operator]
+        second.weight.div_(c)  # type: ignore[operator]
     return model
 
 
@@ -131,8 +131,8 @@ def test_a_weight_of_zero_does_not_move_and_does_not_count() -> None:
     """As if it were not among the parameters, to the last bit; with η it moves."""
     model, loss = relu_network(), flatness.empirical_risk(*data())
     with torch.no_grad():
-        model[2].bias.zero_()  # type: ignore[union-attr, operator]
-        model[0].weight[1].zero_()  # type: ignore[index, union-attr]
+        model[2].bias.zero_()  # type: ignore[operator]
+        model[0].weight[1].zero_()  # type: ignore[index]
     zero = [p.detach() == 0 for p in model.parameters()]
     found = flatness.worst_case_loss(model, loss, epsilon=0.5, adaptive=True)
     assert not any(bool(d[where].any()) for d, where in zip(found.delta, zero, strict=True))

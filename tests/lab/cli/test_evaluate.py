@@ -94,7 +94,8 @@ def test_evaluate_shows_tables_that_can_be_read(own: Path) -> None:
 def test_outside_data_are_compared_and_kept_beside_each_other(own: Path, tmp_path: Path) -> None:
     digits = load("digits")
     arrays = {"x_train": 255 - digits.test.x.numpy(), "x_test": 255 - digits.test.x.numpy()}
-    np.savez(tmp_path / "inverted.npz", **arrays, y_train=digits.test.y.numpy(), y_test=digits.test.y.numpy())
+    labels = {"y_train": digits.test.y.numpy(), "y_test": digits.test.y.numpy()}
+    np.savez(tmp_path / "inverted.npz", **arrays, **labels)  # type: ignore[arg-type]
     asked = ["evaluate", own / "erm", "--device", "cpu"]
     first = flatmin(*asked, "--outside", tmp_path / "inverted.npz")
     assert first.exit_code == 0, first.output

@@ -75,6 +75,6 @@ def test_detection_compares_the_scores_of_both_sets(subject: Subject) -> None:
 
 def test_outside_data_without_probabilities_are_named(subject: Subject) -> None:
     inside, outside = measurements.test_logits(subject), inverted(subject)
-    subject.model[1].bias.data.fill_(math.nan)  # type: ignore[operator, index, union-attr]
+    subject.model[1].bias.data.fill_(math.nan)  # type: ignore[index]
     with pytest.raises(ValueError, match="30 such rows of 30"):
         detection(subject, inside, outside)

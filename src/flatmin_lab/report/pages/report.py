@@ -220,10 +220,12 @@ def _conditions(group: Group) -> list[str]:
             f"Flatness: of the training loss on {flat['pictures']:,} examples without augmentation, BatchNorm fixed. "
             f"The worst loss is a lower bound, found by ascent in the ball of radius {flat['epsilon']:g} around θ."
         )
-    if radius := next((r for e in evaluations if (r := e.get("flatness", {}).get("adaptive_epsilon"))), None):
+    adaptive = next((e["flatness"] for e in evaluations if "adaptive_epsilon" in e.get("flatness", {})), None)
+    if adaptive:
+        radius = f"{adaptive['adaptive_epsilon']:g}"
         found.append(
-            f"Adaptive: the rise in the ball ‖Δ ⊘ |θ|‖ ≤ {radius:g}, where each weight moves in proportion to its "
-            "size; rescaled layers do not change it."
+            f"Adaptive: in the ball ‖Δ ⊘ |θ|‖ ≤ {radius}, where each weight moves in proportion to its size; rescaled "
+            "layers do not change it."
         )
     return found
 
