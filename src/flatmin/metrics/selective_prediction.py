@@ -4,8 +4,8 @@ Order the n predictions by confidence, the most confident first, and answer the 
 
     coverage(i) = i / n
     risk(i)     = wrong ones among the first i / i
-    AURC        = 1/n Σᵢ risk(i)                     the area under risk over coverage (Geifman and El-Yaniv 2017)
-    E-AURC      = AURC − AURC of the best order      the excess over that of all right ones first (Geifman et al. 2019)
+    AURC        = 1/n Σᵢ risk(i)                     the area under risk over coverage (Geifman et al. 2019)
+    E-AURC      = AURC − AURC of the best order      the excess over that of all right ones first (the same)
 
 Where predictions tie, any order of them would do: risk(i) is the mean over all of these orders. So nothing here depends
 on the order in which the predictions are given, to the last bit.

@@ -40,7 +40,7 @@ ADAPTIVE_EPSILON = 0.5  # of the ball ‖Δ ⊘ |θ|‖ ≤ ε: ASAM's on CIFAR-
 Say = Callable[[str], object]
 
 
-def test_logits(subject: Subject) -> Tensor:
+def logits_on_test(subject: Subject) -> Tensor:
     """Of the test set, in order."""
     logits = logits_of(subject.model, subject.test, subject.normalise)
     assert logits is not None
@@ -52,7 +52,7 @@ def calibration(subject: Subject, logits: Tensor | None = None) -> dict[str, Any
 
     And the risk over coverage. `logits` are those of the test set, if they are known already.
     """
-    logits, labels = test_logits(subject) if logits is None else logits, subject.test.y
+    logits, labels = logits_on_test(subject) if logits is None else logits, subject.test.y
     found: dict[str, Any] = {"split": subject.split_name, "pictures": len(labels), "kind": subject.kind}
     intervals = {}
     for name, measure in MEASURES.items():

@@ -24,7 +24,8 @@ def write_evaluation(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
     known = read_evaluation(folder, name) or {}
     if known.get("checkpoint") != found["checkpoint"]:
         known = {}
-    outside = {OUTSIDE: {**known.get(OUTSIDE, {}), **found[OUTSIDE]}} if OUTSIDE in found else {}
+    before = known.get(OUTSIDE)
+    outside = {OUTSIDE: {**(before if isinstance(before, dict) else {}), **found[OUTSIDE]}} if OUTSIDE in found else {}
     with atomic_write(path) as file:
         file.write(json.dumps({**known, **found, **outside}, indent=1, allow_nan=False).encode())
     return path

@@ -27,7 +27,7 @@ def inverted(subject: Subject) -> OutsideData:
 
 
 def test_the_risk_over_coverage_is_that_of_the_largest_probability(subject: Subject) -> None:
-    logits, labels = measurements.test_logits(subject), subject.test.y
+    logits, labels = measurements.logits_on_test(subject), subject.test.y
     found = measurements.calibration(subject)["selective"]
     confidence, wrong = metrics.max_probability(logits.double()), logits.argmax(dim=1) != labels
     assert found["aurc"] == pytest.approx(metrics.aurc(confidence, wrong).item(), abs=1e-12)
@@ -59,7 +59,7 @@ def test_confidences_that_are_one_in_float32_are_told_apart() -> None:
 
 
 def test_detection_compares_the_scores_of_both_sets(subject: Subject) -> None:
-    outside, inside = inverted(subject), measurements.test_logits(subject)
+    outside, inside = inverted(subject), measurements.logits_on_test(subject)
     found = detection(subject, inside, outside)
     with torch.no_grad():
         logits = subject.model(subject.normalise(outside.split.x))
@@ -74,7 +74,7 @@ def test_detection_compares_the_scores_of_both_sets(subject: Subject) -> None:
 
 
 def test_outside_data_without_probabilities_are_named(subject: Subject) -> None:
-    inside, outside = measurements.test_logits(subject), inverted(subject)
+    inside, outside = measurements.logits_on_test(subject), inverted(subject)
     subject.model[1].bias.data.fill_(math.nan)  # type: ignore[index]
     with pytest.raises(ValueError, match="30 such rows of 30"):
         detection(subject, inside, outside)

@@ -93,7 +93,7 @@ def evaluate(
         (evaluated,) = source.models([checkpoint])
         with display.busy(display.terminal()) as say:
             say("evaluating the test set")
-            logits = measurements.test_logits(evaluated.subject)
+            logits = measurements.logits_on_test(evaluated.subject)
             found = {**evaluated.description, **measurements.calibration(evaluated.subject, logits)}
             for other in source.outside(outside or [], evaluated.subject):
                 say(f"comparing with {other.name}")
