@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -279,7 +280,7 @@ def _risks_text(found: Mapping[str, Any]) -> str:
 
 def _show_outside(console: Console, found: Mapping[str, Mapping[str, Any]], kind: str, split: str) -> None:
     for name, detected in found.items():
-        table = _table(escape_controls(name), "AUROC", "95 % interval", "FPR95", "95 % interval")
+        table = _table(escape(escape_controls(name)), "AUROC", "95 % interval", "FPR95", "95 % interval")
         for score, label in SCORES.items():
             row = [label]
             for part in ("auroc", "fpr95"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flatmin_lab.data import load
+from flatmin_lab.evaluation import measurements
 from flatmin_lab.report.pages.theory import theory_page
 from flatmin_lab.runs import checkpoint
 from tests.support.processes import flatmin, words
@@ -118,6 +119,23 @@ def test_outside_data_are_compared_and_kept_beside_each_other(own: Path, tmp_pat
     page = (tmp_path / "report.html").read_text()
     assert "Against inverted, 359 examples" in page
     assert "Against svhn-made, 100 examples" in page
+
+
+def test_outside_data_that_cannot_be_read_are_named_before_anything_is_measured(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurements, "logits_on_test", lambda _: pytest.fail("measured"))
+    result = flatmin("evaluate", runs / "erm", "--outside", "nowhere.npz", "--device", "cpu")
+    assert result.exit_code == 2, result.output
+    assert "nowhere.npz must be an .npz file or a folder of images, and is not there" in words(result.stderr)
+
+
+def test_a_name_in_brackets_is_shown_as_it_is(user: Path) -> None:
+    Path("own.npz").rename("[red]own.npz")
+    asked = ["--model", "mymodule:make_model", "--data", "digits", "--device", "cpu"]
+    result = flatmin("evaluate", *asked, "--outside", "[red]own.npz")
+    assert result.exit_code == 0, result.output
+    assert "[red]own AUROC" in words(result.stdout)
 
 
 def test_a_data_set_of_another_shape_is_converted_and_that_is_said(user: Path) -> None:

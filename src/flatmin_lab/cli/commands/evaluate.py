@@ -52,7 +52,7 @@ def evaluate(
     ] = False,
     outside: Annotated[
         list[str] | None,
-        option("Also: does it tell this data set's test images from its own? A name, an .npz file or a folder."),
+        option("Also AUROC and FPR95 against another data set's test images: a name, an .npz file or a folder."),
     ] = None,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -91,12 +91,13 @@ def evaluate(
         model_source.check_count("--pictures", images)
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         (evaluated,) = source.models([checkpoint])
+        others = list(source.outside(outside or [], evaluated.subject))  # a bar of its own, and errors at once
         with display.busy(display.terminal()) as say:
             say("evaluating the test set")
             logits = measurements.logits_on_test(evaluated.subject)
             found = {**evaluated.description, **measurements.calibration(evaluated.subject, logits)}
-            for other in source.outside(outside or [], evaluated.subject):
-                say(f"comparing with {other.name}")
+            for other in others:
+                say("comparing with outside data")
                 found.setdefault("outside", {})[other.name] = detection(evaluated.subject, logits, other)
             if attack:
                 found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
