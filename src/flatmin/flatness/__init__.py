@@ -4,6 +4,7 @@
     worst_case_loss    max over ‖Δ‖ ≤ ε of L(θ + Δ), the AMP loss, from below
     mean_loss          the mean of L(θ + Δ) over the same ball
     sharpness          L(θ + ε∇L/‖∇L‖) − L(θ), which SAM minimises
+                       all three also with adaptive=True: in ‖Δ ⊘ (|θ| + η)‖ ≤ ε, which rescaling layers does not change
     batch_rise         the rise along the gradient of mini-batches in train mode: what AMP sees
     gradient_norm      ‖∇L‖
     top_eigenvalues    of the Hessian of L, by Lanczos' method

@@ -8,6 +8,9 @@ At a minimum the gradient is 0, and ascent from the centre finds nothing; so it 
 ball. The highest loss of all is kept: a lower bound, which more starts and more steps can only raise. θ + Δ is rounded
 towards θ in the weights' own dtype, so it is in the ball; weights in half precision stay where they are if the ball is
 smaller than their spacing.
+
+With `adaptive=True` it is the ball ‖Δ ⊘ (|θ| + η)‖ ≤ ε, which does not depend on how a network's layers are scaled
+(neighbourhood.py). Its radius is relative: at ε = √d each of d weights may move by its own size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,9 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatmin.ball import BALLS, NORMS, Ball, Norm, combine, norms, project_, radii, uniform_
+from flatmin.ball import Ball, Norm, combine, norms
+from flatmin.flatness.neighbourhood import Neighbourhood
 from flatmin.flatness.risk import Loss, LossPart, parts_of
-from flatmin.flatness.weights import Weights, check_radius, derived_generator
+from flatmin.flatness.weights import Weights, derived_generator
 
 
 class WorstCase(NamedTuple):
@@ -53,6 +57,8 @@ def worst_case_loss(
     step_size: float | None = None,
     ball: Ball = "global",
     norm: Norm = "l2",
+    adaptive: bool = False,
+    eta: float | None = None,
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> WorstCase:
@@ -63,29 +69,30 @@ def worst_case_loss(
     The step is long because the worst point lies on the edge, where short steps are slow: on small networks 20 steps of
     ε found up to a third more loss than 20 of ε/8. It costs (1 + restarts) · (steps + 1) passes.
 
+    `adaptive` searches ‖Δ ⊘ (|θ| + η)‖ ≤ ε instead, with the same steps in Δ ⊘ (|θ| + η); `eta` is η, 0 by default.
+
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> found = worst_case_loss(layer, lambda model: (model(torch.ones(1, 1)) - 3).square().sum(), epsilon=0.5)
     >>> bool(found.loss > found.centre)
     True
     """
-    check_radius(epsilon)
-    _check_kind(ball, norm)
+    weights, parts = Weights(model, parameters), parts_of(loss)
+    around = Neighbourhood.around(weights, epsilon, ball=ball, norm=norm, adaptive=adaptive, eta=eta)
     if step_size is not None and not 0 < step_size < float("inf"):
         raise ValueError(f"step_size must be above 0 and finite, got {step_size}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     if restarts < 0:
         raise ValueError(f"restarts must be at least 0, got {restarts}")
-    weights, parts, derived = Weights(model, parameters), parts_of(loss), derived_generator(generator)
-    length = epsilon if step_size is None else step_size
+    length, derived = epsilon if step_size is None else step_size, derived_generator(generator)
     climbs = []
     with weights.movable():
         centre = weights.value(parts)
         for start in range(1 + restarts):
-            delta = weights.zeros()
+            point = weights.zeros()
             if start:
-                uniform_(delta, epsilon, ball=ball, norm=norm, generator=derived)
-            climbs.append(_climb(weights, parts, delta, epsilon, length, steps, ball, norm))
+                around.draw_(point, derived)
+            climbs.append(_climb(weights, parts, around, point, length, steps))
     best, where = max(climbs, key=lambda climb: float(climb[0].nan_to_num(-torch.inf)))
     return WorstCase(best, centre, torch.stack([highest for highest, _ in climbs]), where)
 
@@ -93,19 +100,17 @@ def worst_case_loss(
 def _climb(
     weights: Weights,
     parts: Sequence[LossPart],
-    delta: list[Tensor],
-    epsilon: float,
+    around: Neighbourhood,
+    point: list[Tensor],
     length: float,
     steps: int,
-    ball: Ball,
-    norm: Norm,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The highest loss on the way up from Δ, the start included, and where it was."""
+    """The highest loss on the way up from a point, itself included, and the Δ where it was."""
     highest: Tensor | None = None
     where: list[Tensor] = []
     for step in range(steps + 1):
-        project_([delta], [epsilon], ball=ball, norm=norm)
-        weights.move_within(delta)
+        around.project_(point)
+        delta = around.move_to_(point, weights)
         gradient: list[Tensor] = []
         if step < steps:
             found, gradient = weights.value_and_gradient(parts)
@@ -114,22 +119,9 @@ def _climb(
         if highest is None or bool(found > highest) or bool(highest.isnan()):
             highest, where = found, [d.clone() for d in delta]
         if gradient:
-            _step_(delta, gradient, length, ball, norm)
+            around.ascend_(point, gradient, length)
     assert highest is not None
     return highest, where
-
-
-@torch.no_grad()
-def _step_(delta: list[Tensor], gradient: list[Tensor], length: float, ball: Ball, norm: Norm) -> None:
-    """A step of this length uphill, in each ball; none where the gradient is 0."""
-    if norm == "linf":
-        for d, g in zip(delta, gradient, strict=True):
-            d.add_(g.sign(), alpha=length)
-        return
-    (radius,) = radii([norms(gradient)], ball=ball)
-    factors = torch.where(radius > 0, length / radius, 0.0).expand(len(delta)).unbind()
-    for d, g, factor in zip(delta, gradient, factors, strict=True):
-        d.add_(g.to(d.dtype) * factor.to(d.device))
 
 
 def mean_loss(
@@ -140,21 +132,25 @@ def mean_loss(
     samples: int = 20,
     ball: Ball = "global",
     norm: Norm = "l2",
+    adaptive: bool = False,
+    eta: float | None = None,
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> MeanLoss:
-    """The mean loss over random points of the ball: what RMP minimises, where AMP minimises the worst."""
-    check_radius(epsilon)
-    _check_kind(ball, norm)
+    """The mean loss over random points of the ball: what RMP minimises, where AMP minimises the worst.
+
+    `adaptive` and `eta` are those of `worst_case_loss`: Δ is uniform in ‖Δ ⊘ (|θ| + η)‖ ≤ ε.
+    """
+    weights, parts = Weights(model, parameters), parts_of(loss)
+    around = Neighbourhood.around(weights, epsilon, ball=ball, norm=norm, adaptive=adaptive, eta=eta)
     if samples < 2:
         raise ValueError(f"samples must be at least 2, got {samples}")
-    weights, parts, derived = Weights(model, parameters), parts_of(loss), derived_generator(generator)
-    found = []
+    found, derived = [], derived_generator(generator)
     with weights.movable():
         for _ in range(samples):
-            delta = weights.zeros()
-            uniform_(delta, epsilon, ball=ball, norm=norm, generator=derived)
-            weights.move_within(delta)
+            point = weights.zeros()
+            around.draw_(point, derived)
+            around.move_to_(point, weights)
             found.append(weights.value(parts))
     losses = torch.stack(found)
     return MeanLoss(losses.mean(), losses.std(), losses)
@@ -173,18 +169,24 @@ def gradient_norm(model: nn.Module, loss: Loss, *, parameters: Iterable[Tensor] 
     return combine(norms(gradient))
 
 
-def sharpness(model: nn.Module, loss: Loss, *, epsilon: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
-    """L(θ + ε∇L/‖∇L‖) − L(θ): how far the loss rises at the edge of the ball, along the gradient."""
-    check_radius(epsilon)
+def sharpness(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    epsilon: float,
+    adaptive: bool = False,
+    eta: float | None = None,
+    parameters: Iterable[Tensor] | None = None,
+) -> Tensor:
+    """L(θ + ε∇L/‖∇L‖) − L(θ): how far the loss rises at the edge of the ball, along the gradient.
+
+    `adaptive` takes the step of ASAM, Δ = ε T² ∇L / ‖T ∇L‖ with T = |θ| + η.
+    """
     weights, parts = Weights(model, parameters), parts_of(loss)
+    around = Neighbourhood.around(weights, epsilon, adaptive=adaptive, eta=eta)
     with weights.movable():
         centre, gradient = weights.value_and_gradient(parts)
-        delta = weights.zeros()
-        _step_(delta, gradient, epsilon, "global", "l2")
-        weights.move(delta)
+        point = weights.zeros()
+        around.ascend_(point, gradient, epsilon)
+        weights.move(around.delta(point))
         return weights.value(parts) - centre
-
-
-def _check_kind(ball: Ball, norm: Norm) -> None:
-    if ball not in BALLS or norm not in NORMS:
-        raise ValueError(f"ball must be one of {', '.join(BALLS)} and norm of {', '.join(NORMS)}, got {ball}, {norm}")

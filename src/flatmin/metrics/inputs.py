@@ -1,4 +1,4 @@
-"""The inputs of every metric, checked before anything is measured: logits (N, K) and labels (N,).
+"""The inputs of every metric, checked before anything is measured: logits (N, K) and labels (N,), or scores (N,).
 
 A row of logits has probabilities if its largest number is finite: −inf excludes a class, whose probability is 0, and
 cannot exclude them all. A row with nan or +inf has none.
@@ -9,7 +9,7 @@ whole process on a GPU, and a nan would count as some prediction.
 
 from torch import Tensor
 
-__all__ = ["check_inputs", "has_probabilities"]
+__all__ = ["check_inputs", "check_logits", "check_scores", "has_probabilities"]
 
 
 def has_probabilities(logits: Tensor) -> Tensor:
@@ -41,10 +41,38 @@ def check_inputs(logits: Tensor, labels: Tensor) -> Tensor:
             f"labels must be from 0 to {classes - 1} for {classes} classes, got {int(labels[first])} in row {first}, "
             f"the first of {count} such rows; leave out rows that have no label"
         )
+    raise _without_probabilities(broken)
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise unless these are logits (N, K) whose rows all have probabilities."""
+    if logits.ndim != 2 or not logits.numel():
+        raise ValueError(f"logits must be (N, K) with N and K at least 1, got {tuple(logits.shape)}")
+    broken = ~has_probabilities(logits)
+    if bool(broken.any()):
+        raise _without_probabilities(broken)
+
+
+def check_scores(name: str, scores: Tensor) -> None:
+    """Raise unless these are scores (N,) that can be put in order: an infinite one can, nan cannot."""
+    if not scores.is_floating_point():
+        raise TypeError(f"{name} must be floating-point scores, got {scores.dtype}; call .float() on them")
+    if scores.ndim != 1 or not len(scores):
+        raise ValueError(f"{name} must be scores of shape (N,) with N at least 1, got {tuple(scores.shape)}")
+    unordered = scores.isnan()
+    if bool(unordered.any()):
+        first, count = _first(unordered)
+        raise ValueError(
+            f"{name} must not be nan, got {count} of {len(scores)}, the first in row {first}; "
+            "leave these rows out, or give them a score"
+        )
+
+
+def _without_probabilities(broken: Tensor) -> ValueError:
     first, count = _first(broken)
-    raise ValueError(
+    return ValueError(
         "logits must not be nan or +inf, nor −inf for all classes, "
-        f"got {count} such rows of {len(labels)}, the first is row {first}: has the model diverged?"
+        f"got {count} such rows of {len(broken)}, the first is row {first}: has the model diverged?"
     )
 
 

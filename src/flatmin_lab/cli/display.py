@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -37,7 +38,15 @@ FLATNESS_LABELS = {
     "sharpness": "its rise along the gradient, to radius {epsilon:g}",
     "mean_loss": "mean loss in the ball of radius {epsilon:g}",
     "worst_case_loss": "worst loss found in it",
+    "adaptive_mean_loss": "mean loss in the adaptive ball ‖Δ ⊘ |θ|‖ ≤ {adaptive_epsilon:g}",
+    "adaptive_worst_case_loss": "worst loss found in the adaptive ball",
 }
+SCORES = {
+    "max_probability": "largest probability",
+    "negative_energy": "energy",
+    "negative_entropy": "entropy",
+}
+SHOWN_COVERAGES = (0.5, 0.8, 0.9)
 IN_PERCENT = ("error", "ece", "memorised")
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's controls, marks of direction, half pairs and ends of lines
 UNDETERMINED = 100.0  # the ratio of the ends of an interval from which on a temperature is not worth a number
@@ -208,6 +217,9 @@ def measurements(found: Mapping[str, Any]) -> None:
         ends = found["intervals"].get(name)
         interval = f"{number(name, ends[0])} to {number(name, ends[1])}" if ends else ""
         table.add_row(label, number(name, found[name]), interval)
+    area = found["selective"]
+    low, high = map(share, area["aurc_interval"])
+    table.add_row("AURC", share(area["aurc"]), f"{low} to {high}")
     console.print(table)
     if found["scaled"]:
         keys = ("temperatures", "temperature_intervals", "temperature_pictures")
@@ -218,6 +230,9 @@ def measurements(found: Mapping[str, Any]) -> None:
             f"temperature scaling, each half of them by the other's temperature, {shown}: "
             f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
         )
+    say(console, _risks_text(found["selective"]))
+    if "outside" in found:
+        _show_outside(console, found["outside"], kind, found["split"])
     if "attack" in found:
         _show_attack(console, found["attack"], kind)
     if "flatness" in found:
@@ -248,6 +263,35 @@ def temperature_text(value: float, low: float, high: float, source: str) -> str:
         return f"not determined by {source}"
     decimals = min(max(-math.floor(math.log10((high - low) / 2)), 0), 3)
     return f"{value:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f}, from {source})"
+
+
+def share(value: float | None) -> str:
+    """A fraction in per cent."""
+    return number("error", value)
+
+
+def _risks_text(found: Mapping[str, Any]) -> str:
+    """The error among the most confident, at a few coverages: the nearest that the curve has."""
+    points = list(zip(found["coverage"], found["risk"], strict=True))
+    parts = []
+    for wanted in SHOWN_COVERAGES:
+        coverage, risk = min(points, key=lambda point: abs(point[0] - wanted))
+        parts.append(f"{100 * coverage:.0f} %: {share(risk)}")
+    return f"error among the most confident {', '.join(parts)}; AURC is its mean over all shares"
+
+
+def _show_outside(console: Console, found: Mapping[str, Mapping[str, Any]], kind: str, split: str) -> None:
+    for name, detected in found.items():
+        table = _table(escape(escape_controls(name)), "AUROC", "95 % interval", "FPR95", "95 % interval")
+        for score, label in SCORES.items():
+            row = [label]
+            for part in ("auroc", "fpr95"):
+                low, high = map(share, detected[score][f"{part}_interval"])
+                row += [share(detected[score][part]), f"{low.removesuffix(' %')} to {high}"]
+            table.add_row(*row)
+        console.print(table)
+        say(console, f"the {split} set against {detected['pictures']} {kind} of {name}")
+    say(console, f"AUROC: 50 % is chance. FPR95: the share of the others accepted where 95 % of the {split} set is.")
 
 
 def _show_attack(console: Console, found: Mapping[str, Any], kind: str) -> None:

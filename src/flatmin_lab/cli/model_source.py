@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from flatmin_lab.cli import display
 from flatmin_lab.cli.request import read_data, read_run_data
+from flatmin_lab.data.formats.download_progress import download_bar
+from flatmin_lab.data.outside import OutsideData, load_outside
 from flatmin_lab.evaluation import load_run
 from flatmin_lab.evaluation.load_run import TrainedRun
 from flatmin_lab.evaluation.subject import Subject, user_subject
@@ -51,6 +53,25 @@ class ModelSource:
             data = read_run_data(run.recipe, self.data, self.data_dir, download=self.download)
             subject = load_run.subject_of(run, data, use_ema=self.use_ema, device=device_named(self.device))
             yield EvaluatedModel(name, run.recipe.method, subject, run.describe(), None if self.use_ema else run)
+
+    def outside(self, names: Sequence[str], subject: Subject) -> Iterator[OutsideData]:
+        """The data sets of --outside as the model takes them, one by one."""
+        seen = set()
+        for name in names:
+            with download_bar() as progress:
+                found = load_outside(name, self.data_dir, like=subject.test, download=self.download, progress=progress)
+            if found.name in seen:
+                raise ValueError(
+                    f"outside data must have names of their own, got {found.name} twice; rename one of them"
+                )
+            seen.add(found.name)
+            if found.converted_from:
+                display.say(
+                    display.terminal(),
+                    f"note: {found.name} was converted from {found.converted_from} to {found.split.kind}",
+                    style="yellow",
+                )
+            yield found
 
     def _check(self, places: Sequence[Path | None]) -> None:
         if self.model is None and None in places:

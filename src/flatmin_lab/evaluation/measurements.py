@@ -18,13 +18,13 @@ from flatmin.ball import Norm
 from flatmin.flatness.minibatch_sharpness import Scale
 from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.batches import Batches
+from flatmin_lab.evaluation.confidence import BOOTSTRAP_SAMPLES, CONFIDENCE_LEVEL, risk_over_coverage
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.system.json_data import number, numbers
 from flatmin_lab.training import evaluation
 from flatmin_lab.training.evaluation import logits_of, reliability_bins
 
 MEASURES = {**evaluation.MEASURES, "adaptive_ece": metrics.adaptive_ece, "brier": metrics.brier}
-CONFIDENCE_LEVEL, BOOTSTRAP_SAMPLES = 0.95, 1000  # of the intervals
 MEAN_MEASURES = (
     "error",
     "nll",
@@ -37,13 +37,23 @@ RISE_RADII: dict[Scale, tuple[float, ...]] = {
 }
 FLATNESS_EPSILON, FLATNESS_IMAGES = 0.1, 1000  # the ball's radius, and training images for the loss
 SPECTRUM_STEPS, SPECTRUM_PROBES = 60, 4  # of Lanczos' method, and random vectors to start it from
+ADAPTIVE_EPSILON = 0.5  # of the ball ‖Δ ⊘ |θ|‖ ≤ ε: ASAM's on CIFAR-10
 Say = Callable[[str], object]
 
 
-def calibration(subject: Subject) -> dict[str, Any]:
-    """Error, NLL, ECE, adaptive ECE and Brier score; intervals of the means; reliability bins; temperature scaling."""
-    logits, labels = logits_of(subject.model, subject.test, subject.normalise), subject.test.y
+def logits_on_test(subject: Subject) -> Tensor:
+    """Of the test set, in order."""
+    logits = logits_of(subject.model, subject.test, subject.normalise)
     assert logits is not None
+    return logits
+
+
+def calibration(subject: Subject, logits: Tensor | None = None) -> dict[str, Any]:
+    """Error, NLL, ECE, adaptive ECE and Brier score; intervals of the means; reliability bins; temperature scaling.
+
+    And the risk over coverage. `logits` are those of the test set, if they are known already.
+    """
+    logits, labels = logits_on_test(subject) if logits is None else logits, subject.test.y
     found: dict[str, Any] = {"split": subject.split_name, "pictures": len(labels), "kind": subject.kind}
     intervals = {}
     for name, measure in MEASURES.items():
@@ -56,6 +66,7 @@ def calibration(subject: Subject) -> dict[str, Any]:
         "intervals": intervals,
         "reliability": reliability_bins(logits, labels),
         "scaled": temperature_scaled(logits, labels),
+        "selective": risk_over_coverage(logits, labels),
     }
 
 
@@ -146,7 +157,8 @@ def flatness_of(
     """Gradient norm, sharpness, worst and mean loss in the ball, and the Hessian, all of the training loss.
 
     The search for the worst loss starts at the centre and at `restarts` random points; at the other `radii` it starts
-    at the centre alone. The trace takes half of the time.
+    at the centre alone. Worst and mean are also those of the adaptive ball, which rescaled layers do not change. The
+    trace takes the longest.
     """
     count = min(images or FLATNESS_IMAGES, len(subject.train))
     x, y = subject.inputs(subject.train, count)
@@ -157,6 +169,9 @@ def flatness_of(
     farther = {f"{radius:g}": flatness.worst_case_loss(model, loss, epsilon=radius, restarts=0) for radius in radii}
     say("mean loss")
     around = flatness.mean_loss(model, loss, epsilon=epsilon)
+    say("adaptive worst-case and mean loss")
+    adaptive_worst = flatness.worst_case_loss(model, loss, epsilon=ADAPTIVE_EPSILON, restarts=restarts, adaptive=True)
+    adaptive_mean = flatness.mean_loss(model, loss, epsilon=ADAPTIVE_EPSILON, adaptive=True)
     say("sharpness")
     rise, slope = flatness.sharpness(model, loss, epsilon=epsilon), flatness.gradient_norm(model, loss)
     say("eigenvalues of the Hessian")
@@ -176,6 +191,10 @@ def flatness_of(
         "worst_case_starts": [number(start) for start in worst.starts],
         "mean_loss": number(around.mean),
         "mean_loss_deviation": number(around.deviation),
+        "adaptive_epsilon": ADAPTIVE_EPSILON,
+        "adaptive_worst_case_loss": number(adaptive_worst.loss),
+        "adaptive_mean_loss": number(adaptive_mean.mean),
+        "adaptive_mean_loss_deviation": number(adaptive_mean.deviation),
         "eigenvalues": [number(value) for value in eigenvalues.values],
         "eigenvalue_errors": [number(error) for error in eigenvalues.errors],
         **({"worst_by_radius": {radius: number(found.loss) for radius, found in farther.items()}} if farther else {}),

@@ -34,7 +34,7 @@ class Effort(NamedTuple):
 
     images: int | None = None
     restarts: int = 4  # random starts of the search for the worst loss, beside the centre
-    with_trace: bool = True  # of the Hessian: half of the time
+    with_trace: bool = True  # of the Hessian: the longest part
     radii: tuple[float, ...] = (0.25, 0.5, 1.0)  # further radii, searched for the worst loss from the centre
     landscape_points: int = 25  # along a side
     boundary_points: int = 61  # along a side

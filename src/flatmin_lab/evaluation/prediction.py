@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-from flatmin_lab.data.sources.image_folder import find_images, read_header, read_images
+from flatmin_lab.data.sources.image_folder import MODES, find_images, read_header, read_images
 from flatmin_lab.evaluation.trained_model import TrainedModel
 
 IMAGES_AT_ONCE = 64
-MODES = {1: "L", 3: "RGB"}  # of so many channels
 
 
 @dataclass(frozen=True)

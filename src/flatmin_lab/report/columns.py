@@ -54,10 +54,15 @@ def _result_as_named(name: str) -> Callable[[Run], float | None]:
     return read
 
 
-def _rise(run: Run) -> float | None:
-    flat = run.evaluation.get("flatness", {})
-    worst, loss = flat.get("worst_case_loss"), flat.get("loss")
-    return None if worst is None or loss is None else float(worst) - float(loss)
+def _rise(worst: str) -> Callable[[Run], float | None]:
+    """From the loss at the weights to this one."""
+
+    def read(run: Run) -> float | None:
+        flat = run.evaluation.get("flatness", {})
+        highest, loss = flat.get(worst), flat.get("loss")
+        return None if highest is None or loss is None else float(highest) - float(loss)
+
+    return read
 
 
 def _worst_at_half(run: Run) -> float | None:
@@ -124,6 +129,7 @@ COLUMNS = (
     ),
     Column("nll", "NLL", 3, _result("nll"), paper="nll"),
     Column("ece", "ECE, %", 2, _result("ece", 100), paper="ece"),
+    Column("aurc", "AURC,\u00a0%", 3, _evaluated("selective", "aurc", 100), optional=True),
     # the paper's radius, 4, read as 4/255 of the normalised inputs: that reproduces its numbers
     Column(
         "fgsm_normalised",
@@ -146,7 +152,8 @@ COLUMNS = (
     Column("fgsm_error", "error under FGSM,\u00a0%", 1, _evaluated("attack", "fgsm_error", 100), "--attack"),
     Column("pgd_error", "error under PGD,\u00a0%", 1, _evaluated("attack", "pgd_error", 100), "--attack"),
     Column("worst_case_loss", "worst loss nearby", 3, _evaluated("flatness", "worst_case_loss"), "--flatness"),
-    Column("rise", "its rise", 3, _rise, "--flatness"),
+    Column("rise", "its rise", 3, _rise("worst_case_loss"), "--flatness"),
+    Column("adaptive_rise", "rise, adaptive", 3, _rise("adaptive_worst_case_loss"), "--flatness", optional=True),
     Column("eigenvalue", "top eigenvalue", 1, _eigenvalue, "--flatness"),
     Column("trace", "trace of the Hessian", 0, _evaluated("flatness", "trace"), "--flatness"),
     Column("seconds", "seconds", 1, _seconds, compared=False, optional=True),

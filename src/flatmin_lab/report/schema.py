@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flatmin.ball import NORMS
+from flatmin.metrics import CONFIDENCE_SCORES
 from flatmin_lab.methods import METHODS
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.training.evaluation import BINS
@@ -73,7 +74,7 @@ def _is_bins(bins: Any) -> bool:
 
 
 def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """The attacks, the flatness and the spectrum of evaluation.json."""
+    """The attacks, flatness, spectrum, risk over coverage and detection of outside data of evaluation.json."""
     parts: dict[str, Any] = {}
     for kind in ("attack", "attack_normalised"):
         attack = found.get(kind)
@@ -87,25 +88,34 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
                 _check(attack, name, is_count, "a whole number above 0")
             _check(attack, "norm", lambda value: value in NORMS, "a norm")
             parts[kind] = attack
-    flat = found.get("flatness")
-    if flat is not None:
-        _object(flat, "flatness")
-        _check(flat, "epsilon", is_number, "a number")
-        _check(flat, "pictures", is_count, "a whole number above 0")
-        for name in ("loss", "worst_case_loss", "trace"):
-            _check(flat, name, lambda value: value is None or is_number(value), "a number")
-        values = flat.get("eigenvalues")
-        if not isinstance(values, list) or not all(value is None or is_number(value) for value in values):
-            raise ValueError(f"eigenvalues is {values!r}, not numbers")
-        farther = flat.get("worst_by_radius", {})
-        if not isinstance(farther, dict) or not all(value is None or is_number(value) for value in farther.values()):
-            raise ValueError(f"worst_by_radius is {farther!r}, not numbers")
-        parts["flatness"] = flat
-    if (seen := found.get("spectrum")) is not None:
-        parts["spectrum"] = _spectrum(seen)
-    if (seen := found.get("batch_rise")) is not None:
-        parts["batch_rise"] = _batch_rise(seen)
+    for name, check in (
+        ("flatness", _flatness),
+        ("spectrum", _spectrum),
+        ("batch_rise", _batch_rise),
+        ("selective", _selective),
+        ("outside", _outside),
+    ):
+        if (part := found.get(name)) is not None:
+            parts[name] = check(part)
     return parts
+
+
+def _flatness(flat: Any) -> dict[str, Any]:
+    """Losses around the weights and the Hessian; the adaptive ball is not in every file."""
+    _object(flat, "flatness")
+    _check(flat, "epsilon", is_number, "a number")
+    _check(flat, "pictures", is_count, "a whole number above 0")
+    _check({"adaptive_epsilon": 0.0, **flat}, "adaptive_epsilon", is_number, "a number")
+    for name in ("loss", "worst_case_loss", "adaptive_worst_case_loss", "trace"):
+        _check(flat, name, lambda value: value is None or is_number(value), "a number")
+    values = flat.get("eigenvalues")
+    if not isinstance(values, list) or not all(value is None or is_number(value) for value in values):
+        raise ValueError(f"eigenvalues is {values!r}, not numbers")
+    farther = flat.get("worst_by_radius", {})
+    if not isinstance(farther, dict) or not all(value is None or is_number(value) for value in farther.values()):
+        raise ValueError(f"worst_by_radius is {farther!r}, not numbers")
+    checked: dict[str, Any] = flat
+    return checked
 
 
 def _spectrum(found: Any) -> dict[str, Any]:
@@ -126,6 +136,36 @@ def _spectrum(found: Any) -> dict[str, Any]:
         raise ValueError("a value of the spectrum must have a weight")
     if not all(abs(sum(row) - 1) < 0.01 for row in found["weights"]):
         raise ValueError("the weights of a probe must add up to 1")
+    checked: dict[str, Any] = found
+    return checked
+
+
+def _selective(found: Any) -> dict[str, Any]:
+    """AURC, and the curve of risk over coverage."""
+    _object(found, "selective")
+    for name in ("aurc", "e_aurc"):
+        _check(found, name, is_share, "a share from 0 to 1")
+    coverage, risk = found.get("coverage"), found.get("risk")
+    for name, values in (("coverage", coverage), ("risk", risk)):
+        if not isinstance(values, list) or not values or not all(map(is_share, values)):
+            raise ValueError(f"{name} is {values!r:.80}, not shares from 0 to 1")
+    if len(coverage) != len(risk) or coverage != sorted(set(coverage)):
+        raise ValueError("coverage must rise, and have a risk each")
+    checked: dict[str, Any] = found
+    return checked
+
+
+def _outside(found: Any) -> dict[str, Any]:
+    """By outside data set and score, AUROC and FPR95."""
+    _object(found, "outside")
+    for name, detected in found.items():
+        _object(detected, name)
+        _check(detected, "pictures", is_count, "a whole number above 0")
+        _check(detected, "sha256", lambda value: isinstance(value, str), "a checksum")
+        for score in CONFIDENCE_SCORES:
+            _object(detected.get(score), score)
+            for part in ("auroc", "fpr95"):
+                _check(detected[score], part, is_share, "a share from 0 to 1")
     checked: dict[str, Any] = found
     return checked
 

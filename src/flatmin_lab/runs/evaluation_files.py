@@ -1,6 +1,6 @@
 """Evaluations of a trained run, kept in its folder for the report.
 
-    evaluation.json       error and calibration; robustness, flatness and spectrum, if requested
+    evaluation.json       error, calibration, risk over coverage; if asked for, robustness, flatness, spectrum, outside
     landscape.json        the loss over a plane through the weights
 
 Each names the checkpoint it was measured on. Evaluations of different checkpoints are never mixed.
@@ -15,6 +15,7 @@ from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 
 EVALUATION, LANDSCAPE = "evaluation.json", "landscape.json"
+OUTSIDE = "outside"  # in the first: a part for each outside data set, by name
 
 
 def write_evaluation(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
@@ -23,8 +24,10 @@ def write_evaluation(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
     known = read_evaluation(folder, name) or {}
     if known.get("checkpoint") != found["checkpoint"]:
         known = {}
+    before = known.get(OUTSIDE)
+    outside = {OUTSIDE: {**(before if isinstance(before, dict) else {}), **found[OUTSIDE]}} if OUTSIDE in found else {}
     with atomic_write(path) as file:
-        file.write(json.dumps({**known, **found}, indent=1, allow_nan=False).encode())
+        file.write(json.dumps({**known, **found, **outside}, indent=1, allow_nan=False).encode())
     return path
 
 

@@ -106,3 +106,65 @@ def test_a_gpu_draws_the_same_rows() -> None:
         torch.testing.assert_close(two.cpu(), one)
     generator = torch.Generator("cuda").manual_seed(0)
     bootstrap(metrics.nll, logits.cuda(), labels.cuda(), samples=5, generator=generator)
+
+
+# ---- two samples
+
+
+def two_samples(count: int, others: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(count, generator=generator) + 1, torch.randn(others, generator=generator)
+
+
+def test_an_auroc_has_the_interval_of_its_known_variance() -> None:
+    """Against the variance of Hanley and McNeil (1982), which needs only the share of triples in order."""
+    inside, outside = two_samples(300, 200)
+    found = metrics.two_sample_bootstrap(metrics.auroc, inside, outside, samples=2000)
+    area = metrics.auroc(inside, outside).item()
+    above = (inside[:, None] > outside).double()
+    both_inside, both_outside = above.mean(dim=0).square().mean().item(), above.mean(dim=1).square().mean().item()
+    variance = area * (1 - area) + 299 * (both_inside - area**2) + 199 * (both_outside - area**2)
+    width = 2 * 1.96 * math.sqrt(variance / (300 * 200))
+    assert found.value.item() == area
+    assert float(found.high - found.low) == pytest.approx(width, rel=0.1)
+
+
+def test_each_sample_is_resampled_by_itself_and_to_its_own_size() -> None:
+    inside, outside = torch.arange(5.0), torch.arange(100.0, 107.0)
+    seen = []
+
+    def measure(one: Tensor, other: Tensor) -> Tensor:
+        seen.append((one, other))
+        return one.mean() - other.mean()
+
+    metrics.two_sample_bootstrap(measure, inside, outside, samples=50)
+    assert {(len(one), len(other)) for one, other in seen} == {(5, 7)}
+    assert all(one.max() < 5 and other.min() >= 100 for one, other in seen)
+    assert len({tuple(one.tolist()) for one, _ in seen}) > 40
+    torch.testing.assert_close(seen[-1][0], inside)  # the value itself
+
+
+def test_several_numbers_have_an_interval_each_as_they_would_alone() -> None:
+    inside, outside = two_samples(60, 50)
+
+    def both(one: Tensor, other: Tensor) -> Tensor:
+        return torch.stack([metrics.auroc(one, other), metrics.fpr_at_tpr(one, other)])
+
+    found = metrics.two_sample_bootstrap(both, inside, outside, samples=100)
+    for place, measure in enumerate((metrics.auroc, metrics.fpr_at_tpr)):
+        alone = metrics.two_sample_bootstrap(measure, inside, outside, samples=100)
+        assert all(torch.equal(many[place], one) for many, one in zip(found, alone, strict=True))
+
+
+def test_two_samples_are_drawn_the_same_every_time_and_refused_where_empty() -> None:
+    inside, outside = two_samples(30, 20)
+    before = torch.get_rng_state()
+    once, twice = (metrics.two_sample_bootstrap(metrics.auroc, inside, outside, samples=20) for _ in range(2))
+    assert once == twice
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ValueError, match="outside must have at least one row"):
+        metrics.two_sample_bootstrap(metrics.auroc, inside, outside[:0])
+    with pytest.raises(ValueError, match="level must be between 0 and 1"):
+        metrics.two_sample_bootstrap(metrics.auroc, inside, outside, level=2.0)
+    with pytest.raises(ValueError, match="at least one sample"):
+        metrics.two_sample_bootstrap(metrics.auroc, inside, outside, samples=0)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatmin_lab.data import load
 from flatmin_lab.evaluation import measurements
 from flatmin_lab.report.pages.theory import theory_page
 from flatmin_lab.runs import checkpoint
@@ -125,6 +126,60 @@ def test_evaluate_shows_tables_that_can_be_read(own: Path) -> None:
     )
     for text in ("95 % interval", "Brier score", "error, PGD, 10 steps", "largest eigenvalues", "from random points"):
         assert text in shown
+
+
+def test_outside_data_are_compared_and_kept_beside_each_other(own: Path, tmp_path: Path) -> None:
+    digits = load("digits")
+    arrays = {"x_train": 255 - digits.test.x.numpy(), "x_test": 255 - digits.test.x.numpy()}
+    labels = {"y_train": digits.test.y.numpy(), "y_test": digits.test.y.numpy()}
+    np.savez(tmp_path / "inverted.npz", **arrays, **labels)  # type: ignore[arg-type]
+    asked = ["evaluate", own / "erm", "--device", "cpu"]
+    first = flatmin(*asked, "--outside", tmp_path / "inverted.npz")
+    assert first.exit_code == 0, first.output
+    shown = words(first.stdout)
+    for text in (
+        "AURC",
+        "inverted AUROC 95 % interval FPR95",
+        "largest probability",
+        "the test set against 359 images",
+    ):
+        assert text in shown
+    second = evaluated(own / "erm", "--outside", "svhn-made")
+    assert list(second["outside"]) == ["svhn-made"]
+    kept = json.loads((own / "erm" / "evaluation.json").read_text())
+    assert list(kept["outside"]) == ["inverted", "svhn-made"]
+    assert kept["outside"]["svhn-made"] == second["outside"]["svhn-made"]
+    assert kept["selective"] == second["selective"]
+    result = flatmin("report", own, "--out", tmp_path / "report.html")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "report.html").read_text()
+    assert "Against inverted, 359 examples" in page
+    assert "Against svhn-made, 100 examples" in page
+
+
+def test_outside_data_that_cannot_be_read_are_named_before_anything_is_measured(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurements, "logits_on_test", lambda _: pytest.fail("measured"))
+    result = flatmin("evaluate", runs / "erm", "--outside", "nowhere.npz", "--device", "cpu")
+    assert result.exit_code == 2, result.output
+    assert "nowhere.npz must be an .npz file or a folder of images, and is not there" in words(result.stderr)
+
+
+def test_a_name_in_brackets_is_shown_as_it_is(user: Path) -> None:
+    Path("own.npz").rename("[red]own.npz")
+    asked = ["--model", "mymodule:make_model", "--data", "digits", "--device", "cpu"]
+    result = flatmin("evaluate", *asked, "--outside", "[red]own.npz")
+    assert result.exit_code == 0, result.output
+    assert "[red]own AUROC" in words(result.stdout)
+
+
+def test_a_data_set_of_another_shape_is_converted_and_that_is_said(user: Path) -> None:
+    asked = ["--model", "mymodule:make_model", "--data", "own.npz", "--device", "cpu"]
+    result = flatmin("evaluate", *asked, "--outside", "svhn-made", "--json")
+    assert result.exit_code == 0, result.output
+    assert "note: svhn-made was converted from images of 3 × 32 × 32 to images of 1 × 8 × 8" in words(result.stderr)
+    assert json.loads(result.stdout)["outside"]["svhn-made"]["pictures"] == 100
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +324,10 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
         (["evaluate", "RUN", "--attack", "--norm", "l3"], "unknown norm 'l3'; choose from l2, linf"),
         (["evaluate", "RUN", "--attack", "--steps", 0], "steps must be at least 1, got 0"),
         (["evaluate", "RUN", "--flatness", "--epsilon", -1], "epsilon must be at least 0"),
+        (["evaluate", "RUN", "--outside", "digits"], "must be others than the model's own, got digits for both"),
+        (["evaluate", "RUN", "--outside", "spiral"], "takes images of 1 × 8 × 8, got points of 2 in spiral"),
+        (["evaluate", "RUN", "--outside", "own.npz", "--outside", "own.npz"], "got own twice; rename one of them"),
+        (["evaluate", "RUN", "--outside", "nowhere"], "unknown data set 'nowhere'"),
         (["evaluate", "RUNS"], "holds 2 runs; name one"),
         (["evaluate", "RUN", "--model", "mymodule:make_model", "--data", "own.npz"], "is a folder"),
         (

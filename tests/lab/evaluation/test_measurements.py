@@ -103,6 +103,10 @@ def test_flatness_is_what_the_library_measures(tiny: Subject) -> None:
     assert found["sharpness"] == pytest.approx(flatness.sharpness(tiny.model, loss, epsilon=0.2).item(), rel=1e-5)
     assert found["worst_case_loss"] == pytest.approx(max(found["worst_case_starts"]))
     assert found["worst_case_loss"] >= found["mean_loss"]
+    assert found["adaptive_epsilon"] == measurements.ADAPTIVE_EPSILON
+    adaptive = flatness.worst_case_loss(tiny.model, loss, epsilon=measurements.ADAPTIVE_EPSILON, adaptive=True)
+    assert found["adaptive_worst_case_loss"] == pytest.approx(adaptive.loss.item(), rel=1e-5)
+    assert found["adaptive_worst_case_loss"] >= found["adaptive_mean_loss"]
     assert found["eigenvalues"] == sorted(found["eigenvalues"], reverse=True)
     dense = flatness.top_eigenvalue(tiny.model, loss, max_products=250).item()
     assert found["eigenvalues"][0] == pytest.approx(dense, rel=1e-3)

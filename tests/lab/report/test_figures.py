@@ -65,6 +65,7 @@ FIGURES: dict[str, Callable[[], DrawnFigure]] = {
     "surfaces": lambda: figures.surfaces(AXIS, AXIS, {"ERM": plane(3), "AMP": plane(1)}),
     "spectrum": spectrum,
     "between": between,
+    "risk": lambda: figures.risk_over_coverage({m: figures.RiskCurve([0.5, 1.0], [0.0, 0.1]) for m in ("erm", "amp")}),
     "reliability": lambda: figures.reliability_diagram("AMP", BINS, method="amp"),
 }
 

@@ -11,6 +11,7 @@ from flatmin_lab.cli.model_source import EvaluatedModel, ModelSource
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, OpenPage, option, report_errors
 from flatmin_lab.cli.process.signals import exit_on_signals
 from flatmin_lab.evaluation import landscapes, measurements
+from flatmin_lab.evaluation.confidence import detection
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
@@ -53,6 +54,10 @@ def evaluate(
     spectrum: Annotated[
         bool, option(f"Also the density of the Hessian's eigenvalues, from {PRODUCTS} products with it.", "--spectrum")
     ] = False,
+    outside: Annotated[
+        list[str] | None,
+        option("Also AUROC and FPR95 against another data set's test images: a name, an .npz file or a folder."),
+    ] = None,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
@@ -93,9 +98,14 @@ def evaluate(
         model_source.check_count("--pictures", images)
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         (evaluated,) = source.models([checkpoint])
+        others = list(source.outside(outside or [], evaluated.subject))  # a bar of its own, and errors at once
         with display.busy(display.terminal()) as say:
             say("evaluating the test set")
-            found = {**evaluated.description, **measurements.calibration(evaluated.subject)}
+            logits = measurements.logits_on_test(evaluated.subject)
+            found = {**evaluated.description, **measurements.calibration(evaluated.subject, logits)}
+            for other in others:
+                say("comparing with outside data")
+                found.setdefault("outside", {})[other.name] = detection(evaluated.subject, logits, other)
             if attack:
                 found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
             if flatness:

@@ -28,6 +28,7 @@ MAX_PIXELS = 1 << 26  # of one image, 8192 by 8192: it takes some 400 MB while i
 MAX_BYTES = 1 << 34  # of all images, as they are kept: ImageNet takes as much at 64 by 64 pixels
 GREY_MODES = ("1", "L", "LA")
 COLOUR_MODES = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
+MODES = {1: "L", 3: "RGB"}  # what images of so many channels are read as
 WHAT = "a folder of images"
 TEST_FOLDERS = ("test", "val", "valid", "validation")
 
@@ -152,10 +153,8 @@ def read_images(files: Sequence[Path], mode: str, size: tuple[int, int] | None) 
     for file in files:
         try:
             with _open(file) as opened:
-                converted = ops.exif_transpose(opened).convert(mode)  # cameras store rotated images
-                if size is not None:
-                    converted = converted.resize((size[1], size[0]), image.Resampling.BILINEAR)
-                row = np.array(converted)
+                upright = ops.exif_transpose(opened)  # cameras store rotated images
+                row = _pixels(image, upright, mode, size)
         except Exception as error:  # a damaged image can raise anything
             raise ValueError(f"{file} is not an image that can be read ({error}); repair or remove it") from error
         if rows and row.shape != rows[0].shape:
@@ -165,5 +164,35 @@ def read_images(files: Sequence[Path], mode: str, size: tuple[int, int] | None) 
                 "resize them to one"
             )
         rows.append(row)
+    return _stacked(rows)
+
+
+def read_unlabelled(path: Path, mode: str, size: tuple[int, int]) -> Tensor:
+    """All images below a folder as (N, C, H, W), whatever its classes; where it has a test/, those of it alone."""
+    test = next((path / name for name in TEST_FOLDERS if (path / name).is_dir()), path)
+    files = find_images(test)
+    if not files:
+        raise FileNotFoundError(f"{test} must hold images ({', '.join(EXTENSIONS)}), got none")
+    _check_total(path, [read_header(file) for file in files], size, channels=len(mode))
+    return read_images(files, mode, size)
+
+
+def converted(x: Tensor, mode: str, size: tuple[int, int]) -> Tensor:
+    """Images (N, C, H, W) of 1, 3 or 4 channels, converted and resized as `read_images` does it with files."""
+    image = need("PIL.Image", WHAT)
+    arrays = x.permute(0, 2, 3, 1).cpu().numpy()
+    opened = (image.fromarray(row[:, :, 0] if x.shape[1] == 1 else row) for row in arrays)
+    return _stacked([_pixels(image, one, mode, size) for one in opened])
+
+
+def _pixels(image: Any, opened: Any, mode: str, size: tuple[int, int] | None) -> np.ndarray[Any, Any]:
+    changed = opened.convert(mode)
+    if size is not None:
+        changed = changed.resize((size[1], size[0]), image.Resampling.BILINEAR)
+    return np.array(changed)
+
+
+def _stacked(rows: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+    """(N, C, H, W), of rows without a channel or with the channels last."""
     x = torch.from_numpy(np.stack(rows))
     return x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous()

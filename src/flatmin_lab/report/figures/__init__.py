@@ -19,6 +19,7 @@ with needed_by("flatmin_lab.report.figures"):  # matplotlib
         frontier,
         reliability_diagram,
     )
+    from flatmin_lab.report.figures.selective import RiskCurve, risk_over_coverage
     from flatmin_lab.report.figures.spectrum import spectrum
     from flatmin_lab.report.figures.style import DrawnFigure
     from flatmin_lab.report.figures.theory import (
@@ -33,6 +34,7 @@ with needed_by("flatmin_lab.report.figures"):  # matplotlib
 __all__ = [
     "DrawnFigure",
     "FrontierPoint",
+    "RiskCurve",
     "bars",
     "between",
     "boundaries",
@@ -48,6 +50,7 @@ __all__ = [
     "operational_region",
     "reliability_diagram",
     "risk_and_amp_risk",
+    "risk_over_coverage",
     "seed_curves",
     "spectrum",
     "surfaces",

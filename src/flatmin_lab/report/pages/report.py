@@ -23,7 +23,7 @@ from flatmin_lab.report.figures.style import DrawnFigure, legend_sample, svg
 from flatmin_lab.report.html import data_link, format_p, pool_bins, render
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import LoadedResults, Run
-from flatmin_lab.report.pages import landscape, spectrum, summary_text, tuning
+from flatmin_lab.report.pages import confidence, landscape, spectrum, summary_text, tuning
 from flatmin_lab.report.paper.claims import families_with
 from flatmin_lab.report.paper.evidence import Evidence, evidence
 from flatmin_lab.report.paper.families import Families, Family, NamedFamily
@@ -56,6 +56,8 @@ class Section(NamedTuple):
     bars: list[PageFigure]
     sweep: PageFigure | None
     boundaries: PageFigure | None
+    risk: PageFigure | None  # over coverage
+    outside: list[confidence.OutsideTable]
     landscapes: landscape.LandscapeSection | None
     spectrum: tuple[spectrum.SpectrumSection, PageFigure] | None
     commands: list[str]  # that measure what is missing
@@ -159,6 +161,8 @@ def _section(group: Group, title: str, families: Mapping[str, NamedFamily]) -> S
         [page_figure(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
         _sweep(group, name),
         _boundaries(rows, group, name),
+        page_figure(risks, f"{name}-risk-coverage") if (risks := confidence.risk_figure(rows)) else None,
+        confidence.outside_tables(group.rows),
         landscape.landscape_section([(row.name, row.method, _with_landscapes(row)) for row in rows]),
         _spectrum(rows, name),
         _commands(group, rows),
@@ -217,6 +221,13 @@ def _conditions(group: Group) -> list[str]:
         found.append(
             f"Flatness: of the training loss on {flat['pictures']:,} examples without augmentation, BatchNorm fixed. "
             f"The worst loss is a lower bound, found by ascent in the ball of radius {flat['epsilon']:g} around θ."
+        )
+    adaptive = next((e["flatness"] for e in evaluations if "adaptive_epsilon" in e.get("flatness", {})), None)
+    if adaptive:
+        radius = f"{adaptive['adaptive_epsilon']:g}"
+        found.append(
+            f"Adaptive: in the ball ‖Δ ⊘ |θ|‖ ≤ {radius}, where each weight moves in proportion to its size; rescaled "
+            "layers do not change it."
         )
     return found
 

@@ -1,0 +1,78 @@
+"""What a model's confidence is worth: the risk of its confident answers, and whether it notices data from outside.
+
+`risk_over_coverage` is of the model's own test set: how often it is wrong if it abstains from what it is less sure of.
+`detection` compares the scores of the same test set with those of data from outside the training distribution.
+
+Both read the logits in float64: in float32 the largest probabilities of a trained network are often exactly 1 and tie.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatmin import metrics
+from flatmin.core.tensors import widest_dtype
+from flatmin_lab.data.outside import OutsideData
+from flatmin_lab.evaluation.subject import Subject
+from flatmin_lab.system.json_data import number, numbers
+from flatmin_lab.training.evaluation import logits_of
+
+CONFIDENCE_LEVEL, BOOTSTRAP_SAMPLES = 0.95, 1000  # of the intervals
+CURVE_POINTS = 100  # of a risk-coverage curve in a file
+TPR = 0.95
+
+
+def risk_over_coverage(logits: Tensor, labels: Tensor) -> dict[str, Any]:
+    """AURC with its interval, its excess over the best order, and the curve; the confidence is the largest probability.
+
+    The curve has the risk at every hundredth of the predictions, or at every one of fewer than a hundred.
+    """
+    exact = logits.to(widest_dtype(logits))
+    interval = metrics.bootstrap(_area, exact, labels, samples=BOOTSTRAP_SAMPLES, level=CONFIDENCE_LEVEL)
+    confidence, wrong = _answers(exact, labels)
+    curve, count = metrics.risk_coverage(confidence, wrong), len(labels)
+    points = min(CURVE_POINTS, count)
+    shown = (torch.arange(1, points + 1, device=labels.device) * count + points - 1) // points - 1
+    return {
+        "aurc": number(interval.value),
+        "aurc_interval": [number(interval.low), number(interval.high)],
+        "e_aurc": number(metrics.e_aurc(confidence, wrong)),
+        "coverage": numbers(curve.coverage[shown]),
+        "risk": numbers(curve.risk[shown]),
+    }
+
+
+def _answers(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The confidence of each prediction, and whether it is wrong."""
+    return metrics.max_probability(logits), logits.argmax(dim=1) != labels
+
+
+def _area(logits: Tensor, labels: Tensor) -> Tensor:
+    return metrics.aurc(*_answers(logits, labels))
+
+
+def detection(subject: Subject, inside: Tensor, outside: OutsideData) -> dict[str, Any]:
+    """AUROC and the FPR at 95 % TPR with intervals, for each score; `inside` are the logits of the test set."""
+    logits = logits_of(subject.model, outside.split, subject.normalise)
+    assert logits is not None
+    scores = [_scores(own) for own in (inside, logits)]
+
+    def measure(near: Tensor, far: Tensor) -> Tensor:
+        pairs = list(zip(near.unbind(dim=1), far.unbind(dim=1), strict=True))
+        areas, rates = [metrics.auroc(*pair) for pair in pairs], [metrics.fpr_at_tpr(*pair, tpr=TPR) for pair in pairs]
+        return torch.stack([torch.stack(areas), torch.stack(rates)])
+
+    found = metrics.two_sample_bootstrap(measure, *scores, samples=BOOTSTRAP_SAMPLES, level=CONFIDENCE_LEVEL)
+    values: dict[str, dict[str, Any]] = {name: {} for name in metrics.CONFIDENCE_SCORES}
+    for row, kind in enumerate(("auroc", "fpr95")):
+        for column, name in enumerate(values):
+            value, low, high = (number(end[row, column]) for end in found)
+            values[name] |= {kind: value, f"{kind}_interval": [low, high]}
+    return {"pictures": len(logits), "sha256": outside.checksum, "converted_from": outside.converted_from, **values}
+
+
+def _scores(logits: Tensor) -> Tensor:
+    """(N, 3), a column a score."""
+    exact = logits.to(widest_dtype(logits))
+    return torch.stack([score(exact) for score in metrics.CONFIDENCE_SCORES.values()], dim=1)
