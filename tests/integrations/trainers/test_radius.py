@@ -108,7 +108,7 @@ def test_a_radius_over_a_training_without_an_end_is_refused() -> None:
         on_lightning.fit(on_lightning.Module(), FlatMinima(epsilon=0.1, start=0.5), max_epochs=-1)
     with pytest.raises(TypeError, match=r"return a flatmin.RadiusScheduler from configure_optimizers"):
         FlatMinima(start=0.5)
-    with pytest.raises(ValueError, match="start is a share of the training"):
+    with pytest.raises(ValueError, match="start must be a share of the training"):
         FlatMinima(epsilon=0.1, start=5)
 
 

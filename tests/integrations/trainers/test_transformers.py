@@ -481,7 +481,7 @@ def test_a_training_that_stopped_within_a_window_leaves_nothing_to_the_next(tmp_
         ({"epsilon": -1}, "epsilon must be a finite number of at least 0, got -1"),
         ({"epsilon": 0.1, "ball": "round"}, "unknown ball 'round'; choose from global"),
         ({"epsilon": 0.1, "inner_iter": 1.5}, "inner_iter must be a whole number of at least 0, got 1.5"),
-        ({"epsilon": 0.1, "perturb": lambda name, param: False}, "perturb must choose at least one parameter"),
+        ({"epsilon": 0.1, "perturb": lambda name, param: False}, "perturb must select at least one parameter"),
     ],
 )
 def test_wrong_settings_are_told(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
