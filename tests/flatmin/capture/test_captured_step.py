@@ -181,7 +181,7 @@ def test_what_cannot_be_compiled_is_captured_as_it_is(monkeypatch: pytest.Monkey
     step(case.x, case.y)
     monkeypatch.setattr(CapturedStep, "reason", None)
     monkeypatch.setattr(CapturedStep, "_graph_for", fail)
-    with pytest.warns(UserWarning, match="cannot be compiled, and is captured as it is: no such thing$"):
+    with pytest.warns(UserWarning, match="cannot be compiled and is captured uncompiled: no such thing$"):
         step(case.x, case.y)
     assert (step.compile, step._failure) == (False, None)
     with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph, and runs eagerly: it cannot"):
@@ -496,7 +496,7 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
             random.random()
             np.random.rand()
 
-    with pytest.raises(CannotCaptureError, match="in the place of a buffer"):
+    with pytest.raises(CannotCaptureError, match="replaces a buffer by a new tensor"):
         run()
     assert case.model.mean is buffer
     assert buffer == 0
