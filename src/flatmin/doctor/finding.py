@@ -1,6 +1,6 @@
 """A finding: what was checked, the verdict, what was seen in numbers, and what to change.
 
-A crash of the user's code is a finding too, reported with the user's own lines and with what was being done.
+A crash of the user's code is a finding too, reported with the user's own lines and what was being done.
 """
 
 import traceback
@@ -45,7 +45,7 @@ class Crash(Exception):  # noqa: N818
             *traceback.format_list(own_lines(self.error)[-MAX_LINES:]),
             *traceback.format_exception_only(self.error),
         ]
-        return Finding(self.doing, "error", "".join(lines).rstrip(), "it ends in this error: fix it first")
+        return Finding(self.doing, "error", "".join(lines).rstrip(), "fix this error first")
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def during(doing: str) -> Iterator[None]:
 
 
 def own_lines(error: BaseException) -> list[traceback.FrameSummary]:
-    """The lines of a traceback that are the user's."""
+    """The user's own lines in a traceback."""
     walked = [
         (frame.f_globals.get("__name__", ""), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
     ]
