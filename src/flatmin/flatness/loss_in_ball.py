@@ -1,6 +1,6 @@
 """The loss in the ball of radius ε around θ: its maximum, its mean, and its rise along the gradient.
 
-    worst      max over ‖Δ‖ ≤ ε of L(θ + Δ): the AMP loss, found from below by projected ascent
+    worst      max over ‖Δ‖ ≤ ε of L(θ + Δ): the AMP loss, approached from below by projected ascent
     mean       of L(θ + Δ), Δ uniform in the ball
     sharpness  L(θ + ε∇L/‖∇L‖) − L(θ), the first step of SAM
 
@@ -143,7 +143,7 @@ def mean_loss(
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> MeanLoss:
-    """The mean loss over random points of the ball: what RMP minimises, where AMP minimises the worst."""
+    """The mean loss over random points of the ball: what RMP minimises, while AMP minimises the worst."""
     check_radius(epsilon)
     _check_kind(ball, norm)
     if samples < 2:
@@ -174,7 +174,7 @@ def gradient_norm(model: nn.Module, loss: Loss, *, parameters: Iterable[Tensor] 
 
 
 def sharpness(model: nn.Module, loss: Loss, *, epsilon: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
-    """L(θ + ε∇L/‖∇L‖) − L(θ): how far the loss rises at the edge of the ball, along the gradient."""
+    """L(θ + ε∇L/‖∇L‖) − L(θ): how much the loss rises up to the edge of the ball, along the gradient."""
     check_radius(epsilon)
     weights, parts = Weights(model, parameters), parts_of(loss)
     with weights.movable():
@@ -187,4 +187,4 @@ def sharpness(model: nn.Module, loss: Loss, *, epsilon: float, parameters: Itera
 
 def _check_kind(ball: Ball, norm: Norm) -> None:
     if ball not in BALLS or norm not in NORMS:
-        raise ValueError(f"ball must be one of {', '.join(BALLS)} and norm of {', '.join(NORMS)}, got {ball}, {norm}")
+        raise ValueError(f"ball must be one of {', '.join(BALLS)}, and norm of {', '.join(NORMS)}, got {ball}, {norm}")
