@@ -9,7 +9,7 @@
     mixup              λx + (1 − λ)x′ with the labels y and y′ in the same proportion, λ ~ Beta(α, α)
     adversarial        x moved by ε per pixel, one step uphill, back into the valid range
 
-Dropout is an argument of the model, RMP and AMP are optimizers. With λ = 1, s = 0, b = 0 or ε = 0 each is erm.
+Dropout is an argument of the model; RMP and AMP are optimizers. With λ = 1, s = 0, b = 0 or ε = 0 each is erm.
 """
 
 import math

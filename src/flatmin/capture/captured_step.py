@@ -69,7 +69,7 @@ def captured_step(
     autocast    run every pass under torch.autocast with this dtype, such as torch.bfloat16
     compile     use torch.compile for the captured passes
     batch       batch(*inputs) makes loss_fn's inputs; it runs once per step, as part of the graph
-    ascent      ascent(*batch) makes loss_fn's inputs for AMP's ascent from those of the step: part of the images, say
+    ascent      ascent(*batch) makes loss_fn's inputs for AMP's ascent from the step's, such as part of the images
     scaler      a GradScaler for fp16: the base then steps after the graph; call `scaler.update()` yourself
     capture     False: every call is an ordinary step, for comparison
 

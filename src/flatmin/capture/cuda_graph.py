@@ -51,7 +51,7 @@ class Workspace:
 
 
 class CapturedGraph:
-    """A captured step, which `replay` takes."""
+    """A captured step; `replay` runs it."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class PassRandom:
 
     @contextmanager
     def extra_pass(self, n: int) -> Iterator[None]:
-        """Around the n-th extra pass."""
+        """The context of the n-th extra pass."""
         now = random_state(self.device)
         set_random_state(self.device, self.start)
         try:
@@ -89,7 +89,7 @@ class FunctionalStep:
     """A step, pass by pass; its outputs are its attributes.
 
     `result` is what the loss function returned in the clean pass; `measured` is what the optimizer measured in a step
-    that perturbs; `skip` is whether a gradient was not finite; `gradients` are the last ones, if the base has yet to
+    that perturbs; `skip` tells whether a gradient was not finite; `gradients` are the last ones, if the base has yet to
     step.
     """
 
@@ -226,7 +226,7 @@ def _fill(substitutes: Mapping[Tensor, Tensor]) -> None:
 
 
 def _separate(gradients: Gradients) -> Gradients:
-    """Each gradient in memory of its own, in its weight's layout, as backward() leaves it in `.grad`.
+    """Each gradient in its own memory, in its weight's layout, as backward() leaves it in `.grad`.
 
     Autograd may return one tensor for two weights, an expanded number, or another layout.
     """

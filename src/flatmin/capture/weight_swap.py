@@ -60,7 +60,7 @@ class _UseCounter(TorchDispatchMode):
 
 
 def weights_cast_once(params: Iterable[Tensor], dtype: torch.dtype, work: Callable[[], object]) -> set[Tensor]:
-    """The float32 parameters with which `work`, forward and backward, does one thing only: cast them to `dtype`, once.
+    """The float32 parameters that `work`, forward and backward, uses only once: to cast them to `dtype`.
 
     Weights with a gradient hook are excluded: the hook would get the gradient in half precision.
 

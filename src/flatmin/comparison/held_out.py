@@ -67,7 +67,7 @@ def _named(found: Any) -> dict[str, float]:
     for name in values:
         if name.lower().replace("val_", "").replace("test_", "") in HIGHER_IS_BETTER:
             raise ValueError(
-                f"in every measure lower must be better, but in {name!r} higher seems to be; return 1 − {name} "
+                f"lower must be better in every measure, but for {name!r} higher seems to be; return 1 − {name} "
                 "under another name (1 − accuracy is the error)"
             )
     return values
@@ -81,7 +81,7 @@ def measure_pairs(model: nn.Module, pairs: Iterable[Any]) -> Measured:
     for batch in pairs:
         if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
             raise TypeError(
-                f"held-out batches must be pairs (inputs, classes), got {describe(batch)}; else give evaluate"
+                f"held-out batches must be pairs (inputs, classes), got {describe(batch)}; or give evaluate"
             )
         inputs, classes = batch
         with during("calling the model on held-out inputs"):

@@ -89,7 +89,7 @@ def compare(
     examined: bool = True,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Comparison:
-    """Does AMP help here? Trains plainly, plainly for as long as AMP takes, and with AMP at three radii.
+    """Does AMP help here? Compares plain training, plain training for as long as AMP takes, and AMP at three radii.
 
     make_training  a function that returns your training, ready to start, as for doctor.examine; here a mapping that
                    also has the batches, the held-out data and the number of epochs (doctor/user_training.py)
@@ -218,7 +218,7 @@ class _Run:
                 if not self._fits(todo[number:] if seed > 0 and number == 0 else [contender]):
                     self.stopped = (
                         f"Stopped at seed {seed}: the rest of it would not finish within {(self.limit or 0) / 60:g} "
-                        "minutes; the same call with more of them resumes (minutes=, --minutes)."
+                        "minutes; the same call with more time resumes it (minutes=, --minutes)."
                     )
                     return
                 self.progress(Progress(contender, seed))

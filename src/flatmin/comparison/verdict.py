@@ -1,9 +1,9 @@
 """Does AMP help? An answer in one sentence, from the outcomes of a comparison.
 
-AMP must beat the plain optimizer, and the plain optimizer trained for as long, by more than chance in seeds and
-held-out examples explains. Several radii are several chances to be lucky, so the intervals that decide have the level 1
-− 0.05/k for k radii (Bonferroni). A gain below `worth`, by default a tenth of the plain optimizer's measure, is not
-worth twice the time.
+AMP must beat the plain optimizer, and the plain optimizer trained for as long, by more than chance, in seeds and in
+held-out examples, can explain. Several radii are several chances to be lucky, so with k radii the intervals that decide
+have the level 1 − 0.05/k (Bonferroni). A gain below `worth`, by default a tenth of the plain optimizer's measure, is
+not worth twice the time.
 
     yes            the interval of at least one radius shows that it is better than both
     no             the intervals of all radii rule out that any is better than both by a gain worth having
@@ -208,7 +208,7 @@ class _Decision:
         return "no", f"No: AMP diverged at every radius{SMALLER_RADII}.", ""
 
     def _seeds_of_all(self) -> set[int]:
-        """The seeds that all compared contenders have: means over other seeds would not be of pairs."""
+        """The seeds that all compared contenders have: means over other seeds would not be paired."""
         keys = [one.key for one in self.table.contenders if self.table.of(one.key) and not self.table.failed(one.key)]
         return set.intersection(*(set(self.table.of(key)) for key in keys)) if keys else set()
 

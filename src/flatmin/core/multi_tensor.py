@@ -1,6 +1,6 @@
 """Arithmetic on lists of weights in one launch and one pass over memory, on a GPU.
 
-    move     θ + factor · gradient, elsewhere               reads θ and gradient, writes θ + Δ
+    move     θ + factor · gradient, written elsewhere       reads θ and gradient, writes θ + Δ
     sgd      a step of torch.optim.SGD                      reads θ, gradient and momentum, writes θ and momentum
     lengths  ‖t‖ of each tensor                             reads them
 

@@ -90,7 +90,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def copy_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Target ← source for each pair, in place: they keep their storage. On a GPU, one launch per dtype and device."""
+    """Target ← source for each pair, in place: targets keep their storage. One launch per device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in pairs:
         targets, sources = kinds[target.device, target.dtype]

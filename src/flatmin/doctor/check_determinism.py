@@ -22,7 +22,7 @@ from flatmin.doctor.training import Training, TrainingSnapshot, same_bits
 
 NAME = "closure repeats"
 ROUNDING = {"cpu": 1e-6}  # the relative difference allowed between two equal calls
-GPU_ROUNDING = 2e-2  # on other devices: kernels add in any order, in half precision
+GPU_ROUNDING = 2e-2  # on other devices: kernels add in no fixed order, in half precision
 
 
 def rounding_of(training: Training) -> float:

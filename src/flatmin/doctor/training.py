@@ -108,7 +108,7 @@ def new_training(make_training: MakeTraining) -> Training:
     made = call(make_training, SEED)
     closure = next(made.closures(), None)
     if closure is None:
-        raise ValueError("the batches of make_training must have at least one, got none")
+        raise ValueError("the batches of make_training must not be empty, got none")
     model, optimizer, scaler = made.model, made.optimizer, made.scaler
     with during("flatmin.AMP(optimizer)"):
         if was_plain := not isinstance(optimizer, PerturbedOptimizer):

@@ -1,6 +1,6 @@
 """The loss along a line and over a plane through θ, after Li et al. (2018), who showed why directions must be scaled:
 
-    L(θ + αd),   L(θ + x d₁ + y d₂),   d = a random direction, each filter of it as long as the same filter of θ
+    L(θ + αd),   L(θ + x d₁ + y d₂),   d = a random direction, each of its filters as long as that of θ
 
 A network with ReLU and BatchNorm computes the same function after a filter is doubled, so a step of length 1 means
 nothing until it is compared with the filter that it moves. A filter is weight[i], the weights of one output of a layer

@@ -70,7 +70,7 @@ class Window:
         """
         if not callable(loss_of):
             raise TypeError(
-                f"window.backward runs a function and its inputs twice, got {describe(loss_of)} as the function; write "
+                f"window.backward runs a function twice on its inputs, got {describe(loss_of)} as the function; write "
                 "window.backward(model, **batch), or window.backward(loss_of, x, y)"
             )
 
@@ -163,4 +163,4 @@ def check_strategy(accelerator: Accelerator) -> None:
     if strategy in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(f"{strategy.value} steps with its own optimizer, which cannot be perturbed; use DDP")
     if strategy == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ValueError("FSDP of version 1 hides which parameters a process has; use DDP, or fsdp_version=2")
+        raise ValueError("FSDP version 1 hides which parameters a process has; use DDP, or fsdp_version=2")

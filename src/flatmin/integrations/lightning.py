@@ -5,7 +5,7 @@
 A step takes N + 1 passes, and Lightning knows only one. If it called the optimizer itself, it would log and count the
 perturbed passes too, replay only the last micro-batch of an accumulation, clip the gradient that Δ comes from, and give
 a GradScaler an optimizer that had no passes. So the step is taken in the one place that all loops go through: the
-`LightningOptimizer`, which a subclass replaces in `trainer.optimizers`. No loop, plugin or strategy is replaced, and of
+`LightningOptimizer`, replaced by a subclass in `trainer.optimizers`. No loop, plugin or strategy is replaced, and of
 the module only `log`, during a perturbed pass. (Lightning's tuners remove all callbacks while they search: only for
 them, `fit_loop.run` brings this one back.) A step is then
 
@@ -73,7 +73,7 @@ class FlatMinima(pl.Callback):
     log_every   if given, what steps measure goes to the trainer's loggers, as means over this many steps: the numbers
                 of `flatmin.StepLog` except the losses
 
-    With several optimizers (in manual optimisation) all are wrapped; without epsilon, those that are flatmin's.
+    With several optimizers (in manual optimisation) all are wrapped; without epsilon, only those that are flatmin's.
     """
 
     def __init__(
@@ -432,9 +432,9 @@ def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         or type(plugin).optimizer_step not in known
     ):
         raise ValueError(
-            "FlatMinima works on one device, with DDP that averages gradients and with ModelParallelStrategy, with "
-            f"their precision plugins, got {type(strategy).__name__} with {type(plugin).__name__}; for others write "
-            "your own loop with flatmin.AMP"
+            "FlatMinima works on one device, with DDP that averages gradients or with ModelParallelStrategy, and "
+            f"with their precision plugins, got {type(strategy).__name__} with {type(plugin).__name__}; for others "
+            "write your own loop with flatmin.AMP"
         )
     if module.automatic_optimization and is_param_in_hook_signature(
         module.training_step, "dataloader_iter", explicit=True

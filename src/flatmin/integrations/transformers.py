@@ -2,8 +2,7 @@
 
 The Trainer runs `training_step` for each micro-batch of an accumulation window, then clips, steps, schedules and logs.
 `AMPTrainer` wraps the optimizer that the Trainer creates, and passes the micro-batches to a `Window`; the rest is left
-to the Trainer. The loss it reports is that of the clean passes, the gradient norm that of the step's gradient, at θ +
-Δ.
+to the Trainer. The loss it reports is that of the clean passes, the gradient norm that of the step, at θ + Δ.
 """
 
 from collections.abc import Callable

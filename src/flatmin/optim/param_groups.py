@@ -44,7 +44,7 @@ def groups(
         ]  # torch takes (name, parameter) too
         if strangers := sum(param not in names for param in plain):
             raise ValueError(
-                f"groups() splits the parameters of its model, got {strangers} of another; "
+                f"groups() splits the parameters of its model, got {strangers} that it does not have; "
                 "give it the model that the optimizer trains"
             )
         for is_chosen in (True, False):

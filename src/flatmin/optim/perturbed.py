@@ -57,7 +57,7 @@ READ_AT_ONCE = ("cpu",)  # devices whose numbers the host reads without waiting
 class PerturbedOptimizer(OptimizerWrapper, ABC):
     """An optimizer whose base takes its step with the gradient of perturbed passes.
 
-    Its step takes one closure, several, or, after `perturbed()` blocks, none.
+    Its step takes one closure, several closures, or, after `perturbed()` blocks, none.
     """
 
     last: Last
@@ -311,7 +311,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 self._move(n, scaler)
                 if n > 0 and self.starts_clean and clean is not None:
                     clean.put_back_buffers()  # every pass starts with those of the clean one
-                self._drop_gradients()  # for closures that leave this to the loop: two passes' must not add up
+                self._drop_gradients()  # for closures that leave this to the loop: passes must not add up
                 if self.starts_clean and start is not None and ascent is None:
                     start.put_back_random()
                 is_last = n + 1 == self.inner_iter
@@ -370,8 +370,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     def perturbed(self, *misplaced: object, scaler: GradScaler | None = None) -> Iterator[None]:
         """One perturbed pass, for loops without a closure: run forward and backward inside the block.
 
-        An AMP step begins with a backward pass at θ; then follow `inner_iter` blocks (RMP: one), then `step()`, which
-        uses the gradients of the last block. Outside the blocks the weights are θ.
+        A step of AMP is a backward pass at θ, `inner_iter` blocks, and `step()`, which uses the gradients of the last
+        block; a step of RMP is one block, and `step()`. Outside the blocks the weights are θ.
         """
         if "_itself" not in self.__dict__:
             with self.behind_proxy().perturbed(*misplaced, scaler=scaler):
@@ -419,7 +419,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             )
         self._check_same_scaler(scaler)
         if self.starts_clean and not self.has_gradients():
-            raise RuntimeError("perturbed() climbs the gradient, but no parameter has one; call backward() first")
+            raise RuntimeError("perturbed() follows the gradient, but no parameter has one; call backward() first")
 
     def _check_same_scaler(self, scaler: GradScaler | None) -> None:
         if self._blocks and scaler is not self._scaler_of_blocks:

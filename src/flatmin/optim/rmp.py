@@ -77,7 +77,7 @@ class RMP(PerturbedOptimizer):
 
     @torch.no_grad()
     def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: Measured) -> None:
-        """Draw Δ from its ball or cube and move the weights to θ + Δ: noise in their memory, scaled, plus θ."""
+        """Draw Δ uniformly from its ball or cube, in the weights' own memory, and move them to θ + Δ."""
         groups = [group for group in self.perturbed_groups() if any(p.requires_grad for p in group["params"])]
         if not groups:
             return

@@ -27,7 +27,7 @@ Gradients = tuple[list[Tensor], list[Tensor]]  # the parameters that have a grad
 
 
 class WeightStorage(Protocol):
-    """What a perturbation needs of the place where it moves the weights."""
+    """What a perturbation needs from the place where it moves the weights."""
 
     def keep_theta(self, params: Sequence[Tensor]) -> None:
         """Save θ of these parameters, which are about to move."""
@@ -48,7 +48,7 @@ class WeightStorage(Protocol):
     def move(
         self, params: Sequence[Tensor], directions: Sequence[Tensor], factors: Tensor, finite: Tensor, *, ball: Ball
     ) -> None:
-        """Write θ + factor · direction in one kernel, or θ itself unless `finite`."""
+        """Write θ + factor · direction in one kernel, or θ itself if not `finite`."""
 
     def zero_unless(self, gradients: Sequence[Tensor], flag: Tensor) -> None: ...
 

@@ -61,7 +61,7 @@ class OptimizerWrapper(Optimizer):
         self._itself: ref[Any] = ref(self)
         for key, value in attributes.items():
             setattr(self, key, value)
-        super().__setstate__({})  # not Optimizer.__init__, which would create groups and state of its own
+        super().__setstate__({})  # not Optimizer.__init__, which would create its own groups and state
         self._make_step_state()
 
     def _make_step_state(self) -> None:
@@ -243,7 +243,7 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
     if _is_positive(values.get("epsilon", 0)) and _steps_in_backward(base):
         raise ValueError(
             f"{type(base).__name__} with overlap_with_ddp=True steps within every backward pass and cannot be "
-            f"perturbed, got epsilon={values['epsilon']}; leave overlap_with_ddp out, or use epsilon=0"
+            f"perturbed, got epsilon={values['epsilon']}; leave out overlap_with_ddp, or use epsilon=0"
         )
 
 

@@ -191,6 +191,6 @@ def _eigenbasis(kappa: Tensor, *, dimensions: int) -> tuple[Tensor, Tensor]:
     if not widths[0] > torch.finfo(torch.float64).eps * dimensions * widths[-1]:
         raise ValueError(
             f"kappa must be positive definite, got eigenvalues {widths.tolist()}; "
-            "a direction in which the surface does not rise is left out of theta"
+            "leave directions in which the surface does not rise out of theta"
         )
     return widths, axes

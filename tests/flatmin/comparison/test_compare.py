@@ -280,7 +280,7 @@ def test_the_doctor_takes_the_same_function() -> None:
         (
             {"held_out": None, "evaluate": lambda made: lambda: {"accuracy": 0.9}},
             {},
-            "in 'accuracy' higher seems to be",
+            "for 'accuracy' higher seems to be",
         ),
         ({"held_out": None, "evaluate": lambda made: lambda: "good"}, {}, "must return a number"),
         (

@@ -181,7 +181,7 @@ def test_a_checkpoint_between_two_calls_goes_on_alike() -> None:
 def test_an_ascent_on_less_gives_no_losses_to_compare() -> None:
     bowl = Bowl(0.1)
     bowl.optimizer.step(bowl.closure, ascent=bowl.closure)
-    with pytest.raises(ValueError, match="ascent=, or a closure"):
+    with pytest.raises(ValueError, match="with ascent=, or if the closure"):
         bowl.radius.step(1.0)
     assert bowl.radius.step(1e6, losses=(0.8, 0.9)) == 3
 

@@ -61,8 +61,8 @@ class MatchedRadius:
     def __init__(self, optimizer: AMP, *, scheduler: HasRadii | None = None) -> None:
         if not isinstance(optimizer, AMP):
             raise TypeError(
-                f"MatchedRadius moves the epsilon of a flatmin.AMP, got {describe(optimizer)}; give it the flatmin.AMP "
-                "itself (with Accelerate, `optimizer.optimizer`)"
+                f"MatchedRadius adjusts the epsilon of a flatmin.AMP, got {describe(optimizer)}; give it the AMP itself "
+                "(with Accelerate, `optimizer.optimizer`)"
             )
         self.optimizer, self.scheduler = optimizer.behind_proxy(), scheduler
         if isinstance(scheduler, RadiusScheduler):
@@ -117,8 +117,8 @@ class MatchedRadius:
             return 1.0
         if self._lacks_losses and losses is None:
             raise ValueError(
-                "the optimizer has not seen the losses of all steps at θ and at θ + Δ (it does not with perturbed() "
-                "blocks, ascent=, or a closure that returns no tensor); give their means since the last call: "
+                "the optimizer does not see all losses at θ and at θ + Δ with perturbed() blocks, with ascent=, or if "
+                "the closure returns no tensor; give their means since the last call: "
                 "step(held_out_loss, losses=(loss, loss_perturbed))"
             )
         if losses is not None:

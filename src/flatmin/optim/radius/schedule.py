@@ -81,7 +81,7 @@ def radii_of(optimizer: Optimizer) -> list[float]:
 
 
 def with_new_radii(optimizer: Optimizer, radii: Sequence[float]) -> list[float]:
-    """These radii, and ε of the groups that were added since they were read."""
+    """These radii, and the ε of the groups that were added since they were read."""
     return [*radii, *radii_of(optimizer)[len(radii) :]]
 
 
@@ -130,8 +130,8 @@ class RadiusScheduler(LRScheduler):
         groups = getattr(optimizer, "param_groups", None)
         if not isinstance(groups, list) or not all("epsilon" in group for group in groups):
             raise TypeError(
-                f"RadiusScheduler moves the epsilon of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}; write "
-                "RadiusScheduler(flatmin.AMP(optimizer, epsilon=0.1), total_steps)"
+                f"RadiusScheduler changes the epsilon of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}; "
+                "write RadiusScheduler(flatmin.AMP(optimizer, epsilon=0.1), total_steps)"
             )
         self.optimizer, self.total_steps = optimizer, whole_number("total_steps", total_steps, least=1)
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)

@@ -52,8 +52,8 @@ class StepLog:
 
     Numbers that were not measured are left out: the losses in loops with `perturbed()` blocks, all but the loss in
     steps with ε = 0, and RMP's sharpness. Skipped steps count only in `skipped`. ε and the learning rate are those of
-    the first perturbed group, in the last of the steps. On several ranks only rank 0 writes, its own numbers. To
-    resume, save `state_dict()` with the rest. `close` writes what is left; a `with` block does so at its end.
+    the first perturbed group, in the last of the steps. On several ranks, only rank 0 writes, and only its own numbers.
+    To resume, save `state_dict()` with the rest. `close` writes what is left; a `with` block does so at its end.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> from flatmin import AMP
@@ -141,7 +141,7 @@ class StepLog:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Writes first what has not been written yet."""
+        """Also writes what has not been written yet."""
         self.write()
         return {"steps": self.steps, "skipped_in_a_row": self._skipped_in_a_row, "has_warned": self._has_warned}
 
