@@ -61,8 +61,8 @@ class MatchedRadius:
     def __init__(self, optimizer: AMP, *, scheduler: HasRadii | None = None) -> None:
         if not isinstance(optimizer, AMP):
             raise TypeError(
-                f"MatchedRadius adjusts the epsilon of a flatmin.AMP, got {describe(optimizer)}; give it the AMP itself "
-                "(with Accelerate, `optimizer.optimizer`)"
+                f"MatchedRadius adjusts the epsilon of a flatmin.AMP, got {describe(optimizer)}; give it the AMP "
+                "itself (with Accelerate, `optimizer.optimizer`)"
             )
         self.optimizer, self.scheduler = optimizer.behind_proxy(), scheduler
         if isinstance(scheduler, RadiusScheduler):
