@@ -9,7 +9,7 @@ FGSM is one such step with α = ε. The loop works in the coordinates of the mod
 normalised images, attack `nn.Sequential(normalise, model)` in pixels; or, in "linf", the model itself with ε and the
 bounds normalised too, (0 − mean)/std to (1 − mean)/std, one number per channel.
 
-An `nn.Module` is attacked in eval mode and left as it was: no parameter gradient, BatchNorm statistic or module's
+An `nn.Module` is attacked in eval mode and left as it was: no parameter gradient, BatchNorm statistic or module
 mode changes. Any other function is called as it is. There is no host sync.
 """
 

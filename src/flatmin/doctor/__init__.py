@@ -48,7 +48,7 @@ __all__ = ["Crash", "Finding", "MakeTraining", "Verdict", "during", "examine", "
 
 
 def examine(make_training: MakeTraining) -> list[Finding]:
-    """The findings, in the order of the checks.
+    """Examine a training, and return the findings in the order of the checks.
 
     >>> import torch
     >>> def make_training():

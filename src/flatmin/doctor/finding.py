@@ -25,7 +25,7 @@ MAX_LINES = 3  # of the user's, the innermost ones
 
 @dataclass(frozen=True)
 class Finding:
-    """`change` is what to do about it; with the verdict "ok" it is empty, or advice."""
+    """What a check found. `change` is what to do about it; with the verdict "ok" it is empty, or advice."""
 
     name: str
     verdict: Verdict
@@ -50,7 +50,7 @@ class Crash(Exception):  # noqa: N818
 
 @contextmanager
 def during(doing: str) -> Iterator[None]:
-    """An exception inside is a crash of the user's code, while `doing` this."""
+    """Turns an exception inside into a `Crash` of the user's code while `doing` this."""
     try:
         yield
     except Crash:

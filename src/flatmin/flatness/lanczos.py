@@ -62,7 +62,7 @@ def top_eigenvalues(
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Eigenvalues:
-    """The k largest eigenvalues, until each error is below `tolerance` times the largest of them.
+    """The k largest eigenvalues, refined until each error is below `tolerance` times the largest of them.
 
     At least 10 + k products are taken, and at most `max_products`: a random vector hardly sees a single eigenvalue that
     stands out among many equal ones, and stopping early would miss it. An eigenvalue that occurs twice is found once,

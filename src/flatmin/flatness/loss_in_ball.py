@@ -27,7 +27,7 @@ class WorstCase(NamedTuple):
     loss: Tensor
     centre: Tensor
     starts: Tensor
-    delta: list[Tensor]  # where it was found, a tensor per parameter
+    delta: list[Tensor]  # where it was found, one tensor per parameter
 
     @property
     def rise(self) -> Tensor:

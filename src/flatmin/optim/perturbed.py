@@ -100,6 +100,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._hook = None if model is None or not self.starts_clean else ForwardHook(model, self._forward_begins)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer, or of its base alone, which leaves ε and ζ as they are."""
         super().load_state_dict(state_dict)
         optimizer = self.behind_proxy()
         optimizer.forget_step()
