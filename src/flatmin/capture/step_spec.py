@@ -68,7 +68,7 @@ class StepSpec:
         loss = loss_in(result)
         if loss is None:
             raise TypeError(
-                'loss_fn must return a loss tensor, a dict with "loss", or a tuple whose first tensor is the loss, '
+                'loss_fn must return the loss as a tensor, as a dict\'s "loss", or as the first tensor of a tuple, '
                 f"got {type(result).__name__}"
             )
         return loss if self.scaler is None else self.scaler.scale(loss)

@@ -290,7 +290,7 @@ class PerturbedOptimizer(LightningOptimizer):
             self._window, self._stepped = [], False
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Run all passes and the step; in manual optimisation without a closure, the step after `perturbed()` blocks."""
+        """Run all passes and the step; in manual optimisation without a closure, the step after blocks."""
         if kwargs:
             raise TypeError(f"step() under FlatMinima takes only a closure, got {', '.join(kwargs)}")
         if closure is None and self._optimizer.only_makes_state():  # a sharded checkpoint is being loaded
