@@ -6,7 +6,7 @@ cuda_graph.py        one captured graph, and the memory that all graphs of a ste
 clipped_sgd.py       SGD that clips its gradient inside the graph
 functional_step.py   the passes with the weights left in place, which a graph can capture
 weight_swap.py       other tensors in place of a model's weights, for one pass
-compiler.py          torch.compile for a pass, with weight gradients computed beside the rest of the backward pass
+compiler.py          torch.compile for a pass, with weight gradients computed alongside the rest of the backward pass
 """
 
 from flatmin.capture.captured_step import CapturedStep

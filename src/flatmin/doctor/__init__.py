@@ -7,7 +7,7 @@
 more parts (user_training.py); it is called a few times, and what it returns is trained for a few steps and discarded.
 The examination goes from the closure to the step and ends at the first error, because later checks would show nothing.
 
-user_training.py        what make_training may return: the parts of a training
+user_training.py        what make_training may return: the parts of a training setup
 training.py             these parts, with AMP, on one batch; a snapshot of them
 closure_call.py         one call of the closure, observed
 check_*.py              the checks: each returns a `Finding` (finding.py)
@@ -48,7 +48,7 @@ __all__ = ["Crash", "Finding", "MakeTraining", "Verdict", "during", "examine", "
 
 
 def examine(make_training: MakeTraining) -> list[Finding]:
-    """Examine a training, and return the findings in the order of the checks.
+    """Examine a training setup, and return the findings in the order of the checks.
 
     >>> import torch
     >>> def make_training():

@@ -2,7 +2,7 @@
 
 What `make_training()` may return is in user_training.py. The closure is what `optimizer.step` gets; for a loop
 without one, it is the loop's forward and backward pass as a function that returns the loss. A plain optimizer is
-examined inside AMP, and a training with batches on its first batch.
+examined inside AMP, and a setup with batches on its first batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -104,7 +104,7 @@ class Training:
 
 
 def new_training(make_training: MakeTraining) -> Training:
-    """A new training, on its first batch; the same every time, if it draws only from the usual generators."""
+    """A new setup, on its first batch; the same every time, if it draws only from the usual generators."""
     made = call(make_training, SEED)
     closure = next(made.closures(), None)
     if closure is None:

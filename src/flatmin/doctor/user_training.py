@@ -1,4 +1,4 @@
-"""What the user's `make_training()` returns: a training, ready to start.
+"""What the user's `make_training()` returns: a training setup, ready to start.
 
 A tuple `(model, optimizer, closure)`, or with a GradScaler `(model, optimizer, closure, scaler)`, is enough to take
 steps on one batch. A mapping names these parts, and the others of a whole run:
@@ -13,7 +13,7 @@ steps on one batch. A mapping names these parts, and the others of a whole run:
         "epochs": 20,
     }
 
-The generators of torch, Python and numpy are seeded before every call, so that two calls return the same training.
+The generators of torch, Python and numpy are seeded before every call, so that two calls return the same setup.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +36,7 @@ MakeTraining = Callable[[], Any]
 
 @dataclass(frozen=True)
 class UserTraining:
-    """The parts of a training. Without batches the closure takes no arguments, and an epoch is one step.
+    """The parts of a training setup. Without batches the closure takes no arguments, and an epoch is one step.
 
     evaluate            a function without arguments that returns a number, or numbers by name: lower is better
     scheduler_per_step  a scheduler whose step() is called after each step
@@ -80,7 +80,7 @@ ITERABLE = ("batches", "held_out", "radius_data")
 
 
 def call(make_training: MakeTraining, seed: int) -> UserTraining:
-    """A new training; the same for the same seed, if it draws only from the usual generators."""
+    """A new setup; the same for the same seed, if it draws only from the usual generators."""
     seed_everything(seed)
     with during("make_training()"):
         made = make_training()

@@ -37,9 +37,9 @@ def bootstrap(
 ) -> Interval:
     """The measure with its percentile interval, from `samples` resamplings of the rows.
 
-    It is about the choice of test rows, not about training: another seed may well lie outside. A sum of absolute gaps,
-    as in ece, grows with noise, so its interval is too high: for 1000 rows of a calibrated model, 0.034 to 0.077 around
-    0.039 on average, and it did not contain the value itself in 9 of 40 data sets.
+    It is about the choice of test rows, not about training: the value for another seed may well lie outside. A sum of
+    absolute gaps, as in ece, grows with noise, so its interval is too high: for 1000 rows of a calibrated model, 0.034
+    to 0.077 around 0.039 on average, and it did not contain the value itself in 9 of 40 data sets.
 
     The ends are two of the resampled values, the outer ones if a quantile falls between two. Without a generator, the
     rows are drawn with seed 0, so the same call gives the same interval, and torch's global generator is not touched. A

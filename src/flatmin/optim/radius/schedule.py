@@ -92,7 +92,7 @@ def scale_radii(optimizer: Optimizer, radii: Sequence[float], share: float) -> N
 
 
 class RadiusScheduler(LRScheduler):
-    """Changes the ε of a flatmin.AMP or flatmin.RMP, as torch's schedulers change the learning rate; works beside them.
+    """Changes the ε of a flatmin.AMP or flatmin.RMP, as torch's schedulers do the learning rate, alongside any of them.
 
         optimizer = flatmin.AMP(base, epsilon=0.1, model=model)
         scheduler = flatmin.RadiusScheduler(optimizer, total_steps=epochs * len(loader))

@@ -1,4 +1,4 @@
-"""What the steps of a training run measure, logged beside its other curves.
+"""What the steps of a training run measure, logged alongside its other curves.
 
     log = flatmin.StepLog(optimizer, "steps.jsonl")          # or a .csv, a SummaryWriter, a wandb run, a function
 
