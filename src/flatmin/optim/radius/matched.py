@@ -31,7 +31,7 @@ from flatmin.optim.amp import AMP
 from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, scale_radii, with_new_radii
 
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
-MIN_SHARE = 0.01  # of the first radius: ε never falls below it, because it could not grow from 0
+MIN_SHARE = 0.01  # of the first radius: ε never falls below that, because it could not grow from 0
 MIN_AT_EDGE = 0.5  # share of steps at the edge of the ball below which a larger ε would change little
 
 
