@@ -3,7 +3,7 @@
 optimizer = flatmin.AMP(optimizer, epsilon=0.1, model=model)
 loss = optimizer.step(closure)
 
-The optimizers are imported at once, everything else when it is first used.
+The optimizers are imported immediately, everything else on first use.
 """
 
 from importlib import import_module

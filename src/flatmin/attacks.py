@@ -2,14 +2,14 @@
 
     x ← Π(x + α · d)        Π: projection onto ‖x − x₀‖ ≤ ε and the bounds of a valid input
 
-    "linf"    d = sign ∇ₓ J(x)               the ball is a box: no number moves by more than ε (the paper's attacks)
+    "linf"    d = sign ∇ₓ J(x)               the ball is a box: no entry moves by more than ε (the paper's attacks)
     "l2"      d = ∇ₓ J(x) / ‖∇ₓ J(x)‖        one ball for each example: Σ (x − x₀)² ≤ ε²
 
-FGSM is one such step with α = ε. The loop works in whatever coordinates the model takes. For a model that takes
+FGSM is one such step with α = ε. The loop works in the coordinates of the model's input. For a model that takes
 normalised images, attack `nn.Sequential(normalise, model)` in pixels; or, in "linf", the model itself with ε and the
-bounds normalised too, (0 − mean)/std to (1 − mean)/std, a number per channel.
+bounds normalised too, (0 − mean)/std to (1 − mean)/std, one number per channel.
 
-An `nn.Module` is attacked in eval mode and left as it was: no parameter gradient, no BatchNorm statistic, no module's
+An `nn.Module` is attacked in eval mode and left as it was: no parameter gradient, BatchNorm statistic or module
 mode changes. Any other function is called as it is. There is no host sync.
 """
 
@@ -64,12 +64,12 @@ def pgd(
     loss: Loss | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Projected gradient ascent in the ball and within the bounds, from x or from a point drawn in the ball.
+    """Projected gradient ascent in the ball and within the bounds, from x or from a random point of the ball.
 
-    `epsilon`, `step_size` and `bounds` are numbers, or tensors that broadcast against x; in "l2" a radius or step has
-    one number for all, or one per example. The loss is cross-entropy, summed, so that in float16 no gradient is divided
-    away by the batch size. The result is in the ball in x's own dtype: its numbers are rounded towards x. A number of x
-    that is out of bounds may move back, but no further out: for normalised inputs, give normalised bounds.
+    `epsilon`, `step_size` and `bounds` are numbers, or tensors that broadcast against x; in "l2" a radius or step
+    size is one number for all, or one per example. The default loss is the summed cross-entropy, because a mean could
+    make float16 gradients underflow. The result is in the ball in x's own dtype: its entries are rounded towards x. An
+    entry of x that is out of bounds may move back, but no further out: for normalised inputs, give normalised bounds.
 
     >>> def margin(x):
     ...     return torch.stack([x @ torch.tensor([3.0, 4.0]), torch.zeros(len(x))], dim=1)
@@ -90,7 +90,7 @@ def pgd(
 
 
 class _Box:
-    """|x − x₀| ≤ ε for each number, within the bounds; a number of x₀ outside them moves no further out."""
+    """|x − x₀| ≤ ε for each entry, within the bounds; an entry of x₀ outside them moves no further out."""
 
     def __init__(self, start: Tensor, epsilon: Number, lower: Number, upper: Number) -> None:
         self.start, self.epsilon = start, _like(start, epsilon, start.dtype)
@@ -110,9 +110,9 @@ class _Box:
 
 
 class _Ball:
-    """‖x − x₀‖₂ ≤ ε for each example, within the bounds; in float64, where no square is lost or infinite.
+    """‖x − x₀‖₂ ≤ ε for each example, within the bounds; in float64, where no square underflows or overflows.
 
-    Clamping to bounds that contain x₀ moves every number towards it, so never out of the ball.
+    Clamping to bounds that contain x₀ moves every entry towards it, so never out of the ball.
     """
 
     def __init__(self, start: Tensor, epsilon: Number, lower: Number, upper: Number) -> None:
@@ -120,7 +120,7 @@ class _Ball:
         self.epsilon = _like(start, epsilon, widest_dtype(start))
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Of length 1; 0 for an example whose gradient is 0 or not finite: it stays."""
+        """Of length 1; 0 for an example whose gradient is 0 or not finite: it stays where it is."""
         length = _lengths(gradient)
         return torch.where((length > 0) & length.isfinite(), gradient / length, 0)
 
@@ -148,14 +148,14 @@ def _draw(draw: Callable[..., Tensor], shape: Sequence[int], x: Tensor, generato
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """The norm of each example, of a shape that broadcasts against x."""
+    """The norm of each example, in a shape that broadcasts against x."""
     flat = x.reshape(len(x), math.prod(x.shape[1:]))
     lengths: Tensor = vector_norm(flat, dim=1, dtype=widest_dtype(x))
     return lengths.view(-1, *[1] * (x.ndim - 1))
 
 
 def _like(x: Tensor, number: Number, dtype: torch.dtype) -> Number:
-    """A tensor in this dtype on x's device. A number stays one: making a tensor of it would be a copy from the host."""
+    """A tensor in this dtype on x's device. A number stays a number: a tensor would be a copy from the host."""
     return number.to(x.device, dtype) if isinstance(number, Tensor) else number
 
 
@@ -186,7 +186,7 @@ def _check_loss(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
         raise ValueError(f"the loss must be one number for all examples, got shape {tuple(loss.shape)}; take its sum")
     if not loss.requires_grad:
-        raise ValueError("the loss must depend on the input through gradients; is the model called under no_grad?")
+        raise ValueError("the loss must be differentiable in the input; is the model called under no_grad?")
     return loss
 
 

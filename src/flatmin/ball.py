@@ -1,16 +1,16 @@
 """The ball of perturbations: norms, projections, and points drawn uniformly from it.
 
-A perturbation Δ is a list of tensors, one for each parameter. The ball of radius ε is
+A perturbation Δ is a list of tensors, one per parameter. The ball of radius ε is
 
     B(ε) = {Δ : ‖Δ‖ ≤ ε},   ‖Δ‖ = √(Σ Δᵢ²) for "l2" (the paper),   max |Δᵢ| for "linf".
 
 The kind of ball says what ‖Δ‖ is taken over: all tensors together ("global", the paper), each group of parameters
 ("group"), or each tensor ("tensor", the paper's published code: T tensors together then reach ‖Δ‖ = ε√T).
-The nearest point of the ball, Π(Δ), is Δ·min(1, ε/‖Δ‖) for "l2" and each number clamped to [−ε, ε] for "linf".
+The nearest point of the ball, Π(Δ), is Δ·min(1, ε/‖Δ‖) for "l2", and each entry clamped to [−ε, ε] for "linf".
 
 A normal vector has a uniform direction; scaled to the length ε·u^(1/d), with u uniform in [0, 1] and d the dimension,
-it is uniform in the L2 ball. In many dimensions nearly all of a ball lies near its edge. In L∞ each number is uniform
-in [−ε, ε].
+it is uniform in the L2 ball. In high dimensions nearly all of a ball is near its edge. In L∞ each entry is uniform in
+[−ε, ε].
 
 Nothing here reads a number back to the host: radii and comparisons stay on the device.
 """
@@ -32,21 +32,21 @@ BALLS: tuple[Ball, ...] = get_args(Ball)
 
 __all__ = ["BALLS", "NORMS", "Ball", "Norm", "clamp_", "combine", "norms", "project_", "radii", "shrink", "uniform_"]
 
-# type, layout and dtype of tensors whose memory is their numbers: real, dense, whole
+# type, layout and dtype of tensors whose memory is their entries: real, dense, whole
 _PLAIN = frozenset(
     (kind, torch.strided, dtype)
     for kind in ORDINARY_TYPES
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 )
 _ORDER = {"l2": 2.0, "linf": float("inf")}
-_ROW = 4096  # numbers: a norm on the CPU is that of the norms of its rows (see `_lengths`)
+_ROW = 4096  # entries: a norm on the CPU is that of the norms of its rows (see `_lengths`)
 
 
 def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
     """The norm of each tensor, as one vector in float32 (float64 if any tensor is).
 
     The norm of a DTensor is that of the whole: its shards' norms are combined over its mesh, so every rank of the mesh
-    must call this. Squares are float32: numbers beyond 1e19 have an infinite norm, those below 1e-19 hardly count.
+    must call this. Squares are float32: entries above 1e19 give an infinite norm, those below 1e-19 hardly count.
 
     >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([[-2.0]])])
     tensor([5., 2.])
@@ -62,8 +62,8 @@ def norms(tensors: Sequence[Tensor], *, norm: Norm = "l2") -> Tensor:
 
 
 def _norms_of_any(tensors: Sequence[Tensor], norm: Norm) -> Tensor:
-    """For tensors of several kinds: on several devices, in several dtypes, sparse, complex, sharded over ranks."""
-    tensors = [tensor.coalesce() if tensor.is_sparse else tensor for tensor in tensors]  # entries of one place add up
+    """For tensors of several kinds: on several devices, in several dtypes, sparse, complex, sharded across ranks."""
+    tensors = [tensor.coalesce() if tensor.is_sparse else tensor for tensor in tensors]  # duplicate entries add up
     whole = [tensor if type(tensor) in ORDINARY_TYPES else _without_partial_sums(tensor) for tensor in tensors]
     parts = [plain(tensor) for tensor in whole]
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
@@ -110,7 +110,7 @@ def radii(lengths: Sequence[Tensor], *, ball: Ball = "global", norm: Norm = "l2"
 
 
 def shrink(radius: Tensor, epsilon: float | Tensor) -> Tensor:
-    """min(1, ε/‖Δ‖): the factor that projects Δ onto the ball. It is 1 inside, also at ‖Δ‖ = 0.
+    """min(1, ε/‖Δ‖): the factor that projects Δ onto the ball. It is 1 inside, even at ‖Δ‖ = 0.
 
     >>> shrink(torch.tensor([0.0, 1.0, 4.0]), 2.0)
     tensor([1.0000, 1.0000, 0.5000])
@@ -150,12 +150,12 @@ def project_(
 
 
 def clamp_(tensor: Tensor, epsilon: float | Tensor) -> Tensor:
-    """Each number to the nearest in [−ε, ε], in place.
+    """Clamp each entry to [−ε, ε], in place.
 
     >>> clamp_(torch.tensor([-3.0, 0.5]), 1.0)
     tensor([-1.0000,  0.5000])
     """
-    return tensor.clamp_(-epsilon, epsilon)  # type: ignore[arg-type]  # the stub does not know of tensor bounds
+    return tensor.clamp_(-epsilon, epsilon)  # type: ignore[arg-type]  # the stub does not know tensor bounds
 
 
 def _foreach_norms(tensors: Sequence[Tensor], norm: Norm, dtype: torch.dtype) -> list[Tensor]:
@@ -174,10 +174,10 @@ def _foreach_norms(tensors: Sequence[Tensor], norm: Norm, dtype: torch.dtype) ->
 
 
 def _lengths(tensors: Sequence[Tensor], norm: Norm, dtype: torch.dtype) -> list[Tensor]:
-    """‖tensor‖ of each, right to the last bits of float32 on the CPU as well.
+    """‖tensor‖ of each, accurate to the last bits of float32, on the CPU too.
 
-    torch adds the squares of a float32 tensor one by one there: ‖x‖ of 20 million normal numbers comes out 0.1 % too
-    small, which would let Δ leave the ball. With rows first, then the norm of the rows' norms, it is 6e-9, as fast.
+    There torch adds the squares of a float32 tensor one by one: ‖x‖ of 20 million normal numbers comes out 0.1 % too
+    small, which would let Δ leave the ball. With rows first, then the norm of the rows' norms, it is 6e-9, and as fast.
     """
     if norm == "linf":
         return [_largest(tensor, dtype) if tensor.numel() else tensor.new_zeros((), dtype=dtype) for tensor in tensors]
@@ -238,7 +238,7 @@ def _over_ranks(lengths: Tensor, mesh: Any, spread: Sequence[bool], norm: Norm) 
 def fill_with_noise(
     tensors: Sequence[Tensor], *, like: Sequence[Tensor], norm: Norm, generator: torch.Generator | None
 ) -> None:
-    """Noise in each: normal, so that its direction is uniform, or for "linf" uniform in [−1, 1].
+    """Fill each with noise: normal, so that its direction is uniform, or for "linf" uniform in [−1, 1].
 
     `like` are the same tensors as DTensors, if they are sharded: shards get different noise, replicas the same.
     """
@@ -267,7 +267,7 @@ def uniform_factors(
     norm: Norm,
     generator: torch.Generator | None,
 ) -> list[Tensor]:
-    """For each group the factors, one per tensor, that make noise of these norms uniform in the group's ball."""
+    """For each group, the factors, one per tensor, that make noise of these norms uniform in the group's ball."""
     if norm == "linf":
         return [torch.ones_like(length) * epsilon for length, epsilon in zip(lengths, epsilons, strict=True)]
     home = lengths[0].device
@@ -292,17 +292,17 @@ def cube_factors(
     *,
     ball: Ball,
 ) -> list[Tensor]:
-    """For each group the factors, one per tensor, that make noise in [−1, 1] uniform in [−√(ε/d), √(ε/d)].
+    """For each group, the factors, one per tensor, that make noise in [−1, 1] uniform in [−√(ε/d), √(ε/d)].
 
-    d is the dimension that the ball is taken over. Points of this cube have ‖Δ‖ ≈ √(ε/3), at most √ε: it is no ball of
-    radius ε, but what the paper's published code draws for RMP.
+    d is the dimension that the ball is taken over. Points of this cube have ‖Δ‖ ≈ √(ε/3), at most √ε: it is not
+    a ball of radius ε, but what the paper's published code draws from for RMP.
     """
     dimensions = [[_dimension([tensor]) for tensor in group] for group in groups]
     total = sum(map(sum, dimensions))
     found = []
     for length, own, epsilon in zip(lengths, dimensions, epsilons, strict=True):
         over = {"global": [total] * len(own), "group": [sum(own)] * len(own), "tensor": own}[ball]
-        sides = torch.stack([length.new_full((), max(count, 1) ** -0.5) for count in over])  # nothing from the host
+        sides = torch.stack([length.new_full((), max(count, 1) ** -0.5) for count in over])  # no copy from the host
         found.append(sides * epsilon**0.5)
     return found
 
@@ -312,7 +312,7 @@ def _dimension(tensors: Sequence[Tensor]) -> int:
 
 
 def _radius_share(tensors: Sequence[Tensor], home: torch.device, generator: torch.Generator | None) -> Tensor:
-    """u^(1/d): the distance of a uniform point of these tensors' ball from its centre, as a share of the radius."""
+    """u^(1/d): the distance of a uniform point from the centre of these tensors' ball, as a share of the radius."""
     dimension = _dimension(tensors)
     device = home if generator is None else generator.device
     share: Tensor = torch.rand((), generator=generator, device=device) ** (1 / max(dimension, 1))
@@ -328,7 +328,7 @@ def uniform_(
     norm: Norm = "l2",
     generator: torch.Generator | None = None,
 ) -> None:
-    """A uniform point of the ball of radius ε, in place.
+    """Draw a uniform point of the ball of radius ε, in place.
 
     >>> delta = [torch.empty(3), torch.empty(2)]
     >>> uniform_(delta, 0.1, generator=torch.Generator().manual_seed(0))

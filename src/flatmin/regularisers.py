@@ -1,6 +1,6 @@
 """The regularisers that the paper compares AMP with: each changes the batch or the loss, nothing else.
 
-    x, target = regulariser.batch(model, x, y)      once a step, before the closure (in blocks: before zero_grad)
+    x, target = regulariser.batch(model, x, y)      once per step, before the closure (in blocks: before zero_grad)
     loss = regulariser.loss(model(x), target)       inside it
 
     erm                ℓ(x, y), cross-entropy: ordinary training
@@ -9,7 +9,7 @@
     mixup              λx + (1 − λ)x′ with the labels y and y′ in the same proportion, λ ~ Beta(α, α)
     adversarial        x moved by ε per pixel, one step uphill, back into the valid range
 
-Dropout is an argument of the model, RMP and AMP are optimizers. With λ = 1, s = 0, b = 0 or ε = 0 each is erm.
+Dropout is an argument of the model; RMP and AMP are optimizers. With λ = 1, s = 0, b = 0 or ε = 0 each is erm.
 """
 
 import math
@@ -47,7 +47,7 @@ def _unchanged(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Regulariser:
-    """A pair of functions: what is done to a batch, and the loss."""
+    """A pair of functions: one changes the batch, the other is the loss."""
 
     name: str
     batch: Batch = _unchanged
@@ -81,7 +81,7 @@ def _smoothed(logits: Tensor, y: Tensor, *, smoothing: float, over: str) -> Tens
     if spread > 1:
         raise ValueError(
             f"smoothing over the other classes must be at most {(classes - 1) / classes:g} for {classes} classes, "
-            f"got {smoothing}; beyond, the label would be less likely than they are"
+            f"got {smoothing}; beyond that, the label would be less likely than they are"
         )
     return cross_entropy(logits, y, label_smoothing=spread)
 
@@ -108,12 +108,12 @@ def mixup(
     per: Literal["picture", "batch"] = "picture",
     generator: torch.Generator | None = None,
 ) -> Regulariser:
-    """Pairs of images and of their labels, mixed (Zhang et al. 2018). α = 0 mixes nothing.
+    """Mixes pairs of images, and their labels (Zhang et al. 2018). α = 0 mixes nothing.
 
-    λ is drawn per image (`per="picture"`), as in the paper's published code, or once per batch, as in MixUp's own. A
+    λ is drawn per image (`per="picture"`), as in the paper's published code, or once per batch, as in MixUp's own. The
     generator must be on the data's device.
     """
-    if alpha != 0 and not 1e-6 <= alpha <= 1e6:  # beyond, float32 cannot draw it
+    if alpha != 0 and not 1e-6 <= alpha <= 1e6:  # float32 cannot draw others
         raise ValueError(f"mixup's alpha must be 0, or from 1e-6 to 1e6, got {alpha}")
     if per not in ("picture", "batch"):
         raise ValueError(f"unknown per={per!r}; choose from picture, batch")
@@ -164,15 +164,15 @@ def adversarial(
     units: Literal["pixels", "inputs"] = "pixels",
     random_start: bool = False,
 ) -> Regulariser:
-    """Training on adversarial examples in place of the images (Goodfellow et al. 2015): one step of ε per pixel.
+    """Training on adversarial examples instead of the images (Goodfellow et al. 2015): one step of ε per pixel.
 
-    ε and `bounds` are in pixels of 0 to 1. If the model takes normalised images, give the `mean` and `std` of their
-    channels: the step is then ε/std, and the result stays in the valid range, (0 − mean)/std to (1 − mean)/std.
-    Data without bounds has `bounds=(-inf, inf)`. The first batch is checked to lie within them.
+    ε and `bounds` are pixel values from 0 to 1. If the model takes normalised images, give the `mean` and `std` of
+    their channels: the step is then ε/std, and the result stays in the valid range, (0 − mean)/std to (1 − mean)/std.
+    For data without bounds, give `bounds=(-inf, inf)`. The first batch is checked to lie within them.
 
-    With `units="inputs"` ε is a number of the inputs as the model takes them, normalised or not, and no bounds hold;
-    for CIFAR that is a quarter of the step. With `random_start` the step begins at a point drawn uniformly in the box
-    of ±ε, and ends in the box again. The paper's published code has both.
+    With `units="inputs"`, ε is in units of the model's inputs, normalised or not, and there are no bounds; for CIFAR
+    the step is then a quarter as long. With `random_start`, the step starts at a point drawn uniformly from the box of
+    ±ε, and ends in the box again. The paper's published code does both.
     """
     if units not in ("pixels", "inputs"):
         raise ValueError(f"unknown units={units!r}; choose from pixels, inputs")
@@ -182,14 +182,14 @@ def adversarial(
         attack = partial(_attacked, epsilon=epsilon, bounds=(-math.inf, math.inf), random_start=random_start)
         return Regulariser("adversarial", attack if epsilon > 0 else _unchanged)
     if not bounds[0] < bounds[1]:
-        raise ValueError(f"bounds must be two rising numbers, got {bounds}")
+        raise ValueError(f"bounds must be a lower and an upper number, got {bounds}")
     if not 0 <= epsilon <= bounds[1] - bounds[0]:
         raise ValueError(
-            f"adversarial's epsilon must be at least 0 and no more than the bounds {bounds} are apart, got {epsilon}; "
+            f"adversarial's epsilon must be at least 0 and at most the width of the bounds {bounds}, got {epsilon}; "
             "a step of 8 grey levels is 8 / 255"
         )
     if (mean is None) != (std is None):
-        raise ValueError(f"mean and std belong together: give both, or neither; got mean={mean}, std={std}")
+        raise ValueError(f"mean and std must be given together, got mean={mean}, std={std}; give both, or neither")
     centre = torch.as_tensor([0.0] if mean is None else mean, dtype=torch.float64).flatten()
     scale = torch.as_tensor([1.0] if std is None else std, dtype=torch.float64).flatten()
     if not bool((scale > 0).all() & scale.isfinite().all() & centre.isfinite().all()):
@@ -228,7 +228,7 @@ class _Attack:
         return _attacked(model, x, y, epsilon=epsilon, bounds=(low, high), random_start=self.random_start)
 
     def _scale_checked(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """ε, lowest and highest value per channel; the only time that the host reads the images."""
+        """ε, lowest and highest value per channel; only here does the host read the images."""
         if not {len(self.mean), len(self.std)} <= {1, x.shape[1]}:
             raise ValueError(
                 "mean and std must have one number per channel: "

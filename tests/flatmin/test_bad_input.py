@@ -31,11 +31,11 @@ def sgd(case: Setup) -> SGD:
 CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
     "epsilon by position": (
         lambda case: AMP(sgd(case), 0.1),
-        r"AMP takes its settings by name, got 0.1 by position; write AMP\(.*, epsilon=0.1\)",
+        r"AMP takes its settings by keyword, got 0.1 by position; write AMP\(.*, epsilon=0.1\)",
     ),
     "the model by position": (
         lambda case: AMP(sgd(case), case.model),
-        "AMP takes its settings by name, got an object of type .* by position",
+        "AMP takes its settings by keyword, got an object of type .* by position",
     ),
     "no base": (lambda case: AMP(epsilon=0.1), "AMP wraps an optimizer, got none; write AMP"),
     "no epsilon": (lambda case: RMP(sgd(case)), "RMP needs epsilon, the radius of the ball; write RMP"),
@@ -70,7 +70,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
     "model is a class": (lambda case: AMP(sgd(case), epsilon=0.1, model=nn.Linear), "model .* got the class Linear"),
     "model is another": (
         lambda case: AMP(sgd(case), epsilon=0.1, model=nn.Linear(1, 1)),
-        "model must be the one whose parameters the optimizer has, got a Linear with none of them",
+        "model must be the one that the optimizer trains, got a Linear with none of its parameters",
     ),
     "generator is a seed": (lambda case: RMP(sgd(case), epsilon=0.1, generator=3), "generator .* got int"),
     "base is a class": (
@@ -91,7 +91,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
     ),
     "a base with an epsilon of its own": (
         lambda case: AMP(OwnEpsilon(case.model.parameters()), epsilon=0.1),
-        "AMP keeps epsilon in the groups of its base, and OwnEpsilon has an epsilon of its own there; rename it",
+        "AMP keeps epsilon in the groups of its base, but OwnEpsilon has its own epsilon there; rename it",
     ),
     "lbfgs": (lambda case: AMP(LBFGS(case.model.parameters()), epsilon=0.1), "LBFGS .* got epsilon=0.1; use"),
     "bad group": (
@@ -259,7 +259,7 @@ def test_parameters_that_are_the_models_no_more_are_told_apart_from_a_missing_ba
     for module in case.model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(param.detach().clone()))  # as fully_shard() does
-    with pytest.raises(RuntimeError, match="are the model's no more; make the optimizer last"):
+    with pytest.raises(RuntimeError, match="are no longer the model's; create the optimizer last"):
         optimizer.step(case.closure(optimizer))
 
 
@@ -268,7 +268,7 @@ def test_a_step_in_inference_mode_is_refused_before_anything_is_kept(method: str
     case, expected = setup(), setup()
     optimizer = METHODS[method](SGD(case.model.parameters(), lr=0.1), model=case.model)
     theta = case.weights()
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode\(\) is on.*leave it out around"):
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode\(\) is on.*take the step outside"):
         optimizer.step(case.closure(optimizer))
     assert same(case.weights(), theta)
     other = METHODS[method](SGD(expected.model.parameters(), lr=0.1), model=expected.model)

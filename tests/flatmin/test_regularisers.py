@@ -247,11 +247,11 @@ WRONG: dict[str, Callable[[], object]] = {
     "0, or from 1e-6 to 1e6, got 1e-39": lambda: mixup(1e-39),
     "mean must be finite": lambda: adversarial(mean=[float("nan")], std=[1.0]),
     "choose from picture, batch": lambda: mixup(per="pixel"),  # type: ignore[arg-type]
-    "at least 0 and no more than the bounds .* apart, got nan": lambda: adversarial(float("nan")),
+    "at least 0 and at most the width of the bounds .*, got nan": lambda: adversarial(float("nan")),
     "got 8; a step of 8 grey levels is 8 / 255": lambda: adversarial(8),
-    "mean and std belong together": lambda: adversarial(mean=[0.5]),
+    "mean and std must be given together": lambda: adversarial(mean=[0.5]),
     "std above 0 in every channel": lambda: adversarial(mean=[0.5], std=[0.0]),
-    "two rising numbers": lambda: adversarial(bounds=(1.0, 0.0)),
+    "a lower and an upper number": lambda: adversarial(bounds=(1.0, 0.0)),
 }
 
 

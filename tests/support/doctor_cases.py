@@ -340,7 +340,7 @@ def hooked() -> TrainingParts:
 # make_training, the one finding about it, its verdict, and words of it
 BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
     "zero_grad forgotten": (lambda: make(zero=False), "zero_grad", "warning", "begin the closure with optimizer.zero"),
-    "a loader in the closure": (from_a_loader, "closure repeats", "error", "once a step, before the closure"),
+    "a loader in the closure": (from_a_loader, "closure repeats", "error", "once per step, before the closure"),
     "a named iterator": (from_a_named_loader, "closure repeats", "error", "it takes from the iterator batches"),
     "numpy in the closure": (
         lambda: noisy(np.random.standard_normal, wrap=without_model),
@@ -354,7 +354,7 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
         "error",
         "Python's random",
     ),
-    "a thread that draws": (beside_a_thread, "closure repeats", "warning", "a generator of its own"),
+    "a thread that draws": (beside_a_thread, "closure repeats", "warning", "its own generator"),
     "a generator of its own": (with_own_generator, "closure repeats", "error", "it draws from generator"),
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
     "a buffer that the loss uses": (lambda: make(Centred), "closure repeats", "warning", "a pass changes (mean)"),
@@ -397,7 +397,7 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
         lambda: clipped(lambda params: nn.utils.clip_grad_value_(params, 0.02)),
         "clipping",
         "warning",
-        "the same largest number, 0.02",
+        "the same largest entry, 0.02",
     ),
     "bfloat16 weights and a tiny ε": (
         lambda: make(lambda: mlp().bfloat16(), lambda model: amp(model, epsilon=1e-4)),

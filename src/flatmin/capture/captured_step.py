@@ -1,14 +1,14 @@
 """A whole training step, compiled and captured as one CUDA graph.
 
     step = captured_step(model, loss_fn, optimizer, autocast=torch.bfloat16)
-    loss = step(x, y)                  in place of a loop's forward, backward and optimizer.step
+    loss = step(x, y)                  replaces a loop's forward, backward and optimizer.step
 
 A step of a small network is hundreds of kernels of a few microseconds each, and Python takes longer to launch one than
-the GPU to run it. A CUDA graph launches all of them at once: clean pass, projection, perturbed passes and update.
+the GPU takes to run it. A CUDA graph launches them all at once: clean pass, projection, perturbed passes and update.
 
 The first call is an ordinary step, which creates the optimizer's state. The second one captures. A new input shape, a
-changed group setting (other than lr, ε and ζ), moved weights or another mode of the model lead to a new capture.
-On the CPU, and for steps that cannot be captured, every call is an ordinary step.
+changed group setting (other than lr, ε and ζ), moved weights or a switch between train and eval mode cause a new
+capture. On the CPU, and for steps that cannot be captured, every call is an ordinary step.
 """
 
 import traceback
@@ -42,12 +42,12 @@ from flatmin.core.tensors import ORDINARY_TYPES
 from flatmin.optim.amp import AMP
 from flatmin.optim.perturbed import PerturbedOptimizer
 
-MAX_GRAPHS = 8  # kept at a time, one for each kind of input; each holds memory of its own
-CAPTURE_MIN_REPLAYS = 50  # on average: with fewer, capturing costs more than replaying saves
+MAX_GRAPHS = 8  # kept at a time, one per kind of input; each has its own memory
+CAPTURE_MIN_REPLAYS = 50  # per capture, on average: with fewer, capturing costs more than replaying saves
 MAX_UNUSED_CAPTURES = 12  # in a row, none of them replayed; then every step runs eagerly
-MAX_SETTING_CHANGES = 3  # of the base's settings; then its step is no longer part of the graph
+MAX_SETTING_CHANGES = 3  # of the base's settings; after that its step is no longer part of the graph
 
-Key = tuple[Any, ...]  # what a graph was captured for: structure and kinds of the inputs, settings, flags
+Key = tuple[Any, ...]  # what a graph was captured for: structure and types of the inputs, settings, flags
 
 
 def captured_step(
@@ -64,19 +64,19 @@ def captured_step(
 ) -> "CapturedStep":
     """A function that takes one training step: `loss = step(*inputs)`, for any model and any torch optimizer.
 
-    loss_fn     loss_fn(model, *inputs) is the loss, or a dict with "loss", or a tuple whose first tensor is the loss
+    loss_fn     loss_fn(model, *inputs) returns the loss, a dict with "loss", or a tuple whose first tensor is the loss
     optimizer   AMP, RMP, or any torch optimizer
-    autocast    the dtype of a torch.autocast around every pass, such as torch.bfloat16
-    compile     use torch.compile for the passes, where they are captured
-    batch       batch(*inputs) makes loss_fn's inputs; it runs once a step, as part of the graph
-    ascent      ascent(*batch) makes loss_fn's inputs for AMP's ascent of those for the step: some of the images, say
+    autocast    run every pass under torch.autocast with this dtype, such as torch.bfloat16
+    compile     use torch.compile for the captured passes
+    batch       batch(*inputs) makes loss_fn's inputs; it runs once per step, as part of the graph
+    ascent      ascent(*batch) makes loss_fn's inputs for AMP's ascent from the step's, such as part of the images
     scaler      a GradScaler for fp16: the base then steps after the graph; call `scaler.update()` yourself
     capture     False: every call is an ordinary step, for comparison
 
-    The step returns what loss_fn returned in the clean pass (with `ascent`: in the one at θ + Δ, the only one with all
+    The step returns what loss_fn returned in the clean pass (with `ascent`: in the pass at θ + Δ, the only one with all
     inputs), in new tensors, and leaves no gradients behind.
-    Modules and loss function must do the same in every call, except through their tensors and `train()` or `eval()`:
-    a graph repeats what was captured (`reset()` discards it).
+    The modules and the loss function must do the same in every call, except for what depends on their tensors and on
+    `train()` or `eval()`: a graph repeats what was captured (`reset()` discards it).
 
     >>> model = nn.Linear(2, 1)
     >>> _ = nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
@@ -94,7 +94,7 @@ def captured_step(
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise TypeError(f"autocast must be a torch.dtype such as torch.bfloat16, or None, got {describe(autocast)}")
     if ascent is not None and not isinstance(optimizer, AMP):
-        raise TypeError(f"ascent is for flatmin.AMP, whose Δ comes from it, got {describe(optimizer)}; leave it out")
+        raise TypeError(f"ascent needs a flatmin.AMP, whose Δ comes from it, got {describe(optimizer)}; leave it out")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {describe(scaler)}")
     spec = StepSpec(
@@ -110,16 +110,16 @@ def captured_step(
 
 
 class CapturedStep:
-    """A training step; `captured` says whether the last call replayed a graph, `reason` why none can be captured."""
+    """A training step: `captured` tells whether the last call replayed a graph, `reason` why none can be captured."""
 
     def __init__(self, spec: StepSpec, *, compile: bool, capture: bool = True) -> None:  # noqa: A002
         self.spec, self._requested = spec, (compile, capture)
         self.captured = False
-        self.say: Callable[[str], None] = _warn  # is told why a step is not captured, or not compiled
+        self.say: Callable[[str], None] = _warn  # gets the reason if a step is not captured, or not compiled
         self.reset()
 
     def reset(self) -> None:
-        """Discard all graphs, and all reasons against capturing; the next call is an ordinary step."""
+        """Discard all graphs, and all reasons not to capture; the next call is an ordinary step."""
         self._forget()
         self.compile, capture = self._requested
         self._failure = None if capture else "capture=False was given"
@@ -128,7 +128,7 @@ class CapturedStep:
 
     @property
     def reason(self) -> str | None:
-        """Why the step is not captured; None where it is, or will be."""
+        """Why the step is not captured; None if it is, or will be."""
         if self._failure is None and self.spec.device.type != "cuda":
             return "the weights are not on a CUDA device"
         return self._failure
@@ -161,9 +161,9 @@ class CapturedStep:
             self._forget()
             why = one_line(error)
             if self.compile and _is_compiler_error(error):  # the next call captures it uncompiled
-                self.compile, message = False, f"this step cannot be compiled, and is captured as it is: {why}"
+                self.compile, message = False, f"this step cannot be compiled and is captured uncompiled: {why}"
             else:
-                self._failure, message = why, f"this step cannot be captured in a CUDA graph, and runs eagerly: {why}"
+                self._failure, message = why, f"this step cannot be captured in a CUDA graph and runs eagerly: {why}"
             _free_frames(error)
             self.say(message)
         except BaseException:  # Ctrl-C in the middle of a capture
@@ -191,7 +191,7 @@ class CapturedStep:
             result = spec.wrapper.step(closure, scaler=scaler, ascent=less)
         elif isinstance(optimizer, LBFGS):
             result = optimizer.step(closure)
-        else:  # so that hooks before the step see its gradients, as they do after a graph
+        else:  # so that step pre-hooks see the gradients, as they do after a graph
             result = closure()
             optimizer.step() if scaler is None else scaler.step(optimizer)
         self._with_state = [p for p in spec.params if spec.base.state.get(p)]
@@ -200,7 +200,7 @@ class CapturedStep:
         return tree_map_only(Tensor, Tensor.detach, result)
 
     def _needs_ordinary_step(self) -> bool:
-        """Is some of the optimizer's state still missing, which an ordinary step creates?"""
+        """Is any of the optimizer's state still missing, which an ordinary step creates?"""
         known = self._with_state
         return known is None or not all(self.spec.base.state.get(p) for p in known)
 
@@ -216,7 +216,7 @@ class CapturedStep:
         key = self._key(inputs)
         if key not in self._graphs and self._uses_torch_capture() and self._only_settings_changed(key):
             self._setting_changes += 1
-            if self._setting_changes > MAX_SETTING_CHANGES:  # a schedule moves more than lr: step the base outside
+            if self._setting_changes > MAX_SETTING_CHANGES:  # a schedule changes more than lr: step the base outside
                 self._prepare_capture()
                 key = self._key(inputs)
         graph = self._graphs.pop(key, None)
@@ -229,14 +229,14 @@ class CapturedStep:
         return graph
 
     def _capture(self, inputs: Sequence[Any]) -> CapturedGraph:
-        """A new graph, unless earlier ones were replayed too seldom to be worth it."""
+        """A new graph, unless earlier ones were replayed too rarely to be worth it."""
         self._unused_captures += 1
         self._captures += 1
         if self._unused_captures > MAX_UNUSED_CAPTURES:
             raise CannotCaptureError(f"shapes or settings were new in each of {MAX_UNUSED_CAPTURES} calls")
         if self._captures > MAX_UNUSED_CAPTURES + self._replays // CAPTURE_MIN_REPLAYS:
             raise CannotCaptureError(
-                f"{self._captures - 1} captures for {self._replays} replays: more shapes than the {MAX_GRAPHS} it keeps"
+                f"{self._captures - 1} captures for {self._replays} replays: more shapes than the {MAX_GRAPHS} kept"
             )
         if self._space is None:
             self._space = Workspace(self.spec)
@@ -274,16 +274,16 @@ class CapturedStep:
         if any(tensor.device != spec.device for tensor in tensors):
             raise CannotCaptureError("weights and buffers are not all on one device")
         if any(type(tensor) not in ORDINARY_TYPES for tensor in tensors):
-            raise CannotCaptureError("some weights or buffers are of a class of their own (sharded, quantised)")
+            raise CannotCaptureError("some weights or buffers are of a tensor subclass (sharded, quantised)")
         if any(isinstance(module, DistributedDataParallel) for module in spec.model.modules()):
-            raise CannotCaptureError("DistributedDataParallel averages gradients in hooks that a graph does not call")
+            raise CannotCaptureError("DistributedDataParallel averages gradients in hooks, which a graph does not call")
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in spec.params):
             raise CannotCaptureError("a weight has a post-accumulate-grad hook, which a graph does not call")
         addresses = [p.data_ptr() for p in {*spec.params, *spec.model.parameters()} if p.numel()]
         if len(set(addresses)) < len(addresses):
             raise CannotCaptureError("two weights share memory; give the modules one nn.Parameter instead")
         if isinstance(spec.base, LBFGS):
-            raise CannotCaptureError("LBFGS calls its closure as often as it likes")
+            raise CannotCaptureError("LBFGS calls its closure a varying number of times")
 
     def _forward(self) -> Callable[..., Any]:
         """The loss as a function of the inputs, compiled if requested."""
@@ -317,14 +317,14 @@ class CapturedStep:
         return self._setting_changes <= MAX_SETTING_CHANGES and can_torch_capture(self.spec)
 
     def _has_base_in_graph(self) -> bool:
-        """Is the base's update in the graph, by our kernel or by torch's? Else its settings and state are its own."""
+        """Is the base's update in the graph, by our kernel or torch's? If not, graphs ignore its settings and state."""
         return self._uses_sgd_kernel() or self._uses_torch_capture()
 
     def _only_settings_changed(self, key: Key) -> bool:
         return any((*other[:2], other[3]) == (*key[:2], key[3]) for other in self._graphs)
 
     def _key(self, inputs: Sequence[Any]) -> Key:
-        """Everything else that a capture fixes."""
+        """Everything that a capture fixes besides addresses."""
         optimizer, base = self.spec.optimizer, self.spec.base
         leaves, shape = tree_flatten(tuple(inputs))
         moved = (*SCHEDULED, "momentum", "weight_decay", "dampening") if self._uses_sgd_kernel() else SCHEDULED
@@ -352,7 +352,7 @@ def _warn(message: str) -> None:
 
 
 def _free_frames(error: BaseException) -> None:
-    """Release the tensors in its frames: they belong to another stream, and keep autograd nodes alive."""
+    """Release the tensors in its frames, which belong to another stream and keep autograd nodes alive."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -371,18 +371,18 @@ def _unchanged(*inputs: Any) -> Sequence[Any]:
 
 
 def _input_key(leaf: Any) -> Any:
-    """What a capture fixes of an input."""
+    """What a capture fixes about an input."""
     if isinstance(leaf, Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
     if not isinstance(leaf, LEAF_TYPES):
         raise CannotCaptureError(
-            f"an input is an object of type {type(leaf).__name__}; give tensors and numbers, in tuples, lists and dicts"
+            f"an input is an object of type {type(leaf).__name__}; pass tensors and numbers, in tuples, lists and dicts"
         )
     return type(leaf), leaf
 
 
 def _setting_key(value: Any, *, moves: bool) -> Any:
-    """What a capture fixes of a group's setting; of one that may change, whether it is 0."""
+    """What a capture fixes about a group's setting: if it may change, only whether it is 0."""
     if isinstance(value, Tensor):
         return value.data_ptr() if value.is_cuda else moves or repr(value)
     if moves and isinstance(value, Real):

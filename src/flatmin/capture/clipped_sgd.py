@@ -1,9 +1,9 @@
-"""SGD that clips the norm of the gradient it steps with, in a form that a captured step can have in its graph.
+"""SGD that clips the norm of the gradient it steps with, in a form that fits into a captured step's graph.
 
     base = ClippedSGD(model.parameters(), lr=0.1, momentum=0.9, clip_norm=50.0)
 
-An optimizer class of one's own that clips would be stepped outside the graph, launch by launch, which takes longer than
-the graph itself.
+A custom optimizer class that clips would step outside the graph, launch by launch, which takes longer than the graph
+itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ has it
+EPSILON = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
 class ClippedStep(Optimizer):
-    """Before an optimizer among the base classes: it clips the norm of the gradient that the optimizer steps with.
+    """A mixin, listed before an optimizer class, that clips the norm of the gradient that the optimizer steps with.
 
-    That is after the closure, and after a scaler has unscaled it. A step-pre-hook would run before the closure, and
-    clip the gradient of the previous step. (Hooks may run twice a step, because the optimizer's own step runs them too;
-    there are none here.)
+    It clips after the closure, and after a scaler has unscaled the gradient. A step pre-hook would run before the
+    closure, and clip the gradient of the previous step. (Hooks may run twice per step, because the optimizer's own step
+    runs them too; there are none here.)
     """
 
     def __init__(self, params: Iterable[Tensor], *, clip_norm: float, **settings: Any) -> None:
@@ -45,7 +45,7 @@ class ClippedSGD(ClippedStep, SGD):
 
 @torch.no_grad()
 def clipped(gradients: dict[Tensor, Tensor], clip_norm: float) -> dict[Tensor, Tensor]:
-    """The gradients of these weights, clipped in the weights' precision as torch clips them; the host is not asked.
+    """The gradients of these weights, clipped in the weights' precision as torch clips them, without a host sync.
 
     >>> weight = torch.zeros(2)
     >>> clipped({weight: torch.tensor([3.0, 4.0], dtype=torch.bfloat16)}, 2.5)[weight]

@@ -1,9 +1,9 @@
 """torch.compile for the passes, with the weight gradients of convolutions on a second stream.
 
 The backward pass of a layer computes two products: the gradient of its input, which the layer below waits for, and
-that of its weight, which nothing waits for until the pass is over. One after the other, small batches leave much of a
-GPU idle in both. So in a compiled backward pass each `convolution_backward` is split in two: the weight's half starts
-on a second stream, and `overlapped` waits for all of them. The numbers are the same.
+that of its weight, which nothing waits for until the pass is over. With small batches each leaves much of a GPU idle.
+So in a compiled backward pass each `convolution_backward` is split in two: the weight's half runs on a second stream,
+and `overlapped` waits for all of them. The numbers are the same.
 
 What a weight gradient reads (the layer's input, the gradient of its output) must not be overwritten meanwhile, so both
 are kept until the streams have joined, and the compiler may not reuse memory on its own (`COMPILE_OPTIONS`).
@@ -58,9 +58,9 @@ def overlapped(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
     finally:
         _side_streams.pop()
-        if read:  # else nothing was started there, and a capture must not wait for a stream outside it
+        if read:  # else nothing ran there, and a capture must not wait for a stream outside it
             torch.cuda.current_stream().wait_stream(stream)
-        read.clear()  # after the streams have joined: memory that is free now can be written on the first one
+        read.clear()  # after the streams have joined: the first one may now reuse this memory
 
 
 class SplitConvolutionBackward(CustomGraphPass):
@@ -82,7 +82,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
     wants_input, wants_weight, wants_bias = mask  # type: ignore[misc, str-unpack]
     if (
         transposed or wants_bias or not (wants_input and wants_weight) or mine is None
-    ):  # with one half there is nothing to overlap
+    ):  # with only one half there is nothing to overlap
         return
     if any(user.op != "output" for user in mine.users):  # it is needed within the pass
         return
@@ -124,7 +124,7 @@ class CompiledForward:
 
 
 def _with_own_code(function: Any) -> FunctionType:
-    """A copy with a code object of its own: the compiler counts compilations by code, and gives up after eight."""
+    """A copy with its own code object: the compiler counts compilations per code object, and gives up after eight."""
     own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
     return own

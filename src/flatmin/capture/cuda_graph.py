@@ -1,9 +1,9 @@
 """A training step for inputs of one shape, as a CUDA graph.
 
 functional_step.py has the arithmetic; here it runs a few times to warm up, inside a rehearsal, and is then captured.
-What a scheduler moves (lr, ε, ζ) lies in device memory and is written there before a replay if it has changed. A graph
-draws from the random generator as eager code would; for the extra passes it has clones of the generator, which are set
-before each replay to where the clean pass begins.
+What a scheduler changes (lr, ε, ζ) is in device memory, and is updated before a replay if it has changed. A graph draws
+from the random generator as eager code would; for the extra passes it has clones of the generator, which before each
+replay are set to where the clean pass begins.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ from flatmin.optim.wrapper import Group
 # what inputs and results may consist of, besides tuples, lists and dicts
 LEAF_TYPES = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 SCHEDULED = ("lr", "epsilon", "inner_lr")  # the group settings that may change without a new capture
-WARMUP_STEPS = 3  # before a capture, for compilation, cuDNN's search and memory
+WARMUP_STEPS = 3  # before a capture, for compilation, cuDNN's autotuning and memory
 
 
 class StateMissingError(RuntimeError):
@@ -39,7 +39,7 @@ class StateMissingError(RuntimeError):
 
 
 class Workspace:
-    """What all graphs of a step share: streams, memory, and the substitutes for the weights."""
+    """What all graphs of a step share: streams, memory, and substitutes for the weights."""
 
     def __init__(self, spec: StepSpec) -> None:
         self.stream, self.side_stream = torch.cuda.Stream(spec.device), torch.cuda.Stream(spec.device)
@@ -47,11 +47,11 @@ class Workspace:
         self.substitutes = SubstituteTensors()
         self.theta: Copies[Tensor] = Copies()  # for a base's step that may have to be undone
         if spec.wrapper is not None:
-            spec.wrapper.release_theta()  # what ordinary steps kept θ in
+            spec.wrapper.release_theta()  # which ordinary steps used
 
 
 class CapturedGraph:
-    """A captured step; `replay` takes it."""
+    """A captured step; `replay` runs it."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class CapturedGraph:
         by_kernel: bool,
         by_torch: bool,
     ) -> None:
-        """The base's step is part of the graph if our kernel can take it, or torch can capture it."""
+        """The base's step is part of the graph if our kernel can do it, or torch can capture it."""
         self.spec, self.space = spec, space
         self.inputs = tree_map_only(Tensor, partial(_own_memory, device=spec.device), tuple(inputs))
         self.scheduled = _ScheduledSettings(spec.optimizer, spec.device)
@@ -105,7 +105,7 @@ class CapturedGraph:
                 gradients = self._run()
             _check_result(self.functional_step.result, self.spec.device)
             if host.has_moved():
-                raise CannotCaptureError("it draws random numbers on the CPU, which a graph would repeat")
+                raise CannotCaptureError("it draws random numbers on the CPU, and a graph would repeat them")
             with no_host_sync():
                 self._run()
             if self.rates is not None:
@@ -144,7 +144,7 @@ class CapturedGraph:
     def replay(self, inputs: Sequence[Any]) -> Any:
         for here, given in zip(tree_leaves(self.inputs), tree_leaves(tuple(inputs)), strict=True):
             if isinstance(here, Tensor):
-                here.copy_(given)  # one by one: for few large tensors torch's foreach takes ten times longer
+                here.copy_(given)  # one by one: for a few large tensors torch's foreach takes ten times as long
         self.scheduled.refresh()
         if self.rates is not None:
             self.rates.write(multi_tensor.rates_of(self.spec.base))
@@ -165,13 +165,13 @@ class CapturedGraph:
 
 
 class _GraphPassRandom(PassRandom):
-    """A graph cannot rewind a generator, but it can draw from another one: a clone for each extra pass."""
+    """A graph cannot rewind a generator, but it can draw from another: a clone for each extra pass."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         super().__init__(device)
         self.origin = torch.cuda.default_generators[device.index or 0]
         self.clones = [self.origin.clone_state() for _ in range(count)]
-        self.start_offset = self.ahead = 0  # ahead: what the batch draws before the clean pass begins
+        self.start_offset = self.ahead = 0  # ahead: how much the batch draws before the clean pass begins
 
     def step_begins(self) -> None:
         """Set the clones to where the clean pass will begin."""
@@ -198,9 +198,9 @@ class _GraphPassRandom(PassRandom):
 
 
 class _ScheduledSettings:
-    """What a scheduler moves, as device scalars that take the numbers' place in the groups during a capture.
+    """What a scheduler changes, as device scalars that replace the numbers in the groups during a capture.
 
-    A radius of 0 stays a number, because it means another step; so does what is a tensor already.
+    A radius of 0 stays a number, because it means a different step; tensors on the device stay as they are.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -236,7 +236,7 @@ class _ScheduledSettings:
 
 
 def _is_number(key: str, value: Any) -> bool:
-    """Is it read on the host? A CPU tensor is: a graph would keep the number it had at capture."""
+    """Is it read on the host? A CPU tensor is: a graph would keep its value at capture."""
     if isinstance(value, Tensor):
         return value.device.type == "cpu"
     return isinstance(value, Real) and not (key == "epsilon" and value == 0)
@@ -245,7 +245,7 @@ def _is_number(key: str, value: Any) -> bool:
 def _own_memory(given: Tensor, *, device: torch.device) -> Tensor:
     """The graph's own memory for an input. A CPU scalar is moved to the device, where it means the same."""
     if given.device != device and given.dim():
-        raise CannotCaptureError(f"an input is on {given.device}, and the weights on {device}; move it there before")
+        raise CannotCaptureError(f"an input is on {given.device}, but the weights are on {device}; move it there first")
     there = torch.empty_like(given.detach(), device=device).copy_(given.detach())
     return there.requires_grad_(given.requires_grad)
 
@@ -253,10 +253,10 @@ def _own_memory(given: Tensor, *, device: torch.device) -> Tensor:
 def _check_result(result: Any, device: torch.device) -> None:
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor) and leaf.device != device:
-            raise CannotCaptureError(f"loss_fn returns a tensor on {leaf.device}, and the weights are on {device}")
+            raise CannotCaptureError(f"loss_fn returns a tensor on {leaf.device}, but the weights are on {device}")
         if not isinstance(leaf, LEAF_TYPES):
             raise CannotCaptureError(
-                f"loss_fn returns an object of type {type(leaf).__name__}; tensors come back in dicts, tuples and lists"
+                f"loss_fn returns an object of type {type(leaf).__name__}; return tensors in dicts, tuples and lists"
             )
 
 

@@ -1,11 +1,11 @@
 """A training step that leaves the weights in place: the form that a CUDA graph captures.
 
-    batch → pass at θ → norm, projection, θ + Δ written aside → pass at θ + Δ → all finite? → the base's update
+    batch → pass at θ → norm, projection, θ + Δ written elsewhere → pass at θ + Δ → all finite? → the base's update
 
 The passes run with substitutes for the weights (weight_swap.py): θ in the precision that a pass computes in, then
 θ + Δ. So nothing has to be saved and restored, and whenever Python looks, the weights are θ. In the same way the extra
-passes get buffers of their own, and random numbers from where the clean pass began: BatchNorm's statistics and the
-dropout masks are those of the clean pass. Gradients come from `torch.autograd.grad` and are not accumulated in `.grad`.
+passes get their own buffers, and random numbers from where the clean pass began: BatchNorm's statistics and dropout
+masks are those of the clean pass. Gradients come from `torch.autograd.grad` and are not accumulated in `.grad`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ Gradients = dict[Tensor, Tensor]
 
 
 class SubstituteTensors:
-    """Memory for the tensors that take the place of weights and buffers; all graphs of a step share it."""
+    """Memory for the tensors that replace weights and buffers; all graphs of a step share it."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[Tensor, torch.dtype], Tensor] = {}
@@ -50,7 +50,7 @@ class SubstituteTensors:
 
 
 def weights_only_cast(spec: StepSpec, inputs: Sequence[Any]) -> set[Tensor]:
-    """The weights with which a pass does nothing but cast them. None for RMP, whose noise is float32."""
+    """The weights that a pass only casts. None for RMP, whose noise is float32."""
     if spec.autocast is None or not (spec.wrapper is None or isinstance(spec.wrapper, AMP)):
         return set()
 
@@ -71,12 +71,12 @@ class PassRandom:
         self.device = device
 
     def clean_pass_begins(self) -> None:
-        """Called after the batch, which may draw as well."""
+        """Called after the batch is made, which may draw numbers too."""
         self.start = random_state(self.device)
 
     @contextmanager
     def extra_pass(self, n: int) -> Iterator[None]:
-        """Around the n-th extra pass."""
+        """The context of the n-th extra pass."""
         now = random_state(self.device)
         set_random_state(self.device, self.start)
         try:
@@ -88,8 +88,9 @@ class PassRandom:
 class FunctionalStep:
     """A step, pass by pass; its outputs are its attributes.
 
-    `result` is what the loss function returned in the clean pass, `measured` what the optimizer measured in a step that
-    perturbs, `skip` whether a gradient was not finite, `gradients` the last ones, if the base still has to step.
+    `result` is what the loss function returned in the clean pass; `measured` is what the optimizer measured in a step
+    that perturbs; `skip` tells whether a gradient was not finite; `gradients` are the last ones, if the base has yet to
+    step.
     """
 
     result: Any
@@ -112,25 +113,25 @@ class FunctionalStep:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.spec, self.forward, self.inputs, self.pass_random = spec, forward, inputs, pass_random
-        self.theta = theta  # for a base that has to step to be told not to
+        self.theta = theta  # for a base whose step must be undone to skip it
         self.half = substitutes.of(weights_only_cast(spec, inputs), dtype=spec.autocast)
         wrapper = spec.wrapper
         self.perturbs = wrapper is not None and wrapper.perturbs
         groups = wrapper.perturbed_groups() if wrapper is not None and self.perturbs else []
         moving = [p for group in groups for p in group["params"] if p.requires_grad]
-        # θ + Δ of a weight that is only cast goes to the same memory
+        # θ + Δ of a weight that is only cast uses the same memory
         self.moved = {
             **substitutes.of(p for p in moving if p not in self.half),
             **{p: self.half[p] for p in moving if p in self.half},
         }
         self.shares_clean_state = self.perturbs and wrapper is not None and wrapper.shares_clean_state
-        self.shares_random = self.shares_clean_state and spec.ascent is None  # on less, masks have another shape
+        self.shares_random = self.shares_clean_state and spec.ascent is None  # with less data, masks have another shape
         within = wrapper.model if wrapper is not None and self.shares_clean_state else None
         self.buffers = {} if within is None else substitutes.of(within.buffers())
         self.rates, self.with_base, self.around, self.compiled = rates, with_base, around, compiled
 
     def step(self) -> None:
-        """The whole step; without the base's part where `with_base` is false."""
+        """The whole step; without the base's part if `with_base` is false."""
         gradients = self.run()
         self.gradients = {}
         if self.rates is not None:
@@ -142,7 +143,7 @@ class FunctionalStep:
             self.gradients = {}
 
     def run(self) -> Gradients:
-        """All but the base's step; it changes only buffers and random states. Returns the last gradients."""
+        """Run all but the base's step; changes only buffers and random states. Returns the last gradients."""
         measured = Measured()
         self.result, latest, gradients = self._run_passes(measured)
         wrapper, device = self.spec.wrapper, self.spec.device
@@ -152,11 +153,11 @@ class FunctionalStep:
             storage = Beside(self.moved, gradients, self.compiled)
             self.skip = wrapper.must_skip(list(gradients.values()), self.spec.scaler, storage, measured)
             losses = {"loss": loss_in(self.result), "loss_perturbed": loss_in(latest)}
-            if self.spec.ascent is not None:  # at θ there was less
+            if self.spec.ascent is not None:  # the pass at θ had less data
                 self.result, losses["loss"] = latest, None
             self.measured = {**measured.numbers, **{name: loss for name, loss in losses.items() if loss is not None}}
         base = self.spec.base
-        if self.rates is not None and isinstance(base, ClippedSGD):  # else its own step clips
+        if self.rates is not None and isinstance(base, ClippedSGD):  # otherwise its own step clips
             gradients = clipped(gradients, base.clip_norm)
         return gradients
 
@@ -197,7 +198,7 @@ class FunctionalStep:
 
     @torch.no_grad()
     def step_base(self) -> Tensor | None:
-        """The base's own step with the last gradients, unless one of them was not finite; whether it was skipped."""
+        """The base's own step with the last gradients, unless one is not finite; returns whether it was skipped."""
         spec, wrapper = self.spec, self.spec.wrapper
         params = [p for group in spec.base.param_groups for p in group["params"]]
         for p in params:  # all of them: a gradient left over in `.grad` is not this step's
@@ -225,7 +226,7 @@ def _fill(substitutes: Mapping[Tensor, Tensor]) -> None:
 
 
 def _separate(gradients: Gradients) -> Gradients:
-    """Each gradient in memory of its own, in its weight's layout, as backward() leaves it in `.grad`.
+    """Each gradient in its own memory, in its weight's layout, as backward() leaves it in `.grad`.
 
     Autograd may return one tensor for two weights, an expanded number, or another layout.
     """

@@ -1,7 +1,7 @@
-"""What a training step computes: loss_fn(model, *batch(*inputs)), and the step its optimizer takes with it.
+"""What a training step computes: loss_fn(model, *batch(*inputs)), and the optimizer's step with its gradient.
 
-A `StepSpec` holds the parts of a step. `rehearsal` is a block in which they may run without leaving a trace: buffers,
-random states and gradients are restored at its end. A capture warms up in one.
+A `StepSpec` holds the parts of a step. In a `rehearsal` block they can run without leaving a trace: buffers, random
+states and gradients are restored at its end. A capture warms up in one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ class StepSpec:
     loss_fn: Callable[..., Any]
     optimizer: Optimizer
     batch: Callable[..., Sequence[Any]]
-    ascent: Callable[..., Sequence[Any]] | None = None  # the loss function's inputs for the ascent, of the batch's
+    ascent: Callable[..., Sequence[Any]] | None = None  # from the batch: loss_fn's inputs for the ascent
     autocast: torch.dtype | None
     scaler: GradScaler | None
 
@@ -58,7 +58,7 @@ class StepSpec:
             return _checked("batch", self.batch(*inputs))
 
     def make_ascent(self, batch: Sequence[Any]) -> Sequence[Any]:
-        """The loss function's inputs for the ascent; the batch's own, if none are made for it."""
+        """The loss function's inputs for the ascent; those of the batch, if there are no others."""
         if self.ascent is None:
             return batch
         with self.precision():
@@ -68,7 +68,7 @@ class StepSpec:
         loss = loss_in(result)
         if loss is None:
             raise TypeError(
-                'loss_fn must return the loss as a tensor, a dict with "loss", or a tuple whose first tensor it is, '
+                'loss_fn must return the loss as a tensor, as a dict\'s "loss", or as the first tensor of a tuple, '
                 f"got {type(result).__name__}"
             )
         return loss if self.scaler is None else self.scaler.scale(loss)
@@ -95,7 +95,7 @@ def _checked(name: str, made: Any) -> Sequence[Any]:
 
 
 def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast to this dtype, or as it is set here, without the cache of cast weights: they change between passes."""
+    """Autocast to this dtype, or as set outside, without caching cast weights, which change between passes."""
     kind = device.type
     if dtype is None and not torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -104,7 +104,7 @@ def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractCont
 
 @contextmanager
 def rehearsal(spec: StepSpec) -> Iterator[None]:
-    """Whatever runs inside, buffers and random states are restored, and no gradients are left.
+    """Whatever runs inside, buffers and random states are restored, and no gradients are left behind.
 
     A buffer must be the same tensor afterwards: a graph would not see one that replaced it.
     """
@@ -119,7 +119,7 @@ def rehearsal(spec: StepSpec) -> Iterator[None]:
     try:
         yield
         if any(here.get(name) is not buffer for (here, name), buffer in zip(places, buffers, strict=True)):
-            raise CannotCaptureError("it puts a new tensor in the place of a buffer; write into the old one instead")
+            raise CannotCaptureError("it replaces a buffer by a new tensor; write into the old one instead")
     finally:
         for (here, name), buffer in zip(places, buffers, strict=True):
             here[name] = buffer

@@ -1,9 +1,9 @@
-"""Other tensors in place of a model's weights and buffers, for the length of a pass.
+"""Other tensors in place of a model's weights and buffers, for one pass.
 
-`with_substitutes` gives parameters other memory; the tensor objects stay, so whoever holds one (a module, a loss
-function) sees the substitute. Under autocast a layer casts its float32 weight to half precision in every pass. Where
-that is all that ever happens to a weight (`weights_cast_once` finds out), its substitute may be in half precision from
-the start: the same numbers, no casts, and a gradient of half the bytes.
+`with_substitutes` gives parameters other memory; the tensor objects stay, so everything that holds one (a module, a
+loss function) sees the substitute. Under autocast a layer casts its float32 weight to half precision in every pass. If
+nothing else ever happens to a weight (`weights_cast_once` finds out), its substitute may be in half precision from the
+start: the same numbers, no casts, and a gradient of half the size.
 """
 
 from collections import Counter
@@ -60,9 +60,9 @@ class _UseCounter(TorchDispatchMode):
 
 
 def weights_cast_once(params: Iterable[Tensor], dtype: torch.dtype, work: Callable[[], object]) -> set[Tensor]:
-    """The float32 parameters with which `work`, forward and backward, does one thing only: cast them to `dtype`, once.
+    """The float32 parameters that `work`, forward and backward, uses only once: to cast them to `dtype`.
 
-    Not those with a gradient hook of the user's: its gradient would come in half precision.
+    Weights with a gradient hook are excluded: the hook would get the gradient in half precision.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> def work():

@@ -1,12 +1,12 @@
-"""Does AMP help me? The user's own training with the plain optimizer, with as much time, and with AMP at a few radii.
+"""Does AMP help me? The user's own training: plain, plain for as long as AMP takes, and with AMP at a few radii.
 
 contenders.py        what is compared
-outcome.py           what one training came to, and its file
+outcome.py           the result of one run, and its file
 held_out.py          error, NLL and ECE on held-out data, example by example
-train_contender.py   one contender trained with one seed: the same first weights and batches as the others
-intervals.py         how sure a difference is, over seeds and over held-out examples
+train_contender.py   one run: a contender and a seed, with the same initial weights and batches as the others
+intervals.py         how certain a difference is, over seeds and over held-out examples
 verdict.py           the answer in one sentence, and the table
-run_comparison.py    `flatmin.compare`: trains what is missing, and judges
+run_comparison.py    `flatmin.compare`: runs what is missing, and decides
 """
 
 from flatmin.comparison.contenders import AUTO, LONGER, PLAIN, RADII, Contender, contenders_for

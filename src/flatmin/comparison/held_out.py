@@ -1,7 +1,7 @@
-"""What a training came to on held-out data: the user's own `evaluate()`, or error, NLL and ECE of a classifier.
+"""A model measured on held-out data: by the user's own `evaluate()`, or by error, NLL and ECE of a classifier.
 
-Of held-out pairs (inputs, classes) error and NLL are known for each example, so that two trainings can be compared
-example by example. Of `evaluate()` only what it returns is.
+With held-out pairs (inputs, classes), error and NLL are known for each example, so that two runs can be compared
+example by example. With `evaluate()`, only what it returns is known.
 """
 
 import math
@@ -20,12 +20,12 @@ from flatmin.doctor.finding import during
 from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import UserTraining
 
-UNNAMED = "loss"  # of an evaluate() that returns a number
+UNNAMED = "loss"  # the name if evaluate() returns a number
 HIGHER_IS_BETTER = ("acc", "accuracy", "top1", "top-1", "f1", "auc", "auroc", "r2", "bleu", "iou", "map")
 
 
 class Measured(NamedTuple):
-    """Measures by name, and of each example where those are known."""
+    """Measures by name, and for each example where they are known."""
 
     measures: dict[str, float]
     per_example: dict[str, list[float]]
@@ -33,7 +33,7 @@ class Measured(NamedTuple):
     def failure(self) -> str | None:
         """Why these measures say nothing: one is not finite."""
         bad = [name for name, value in self.measures.items() if not math.isfinite(value)]
-        return f"the held-out {bad[0]} is not finite: the training diverged" if bad else None
+        return f"the held-out {bad[0]} is not finite: the run diverged" if bad else None
 
 
 def check_can_measure(training: UserTraining) -> None:
@@ -41,13 +41,13 @@ def check_can_measure(training: UserTraining) -> None:
     if (training.held_out is None) == (training.evaluate is None):
         got = "neither" if training.held_out is None else "both"
         raise ValueError(
-            "a comparison measures every training on data that it was not trained on; return from make_training a "
+            "a comparison measures every run on data that it was not trained on; make_training must return a "
             f"mapping with either held_out (a loader of inputs and classes) or evaluate (a function), got {got}"
         )
 
 
 def measure(training: UserTraining) -> Measured:
-    """Measure it as it is now. Modes and random generators are as before afterwards."""
+    """Measure the model as it is now; modes and random generators are restored."""
     with preserve_generators(), torch.no_grad(), eval_mode(training.model):
         seed_everything(0)  # a loader that shuffles gives the examples in the same order each time
         if training.evaluate is None:
@@ -67,7 +67,7 @@ def _named(found: Any) -> dict[str, float]:
     for name in values:
         if name.lower().replace("val_", "").replace("test_", "") in HIGHER_IS_BETTER:
             raise ValueError(
-                f"measures are compared as if lower is better, and {name!r} looks as if higher is; return 1 − {name} "
+                f"lower must be better in every measure, but for {name!r} higher seems to be; return 1 − {name} "
                 "under another name (1 − accuracy is the error)"
             )
     return values
@@ -84,18 +84,18 @@ def measure_pairs(model: nn.Module, pairs: Iterable[Any]) -> Measured:
                 f"held-out batches must be pairs (inputs, classes), got {describe(batch)}; or give evaluate"
             )
         inputs, classes = batch
-        with during("the model's answer to held-out inputs"):
+        with during("calling the model on held-out inputs"):
             answer = model(inputs.to(device) if isinstance(inputs, Tensor) else inputs)
         answer = getattr(answer, "logits", answer)
         if not isinstance(answer, Tensor) or answer.ndim != 2 or classes.is_floating_point():
             raise TypeError(
-                "held-out pairs are for classifiers: the model must answer with logits (N, K), and classes be whole "
-                f"numbers (N,); got {describe(answer)} and {describe(classes)}. Give evaluate for anything else"
+                "held-out pairs are for classifiers: the model must return logits (N, K), and classes must be whole "
+                f"numbers (N,), got {describe(answer)} and {describe(classes)}; give evaluate for anything else"
             )
         logits.append(answer.cpu().double())
         labels.append(classes.long().cpu())
     if not logits:
-        raise ValueError("held-out data must be at least one example, got none; a generator can be read only once")
+        raise ValueError("held-out data must have at least one example, got none; a generator can be read only once")
     every, truth = torch.cat(logits), torch.cat(labels)
     if not bool(metrics.has_probabilities(every).all()):
         return Measured({"error": math.nan, "nll": math.nan, "ece": math.nan}, {})

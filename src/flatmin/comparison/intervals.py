@@ -1,13 +1,13 @@
-"""How sure is a difference between two ways to train, each trained with the same seeds?
+"""How certain is a difference between two ways to train, both run with the same seeds?
 
 Two things vary: the training (another seed) and the held-out data (other examples). With dₛ the difference for a seed,
 and d̄ᵢ that for an example,
 
-    over seeds       t(n−1) · √(var(dₛ) / n)                Student's t, because seeds are few
-    over examples    the quantiles of the mean d̄ᵢ when examples are drawn again with replacement (paired bootstrap)
+    over seeds       t(n−1) · √(var(dₛ) / n)                Student's t, because there are few seeds
+    over examples    the quantiles of the mean d̄ᵢ when examples are resampled with replacement (paired bootstrap)
 
-and the interval has, on either side, the root of the sum of both squares. A measure of which only one number a training
-is known (the user's own) has the first part alone.
+and each half of the interval is the root of the sum of both squares. A measure with only one number per run (the user's
+own) has only the first part.
 """
 
 import math
@@ -22,14 +22,14 @@ MOST_AT_ONCE = 4_000_000  # numbers drawn at once
 
 
 class Difference(NamedTuple):
-    """A mean difference, and the interval in which it probably lies; one that is not known is infinitely wide."""
+    """A mean difference, and the interval in which it probably lies: infinitely wide if it is not known."""
 
     mean: float
     low: float
     high: float
     seeds: int
-    over_seeds: float  # the share of the half width that more seeds would narrow
-    over_examples: float  # the share that more held-out examples would
+    over_seeds: float  # the part of the half-width that more seeds would narrow
+    over_examples: float  # the part that more held-out examples would narrow
 
 
 def paired_difference(
@@ -37,7 +37,7 @@ def paired_difference(
 ) -> Difference:
     """The mean of the seeds' differences with its interval.
 
-    per_example    for each seed the examples' differences, whose means are `differences`; none if not known
+    per_example    for each seed, the differences of all examples, whose means are `differences`; empty if not known
 
     >>> difference = paired_difference([-1.0, -2.0, -3.0])
     >>> [round(end, 2) for end in difference[:3]]
@@ -61,7 +61,7 @@ def paired_difference(
 
 
 def _over_examples(per_example: Sequence[Sequence[float]], level: float) -> tuple[float, float]:
-    """How far below and above its mean the difference lies when the examples are drawn again."""
+    """How far below and above its mean the difference lies when the examples are resampled."""
     rows = torch.tensor([list(row) for row in per_example], dtype=torch.float64).mean(0)
     random = torch.Generator().manual_seed(0)
     at_once = max(MOST_AT_ONCE // len(rows), 1)
@@ -72,7 +72,7 @@ def _over_examples(per_example: Sequence[Sequence[float]], level: float) -> tupl
 
 
 def student_quantile(level: float, freedom: int) -> float:
-    """The t that a Student-distributed number stays below in absolute value with this probability.
+    """The t with P(|T| < t) = level for Student's T with this many degrees of freedom.
 
     >>> [round(student_quantile(0.95, freedom), 3) for freedom in (1, 2, 9)]
     [12.706, 4.303, 2.262]

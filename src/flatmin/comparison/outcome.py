@@ -1,4 +1,4 @@
-"""What one training of a comparison came to, and its file: a comparison that was interrupted goes on from those."""
+"""The result of one run of a comparison, and its file: an interrupted comparison resumes from these files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ class Outcome:
     """A contender, trained with one seed, and measured on held-out data after its last epoch.
 
     measures      by name; lower is better
-    per_example   of measures that are means over the held-out examples: the value of each, in the same order always
-    curve         measures during the training: each has "epoch" (in epochs of the plain training) and some numbers
+    per_example   for measures that are means over the held-out examples: the value for each, always in the same order
+    curve         measures during training: each point has "epoch" (counted as in a plain run) and some numbers
     failed        why it has no measures: it diverged
     """
 
@@ -26,12 +26,12 @@ class Outcome:
     failed: str | None = None
 
     def write(self, folder: Path) -> None:
-        """Write its file, whole or not at all."""
+        """Write its file, completely or not at all."""
         write_whole(folder / file_name(self.contender, self.seed), json.dumps(asdict(self)))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     temporary.replace(path)
@@ -42,7 +42,7 @@ def file_name(contender: str, seed: int) -> str:
 
 
 def read_outcome(folder: Path, contender: str, seed: int) -> Outcome | None:
-    """What an earlier call has written; None if there is nothing, or nothing that can be read."""
+    """What an earlier call has written; None if there is nothing, or it cannot be read."""
     try:
         found: dict[str, Any] = json.loads((folder / file_name(contender, seed)).read_text())
         return Outcome(**found)

@@ -1,4 +1,4 @@
-"""`flatmin.compare`: the user's own training, with and without AMP, seed after seed, and the answer."""
+"""`flatmin.compare`: the user's own training, with and without AMP, seed by seed, and the answer."""
 
 import json
 import time
@@ -18,11 +18,11 @@ from flatmin.doctor.user_training import UserTraining, call
 from flatmin.optim.wrapper import whole_number
 
 SETTINGS = "settings.json"
-EVALUATIONS = 10  # of a training, for its curve
+EVALUATIONS = 10  # per run, for its curve
 
 
 class Progress(NamedTuple):
-    """A training that begins, or has ended if there is an outcome; `was_there`: in an earlier call."""
+    """A run that starts, or has finished if there is an outcome; `was_there`: in an earlier call."""
 
     contender: Contender
     seed: int
@@ -32,13 +32,13 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was trained, what it came to, and the verdict. As text it is the table with the sentence below."""
+    """The contenders, their outcomes and the verdict. As text: the table, and the sentence below it."""
 
     contenders: Sequence[Contender]
     outcomes: Sequence[Outcome]
     verdict: Verdict
-    findings: Sequence[Finding] = ()  # of the doctor, where there is something to change
-    stopped: str = ""  # why not all seeds were trained
+    findings: Sequence[Finding] = ()  # the doctor's warnings
+    stopped: str = ""  # why not all seeds were run
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *filter(None, (self.stopped, self.verdict.sentence))])
@@ -89,22 +89,22 @@ def compare(
     examined: bool = True,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Comparison:
-    """Does AMP help in this training? Trains it plainly, plainly with as much time, and with AMP at three radii.
+    """Does AMP help here? Compares plain training, plain training for as long as AMP takes, and AMP at three radii.
 
-    make_training  what doctor.examine takes: returns a training that has not begun. Here it is a mapping, which has the
-                   batches, the held-out data and the number of epochs as well (doctor/user_training.py)
-    epochs         of the plain training; else as many as the mapping says
-    seeds          how often everything is trained: with the seeds 0, 1, …
-    minutes        as many of the seeds as fit into this time
-    radii          of AMP; the default is 0.03, 0.1 and 0.3, or if make_training returns a flatmin.AMP, a third of its
-                   own, its own, and three times that
-    measure        what decides; else the first: of held-out data the error, of `evaluate` the first that it returns
+    make_training  a function that returns your training, ready to start, as for doctor.examine; here a mapping that
+                   also has the batches, the held-out data and the number of epochs (doctor/user_training.py)
+    epochs         of a plain run; by default as in the mapping
+    seeds          how many seeds to run: 0, 1, …
+    minutes        run only as many of the seeds as fit into this time
+    radii          AMP's radii; by default 0.03, 0.1 and 0.3, or if make_training returns a flatmin.AMP, its own, a
+                   third of it, and three times it
+    measure        what decides; by default the error on held-out data, or the first number that `evaluate` returns
     worth          the smallest gain worth having, as a share of the plain optimizer's measure
-    evaluations    how often each training is measured, for its curve; the last epoch is what counts
-    out            a folder for what has ended: the same call again goes on from there
-    examined       whether the doctor looks first; what it finds wrong ends the comparison
+    evaluations    how often each run is evaluated, for its curve; only the last epoch decides
+    out            a folder for the results of finished runs: the same call resumes from there
+    examined       whether the doctor examines the training first; an error that it finds ends the comparison
 
-    Nothing but `out` is written to, and the caller's random generators are as before afterwards.
+    Only `out` is written to, and the caller's random generators are restored.
     """
     whole_number("seeds", seeds, least=1)
     whole_number("evaluations", evaluations, least=1)
@@ -143,7 +143,7 @@ class _Plan:
         self.contenders = contenders_for(radii, own=own, auto=auto, passes=passes)
 
     def settings(self, training: UserTraining) -> dict[str, Any]:
-        """What must be the same for outcomes to be compared, as far as it can be seen before a training."""
+        """What must be the same for outcomes to be compared, as far as it is known before training."""
         return {
             "passes": max(contender.passes for contender in self.contenders),
             "batches": len(training.batches) if isinstance(training.batches, Sized) else None,
@@ -155,7 +155,7 @@ class _Plan:
 
 
 def _check_store(out: str | Path | None, settings: dict[str, Any]) -> Path | None:
-    """The folder of the outcomes, if they are to be kept; raises if it has others."""
+    """The folder for the outcomes, if they are to be kept; raises if it holds others."""
     if out is None:
         return None
     folder = Path(out)
@@ -169,8 +169,8 @@ def _check_store(out: str | Path | None, settings: dict[str, Any]) -> Path | Non
         if changed:
             name = changed[0]
             raise ValueError(
-                f"{folder} holds another comparison: its {name} was {before.get(name)} and now is {settings[name]}; "
-                "choose another folder, or the settings of then"
+                f"{folder} holds another comparison: its {name} was {before.get(name)} and is now {settings[name]}; "
+                "choose another folder, or the earlier settings"
             )
         return folder
     if folder.exists() and any(folder.iterdir()):
@@ -183,8 +183,8 @@ def _examine(make_training: MakeTraining) -> list[Finding]:
     if has_error(found):
         first = next(finding for finding in found if finding.verdict == "error")
         raise ValueError(
-            f"the doctor finds a mistake in this training, so that AMP would show nothing: {first.name}: {first.seen}. "
-            f"{first.change}"
+            f"the doctor found a mistake in this training, so a comparison would show nothing: {first.name}: "
+            f"{first.seen}. {first.change}"
         )
     return [finding for finding in found if finding.verdict == "warning"]
 
@@ -217,8 +217,8 @@ class _Run:
             for number, contender in enumerate(todo):
                 if not self._fits(todo[number:] if seed > 0 and number == 0 else [contender]):
                     self.stopped = (
-                        f"Stopped at seed {seed}: what is left of it would not end in {(self.limit or 0) / 60:g} "
-                        "minutes; the same call goes on with more (minutes=, --minutes)."
+                        f"Stopped at seed {seed}: the rest of it would not finish within {(self.limit or 0) / 60:g} "
+                        "minutes; the same call with more time resumes it (minutes=, --minutes)."
                     )
                     return
                 self.progress(Progress(contender, seed))
@@ -232,12 +232,12 @@ class _Run:
 
     def _add(self, contender: Contender, outcome: Outcome, *, was_there: bool = False) -> None:
         self.outcomes.append(outcome)
-        if outcome.measures and self.measure is not None:  # now, and not after the last training
+        if outcome.measures and self.measure is not None:  # now, not after the last run
             check_measure(self.measure, list(outcome.measures))
         self.progress(Progress(contender, outcome.seed, outcome, was_there))
 
     def _fits(self, contenders: Sequence[Contender]) -> bool:
-        """Will these trainings end in time, at the pace so far?"""
+        """Will these runs finish in time, at the pace so far?"""
         if self.limit is None or not self.outcomes:
             return True
         passes = {contender.key: contender.passes for contender in self.plan.contenders}

@@ -1,8 +1,8 @@
-"""One contender, trained with one seed by the user's own parts, and measured on the way.
+"""One run: a contender trained with one seed, with the user's own parts, and measured on the way.
 
-All contenders of a seed begin with the same weights and see the same batches: batches are drawn from one stream of
-random numbers and the model's masks from another, so that a training with more passes does not see other batches. In a
-longer training the schedule is stretched: it takes as many steps as in the plain one, each of them later.
+All contenders of a seed start from the same weights and see the same batches: batches are drawn from one stream of
+random numbers and the model's masks from another, so more passes do not change the batches. In a longer run the
+schedule is stretched: it takes as many steps as in the plain run, each of them later.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.radius import MatchedRadius, RadiusScheduler
 from flatmin.optim.radius.schedule import radii_of, scale_radii
 
-FIRST_RADIUS = 0.1  # of a radius that is found while training
-MATCHED_UNTIL = 0.6  # of the training
+FIRST_RADIUS = 0.1  # where a radius found while training starts
+MATCHED_UNTIL = 0.6  # of the run
 
 
 def train_contender(
     make_training: MakeTraining, contender: Contender, seed: int, *, epochs: int, evaluations: int
 ) -> Outcome:
-    """Train it from the start, and say what it came to."""
+    """Train it from scratch, and return the result."""
     began = time.perf_counter()
     with preserve_generators():
         training = call(make_training, seed)
@@ -87,19 +87,19 @@ def _check_schedulers(training: UserTraining) -> None:
     for scheduler in (training.scheduler, training.scheduler_per_step):
         if isinstance(scheduler, RadiusScheduler):
             raise ValueError(
-                "a comparison sets the radius itself, and a RadiusScheduler would set it back; leave it out of "
-                "make_training (flatmin compare --data knows --start and --every)"
+                "a comparison sets the radius itself, and a RadiusScheduler would reset it; leave it out of "
+                "make_training (flatmin compare --data has --start and --every)"
             )
 
 
 def _shares(optimizer: AMP) -> list[float]:
-    """Each group's ε as a share of the largest; groups that are not perturbed stay so."""
+    """Each group's ε as a share of the largest; groups that are not perturbed stay unperturbed."""
     radii = radii_of(optimizer)
     return [radius / max(radii) if max(radii) > 0 else 1.0 for radius in radii]
 
 
 def fingerprint(training: UserTraining) -> str:
-    """Of a training that has not begun: its weights and its optimizer's settings."""
+    """A hash of the initial weights and the optimizer's settings."""
     found = hashlib.sha256()
     for name, value in training.model.state_dict().items():
         if isinstance(value, Tensor):
@@ -111,7 +111,7 @@ def fingerprint(training: UserTraining) -> str:
 
 
 class _Stream:
-    """Random numbers of its own: what is drawn while it is active comes from it, and moves no other."""
+    """A separate stream of random numbers: while it is active, all draws come from it and advance no other."""
 
     def __init__(self, seed: int, devices: list[torch.device]) -> None:
         before = _States(devices)
@@ -183,7 +183,7 @@ class _Loop:
         self._epochs += 1
         if not count:
             raise ValueError(
-                f"the batches of make_training must come again in each epoch, and epoch {self._epochs} had none; "
+                f"the batches of make_training must be there in every epoch, but epoch {self._epochs} had none; "
                 "return a loader or a list, or a function that makes a new iterator"
             )
         self._epochs_stepped = self._follow(self.training.scheduler, self._epochs, self._epochs_stepped)
@@ -201,7 +201,7 @@ class _Loop:
             self._losses += 1
 
     def _follow(self, scheduler: Any, now: int, stepped: int) -> int:
-        """The schedule takes its next step when it is due; it is as long as the plain training's."""
+        """Step the schedule if it is due: stretched, it has as many steps as in the plain run."""
         due = int(now / self.length)
         if scheduler is not None:
             for _ in range(due - stepped):
@@ -215,7 +215,7 @@ class _Loop:
             self._radius.step(loss)
 
     def _mean_loss(self) -> float:
-        """Of the steps since the last call."""
+        """The mean loss of the steps since the last call."""
         mean = float("nan") if self._loss is None else float(self._loss) / self._losses
         self._loss, self._losses = None, 0
         return mean

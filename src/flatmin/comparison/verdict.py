@@ -1,12 +1,13 @@
 """Does AMP help? An answer in one sentence, from the outcomes of a comparison.
 
-AMP must beat the plain optimizer and the plain optimizer with as much time, beyond what seeds and held-out examples do
-by chance. Several radii are several chances: the intervals that decide are those of the level 1 − 0.05/k for k radii
-(Bonferroni). A gain below `worth`, a tenth of what the plain optimizer has, is not worth twice the time.
+AMP must beat the plain optimizer, and the plain optimizer trained for as long, by more than chance, in seeds and in
+held-out examples, can explain. Several radii are several chances to be lucky, so with k radii the intervals that decide
+have the level 1 − 0.05/k (Bonferroni). A gain below `worth`, by default a tenth of the plain optimizer's measure, is
+not worth twice the time.
 
-    yes            one radius is better than both, by its interval
-    no             no radius can be better than both by a gain worth having, by their intervals
-    cannot tell    else; then it says what it would take
+    yes            the interval of at least one radius shows that it is better than both
+    no             the intervals of all radii rule out that any is better than both by a gain worth having
+    cannot tell    otherwise; the sentence says what would decide it
 """
 
 import math
@@ -23,17 +24,17 @@ Answer = Literal["yes", "no", "cannot tell"]
 LEVEL = 0.95
 WORTH = 0.1  # of the plain optimizer's measure
 PERCENT = ("error", "ece")  # measures that are shares
-FEWEST_SEEDS = 3  # that an answer rests on
-SMALLER_RADII = "; smaller ones may do (radii=, --radii)"
-MOST_SEEDS = 200  # beyond which no one would go
+FEWEST_SEEDS = 3  # for an answer
+SMALLER_RADII = "; smaller ones may work (radii=, --radii)"
+MOST_SEEDS = 200  # more than anyone would run
 
 
 @dataclass(frozen=True)
 class Row:
-    """A contender in one measure: its mean, and its differences from the plain trainings at 95 %."""
+    """A contender in one measure: its mean, and its differences from the plain runs with 95 % intervals."""
 
     contender: Contender
-    values: Sequence[float]  # one a seed
+    values: Sequence[float]  # one per seed
     failed: int  # seeds with which it diverged
     from_plain: Difference | None  # None for the plain one itself
     from_longer: Difference | None
@@ -44,13 +45,13 @@ class Row:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation over the seeds; nan of fewer than two."""
+        """The standard deviation over the seeds; nan for fewer than two."""
         return stdev(self.values) if len(self.values) > 1 else math.nan
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer, in one sentence; and what it rests on."""
+    """The answer in one sentence, and what it is based on."""
 
     answer: Answer
     sentence: str
@@ -69,19 +70,19 @@ def judge(
     new_examples: bool = False,
     seconds_a_seed: float | None = None,
 ) -> Verdict:
-    """The verdict on these outcomes, by the measure named, or by the first.
+    """The verdict on these outcomes, by this measure, or by the first.
 
-    new_examples      whether every seed has held-out examples of its own, so that more seeds are more examples
-    seconds_a_seed    how long all trainings of a seed take; else the sum of their seconds
+    new_examples      whether every seed has its own held-out examples, so that more seeds mean more examples
+    seconds_a_seed    how long all runs of a seed take; by default the sum of their seconds
     """
     check_worth(worth)
     table = _Table(contenders, outcomes)
     names = table.measures()
     if not names:
         sentence = (
-            "Cannot tell: every training diverged; lower the learning rate first."
+            "Cannot tell: every run diverged; lower the learning rate first."
             if outcomes
-            else "Cannot tell: no training has ended yet; let it go on."
+            else "Cannot tell: no run has finished yet; let it continue."
         )
         return Verdict("cannot tell", sentence, measure or "", "", {}, 0)
     measure = names[0] if measure is None else measure
@@ -93,12 +94,14 @@ def judge(
 
 def check_worth(worth: float) -> None:
     if not 0 <= worth < 1:
-        raise ValueError(f"worth is a share of the plain optimizer's measure, at least 0 and below 1, got {worth!r}")
+        raise ValueError(
+            f"worth must be a share of the plain optimizer's measure, at least 0 and below 1, got {worth!r}"
+        )
 
 
 def check_measure(measure: str, known: Sequence[str]) -> None:
     if measure not in known:
-        raise ValueError(f"unknown measure {measure!r}; the trainings are measured by {', '.join(known)}")
+        raise ValueError(f"unknown measure {measure!r}; choose from {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,12 @@ class _Table:
     outcomes: Sequence[Outcome]
 
     def measures(self) -> list[str]:
-        """In the order in which the first training has them, and only those that every training has."""
+        """Those that every run has, in the order of the first run."""
         ended = [outcome for outcome in self.outcomes if outcome.failed is None]
         return [name for name in ended[0].measures if all(name in other.measures for other in ended)] if ended else []
 
     def of(self, key: str) -> dict[int, Outcome]:
-        """By seed, without those that failed."""
+        """Its outcomes by seed, without those that failed."""
         return {one.seed: one for one in self.outcomes if one.contender == key and one.failed is None}
 
     def failed(self, key: str) -> int:
@@ -140,7 +143,7 @@ class _Table:
         ]
 
     def difference(self, key: str, base: str, measure: str, *, level: float = LEVEL) -> Difference:
-        """One contender less another, over the seeds of both."""
+        """One contender minus another, over the seeds that both have."""
         one, other = self.of(key), self.of(base)
         seeds = sorted(one.keys() & other.keys())
         pairs = [(one[seed], other[seed]) for seed in seeds]
@@ -153,7 +156,7 @@ class _Table:
         return paired_difference(values, rows, level=level)
 
     def examples(self, measure: str) -> int:
-        """How many held-out examples it is a mean over; 0 if that is not known."""
+        """How many held-out examples the measure is a mean over; 0 if that is not known."""
         return max((len(one.per_example.get(measure, ())) for one in self.outcomes), default=0)
 
 
@@ -166,7 +169,7 @@ class _Decision:
     seconds_a_seed: float | None
 
     def decide(self) -> tuple[Answer, str, str]:
-        """The answer, the sentence, and the key of AMP's best."""
+        """The answer, the sentence, and the key of AMP's best contender."""
         contenders, table = self.table.contenders, self.table
         trained = [one for one in contenders if not one.is_plain and table.of(one.key)]
         bases = [key for key in (PLAIN, LONGER) if table.of(key)]
@@ -195,17 +198,17 @@ class _Decision:
         return "cannot tell", self._cannot_tell(best, gaps[best.key], margin, level), best.key
 
     def _unfinished(self, bases: Sequence[str]) -> tuple[Answer, str, str]:
-        """There is no pair to compare: something has not ended yet, or has diverged."""
+        """There is no pair to compare: something has not finished yet, or has diverged."""
         needed = [one for one in self.table.contenders if one.is_plain != bool(bases)]
         if not all(self.table.failed(one.key) for one in needed):
             missing = "AMP" if bases else "the plain optimizer"
-            return "cannot tell", f"Cannot tell: no training of {missing} has ended yet; let it go on.", ""
+            return "cannot tell", f"Cannot tell: no run of {missing} has finished yet; let it continue.", ""
         if not bases:
-            return "cannot tell", "Cannot tell: the plain training diverged with every seed; lower its rate first.", ""
+            return "cannot tell", "Cannot tell: every plain run diverged; lower the learning rate first.", ""
         return "no", f"No: AMP diverged at every radius{SMALLER_RADII}.", ""
 
     def _seeds_of_all(self) -> set[int]:
-        """The seeds that all have that are compared: means over others would not be of pairs."""
+        """The seeds that all compared contenders have: means over other seeds would not be paired."""
         keys = [one.key for one in self.table.contenders if self.table.of(one.key) and not self.table.failed(one.key)]
         return set.intersection(*(set(self.table.of(key)) for key in keys)) if keys else set()
 
@@ -214,12 +217,12 @@ class _Decision:
         return fmean(own[seed].measures[self.measure] for seed in (shared & own.keys() or own.keys()))
 
     def _is_zero(self, key: str) -> bool:
-        """Does it have no error with any of several seeds?"""
+        """Is the measure 0 with every seed, and are there enough seeds?"""
         return self.measure in PERCENT and len(self.table.of(key)) >= FEWEST_SEEDS and self._mean(key) == 0
 
     def _nothing_to_gain(self, best: Contender) -> str:
         return (
-            f"No: without AMP the {self.measure} is 0 on the held-out data already ({self._others(best)}; "
+            f"No: the {self.measure} on the held-out data is already 0 without AMP ({self._others(best)}; "
             f"{self.table.seeds()} seeds); another measure may tell them apart (measure=, --measure)."
         )
 
@@ -227,7 +230,7 @@ class _Decision:
         return show(self.measure, value)
 
     def _others(self, best: Contender) -> str:
-        """What the best of AMP and the plain ones come to."""
+        """The means of AMP's best contender and of the plain ones."""
         parts = [f"{best.name.replace('AMP,', 'AMP with')}: {self._show(self._mean(best.key))}"]
         parts += [
             f"{one.name}: {self._show(self._mean(one.key))}"
@@ -241,9 +244,9 @@ class _Decision:
         closest = max(gaps.values(), key=lambda gap: gap.high)
         low, high = (show_gap(self.measure, -end) for end in (closest.high, closest.low))
         low = low.removesuffix(" points")  # said once
-        below = "the better of the two plain trainings" if len(gaps) > 1 else "the plain training"
+        below = "the better of the two plain runs" if len(gaps) > 1 else "the plain run"
         return (
-            f"Yes: AMP's {self.measure} lies {low} to {high} below that of {below} "
+            f"Yes: AMP's {self.measure} is {low} to {high} below that of {below} "
             f"({self._others(best)}; {closest.seeds} seeds)."
         )
 
@@ -253,17 +256,17 @@ class _Decision:
         seeds = f"{gap.seeds} seeds"
         if PLAIN in gaps and gaps[PLAIN].high < 0:
             return (
-                f"No, not for its time: AMP lowers the {self.measure}, and the plain optimizer trained as long as AMP "
-                f"takes lowers it as well ({self._others(best)}; {seeds})."
+                f"No, not for its time: AMP lowers the {self.measure}, but so does the plain optimizer trained for as "
+                f"long as AMP takes ({self._others(best)}; {seeds})."
             )
-        whom = "the plain optimizer with as much time" if base == LONGER else "the plain optimizer"
+        whom = "the plain optimizer trained for as long" if base == LONGER else "the plain optimizer"
         above = [key for key in gaps if all(own[key].low > 0 for own in every.values())]
         if above:
             than = f" than that of {whom}" if PLAIN not in above else ""
             return f"No: AMP's {self.measure} is higher{than} at every radius tried ({self._others(best)}; {seeds})."
         share = "a tenth" if self.worth == WORTH else f"{100 * self.worth:g} %"
         return (
-            f"No: at no radius tried is AMP's {self.measure} below that of {whom} by {share} of the plain one's "
+            f"No: no radius tried brings AMP's {self.measure} below that of {whom} by {share} of the plain one's "
             f"({show_gap(self.measure, margin)}) or more ({self._others(best)}; {seeds})."
         )
 
@@ -273,19 +276,19 @@ class _Decision:
         if math.isfinite(gap.low):
             lowest = self._mean(best.key) - gap.mean if self.measure in PERCENT else math.inf  # no share is below 0
             below, above = (show_gap(self.measure, end) for end in (min(-gap.low, lowest), gap.high))
-            whom = "the better plain training" if len(gaps) > 1 else "the plain training"
-            after += f": AMP's {self.measure} lies anywhere from {below} below to {above} above that of {whom}"
+            whom = "the better plain run" if len(gaps) > 1 else "the plain run"
+            after += f": AMP's {self.measure} may be anywhere from {below} below to {above} above that of {whom}"
         return f"{after} ({self._others(best)}). {self._what_it_takes(gap, margin, level)}"
 
     def _what_it_takes(self, gap: Difference, margin: float, level: float) -> str:
         """How many seeds, or held-out examples, would decide a difference of this size."""
         if gap.seeds < FEWEST_SEEDS:
-            return f"Fewer than 3 seeds say little about others: at least 3 are needed.{self._time(3 - gap.seeds)}"
+            return f"Fewer than 3 seeds say little about other seeds: at least 3 are needed.{self._time(3 - gap.seeds)}"
         target = -gap.mean if gap.mean < -margin / 2 else margin + gap.mean
         if gap.over_examples >= target and not self.new_examples:
             known = self.table.examples(self.measure)
             needed = known * (gap.over_examples / target) ** 2 * 1.5 if target > 0 else math.inf
-            about = f"about {_rounded(needed)} would do" if needed < 1e7 else "far more would be needed"
+            about = f"about {_rounded(needed)} would be enough" if needed < 1e7 else "far more would be needed"
             return f"More seeds will not decide it: {known} held-out examples are too few; {about}."
         deviation = gap.over_seeds / student_quantile(level, gap.seeds - 1) * math.sqrt(gap.seeds)
         for count in range(gap.seeds + 1, MOST_SEEDS):
@@ -293,7 +296,7 @@ class _Decision:
             over_examples = gap.over_examples * (math.sqrt(gap.seeds / count) if self.new_examples else 1)
             if math.hypot(width, over_examples) < target:
                 return f"About {count} seeds would decide a difference of this size.{self._time(count - gap.seeds)}"
-        return f"Not even {MOST_SEEDS} seeds would decide a difference as small as this."
+        return f"Not even {MOST_SEEDS} seeds would decide a difference this small."
 
     def _time(self, more: int) -> str:
         seconds = (self.seconds_a_seed or self.table.seconds_a_seed()) * more
@@ -313,7 +316,7 @@ def show(measure: str, value: float) -> str:
 
 
 def show_gap(measure: str, value: float) -> str:
-    """A difference between two measured numbers: of shares in points.
+    """A difference between two measured numbers: shares in percentage points.
 
     >>> show_gap("error", -0.0512), show_gap("nll", 0.20419)
     ('−5.12 points', '0.2042')

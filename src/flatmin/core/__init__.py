@@ -4,8 +4,8 @@ tensors.py          arithmetic on lists of tensors without host syncs
 copies.py           copies of tensors, kept from step to step and restored
 multi_tensor.py     many tensors in one launch, through triton_kernels.py where Triton is installed
 recorded_launches.py   launches that recur in every step, recorded and replayed
-recurring_work.py   a piece of a step's work, recorded where it recurs with the same tensors
-packed_tensors.py   the results of a replay, copied out in one piece
+recurring_work.py   a piece of a step's work, recorded if it recurs with the same tensors
+packed_tensors.py   the results of a replay, copied out at once
 model_state.py      buffers, random states, train and eval mode: saved and restored
 random_state.py     the states of random generators, of devices and of the host
 distributed.py      several ranks: whose gradient the ascent follows, and what must be equal on all ranks

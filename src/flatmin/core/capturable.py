@@ -1,8 +1,8 @@
 """What any CUDA graph capture needs: a check that the host never waits, and a generator that survives a failure.
 
-A capture breaks off where the host reads a number back from the device, and a broken capture leaves torch's random
+A capture fails where the host reads a number back from the device, and a failed capture leaves torch's random
 generator unusable. `no_host_sync` finds such a read in a warm-up run, before the capture; `capturable_generator` gives
-the generator a fresh state if the capture fails all the same.
+the generator a fresh state if the capture fails anyway.
 """
 
 import warnings
@@ -20,7 +20,7 @@ SYNC_WARNING = "called a synchronizing"  # how torch's warning begins
 
 
 class CannotCaptureError(RuntimeError):
-    """A step does something that a CUDA graph cannot hold."""
+    """A step does something that a CUDA graph cannot contain."""
 
 
 @contextmanager
@@ -37,12 +37,12 @@ def capturable_generator(default: torch.Generator, device: torch.device) -> Iter
         GENERATOR_REPLACEMENTS[0] += 1
         if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError | CannotCaptureError):
             raise
-        raise CannotCaptureError(f"a graph cannot hold what it does ({one_line(error)})") from error
+        raise CannotCaptureError(f"a graph cannot contain what it does ({one_line(error)})") from error
 
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Raises at the end if the host waited for the device: there a capture would fail, and leave its state behind.
+    """Raises at the end if the host waited for the device: a capture would fail there, and leave its state behind.
 
     It listens for warnings rather than errors, because the mode is global: another thread, loading data, may wait.
     """

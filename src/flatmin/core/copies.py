@@ -1,7 +1,7 @@
 """Copies of tensors, kept from step to step and restored: θ, a model's buffers.
 
-Most steps copy what the step before did. So the lists that torch copies at once are kept, and on a GPU the launches are
-recorded (recorded_launches.py).
+Most steps copy the same tensors as the step before. So the lists that torch copies at once are kept, and on a GPU the
+launches are recorded (recorded_launches.py).
 """
 
 from collections import defaultdict
@@ -24,8 +24,8 @@ _LAYOUT, _DTYPE = attrgetter("layout"), attrgetter("dtype")  # a comprehension t
 class Copies(Generic[Key]):
     """Copies of tensors by key (a name, or the tensor itself), in memory that is reused from step to step.
 
-    Most steps copy what the step before did. So the lists that torch copies at once are kept too, and serve again
-    (`take_again`, `put_back_again`) until a tensor is another one or is laid out otherwise.
+    Most steps copy the same tensors as the step before. So the lists that torch copies at once are kept too, and reused
+    (`take_again`, `put_back_again`) until a tensor is replaced or its layout changes.
 
     >>> copies, weight = Copies(), torch.tensor([1.0])
     >>> copies.take({"weight": weight})
@@ -75,7 +75,7 @@ class Copies(Generic[Key]):
 
     @torch.no_grad()
     def take_again(self, tensors: Sequence[Tensor]) -> bool:
-        """Copy these if they are those of the last `take`, where and as they were; False: they are not."""
+        """Copy these if they are those of the last `take`, unmoved and with the same layout; False if not."""
         lists = self._lists
         if lists is None or self._held or not lists.are_of(tensors):
             return False
@@ -84,13 +84,13 @@ class Copies(Generic[Key]):
         return True
 
     def holds_just(self, tensors: Sequence[Tensor]) -> bool:
-        """Are these the tensors that were taken, all of them, where and as they were?"""
+        """Are these all the tensors that were taken, unmoved and with the same layout?"""
         lists = self._lists
         return lists is not None and self._held is lists.copies and lists.are_of(tensors)
 
     @torch.no_grad()
     def put_back_again(self, tensors: Sequence[Tensor], *, flag: Tensor | None = None) -> bool:
-        """Restore all of these at once, on the device if `flag` holds; False: they are not those that were taken.
+        """Restore all of these at once, on the device if `flag` holds; False if they are not those that were taken.
 
         With a flag the copies are overwritten.
         """
@@ -104,7 +104,7 @@ class Copies(Generic[Key]):
         first = not self._held
         copies = {key: self._allocate(key, tensor) for key, tensor in tensors.items()}
         copy_((copies[key], tensor) for key, tensor in tensors.items())
-        # last: if memory runs out above, nothing that was not copied is ever put back
+        # last: if memory runs out above, nothing that was not copied is ever restored
         self._held = copies if first else {**self._held, **copies}
         if first:
             of = list(tensors.values())
@@ -124,7 +124,7 @@ class Copies(Generic[Key]):
         self._held, self._memory, self._lists = {}, {}, None
 
     def forget(self) -> None:
-        """Drop all copies; keep the memory of those held last, and free what was not used since the last call."""
+        """Drop all copies; keep the memory of the last ones, and free what was not used since the last call."""
         if self._held:
             self._memory, self._held = dict(self._held), {}
 
@@ -148,7 +148,7 @@ class _CopyLists(Generic[Key]):
         self._conditional: dict[int, ConditionalCopy | None] = {}
 
     def are_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Are the copies of these tensors, and are these where and as they were?"""
+        """Are the copies of these tensors, unmoved and with the same layout?"""
         return self._ids == list(map(id, tensors)) and self._memory == _memory(tensors)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
@@ -180,7 +180,7 @@ class _CopyLists(Generic[Key]):
         return NO_RESULTS
 
     def _conditional_copy(self, place: int, ours: list[Tensor], theirs: list[Tensor]) -> ConditionalCopy | None:
-        """A kernel that only reads the flag unless it holds: hardly any step of an optimizer has to be undone."""
+        """A kernel that reads only the flag unless it holds: hardly any optimizer step has to be undone."""
         if self._gpu is None or self._gpu != torch.cuda.current_device():
             return None
         if place not in self._conditional and not torch.cuda.is_current_stream_capturing():  # it needs the host
@@ -188,7 +188,7 @@ class _CopyLists(Generic[Key]):
         return self._conditional.get(place)
 
     def _pairs(self, tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Lists of copies, and of those of these tensors that they are of."""
+        """Lists of copies, each with the list of tensors they are copies of."""
         found = []
         for ours, places, is_complex in self._kinds:
             theirs = list(map(tensors.__getitem__, places))
@@ -197,7 +197,7 @@ class _CopyLists(Generic[Key]):
 
 
 def _memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Where ordinary tensors are, and how they lie there: of that, what can change. Asked seven times a step."""
+    """What can change in the address and layout of ordinary tensors. Called seven times per step."""
     numbers, strides = map(Tensor.numel, tensors), map(Tensor.stride, tensors)
     return (*map(Tensor.data_ptr, tensors), *numbers, *strides, *map(_DTYPE, tensors))
 
@@ -206,7 +206,7 @@ Layout = tuple[Any, ...]
 
 
 def layout(tensors: Sequence[Tensor]) -> Layout | None:
-    """Where these tensors are in memory (first), and how they lie there; None if some are not ordinary ones.
+    """The addresses of these tensors (first), and their layout; None if some are not ordinary tensors.
 
     >>> weight = torch.zeros(2, 3)
     >>> layout([weight]) == layout([weight.view(2, 3)]), layout([weight]) == layout([weight.view(3, 2)])

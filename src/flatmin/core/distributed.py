@@ -6,7 +6,7 @@ With R ranks, Jᵣ the loss of rank r's part of the batch and J = ΣJᵣ/R, ther
     one per rank    Δᵣ = Π(ζ ∇Jᵣ(θ)),   from the rank's own: m-sharpness, with nothing sent during the ascent
 
 Either way the descent is synchronised, so replicas stay equal to the last bit as long as all of them step or none does:
-with a perturbation per rank, the flag "skip this step" is all that must be sent besides.
+with a perturbation per rank, only the flag "skip this step" must be sent in addition.
 
 Settings, and which parameters have gradients, must be the same on all ranks. They are compared once, in the first step,
 so that a difference becomes an error on every rank instead of a deadlock.
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def replicas_in(model: nn.Module | None) -> list[DistributedDataParallel]:
-    """The data-parallel modules of a model: mostly itself; inside it, if it is compiled or has several."""
+    """The data-parallel modules of a model: usually itself; or inside it, if it is compiled or has several."""
     return [] if model is None else [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
 
 
@@ -55,12 +55,12 @@ def process_groups_of(replicas: Iterable[DistributedDataParallel], params: Itera
 def check_layout(
     replicas: Sequence[DistributedDataParallel], params: Sequence[Tensor], *, sync_perturbation: bool
 ) -> None:
-    """Weights may be replicated, or sharded as DTensors; a perturbation per rank needs a whole model on each."""
+    """Weights may be replicated, or sharded as DTensors; a perturbation per rank needs the whole model on each."""
     if not has_several_ranks():
         return
     if any(getattr(param, "_fsdp_flattened", False) for param in params):
         raise ValueError(
-            "FullyShardedDataParallel hides which weights belong together, so that no rank knows their norm; use "
+            "FullyShardedDataParallel hides which weights belong together, so no rank knows their norm; use "
             "torch.distributed.fsdp.fully_shard instead"
         )
     if sync_perturbation:
@@ -68,7 +68,7 @@ def check_layout(
     if any(hasattr(param, "device_mesh") for param in params):
         raise ValueError(
             "sync_perturbation=False gives each rank a perturbation of the whole model, got weights that are sharded "
-            "over ranks; use sync_perturbation=True"
+            "across ranks; use sync_perturbation=True"
         )
     if not replicas:
         raise ValueError(
@@ -92,7 +92,7 @@ def any_rank(flag: Tensor, groups: Sequence[Any]) -> Tensor:
 
 
 def mean_of_ranks(numbers: Tensor, groups: Sequence[Any]) -> Tensor:
-    """Their means over all ranks that share the model."""
+    """The means of these numbers over all ranks that share the model."""
     for group in groups:
         numbers = numbers / torch.distributed.get_world_size(group)
         torch.distributed.all_reduce(numbers, group=group)
@@ -103,7 +103,7 @@ def check_same(mine: Mapping[str, object], groups: Sequence[Any], *, device: tor
     """Raises on every rank if these values are not the same on all of them."""
     known: dict[int, dict[str, object]] = {torch.distributed.get_rank(): dict(mine)}
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where NCCL sends from
-        for group in groups:  # one after the other: then every rank of a mesh knows all values, and none leaves early
+        for group in groups:  # one by one: then every rank of a mesh knows all values, and none leaves early
             theirs: list[Any] = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(theirs, known, group=group)
             known = {rank: things for each in theirs for rank, things in each.items()}
@@ -138,15 +138,15 @@ def check_gradient_norms(length: float, groups: Sequence[Any], *, device: torch.
         "DistributedDataParallel model"
     )
     of_step = (
-        "run the last pass outside no_sync(), and only parameters of the DistributedDataParallel model; where each "
-        "rank shall step with its own gradient (LocalSGD averages the weights instead), give model=ddp_model.module"
+        "run the last pass outside no_sync(), and only parameters of the DistributedDataParallel model; if each rank "
+        "should step with its own gradient (LocalSGD averages the weights instead), give model=ddp_model.module"
     )
     found = {"‖∇J‖": f"{length:.9g}"}  # in digits: nan is nan
     check_same(found, groups, device=device, way_out=of_ascent if ascends else of_step)
 
 
 def broadcast_over_mesh(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """A random number, as the first rank drew it, if some of these tensors are sharded over ranks."""
+    """A random number, as the first rank drew it, if any of these tensors are sharded across ranks."""
     meshes = [tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")]
     if not meshes:
         return number
@@ -157,9 +157,9 @@ def broadcast_over_mesh(number: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def generators_of_shards(tensors: Sequence[Tensor], generator: torch.Generator | None) -> dict[int, torch.Generator]:
-    """A generator for each DTensor, by its index in the list: the same for replicas, another for each shard.
+    """A generator for each DTensor, by its index in the list: the same for replicas, a different one for each shard.
 
-    Ranks are mostly seeded alike, and would otherwise draw the same numbers for different shards.
+    Ranks are usually seeded alike, and would otherwise draw the same numbers for different shards.
     """
     spread = [place for place, tensor in enumerate(tensors) if hasattr(tensor, "device_mesh")]
     if not spread:

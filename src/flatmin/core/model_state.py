@@ -1,9 +1,9 @@
-"""The state of a model besides its weights: buffers, random generators, train or eval mode. Saved and restored.
+"""The state of a model besides its weights, saved and restored: buffers, random generators, train or eval mode.
 
 A step of AMP runs the model N + 1 times on one batch. Each forward pass updates BatchNorm's running statistics and
-draws dropout masks, so without care the statistics would mix those of θ with those of θ + Δ, and a step would climb one
-network's loss and descend another's. A `Snapshot` holds a model's buffers and the states of the random generators at
-one moment and restores them: buffers by copying in place (no attribute of a module is touched, so nothing that
+draws dropout masks, so without care the statistics would mix those at θ with those at θ + Δ, and a step would ascend
+one network's loss and descend another's. A `Snapshot` holds a model's buffers and the states of the random generators
+at one moment and restores them: buffers by copying in place (no attribute of a module is touched, so nothing that
 torch.compile guards on changes), generators by setting their state (random_state.py).
 """
 
@@ -37,7 +37,7 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, *, watch: HostWatch | None = None) -> None:
-        """`watch`: which generators of the host to take, besides torch's; without one, all of them."""
+        """`watch` decides which generators of the host to save besides torch's; without one, all of them."""
         self.model = model
         self._watch = watch
         self._buffers: Copies[Place] = Copies()
@@ -47,7 +47,7 @@ class Snapshot:
         self._host: HostRandom | None = None
 
     def take(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
-        """The buffers, and the random states of these devices and the host. `since`: see `take_random`."""
+        """Save the buffers, and the random states of these devices and the host. `since`: see `take_random`."""
         self.take_random(devices, since=since)
         self.take_buffers()
 
@@ -67,7 +67,7 @@ class Snapshot:
             self._buffers.put_back(self._places.named())
 
     def take_random(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
-        """`since`: that of before the clean pass, if this is the one after it."""
+        """`since`: the snapshot before the clean pass, if this is the one after it."""
         watch, self._torch = self._watch, torch.get_rng_state()
         if watch is None:
             self._host = HostRandom()
@@ -88,13 +88,13 @@ class Snapshot:
         return not all(torch.equal(state, random_state(device)) for device, state in self._random.items())
 
     def drop_others(self, later: "Snapshot") -> None:
-        """Restore no generator of the host, besides torch's, that `later` does not restore."""
+        """Besides torch's, restore no generator of the host that `later` does not restore."""
         known = {} if later._host is None else later._host.others
         if self._host is not None:
             self._host.others = {name: state for name, state in self._host.others.items() if name in known}
 
     def check_replay(self) -> None:
-        """After a perturbed pass, and before this snapshot of the clean one is restored."""
+        """Called after a perturbed pass, before this snapshot of the clean one is restored."""
         if self._watch is not None and self._host is not None and self._host.others:
             self._watch.after_perturbed_pass(self._host)
 
@@ -108,7 +108,7 @@ class Snapshot:
 
 
 class _BufferPlaces:
-    """Where a model's buffers are. Asked three times a step; `named_buffers` takes fifty times as long."""
+    """Where a model's buffers are. Used three times per step; `named_buffers` takes fifty times as long."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[nn.Module] = []
@@ -130,11 +130,11 @@ class _BufferPlaces:
         return list(map(id, chain.from_iterable(map(_VALUES, map(_CHILDREN, self._modules)))))
 
     def buffers(self) -> list[Tensor]:
-        """Those that are there now."""
+        """The buffers that are there now."""
         return [b for module in self._modules for b in module._buffers.values() if b is not None]
 
     def named(self) -> dict[Place, Tensor]:
-        """By place; without those that have no numbers yet."""
+        """The buffers by place, without uninitialised ones."""
         return {
             (id(module), name): buffer
             for module in self._modules
@@ -148,7 +148,7 @@ class _BufferPlaces:
 
 @contextmanager
 def eval_mode(model: object) -> Iterator[None]:
-    """Every module in eval mode; afterwards, even after an exception, each is back in the mode it had.
+    """Every module in eval mode; afterwards, even after an exception, each has its former mode again.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(1).eval())
     >>> with eval_mode(model):
@@ -169,7 +169,7 @@ def eval_mode(model: object) -> Iterator[None]:
 
 @contextmanager
 def eval_mode_with_gradients(model: object) -> Iterator[None]:
-    """Eval mode with gradients: cuDNN's recurrent networks have none in it, so torch's own kernels run instead."""
+    """Eval mode with gradients: cuDNN's recurrent networks have none there, so torch's own kernels run instead."""
     recurrent = isinstance(model, nn.Module) and any(isinstance(module, nn.RNNBase) for module in model.modules())
     cudnn = torch.backends.cudnn
     enabled = cudnn.enabled

@@ -1,6 +1,6 @@
 """Arithmetic on lists of weights in one launch and one pass over memory, on a GPU.
 
-    move     θ + factor · gradient, written aside           reads θ and gradient, writes θ + Δ
+    move     θ + factor · gradient, written elsewhere       reads θ and gradient, writes θ + Δ
     sgd      a step of torch.optim.SGD                      reads θ, gradient and momentum, writes θ and momentum
     lengths  ‖t‖ of each tensor                             reads them
 
@@ -34,7 +34,7 @@ TRITON_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 
 
 class _Captures(local):
-    """Those of this thread that are in progress."""
+    """The captures of this thread that are in progress."""
 
     def __init__(self) -> None:
         self.tables: list[Tables] = []
@@ -49,12 +49,12 @@ def _has_triton() -> bool:
 
 
 def can_update(params: Sequence[Tensor]) -> bool:
-    """Can the kernels update these weights? They must be float32, besides what `can_read` asks."""
+    """Can the kernels update these weights? They must be float32, besides what `can_read` requires."""
     return can_read(params) and all(p.dtype == torch.float32 for p in params)
 
 
 def can_read(tensors: Sequence[Tensor]) -> bool:
-    """Can the kernels read these tensors? They must be dense, aligned and on a GPU, and Triton installed."""
+    """Can the kernels read these tensors? They must be dense, aligned and on a GPU, and Triton must be installed."""
     return _has_triton() and all(
         t.is_cuda and t.dtype in TRITON_TYPES and is_dense(t) and t.data_ptr() % ALIGNMENT_BYTES == 0 for t in tensors
     )
@@ -69,7 +69,7 @@ def move(
     *,
     rounded_once: bool,
 ) -> None:
-    """Moved ← θ + factor · gradient, with a factor for each tensor; θ if `finite` does not hold.
+    """Moved ← θ + factor · gradient, with one factor per tensor; θ if `finite` does not hold.
 
     `rounded_once`: the product is not rounded before the sum, as in torch's fused SGD.
     """
@@ -106,8 +106,8 @@ def lengths(tensors: Sequence[Tensor]) -> Tensor:
 class GradientKernels:
     """The same for one list of weights and their gradients in an eager step, in tables that outlive it.
 
-    The weights stay where they are; the gradients are elsewhere in every step. `locate` writes their addresses to the
-    device, and kernels turn these into the chunks' addresses. So the launches of a step are always the same, and can be
+    The weights stay where they are; the gradients are at new addresses in every step. `locate` writes these to the
+    device, and kernels turn them into the chunks' addresses. So the launches of a step are always the same, and can be
     recorded (recorded_launches.py).
     """
 
@@ -133,7 +133,7 @@ class GradientKernels:
             self._moved = _to_device(torch.cat([theta, torch.zeros_like(owners), theta, counts, owners]), device)
 
     def locate(self, addresses: Sequence[int]) -> None:
-        """Where the gradients are now."""
+        """Tell the kernels where the gradients are now."""
         self._begins.write(addresses)
 
     def lengths(self) -> Tensor:
@@ -167,7 +167,7 @@ class GradientKernels:
         triton_kernels.zero_unless[(self._chunks,)](*arguments, **triton_kernels.LAUNCH_OPTIONS)
 
     def _find_chunks(self) -> None:
-        """From the addresses of the gradients, on the device."""
+        """Compute the chunks' addresses from those of the gradients, on the device."""
         torch.add(self._begins.on_device[self._owners], self._offsets, out=self._gradients[: self._chunks])
 
 
@@ -187,7 +187,7 @@ class ConditionalCopy:
 
 
 def conditional_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> ConditionalCopy | None:
-    """One for these tensors, if there can be one."""
+    """A `ConditionalCopy` for these tensors, if possible."""
     everything = [*targets, *sources]
     fits = all(t.dtype == torch.float32 and t.is_cuda for t in everything) and can_read(everything)
     if not fits or not has_gradient_kernels(torch.float32, targets[0].device) or not any(t.numel() for t in targets):
@@ -203,7 +203,7 @@ def has_gradient_kernels(dtype: torch.dtype, device: torch.device) -> bool:
 
 @cache
 def _compile_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """It needs a C compiler."""
+    """Do the kernels compile? That needs a C compiler."""
     if dtype not in TRITON_TYPES:
         return False
     weight, gradient = (torch.zeros(1, dtype=kind, device=device) for kind in (torch.float32, dtype))
@@ -214,10 +214,10 @@ def _compile_kernels(dtype: torch.dtype, device: torch.device) -> bool:
         kernels.move(kernels.lengths(), yes)
         kernels.zero_unless(yes)
         ConditionalCopy([weight], [weight])(yes)
-    except Exception as error:  # whatever is missing: plain torch is as right, only slower
+    except Exception as error:  # whatever is missing: plain torch is just as correct, only slower
         warnings.warn(
-            f"the kernels that make eager steps fast do not run here ({type(error).__name__}: {error}); steps are as "
-            "right without them, and slower",
+            f"the kernels that make eager steps fast do not run here ({type(error).__name__}: {error}); without them "
+            "steps are just as correct, but slower",
             stacklevel=2,
         )
         return False
@@ -225,11 +225,11 @@ def _compile_kernels(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def is_plain_sgd(base: Optimizer, *also: type[SGD]) -> bool:
-    """Is its step the one that `sgd` computes? Torch's own SGD, without hooks, which a kernel would not call.
+    """Is its step the one that `sgd` computes? That of torch's own SGD, without hooks, which a kernel would not call.
 
-    Or one of the classes in `also`, whose gradients the caller has changed as they would.
+    Or of one of the classes in `also`, if the caller has changed the gradients as they would.
 
-    With `fused=True` torch has a kernel of its own, which rounds differently.
+    With `fused=True` torch uses its own kernel, which rounds differently.
     """
     groups = base.param_groups
     return (
@@ -241,7 +241,7 @@ def is_plain_sgd(base: Optimizer, *also: type[SGD]) -> bool:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Does anything in Python have to be called around its step?"""
+    """Must any Python function be called around its step?"""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
@@ -253,7 +253,7 @@ def has_state(base: Optimizer, params: Iterable[Tensor]) -> bool:
 
 
 def match_momentum_layout(base: Optimizer) -> None:
-    """Copy momentum that is not laid out like its weight into that layout: a checkpoint may bring another."""
+    """Give each momentum the layout of its weight: a checkpoint may bring another."""
     for p, state in base.state.items():
         buffer = state.get("momentum_buffer")
         if (
@@ -275,7 +275,7 @@ def sgd(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Tensor, skip
 
 
 def compile_sgd(base: Optimizer, gradients: Mapping[Tensor, Tensor], rates: Tensor, skip: Tensor) -> None:
-    """Compile the kernels that `sgd` will launch, without taking a step: on tensors of one number."""
+    """Compile the kernels that `sgd` will launch, without taking a step: on tensors with one element."""
     for group, rate in zip(base.param_groups, rates, strict=True):
         for dtype in {gradients[p].dtype for p in group["params"] if p in gradients}:
             theta, gradient, buffer = (torch.zeros(1, dtype=torch.float32, device=rates.device) for _ in range(3))
@@ -312,14 +312,14 @@ def _buffer(base: Optimizer, param: Tensor) -> Any:
 
 
 def _in_layout_of(tensor: Tensor, param: Tensor) -> Tensor:
-    """The tensor in the memory layout of `param`: the kernels go through memory."""
+    """The tensor in the memory layout of `param`: the kernels walk through memory."""
     if has_layout_of(tensor, param) and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
         return tensor
     return torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
 
 
 def _by_dtype(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of tensors whose dtypes agree in all lists: one launch for each kind."""
+    """The indices of tensors whose dtypes agree in all lists: one launch per kind."""
     kinds: dict[tuple[torch.dtype, ...], list[int]] = {}
     for place, tensors in enumerate(zip(*lists, strict=True)):
         if tensors[0].numel():
@@ -339,14 +339,14 @@ def _triton_type(tensor: Tensor) -> Any:
 class Tables:
     """Memory for the tables of one capture, allocated before it.
 
-    Memory that is allocated during a capture may be overwritten at every replay, by kernels captured earlier.
+    Memory allocated during a capture may be overwritten in every replay by kernels captured earlier.
     """
 
     def __init__(self, params: Sequence[Tensor], passes: int) -> None:
         from flatmin.core import triton_kernels
 
         chunks = sum(_chunks(p.numel(), triton_kernels.BLOCK) for p in params)
-        # `lengths` for each pass, `move` and `sgd`: five words for a chunk at most, and the ends of their tables
+        # `lengths` for each pass, `move` and `sgd`: at most five words per chunk, and the ends of their tables
         words = (passes + 2) * (5 * chunks + 4 * len(params) + 2)
         self.memory = torch.empty(words, dtype=torch.int64, device=params[0].device)
         self.used = 0
@@ -356,7 +356,7 @@ class Tables:
         """Memory for this content, which `fill` writes there."""
         place = self.memory[self.used : self.used + len(content)]
         if len(place) < len(content):
-            raise RuntimeError(f"a capture's tables need more than the {len(self.memory)} numbers set aside for them")
+            raise RuntimeError(f"a capture's tables need more than the {len(self.memory)} numbers reserved for them")
         self.used += -(-len(content) // 2) * 2  # so that each begins at a multiple of 16 bytes
         self.contents.append((place, content))
         return place
@@ -387,7 +387,7 @@ def _table(
 ) -> tuple[Tensor, int]:
     """The table of these lists, as triton_kernels.py describes it, on their device; and the number of chunks.
 
-    A chunk's place is its tensor's, or with `one_each` the one after that of the chunk before.
+    A chunk's place is its tensor's, or with `one_each` the one after the previous chunk's.
     """
     owners, numbers, counts = _chunks_of(lists[0], block)
     rows = []
@@ -399,7 +399,7 @@ def _table(
 
 
 def _chunks_of(tensors: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each chunk: which tensor's it is, which of that tensor's, and how many numbers it has."""
+    """For each chunk: the index of its tensor, its index within that tensor, and how many numbers it has."""
     sizes = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
     counts = (sizes + block - 1) // block
     owners = torch.arange(len(sizes), device="cpu").repeat_interleave(counts)
@@ -408,7 +408,7 @@ def _chunks_of(tensors: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor, T
 
 
 def _to_device(content: Tensor, device: torch.device) -> Tensor:
-    """Numbers from the host on the device; during a capture, they arrive at its end."""
+    """Numbers from the host, copied to the device; during a capture, they arrive at its end."""
     tables = _captures.tables
     return tables[-1].reserve(content) if tables else content.to(device, non_blocking=True)
 

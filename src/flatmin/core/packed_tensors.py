@@ -1,7 +1,7 @@
 """Small tensors packed into one block of bytes, so that a single copy returns them all.
 
-The next replay overwrites what a CUDA graph has in its memory, so results are copied before they are returned. Copying
-one number takes as long as copying a thousand, to launch and to run.
+The next replay overwrites a CUDA graph's memory, so results are copied before they are returned. Copying one number
+takes as long as copying a thousand, to launch and to run.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 16  # enough for every dtype
-MAX_PACKED_BYTES = 4096  # of a tensor: whoever keeps a loss should not keep large logits beside it alive
+MAX_PACKED_BYTES = 4096  # of a tensor: keeping a loss should not keep large logits alive
 
 
 class PackedTensors:
-    """These tensors, copied together; `unpack` returns new copies, large ones in memory of their own.
+    """These tensors, copied together; `unpack` returns new copies, large ones in their own memory.
 
     >>> packed = PackedTensors([torch.tensor(2.5), torch.tensor(True), torch.arange(3)])
     >>> packed.unpack()

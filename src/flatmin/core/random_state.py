@@ -1,9 +1,9 @@
-"""Random generators: their states, read and set back.
+"""Random generators: their states, read and restored.
 
-A step of AMP winds back the generators of the devices, and torch's on the CPU, so that its passes draw the same masks.
-Some models draw from Python's or numpy's global generator instead (Wav2Vec2 masks with numpy). To read numpy's state
-takes as long as to launch ten kernels, and to wind a generator back makes other threads that draw from it draw the same
-numbers twice. So a `HostWatch` looks whether the passes of a training draw from these two at all.
+A step of AMP rewinds the generators of the devices, and torch's on the CPU, so that its passes draw the same masks.
+Some models draw from Python's or numpy's global generator instead (Wav2Vec2 masks with numpy). Reading numpy's state
+takes as long as launching ten kernels, and rewinding a generator makes other threads that draw from it draw the same
+numbers twice. So a `HostWatch` checks whether the passes of a training run draw from these two at all.
 
 A user's own generator (`numpy.random.default_rng()`) cannot be seen from here.
 """
@@ -47,13 +47,13 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:
-    """A GPU's default generator, without the detours of torch.cuda.get_rng_state."""
+    """A GPU's default generator, without the overhead of torch.cuda.get_rng_state."""
     torch.cuda.init()
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of torch on all devices, of Python, and of numpy where it is loaded."""
+    """Seed the generators of torch on all devices, of Python, and of numpy if it is loaded."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy.random" in sys.modules:
@@ -85,7 +85,7 @@ class HostRandom:
         return not torch.equal(self.torch, torch.get_rng_state()) or bool(self.moved_besides_torch())
 
     def moved_besides_torch(self) -> list[str]:
-        """The names of those of Python's and numpy's that were drawn from since."""
+        """Which of Python's and numpy's have been drawn from since."""
         return [name for name, state in self.others.items() if not _same(name, state, _read(name))]
 
     def put_back(self) -> None:
@@ -97,16 +97,16 @@ class HostRandom:
 
 
 class HostWatch:
-    """Do the passes of a training draw from Python's or numpy's global generator?
+    """Do the passes of a training run draw from Python's or numpy's global generator?
 
-    It looks in the first steps, and every LOOK_EVERY-th one; a generator that a pass was seen to draw from is wound
-    back in every step from then on. If it moves differently in the passes of one step, and not just once (a model may
+    It checks in the first steps, and in every LOOK_EVERY-th one; once a pass was seen to draw from a generator, that
+    one is rewound in every step. If it advances differently in the passes of one step, and not just once (a model may
     draw something the first time it runs), something else draws from it too, such as a thread that prepares batches:
     then it is left alone.
     """
 
     def __init__(self) -> None:
-        self.rest = 0  # steps until it looks again
+        self.rest = 0  # steps until the next check
         self._looks = 0
         self._drawn: list[str] = []
         self._uneven: Counter[str] = Counter()
@@ -115,7 +115,7 @@ class HostWatch:
         return HostRandom([name for name in BESIDES_TORCH if self._uneven[name] < UNEVEN_STEPS])
 
     def after_clean_pass(self, before: HostRandom) -> HostRandom:
-        """What no pass was ever seen to draw from, neither this nor `before` will set back."""
+        """Neither this nor `before` will restore a generator that no pass was ever seen to draw from."""
         now = HostRandom(before.others)
         for name in tuple(now.others):
             if not _same(name, now.others[name], before.others[name]):
@@ -133,10 +133,10 @@ class HostWatch:
             self._uneven[name] += 1
             if self._uneven[name] == UNEVEN_STEPS:
                 warnings.warn(
-                    f"{name} moved differently in the passes of {UNEVEN_STEPS} steps, so something else draws from it, "
-                    "such as a thread that prepares batches; it is no longer wound back between passes. If the model "
+                    f"{name} advanced differently in the passes of {UNEVEN_STEPS} steps, so something else draws from "
+                    "it, such as a thread that prepares batches; it is no longer rewound between passes. If the model "
                     "draws from it, its masks now differ from pass to pass: let it draw from torch, or the thread from "
-                    "a generator of its own",
+                    "its own generator",
                     SharedGeneratorWarning,
                     stacklevel=2,
                 )

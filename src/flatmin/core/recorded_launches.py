@@ -1,11 +1,11 @@
 """Kernel launches that recur in every step: recorded once, then launched all at once.
 
 Beyond its passes, an eager step of AMP launches some sixty small kernels, and Python takes longer to launch each than a
-GPU takes to run it. Nearly every step launches what the step before did, on tensors at the same addresses. So when a
-piece of work comes for the second time with the same tensors, its launches are recorded as a CUDA graph, and replayed
-from then on: the same kernels, the same bits, in one launch. Work on tensors that are never twice at the same
-addresses, or that cannot be recorded, runs as if this were not here. So does everything on other devices, and inside a
-capture of the user's own.
+GPU takes to run it. Nearly every step launches the same kernels as the last, on tensors at the same addresses. So when
+a piece of work occurs for the second time with the same tensors, its launches are recorded as a CUDA graph, and
+replayed from then on: the same kernels, the same bits, in one launch. Work on tensors that are never twice at the same
+addresses, or that cannot be recorded, runs as if this file did not exist. So does everything on other devices, and
+inside the user's own capture.
 """
 
 import gc
@@ -21,7 +21,7 @@ from torch import Tensor
 from flatmin.core.capturable import capturable_generator
 from flatmin.core.packed_tensors import PackedTensors
 
-# what a piece of work returns: tensors that outlive the step, and such as only the rest of the step reads
+# what a piece of work returns: tensors that outlive the step, and those that only the rest of the step reads
 Results = tuple[Sequence[Tensor], Sequence[Tensor]]
 Work = Callable[[Sequence[float | Tensor]], Results]
 NO_RESULTS: Results = ((), ())
@@ -32,7 +32,7 @@ _LOCK = Lock()  # one capture at a time: threads share the stream
 
 
 class RecordedLaunches:
-    """One piece of work on the current GPU, recorded for each set of tensors with which it comes again."""
+    """One piece of work on the current GPU, recorded for each set of tensors with which it recurs."""
 
     def __init__(self) -> None:
         self._recordings: dict[Hashable, _Recording] = {}
@@ -40,9 +40,9 @@ class RecordedLaunches:
         self._tried = 0
 
     def run(self, key: Hashable, work: Work, numbers: Sequence[Any] = ()) -> Results:
-        """`work(numbers)`. The key says all that decides what is launched: addresses, shapes, settings.
+        """`work(numbers)`. The key contains all that decides what is launched: addresses, shapes, settings.
 
-        Numbers are no part of it: a recording reads them from the device, where they are written when they change.
+        Numbers are not part of it: a recording reads them from the device, where they are written when they change.
         """
         if torch.cuda.is_current_stream_capturing():
             return work(numbers)
@@ -59,7 +59,7 @@ class RecordedLaunches:
         self._tried += 1
         try:
             recording = _Recording(work, numbers)
-        except Exception:  # not recordable here, whatever the reason: the work runs launch by launch
+        except Exception:  # cannot be recorded here, for whatever reason: the work runs launch by launch
             self._tried = MAX_RECORDINGS
             return None
         self._recordings[key] = recording
@@ -67,7 +67,7 @@ class RecordedLaunches:
 
 
 class _Recording:
-    """The launches of `work`, as a CUDA graph. It holds no tensor of the caller's: whoever replays it has them."""
+    """The launches of `work`, as a CUDA graph. It holds none of the caller's tensors: the caller has them."""
 
     def __init__(self, work: Work, numbers: Sequence[Any]) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -86,7 +86,7 @@ class _Recording:
             kept, self.passing = work(self.numbers.on_device.unbind())
             self.packed = PackedTensors(kept) if kept else None
         except BaseException:
-            with suppress(RuntimeError):  # the capture may be broken, too: the first error is the one to raise
+            with suppress(RuntimeError):  # the capture may be broken too: the first error is the one to raise
                 self.graph.capture_end()
             raise
         self.graph.capture_end()
@@ -99,13 +99,13 @@ class _Recording:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: torch has 32 streams to give, and another thread may be at work on any of them."""
+    """One for all: torch has only 32 streams, and another thread may be using any of them."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What it frees on the device would break a capture off."""
+    """Freeing memory on the device would break a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

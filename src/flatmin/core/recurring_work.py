@@ -1,11 +1,11 @@
 """The arithmetic of an eager step on a GPU, in a few launches.
 
 Beyond its passes a step does the same work every time, on the same weights: norms of gradients, a projection, a move.
-Only the gradients are elsewhere in every step. So their addresses are written to the device, kernels find them there
-(`GradientKernels`), and with that the launches are the same in every step, recorded once and replayed.
+Only the addresses of the gradients differ. So these are written to the device, where kernels find them
+(`GradientKernels`), and the launches are the same in every step: recorded once, then replayed.
 
-Whatever does not fit (other devices and dtypes, gradients that are not laid out in memory as the kernels need them, a
-capture of the user's own) is computed by plain torch, as on a CPU.
+Whatever does not fit (other devices and dtypes, gradients that are not laid out in memory as the kernels need them, the
+user's own capture) is computed by plain torch, as on a CPU.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,7 +21,7 @@ from flatmin.core.recorded_launches import RecordedLaunches, Results, Work
 from flatmin.core.tensors import is_dense
 
 _UNALIGNED = (ALIGNMENT_BYTES - 1).__and__
-KEPT_PIECES, MAX_PIECES = 8, 64  # with more, what recurs is not the same work
+KEPT_PIECES, MAX_PIECES = 8, 64  # with more, the work does not really recur
 
 
 class Operands(NamedTuple):
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
     gradients: Sequence[Sequence[Tensor]]  # lists of them
     params: Sequence[Sequence[Tensor]] = ()  # the weights of each list, if they are moved
     flags: Sequence[Tensor] = ()
-    numbers: Sequence[Any] = ()  # which may change from step to step
+    numbers: Sequence[Any] = ()  # these may change from step to step
 
 
 class RecurringWork:
@@ -81,14 +81,14 @@ class _Piece:
         self, key: list[Any], gradients: Sequence[Sequence[Tensor]], params: Sequence[Sequence[Tensor]]
     ) -> None:
         self.key, self.launches = key, RecordedLaunches()
-        self.kernels: list[GradientKernels] = []  # none: they do not fit
+        self.kernels: list[GradientKernels] = []  # empty: they do not fit
         if fit_kernels(gradients, params):
             weights: Sequence[Sequence[Tensor] | None] = params or [None] * len(gradients)
             self.kernels = [GradientKernels(*lists) for lists in zip(gradients, weights, strict=True)]
 
 
 def fit_kernels(gradients: Sequence[Sequence[Tensor]], params: Sequence[Sequence[Tensor]]) -> bool:
-    """Can the kernels work on these? Gradients of a list have one dtype, weights are float32; all fill their memory."""
+    """Can the kernels work on these? Gradients of a list have one dtype, weights are float32; all are dense."""
     weights = list(chain(*params))
     layouts = [layout(tensors) for tensors in params]
     return (

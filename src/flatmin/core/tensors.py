@@ -1,6 +1,6 @@
 """Arithmetic on lists of tensors, without host syncs.
 
-Python launches the kernels of a training step ahead of the GPU, until something reads a number back. So the decisions
+Python launches the kernels of a training step ahead of the GPU until something reads a number back. So the decisions
 of a step ("was every gradient finite?") stay on the device as 0-dim bool tensors, and so does what depends on them:
 `zero_unless_` zeroes a list unless a flag holds, `select_` overwrites one list with another if a flag holds.
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# not a subclass such as DTensor; `type(t) in …` is the fast test, `….issuperset(map(type, tensors))` that of many
+# not a subclass such as DTensor; `type(t) in …` is the fast test, `….issuperset(map(type, tensors))` that for many
 ORDINARY_TYPES = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 STRIDED = frozenset((torch.strided,))
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,7 +44,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def moved_within(start: Tensor, delta: float | Tensor) -> Tensor:
-    """Start + Δ in the dtype of `start`, each number rounded towards it: rounded to nearest, it could leave a ball.
+    """Start + Δ in the dtype of `start`, each entry rounded towards it: rounded to nearest, it could leave a ball.
 
     >>> moved_within(torch.tensor(1.0, dtype=torch.bfloat16), 0.0078)       # to nearest it would be 1.0078125
     tensor(1., dtype=torch.bfloat16)
@@ -57,12 +57,12 @@ def moved_within(start: Tensor, delta: float | Tensor) -> Tensor:
 
 
 def widest_dtype(tensor: Tensor) -> torch.dtype:
-    """The widest dtype of the device, in which rounding is measured: float64, but not on an Apple GPU."""
+    """The widest dtype of the device, in which rounding is measured: float64, except on an Apple GPU."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Do its numbers fill their memory without gaps or overlap, in whatever order?
+    """Do its entries fill their memory without gaps or overlap, in any order?
 
     >>> image = torch.zeros(2, 3, 4, 4)
     >>> is_dense(image.to(memory_format=torch.channels_last)), is_dense(image[..., :3])
@@ -90,7 +90,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def copy_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Target ← source for each pair, in place: a target keeps its storage. On a GPU, a launch per device and dtype."""
+    """Target ← source for each pair, in place: targets keep their storage. One launch per device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in pairs:
         targets, sources = kinds[target.device, target.dtype]
@@ -103,7 +103,7 @@ def copy_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 def zero_unless_(tensors: Iterable[Tensor], flag: Tensor) -> None:
     """Zero every tensor unless `flag` holds, in place.
 
-    The bits are multiplied by 0 or 1 as integers, not the numbers: 0 · nan = nan.
+    The bits, as integers, are multiplied by 0 or 1, not the numbers: 0 · nan = nan.
 
     >>> spoilt = torch.tensor([1.0, float("nan")])
     >>> zero_unless_([spoilt], torch.tensor(False))
@@ -149,7 +149,7 @@ def select_lists(targets: list[Tensor], sources: list[Tensor], flag: Tensor) -> 
 
 
 def select_one_by_one(targets: list[Tensor], sources: list[Tensor], flag: Tensor) -> None:
-    """The fewest bytes: 3 times the size. On the CPU `where` goes number by number, so it gets pairs as one int64."""
+    """The fewest bytes: 3 times the size. On the CPU `where` goes entry by entry, so it gets pairs as one int64."""
     for target, source in zip(targets, sources, strict=True):
         if target.is_contiguous() and source.is_contiguous() and _fits_int64(target) and _fits_int64(source):
             target, source = target.view(-1).view(torch.int64), source.view(-1).view(torch.int64)  # noqa: PLW2901

@@ -12,9 +12,9 @@ rounded twice unless the code says `fma`: so a kernel gives the same bits as the
 import triton
 import triton.language as tl
 
-BLOCK = 4096  # numbers a program
+BLOCK = 4096  # numbers per program
 ROOTS_BLOCK = 1024  # chunk sums added at a time
-LAUNCH_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # 16 numbers a thread
+LAUNCH_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # 16 numbers per thread
 
 
 @triton.jit

@@ -1,14 +1,14 @@
-"""Does a training loop meet what AMP needs? A doctor for loops of one's own.
+"""Does a training loop meet AMP's requirements? A doctor for your own loops.
 
     for finding in flatmin.doctor.examine(make_training):
         print(finding.verdict, finding.name, finding.seen, finding.change)
 
 `make_training()` returns `(model, optimizer, closure)`, or `(model, optimizer, closure, scaler)`, or a mapping with
-more parts (user_training.py); it is called a few times, and what it returns is trained for a few steps and thrown away.
-The examination goes from the closure to the step and ends at the first error, because what follows would show nothing.
+more parts (user_training.py); it is called a few times, and what it returns is trained for a few steps and discarded.
+The examination goes from the closure to the step and ends at the first error, because later checks would show nothing.
 
-user_training.py        what make_training may return: the parts of a training
-training.py             those wrapped in AMP, on one batch; a snapshot of it
+user_training.py        what make_training may return: the parts of a training setup
+training.py             these parts, with AMP, on one batch; a snapshot of them
 closure_call.py         one call of the closure, observed
 check_*.py              the checks: each returns a `Finding` (finding.py)
 """
@@ -48,7 +48,7 @@ __all__ = ["Crash", "Finding", "MakeTraining", "Verdict", "during", "examine", "
 
 
 def examine(make_training: MakeTraining) -> list[Finding]:
-    """The findings, in the order in which they were checked.
+    """Examine a training setup, and return the findings in the order of the checks.
 
     >>> import torch
     >>> def make_training():
@@ -87,7 +87,7 @@ def examine(make_training: MakeTraining) -> list[Finding]:
 
 
 def _stages(make_training: MakeTraining) -> Iterator[list[Finding]]:
-    """One stage after the other, each relying on what the ones before it have shown."""
+    """Stage by stage, each relying on what the earlier ones have shown."""
     training, another = new_training(make_training), new_training(make_training)
     yield [check_make_training(training, another)]
     if has_several_ranks():
@@ -124,7 +124,7 @@ def _closure(training: Training) -> Iterator[list[Finding]]:
 
 def _steps(training: Training) -> list[Finding]:
     if training.is_idle():
-        return [Finding("radius", "ok", "ε = 0 or N = 0: a step is the optimizer's own; there is no more to examine")]
+        return [Finding("radius", "ok", "ε = 0 or N = 0: a step is the optimizer's own; nothing more to examine")]
     settle_scale(training)
     seen = check_steps.observe_steps(training)
     return [check(seen, training) for check in (*check_steps.STEP_CHECKS, check_ball, check_ascent, check_epsilon)]

@@ -1,4 +1,4 @@
-"""The optimizer with flatmin against the one without: the same bits at ε = 0, and what a step costs more."""
+"""The optimizer with flatmin and without it: the same bits at ε = 0, and the extra cost of a step."""
 
 from statistics import median
 from time import perf_counter
@@ -14,7 +14,7 @@ from flatmin.doctor.user_training import MakeTraining
 from flatmin.optim.amp import AMP
 
 STEPS = 3  # compared bit for bit at ε = 0
-TIMED_STEPS = 5  # of each kind, alternating; the median counts
+TIMED_STEPS = 5  # of each kind, alternating; the medians are reported
 
 
 def check_epsilon_zero(make_training: MakeTraining) -> Finding:
@@ -26,21 +26,21 @@ def check_epsilon_zero(make_training: MakeTraining) -> Finding:
         return Finding(
             name,
             "ok",
-            f"{STEPS} steps with ε = 0 are those of the optimizer itself, bit for bit ({len(plainly)} tensors)",
+            f"{STEPS} steps with ε = 0 equal those of the plain optimizer, bit for bit ({len(plainly)} tensors)",
         )
     if any_rank(bool(_apart(plainly, _after(make_training, wrapped=False)))):
         return Finding(
             name,
             "cannot tell",
             f"two runs of {STEPS} steps with the plain optimizer differ from each other",
-            "make_training() must give the same weights and data every time; on a GPU, "
+            "make_training() must give the same weights and data every time; on a GPU, call "
             "torch.use_deterministic_algorithms(True)",
         )
     return Finding(
         name,
         "error",
         f"{STEPS} steps with ε = 0 differ from the optimizer's own in {len(apart)} of {len(plainly)} tensors",
-        "does the closure, or a hook, ask whether it runs inside flatmin?",
+        "does the closure, or a hook, check whether it runs inside flatmin?",
     )
 
 
@@ -85,9 +85,9 @@ def measure_cost(training: Training) -> Finding:
         "cost",
         "ok",
         f"{ours / theirs:.2f} times a step of {type(training.base).__name__} ({1000 * ours:.4g} and "
-        f"{1000 * theirs:.4g} ms, medians of {TIMED_STEPS}) for {passes} passes; memory beyond it: "
+        f"{1000 * theirs:.4g} ms, medians of {TIMED_STEPS}) for {passes} passes; extra memory: "
         f"{kept / max(params, 1):.2g} times the parameters ({kept / 2**20:.3g} MiB)",
-        "on a GPU, flatmin.captured_step makes a step one CUDA graph" if params and training.params[0].is_cuda else "",
+        "on a GPU, flatmin.captured_step makes it one CUDA graph" if params and training.params[0].is_cuda else "",
     )
 
 

@@ -1,6 +1,6 @@
-"""Can the closure be run twice? AMP runs it N + 1 times a step, and all of them must be about the same loss function.
+"""Can the closure be run twice? AMP runs it N + 1 times per step, and every call must compute the same loss function.
 
-The closure is called twice from the same state; then again with one thing as the first call left it, which AMP does not
+The closure is called twice from the same state; then again with one thing as the first call left it that AMP does not
 restore between two passes either: Python's and numpy's random numbers (without `model=`), or the buffers. Whatever
 changes the gradient is the reason.
 """
@@ -22,7 +22,7 @@ from flatmin.doctor.training import Training, TrainingSnapshot, same_bits
 
 NAME = "closure repeats"
 ROUNDING = {"cpu": 1e-6}  # the relative difference allowed between two equal calls
-GPU_ROUNDING = 2e-2  # on other devices: kernels add in any order, in half precision
+GPU_ROUNDING = 2e-2  # on other devices: kernels add in no fixed order, in half precision
 
 
 def rounding_of(training: Training) -> float:
@@ -32,7 +32,7 @@ def rounding_of(training: Training) -> float:
 def check_repeats(first: ClosureCall, training: Training, snapshot: TrainingSnapshot) -> Finding:
     """Does the closure give the same result twice? `first` was called at `snapshot`, and nothing has run since."""
     if not snapshot.has_weights():
-        change = "leave optimizer.step() to the loop: a closure zeroes gradients, runs forward and backward"
+        change = "leave optimizer.step() to the loop: a closure only zeroes gradients and runs forward and backward"
         return Finding(NAME, "error", "the closure itself changes the weights", change)
     drawn, moved, left = snapshot.host.moved_besides_torch(), training.buffers(), HostRandom()
     snapshot.put_back()
@@ -54,7 +54,7 @@ def check_repeats(first: ClosureCall, training: Training, snapshot: TrainingSnap
         if first.gap(other := observe(training)) > allowed:
             return _depends(first, other, changed)
     exact = "bit for bit" if gap == 0 else f"within {gap:.1g}, the rounding of its kernels"
-    return Finding(NAME, "ok", f"called twice at the same weights it gives the same loss and gradients, {exact}")
+    return Finding(NAME, "ok", f"two calls at the same weights give the same loss and gradients, {exact}")
 
 
 def _differs(first: ClosureCall, again: ClosureCall, why: list[str]) -> Finding:
@@ -62,9 +62,9 @@ def _differs(first: ClosureCall, again: ClosureCall, why: list[str]) -> Finding:
     return Finding(
         NAME,
         "error",
-        f"called twice at the same weights it gives {_both(first, again)}: {reason}",
-        "draw the batch, with its augmentation, once a step, before the closure: Δ must be found on the data that the "
-        "step is taken with. (With model=model the usual generators' numbers are the same in all passes.)",
+        f"two calls at the same weights give {_both(first, again)}: {reason}",
+        "draw and augment the batch once per step, before the closure: Δ must come from the data that the step uses. "
+        "(With model=model, the usual generators give the same numbers in all passes.)",
     )
 
 
@@ -72,10 +72,10 @@ def _shared(names: list[str]) -> Finding:
     return Finding(
         NAME,
         "warning",
-        f"{' and '.join(names)} moved differently in two calls from the same state, though the loss is the same: "
+        f"{' and '.join(names)} advanced differently in two calls from the same state, but the loss is the same: "
         "something else draws from it, such as a thread that prepares batches",
-        "give that thread a generator of its own (random.Random(), numpy.random.default_rng()): with model=model, AMP "
-        "winds a global one back between its passes as long as it takes the draws for the model's",
+        "give that thread its own generator (random.Random(), numpy.random.default_rng()): with model=model, AMP "
+        "rewinds a global one between its passes as long as it attributes the draws to the model",
     )
 
 
@@ -84,7 +84,7 @@ def _depends(first: ClosureCall, again: ClosureCall, changed: list[str]) -> Find
         NAME,
         "warning",
         f"the loss depends on buffers that a pass changes ({first_few(changed)}): {_both(first, again)}",
-        "nothing where they move slowly, as in spectral normalisation; else update them outside the closure",
+        "nothing if they change slowly, as in spectral normalisation; otherwise update them outside the closure",
     )
 
 
@@ -97,7 +97,7 @@ def _both(first: ClosureCall, again: ClosureCall) -> str:
 
 
 def reasons(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    """What has changed, in words; an iterator is assumed to have."""
+    """What has changed, in words; an iterator is assumed to have advanced."""
     iterators = [name for name, mark in before.items() if mark == "iterator"]
     generators = [name for name, mark in before.items() if isinstance(mark, bytes) and after.get(name) != mark]
     counters = [name for name, mark in before.items() if isinstance(mark, Number) and after.get(name) != mark]

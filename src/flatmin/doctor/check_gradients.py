@@ -30,8 +30,8 @@ def check_loss(call: ClosureCall) -> Finding:
         return Finding(
             "loss",
             "warning",
-            f"the closure returns the scaled loss, {call.loss:.4g}: so optimizer.last has it, and so would a log",
-            "return the loss itself, and only backward() that of the scaler",
+            f"the closure returns the scaled loss, {call.loss:.4g}, so optimizer.last and logs have that one",
+            "return the loss itself, and call backward() on the scaled one",
         )
     if call.loss is not None:
         return Finding("loss", "ok", f"the closure returns it: {call.loss:.4g}")
@@ -55,15 +55,15 @@ def check_scaler(call: ClosureCall, scaler: GradScaler | None) -> Finding:
         return Finding(
             "GradScaler",
             "error",
-            f"the closure scales its loss by {scale:g}, but the optimizer does not get the scaler: its gradients, of "
-            f"norm {call.norm:.3g}, are that much too large, and Δ always lies at the edge of the ball",
-            "optimizer.step(closure, scaler=scaler); here, return (model, optimizer, closure, scaler)",
+            f"the closure scales its loss by {scale:g}, but the optimizer does not get the scaler: the gradients, of "
+            f"norm {call.norm:.3g}, are too large by that factor, and Δ is always at the edge of the ball",
+            "write optimizer.step(closure, scaler=scaler); here, return (model, optimizer, closure, scaler)",
         )
     return Finding(
         "GradScaler",
         "error",
-        "one is passed that the closure does not use: Δ and the step would be divided by its scale all the same",
-        "scaler.scale(loss).backward() in the closure, or no scaler",
+        "the closure does not use the scaler that is passed: Δ and the step would still be divided by its scale",
+        "call scaler.scale(loss).backward() in the closure, or pass no scaler",
     )
 
 
@@ -78,7 +78,7 @@ def check_gradients_exist(call: ClosureCall, training: Training) -> Finding:
     seen += f", {len(frozen)} are frozen" if frozen else ""
     if not call.gradients:
         return Finding(
-            "gradients", "error", "no parameter has one after the closure", "call loss.backward() in the closure"
+            "gradients", "error", "no parameter has a gradient after the closure", "call loss.backward() in the closure"
         )
     if broken:
         change = "look for a division by 0, a log of 0 or an overflow; in fp16 use a GradScaler"
@@ -92,7 +92,7 @@ def check_gradients_exist(call: ClosureCall, training: Training) -> Finding:
             "gradients",
             "warning",
             f"{seen}; none in {first_few(unused)}",
-            "use them in the loss, or leave them out of the optimizer; for frozen ones requires_grad_(False)",
+            "use them in the loss, leave them out of the optimizer, or freeze them with requires_grad_(False)",
         )
     return Finding("gradients", "ok", seen + (f"; all 0 at these weights in {first_few(zero)}" if zero else ""))
 
@@ -111,7 +111,7 @@ def check_parameters(training: Training) -> Finding:
         "warning",
         f"the optimizer lacks {len(missing)} of the model's {len(wanted)} parameters that require a gradient: "
         f"{first_few(missing)}",
-        "give them to the optimizer; if they are to stay as they are, requires_grad_(False) saves their gradients",
+        "give them to the optimizer; if they are meant to stay fixed, requires_grad_(False) saves their gradients",
     )
 
 
@@ -144,7 +144,7 @@ def _added(first: ClosureCall, again: ClosureCall, param: Tensor) -> bool:
 
 
 def observe_elsewhere(training: Training, snapshot: TrainingSnapshot) -> list[ClosureCall]:
-    """Calls at scaled weights: the gradient of a network has another norm at each."""
+    """Calls at scaled weights: the gradient of a network has a different norm at each."""
     calls = []
     for scale in SCALES:
         snapshot.put_back()
@@ -157,15 +157,15 @@ def observe_elsewhere(training: Training, snapshot: TrainingSnapshot) -> list[Cl
 
 
 def check_clipping(calls: Sequence[ClosureCall]) -> Finding:
-    """Do the gradients at different weights share a norm, or a largest number, to four digits?"""
+    """Do the gradients at different weights have the same norm, or the same largest entry, to four digits?"""
     turned = all(calls[0].gap(call) > 1e-2 for call in calls[1:])
-    for name, values in (("norm", [call.norm for call in calls]), ("largest number", [call.largest for call in calls])):
+    for name, values in (("norm", [call.norm for call in calls]), ("largest entry", [call.largest for call in calls])):
         if turned and max(values) - min(values) < 1e-4 * max(values):
             return Finding(
                 "clipping",
                 "warning",
-                f"the gradients of {len(calls)} different weights all have the same {name}, {max(values):.4g}: "
-                "the closure clips them, and so Δ too (or the loss is linear in the weights)",
+                f"the gradients at {len(calls)} different weights all have the same {name}, {max(values):.4g}: "
+                "the closure clips them, and so clips Δ (or the loss is linear in the weights)",
                 "clip after the perturbed() block, or in a hook: optimizer.base.register_step_pre_hook",
             )
     seen = ", ".join(f"{call.norm:.4g}" for call in calls)

@@ -1,13 +1,13 @@
-"""Does the ascent raise the loss, what do ε and ζ mean for this training, and a first guess of ε.
+"""Whether the ascent raises the loss, what ε and ζ mean for this training, and a first guess of ε.
 
-The ascent step is ζ‖∇J‖ long and is cut to ε, so a larger ε has no effect. Near θ the loss rises by ‖∇J‖·‖Δ‖. The guess
-is the radius at which that is a third of the loss,
+The ascent step is ζ‖∇J‖ long and is cut to ε, so an ε above ζ‖∇J‖ has no effect. Near θ the loss rises by ‖∇J‖·‖Δ‖. The
+guess is the radius at which that is a third of the loss,
 
     ε = L / (3‖∇J‖),   at most 0.1,
 
-a rule of thumb and not a law. What is known: PreActResNet18 on CIFAR-10 gains from ε = 0.1 in 40 epochs and from 0.5 in
-200 (the paper's), where 36 epochs lose with 0.5. Radius and length belong together, and a few observed steps do not
-show the length.
+a rule of thumb, not a law. What is known: PreActResNet18 on CIFAR-10 gains from ε = 0.1 in 40 epochs and from 0.5 in
+200 (as in the paper), while 36 epochs with 0.5 lose. The right radius depends on the length of training, which a few
+observed steps do not show.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def check_ascent(steps: Sequence[ObservedStep], training: Training) -> Finding:
     """Is the loss at θ + Δ above that at θ?"""
     name = "ascent"
     if not isinstance(training.optimizer, AMP):
-        return Finding(name, "ok", f"{type(training.optimizer).__name__} does not climb: its Δ is random")
+        return Finding(name, "ok", f"{type(training.optimizer).__name__} does not ascend: its Δ is random")
     if reason := _why_incomparable(steps):
         return Finding(name, "cannot tell", reason, "fix that first")
     rises = [high - low for high, low in zip(_known(steps, "loss_perturbed"), _known(steps, "loss"), strict=True)]
@@ -39,8 +39,8 @@ def check_ascent(steps: Sequence[ObservedStep], training: Training) -> Finding:
     if 2 * up > len(rises):
         return Finding(name, "ok", seen)
     if not any(rises):
-        return Finding(name, "cannot tell", "the loss is the same at θ + Δ", "a larger ε; see rounding too")
-    change = "a smaller ε, if the ascent jumps over the hill; and does the closure return the loss it differentiates?"
+        return Finding(name, "cannot tell", "the loss is the same at θ + Δ", "try a larger ε; see rounding too")
+    change = "try a smaller ε, in case the ascent overshoots; and does the closure return the loss it differentiates?"
     return Finding(name, "warning", seen, change)
 
 
@@ -56,14 +56,14 @@ def _why_incomparable(steps: Sequence[ObservedStep]) -> str:
 def check_ball(steps: Sequence[ObservedStep], training: Training) -> Finding:
     """Is ‖Δ‖ ≤ ε, over all balls together?"""
     longest, bound = max(_known(steps, "delta_norm"), default=0.0), _bound(training)
-    seen = f"‖Δ‖ is {longest:.4g} at most, and {bound:.4g} is the edge"
+    seen = f"‖Δ‖ is at most {longest:.4g}, and the edge is at {bound:.4g}"
     if longest <= bound * (1 + 1e-6):
         return Finding("ball", "ok", seen)
     return Finding("ball", "error", seen, "this should never happen: is ε changed during a step?")
 
 
 def first_guess(loss: float, grad_norm: float) -> float:
-    """ε = L / (3‖∇J‖), at most 0.1, down to one of 1, 2, 5 times a power of ten.
+    """ε = L / (3‖∇J‖), at most 0.1, rounded down to 1, 2 or 5 times a power of ten.
 
     >>> first_guess(2.3, 1.5), first_guess(2.3, 40.0)
     (0.1, 0.01)
@@ -82,15 +82,15 @@ def check_epsilon(steps: Sequence[ObservedStep], training: Training) -> Finding:
     skipped = sum(bool(step.last["skipped"]) for step in steps)
     if skipped and training.scaler is None:
         seen = f"ε = {epsilon}: a gradient was not finite in {skipped} of {len(steps)} steps"
-        return Finding(NAME, "error", seen, "a much smaller ε, a tenth of it; 0.1 is a good start for most networks")
+        return Finding(NAME, "error", seen, "use a tenth of it, or less; 0.1 is a good start for most networks")
     if not isinstance(optimizer, AMP):
         lengths = f"‖Δ‖ = {_median(steps, 'delta_norm'):.3g}, ‖∇J‖ = {_median(steps, 'grad_norm'):.3g}"
         return Finding(NAME, "ok", f"ε = {epsilon}: {lengths}")
     zeta, length = float(groups[0]["inner_lr"]), _median(steps, "grad_norm")
     norms = _known(steps, "grad_norm")
     seen = (
-        f"ε = {epsilon}, ζ = {zeta:g}: ‖∇J‖ is {length:.3g} ({min(norms):.3g} to {max(norms):.3g}), so the ascent "
-        f"goes {zeta * length:.3g} far and is cut to ε in {_mean(steps, 'on_ball'):.0%} of the steps"
+        f"ε = {epsilon}, ζ = {zeta:g}: ‖∇J‖ is {length:.3g} ({min(norms):.3g} to {max(norms):.3g}), so an ascent "
+        f"step is {zeta * length:.3g} long and is cut to ε in {_mean(steps, 'on_ball'):.0%} of the steps"
     )
     if reason := _why_incomparable(steps):
         return Finding(NAME, "cannot tell", f"{seen}; {reason}", _advice(None, training))
@@ -100,10 +100,10 @@ def check_epsilon(steps: Sequence[ObservedStep], training: Training) -> Finding:
         seen += f" ({(perturbed - loss) / loss:+.1%})"
     guess = first_guess(loss, length) / sqrt(_balls(training)) if optimizer.norm == "l2" else None
     if perturbed > MAX_LOSS_RATIO * loss > 0:
-        change = "ε is too large, unless these weights are trained and their loss is near 0. "
+        change = "ε is too large, unless the model is already trained and its loss near 0. "
         return Finding(NAME, "warning", seen, change + _advice(guess, training))
     if _mean(steps, "on_ball") == 0:
-        seen += "; ε is never reached: ζ does the work, and a larger ε changes nothing"
+        seen += "; ε is never reached: ζ limits Δ, and a larger ε changes nothing"
     return Finding(NAME, "ok", seen, _advice(guess, training))
 
 
@@ -124,7 +124,7 @@ def _bound(training: Training) -> float:
 
 
 def _balls(training: Training) -> int:
-    """The number of balls: over all of them together, ‖Δ‖ reaches ε times its root."""
+    """The number of balls: over all of them together, ‖Δ‖ reaches ε times its square root."""
     groups = training.optimizer.perturbed_groups()
     return {"global": 1, "group": len(groups), "tensor": sum(len(group["params"]) for group in groups)}[
         training.optimizer.ball

@@ -1,4 +1,4 @@
-"""Several ranks: they must take the same step, or they drift apart, or wait for each other for ever.
+"""Several ranks must take the same step, or they drift apart, or wait for each other forever.
 
 All findings here compare what was gathered from every rank, so all ranks find the same.
 """
@@ -27,7 +27,7 @@ class OtherRankCrashError(Exception):
 def all_gather(thing: Any, *, crashed: bool = False) -> list[Any]:
     """The values of all ranks; of this one alone if there is no other.
 
-    Every rank calls this at every stage: one that crashed says so here, so that none waits for it.
+    Every rank calls this at every stage: one that crashed says so here, so that no other waits for it.
     """
     if not has_several_ranks():
         return [thing]
@@ -75,7 +75,7 @@ def gradients(call: ClosureCall, training: Training) -> dict[str, Any]:
     whole = all(type(param) in ORDINARY_TYPES for param in training.params)
     return {
         "with": sorted(names[param] for param in call.gradients),
-        "norm": call.norm if whole else None,  # of shards it is that of all ranks already
+        "norm": call.norm if whole else None,  # for shards it is already that of all ranks
         "parallel": bool(replicas_in(training.model) or replicas_in(training.optimizer.model)),
     }
 
@@ -87,12 +87,12 @@ def check_synchronised(every: Sequence[dict[str, Any]]) -> Finding:
     )
     if odd:
         change = "use the same parameters on every rank, or DistributedDataParallel(find_unused_parameters=True)"
-        return Finding(NAME, "error", f"{first_few(odd)} has a gradient on some ranks only", change)
+        return Finding(NAME, "error", f"{first_few(odd)} has a gradient only on some ranks", change)
     lengths = [there["norm"] for there in every if there["norm"] is not None]
     if lengths and max(lengths) - min(lengths) > 1e-4 * max(lengths):
         shown = ", ".join(f"{length:.4g}" for length in lengths)
-        change = "average the gradients in the closure: step a DistributedDataParallel model, outside no_sync()"
+        change = "average the gradients in the closure: call a DistributedDataParallel model, outside no_sync()"
         if every[0]["parallel"]:
             change = "the closure must call the DistributedDataParallel model, outside no_sync()"
-        return Finding(NAME, "error", f"‖∇J‖ is {shown} on the ranks: each would find a Δ of its own", change)
+        return Finding(NAME, "error", f"‖∇J‖ is {shown} on the ranks: each would find its own Δ", change)
     return Finding(NAME, "ok", f"{len(every)} ranks have the same settings, weights and gradients")

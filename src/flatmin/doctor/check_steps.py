@@ -1,4 +1,4 @@
-"""A few real steps, observed from inside: what each pass starts from, and what the step leaves.
+"""A few real steps, observed from inside: what each pass starts from, and what the step leaves behind.
 
 The closure is wrapped to record the weights, the buffers and the random generators of every pass; a hook of the base
 checks the weights that it is about to update, which must be θ again.
@@ -27,9 +27,9 @@ class ObservedStep:
 
     passes: int
     same_masks: bool  # every pass began with the same random state
-    counted: dict[str, tuple[int, int]]  # integer buffers: how much the first pass added, how much the step
+    counted: dict[str, tuple[int, int]]  # integer buffers: what the first pass added, and the whole step
     changed: list[str]  # buffers that are not as the first pass left them
-    came_back: bool | None  # θ, bit for bit and in its storage, when the base stepped; None: it took no step
+    came_back: bool | None  # was θ restored, bit for bit and in place, for the base's step? None: it took none
     moved: float  # ‖(θ + Δ) − θ‖ as the last pass saw it
     last: dict[str, float | None]
 
@@ -141,7 +141,7 @@ def check_restored(steps: Sequence[ObservedStep]) -> Finding:
     if not known:
         return Finding("θ comes back", "cannot tell", "the base took no step", "see the findings about gradients")
     if all(known):
-        return Finding("θ comes back", "ok", f"bit for bit and in its place, in {len(known)} of {len(known)} steps")
+        return Finding("θ comes back", "ok", f"bit for bit and in place, in {len(known)} of {len(known)} steps")
     return Finding(
         "θ comes back",
         "error",
@@ -158,14 +158,14 @@ def check_rounding(steps: Sequence[ObservedStep], training: Training) -> Finding
     if not shares:
         return Finding("rounding", "cannot tell", "Δ is 0", "see the findings about gradients")
     share = shares[len(shares) // 2]
-    seen = f"weights in {dtypes}: of Δ's length {share:.1%} is left in θ + Δ"
+    seen = f"weights in {dtypes}: {share:.1%} of Δ's length is left in θ + Δ"
     if 0.5 < share < 2:  # rounding up and down cancels in the loss, as long as most of Δ is left
         return Finding("rounding", "ok", seen)
     return Finding(
         "rounding",
         "warning",
         f"{seen}, the rest is rounding",
-        "keep the weights in float32 and compute in half precision under torch.autocast; or a larger ε",
+        "keep the weights in float32 and compute in half precision under torch.autocast; or use a larger ε",
     )
 
 

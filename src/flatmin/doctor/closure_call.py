@@ -22,8 +22,8 @@ class ClosureCall:
     result: Any
     loss: float | None
     gradients: dict[Tensor, Tensor]  # copies, dense
-    scalers: list[GradScaler]  # that were used in it
-    is_scaled: bool  # the loss it returned is a scaler's output
+    scalers: list[GradScaler]  # used in the call
+    is_scaled: bool  # the returned loss is a scaler's output
 
     @property
     def norm(self) -> float:

@@ -1,6 +1,6 @@
 """A finding: what was checked, the verdict, what was seen in numbers, and what to change.
 
-A crash of the user's code is a finding too, reported with the user's own lines and with what was being done.
+A crash of the user's code is a finding too, reported with the user's own lines and what was being done.
 """
 
 import traceback
@@ -25,7 +25,7 @@ MAX_LINES = 3  # of the user's, the innermost ones
 
 @dataclass(frozen=True)
 class Finding:
-    """`change` is what to do about it; with the verdict "ok" it is empty, or advice."""
+    """What a check found. `change` is what to do about it; with the verdict "ok" it is empty, or advice."""
 
     name: str
     verdict: Verdict
@@ -45,12 +45,12 @@ class Crash(Exception):  # noqa: N818
             *traceback.format_list(own_lines(self.error)[-MAX_LINES:]),
             *traceback.format_exception_only(self.error),
         ]
-        return Finding(self.doing, "error", "".join(lines).rstrip(), "it ends in this error: fix it first")
+        return Finding(self.doing, "error", "".join(lines).rstrip(), "fix this error first")
 
 
 @contextmanager
 def during(doing: str) -> Iterator[None]:
-    """An exception inside is a crash of the user's code, while `doing` this."""
+    """Turns an exception inside into a `Crash` of the user's code while `doing` this."""
     try:
         yield
     except Crash:
@@ -60,7 +60,7 @@ def during(doing: str) -> Iterator[None]:
 
 
 def own_lines(error: BaseException) -> list[traceback.FrameSummary]:
-    """The lines of a traceback that are the user's."""
+    """The user's own lines in a traceback."""
     walked = [
         (frame.f_globals.get("__name__", ""), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
     ]

@@ -1,8 +1,8 @@
-"""The user's training: model, optimizer and closure, made anew for each stage, and snapshots to return to.
+"""The user's training: model, optimizer and closure, created again for each stage, and snapshots to return to.
 
-What `make_training()` may return is in user_training.py. The closure is what `optimizer.step` is given; of a loop
+What `make_training()` may return is in user_training.py. The closure is what `optimizer.step` gets; for a loop
 without one, it is the loop's forward and backward pass as a function that returns the loss. A plain optimizer is
-examined inside AMP, and a training with batches on its first one.
+examined inside AMP, and a setup with batches on its first batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -104,11 +104,11 @@ class Training:
 
 
 def new_training(make_training: MakeTraining) -> Training:
-    """A new training, on its first batch; the same every time, if it draws only from the usual generators."""
+    """A new setup, on its first batch; the same every time, if it draws only from the usual generators."""
     made = call(make_training, SEED)
     closure = next(made.closures(), None)
     if closure is None:
-        raise ValueError("the batches of make_training must be at least one, got none")
+        raise ValueError("the batches of make_training must not be empty, got none")
     model, optimizer, scaler = made.model, made.optimizer, made.scaler
     with during("flatmin.AMP(optimizer)"):
         if was_plain := not isinstance(optimizer, PerturbedOptimizer):
@@ -181,5 +181,5 @@ def check_make_training(one: Training, other: Training) -> Finding:
         "warning",
         f"{seen}; two calls of make_training() give different weights ({apart} of {len(pairs)} tensors differ), "
         "although the generators of torch, Python and numpy are seeded before each",
-        "make the weights from these generators, or from a seed of your own; until then ε = 0 cannot be compared",
+        "draw the weights from these generators, or from your own seed; until then ε = 0 cannot be compared",
     )

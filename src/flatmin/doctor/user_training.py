@@ -1,19 +1,19 @@
-"""What the user's `make_training()` returns: a training, not yet begun.
+"""What the user's `make_training()` returns: a training setup, ready to start.
 
 A tuple `(model, optimizer, closure)`, or with a GradScaler `(model, optimizer, closure, scaler)`, is enough to take
-steps on one batch. A mapping names the same parts, and those of a whole training:
+steps on one batch. A mapping names these parts, and the others of a whole run:
 
     return {
         "model": model,
         "optimizer": optimizer,
-        "closure": closure,              closure(*batch), or closure(batch) where a batch is not a tuple or list
-        "batches": loader,               iterated anew in each epoch; or a function that returns one
+        "closure": closure,              closure(*batch), or closure(batch) if a batch is not a tuple or list
+        "batches": loader,               iterated again in each epoch; or a function that returns an iterable
         "held_out": held_out_loader,     pairs of inputs and classes that are not trained on
-        "scheduler": scheduler,          its step() follows each epoch
+        "scheduler": scheduler,          its step() is called after each epoch
         "epochs": 20,
     }
 
-The generators of torch, Python and numpy are seeded before every call, so that two calls return the same training.
+The generators of torch, Python and numpy are seeded before every call, so that two calls return the same setup.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,11 +36,11 @@ MakeTraining = Callable[[], Any]
 
 @dataclass(frozen=True)
 class UserTraining:
-    """The parts of a training. Without batches the closure takes nothing, and an epoch is one step.
+    """The parts of a training setup. Without batches the closure takes no arguments, and an epoch is one step.
 
     evaluate            a function without arguments that returns a number, or numbers by name: lower is better
-    scheduler_per_step  a scheduler whose step() follows each step
-    radius_data         pairs as in held_out, other ones: what a radius is found on while training
+    scheduler_per_step  a scheduler whose step() is called after each step
+    radius_data         other pairs like those in held_out, on which a radius is found while training
     """
 
     model: nn.Module
@@ -80,7 +80,7 @@ ITERABLE = ("batches", "held_out", "radius_data")
 
 
 def call(make_training: MakeTraining, seed: int) -> UserTraining:
-    """A new training; the same for the same seed, if it draws only from the usual generators."""
+    """A new setup; the same for the same seed, if it draws only from the usual generators."""
     seed_everything(seed)
     with during("make_training()"):
         made = make_training()
@@ -93,18 +93,18 @@ def _read(made: object) -> UserTraining:
         if unknown or missing:
             what = f"without {missing[0]!r}" if missing else f"with {sorted(map(str, unknown))[0]!r}"
             raise TypeError(
-                f"make_training must return a mapping with model, optimizer and closure, and of {', '.join(NAMES[3:])} "
-                f"what there is; got one {what}"
+                "make_training must return a mapping with model, optimizer and closure, and optionally "
+                f"{', '.join(NAMES[3:])}, got one {what}"
             )
         training = UserTraining(**made)
     elif isinstance(made, tuple | list) and len(made) in (3, 4):
         training = UserTraining(*made)
     else:
-        got = f"{len(made)} things" if isinstance(made, tuple | list) else describe(made)
+        got = f"{len(made)} values" if isinstance(made, tuple | list) else describe(made)
         raise TypeError(
-            f"make_training must return (model, optimizer, closure), or a scaler besides, or a mapping, got {got}"
+            f"make_training must return (model, optimizer, closure), optionally a scaler, or a mapping, got {got}"
         )
-    _check(training, "" if isinstance(made, Mapping) else " in the {} place")
+    _check(training, "" if isinstance(made, Mapping) else " as the {} value")
     return training
 
 
@@ -121,7 +121,7 @@ def _check(training: UserTraining, place: str) -> None:
     if not callable(training.closure):
         raise TypeError(
             "the closure of make_training must be a function without arguments, or of a batch if there are batches, "
-            f"got {describe(training.closure)}; of several micro-batches, one that runs them all"
+            f"got {describe(training.closure)}; for several micro-batches, write one that runs them all"
         )
     if training.scaler is not None and not isinstance(training.scaler, GradScaler):
         raise TypeError(f"the scaler of make_training must be a torch.amp.GradScaler, got {describe(training.scaler)}")
@@ -130,7 +130,7 @@ def _check(training: UserTraining, place: str) -> None:
         fits = thing is None or isinstance(thing, Iterable) or (name == "batches" and callable(thing))
         if isinstance(thing, Iterator) or not fits:
             raise TypeError(
-                f"the {name} of make_training must be something to iterate over again and again, such as a DataLoader "
+                f"the {name} of make_training must be something to iterate over repeatedly, such as a DataLoader "
                 f"or a list, got {describe(thing)}"
             )
     for name in ("scheduler", "scheduler_per_step"):
@@ -139,7 +139,7 @@ def _check(training: UserTraining, place: str) -> None:
         if isinstance(thing, ReduceLROnPlateau):
             raise TypeError(
                 f"the {name} of make_training must step without arguments, got a ReduceLROnPlateau; use a schedule "
-                "that does not look at the loss, such as CosineAnnealingLR: then all trainings have the same"
+                "that does not depend on the loss, such as CosineAnnealingLR, so that it is the same in all runs"
             )
     if training.evaluate is not None and not callable(training.evaluate):
         raise TypeError(

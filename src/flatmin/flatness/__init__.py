@@ -15,8 +15,8 @@
     loss = flatness.empirical_risk(x, y)
     flatness.worst_case_loss(model, loss, epsilon=0.1).loss
 
-The model is in eval mode meanwhile, but for `batch_rise`: BatchNorm's statistics are fixed, nothing is dropped.
-Afterwards, even after an exception, its weights, buffers, gradients and modes are bit for bit as they were.
+Except in `batch_rise`, the model is in eval mode: BatchNorm's statistics are fixed, and nothing is dropped. Afterwards,
+even after an exception, its weights, buffers, gradients and modes are bit for bit as they were.
 """
 
 from flatmin.flatness.hutchpp import Trace, trace

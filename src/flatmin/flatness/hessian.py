@@ -1,6 +1,6 @@
 """The Hessian H = ∇²L(θ) through its products with vectors: Hv = ∇(∇L·v), two passes each.
 
-Vectors are flat: all parameters in a row, in float32 at least. A model with ReLU is piecewise smooth: its Hessian is
+Vectors are flat: all parameters in a row, in at least float32. A model with ReLU is piecewise smooth: its Hessian is
 that of the piece in which θ lies.
 """
 
@@ -22,7 +22,7 @@ _ROW = 4096  # numbers added at a time on the CPU (see `dot`)
 
 @contextmanager
 def hessian_products(weights: Weights, parts: Sequence[LossPart]) -> Iterator[Product]:
-    """The function v ↦ Hv. If L has one part, the graph of its gradient is kept; of several, each is rebuilt."""
+    """The function v ↦ Hv. If L has one part, the graph of its gradient is kept; with several, each is rebuilt."""
     tensors, sizes = weights.tensors, [p.numel() for p in weights.tensors]
     home, dtype = tensors[0].device, compute_dtype(tensors[0])
 
@@ -81,7 +81,7 @@ def orthogonal(w: Tensor, basis: Sequence[Tensor]) -> Tensor:
 
 
 class RandomVectors:
-    """Random vectors in the space of the weights, flat."""
+    """Flat random vectors in the space of the weights."""
 
     def __init__(self, weights: Weights, generator: torch.Generator | None) -> None:
         first = weights.tensors[0]

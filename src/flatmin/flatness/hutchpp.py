@@ -18,7 +18,7 @@ from flatmin.flatness.weights import Weights
 
 
 class Trace(NamedTuple):
-    """The estimate, its standard error (0 where it is exact), and the products that it took."""
+    """The estimate, its standard error (0 if it is exact), and the number of products it took."""
 
     value: Tensor
     error: Tensor

@@ -1,9 +1,9 @@
 """The largest eigenvalues of the Hessian H, by Lanczos' method.
 
-It builds an orthonormal basis Q of {v, Hv, H²v, …}, v at random, in which H is tridiagonal: T = QᵀHQ. The largest
-eigenvalues of T converge to those of H first. Let β be the norm of the part of Hq, q the last vector, that is outside
-the span, and s an eigenvector of T: some eigenvalue of H lies within β·|last entry of s| of that of T. This is the
-error that is returned.
+It builds an orthonormal basis Q of {v, Hv, H²v, …}, with a random v, in which H is tridiagonal: T = QᵀHQ. The largest
+eigenvalues of T converge to those of H first. Let q be the last vector, β the norm of the part of Hq outside the span,
+and s an eigenvector of T: some eigenvalue of H lies within β·|last entry of s| of that of T. This is the error that is
+returned.
 
 Each new vector is made orthogonal to all before it, twice: otherwise rounding lets the same eigenvalue appear again and
 again.
@@ -23,12 +23,12 @@ MIN_PRODUCTS = 10  # besides k: a random vector hardly sees one eigenvalue among
 
 
 class Eigenvalues(NamedTuple):
-    """The largest eigenvalues, descending. Rounding apart, there is an eigenvalue within `errors` of each."""
+    """The largest eigenvalues, descending. Apart from rounding, there is an eigenvalue within `errors` of each."""
 
     values: Tensor
     errors: Tensor
-    vectors: list[list[Tensor]]  # a direction for each, of length 1
-    products: int  # with the Hessian, taken in all
+    vectors: list[list[Tensor]]  # one direction for each, of length 1
+    products: int  # with the Hessian, in total
 
 
 def top_eigenvalue(
@@ -62,11 +62,11 @@ def top_eigenvalues(
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Eigenvalues:
-    """The k largest eigenvalues, until each error is below `tolerance` times the largest of them.
+    """The k largest eigenvalues, refined until each error is below `tolerance` times the largest of them.
 
     At least 10 + k products are taken, and at most `max_products`: a random vector hardly sees a single eigenvalue that
     stands out among many equal ones, and stopping early would miss it. An eigenvalue that occurs twice is found once,
-    unless `max_products` reaches the number of parameters; make it a few times k. Each product keeps a vector as large
+    unless `max_products` reaches the number of parameters; make it a few times k. Each product stores a vector as large
     as all parameters.
     """
     weights = Weights(model, parameters)

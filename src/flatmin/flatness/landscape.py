@@ -1,11 +1,11 @@
 """The loss along a line and over a plane through θ, after Li et al. (2018), who showed why directions must be scaled:
 
-    L(θ + αd),   L(θ + x d₁ + y d₂),   d = a random direction, each filter of it as long as the same filter of θ
+    L(θ + αd),   L(θ + x d₁ + y d₂),   d = a random direction, each of its filters as long as that of θ
 
-A network with ReLU and BatchNorm computes the same after a filter is doubled, so a step of length 1 means nothing until
-it is compared with the filter that it moves. A filter is weight[i], the weights of one output of a layer (of a
-transposed convolution: of one input). Biases and BatchNorm's weights, one number per filter, stay where they are, or
-are scaled number by number.
+A network with ReLU and BatchNorm computes the same function after a filter is doubled, so a step of length 1 means
+nothing until it is compared with the filter that it moves. A filter is weight[i], the weights of one output of a layer
+(of a transposed convolution: of one input). Biases and BatchNorm's weights, one number per filter, stay where they are,
+or are scaled number by number.
 
 With the same seed two models are measured along the same directions: the noise is drawn on the CPU, and scaled to each
 model's own filters.
@@ -50,7 +50,7 @@ def directions(
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> list[list[Tensor]]:
-    """Random directions, a tensor for each parameter, whose filters are as long as the model's.
+    """Random directions, with one tensor per parameter, whose filters are as long as the model's.
 
     >>> layer = nn.Linear(2, 2)
     >>> (direction,) = directions(layer)
@@ -96,11 +96,11 @@ def line(
     at_once: int = 1,
     progress: Callable[[int], object] | None = None,
 ) -> Line:
-    """The loss along a direction: a random one, or the one given; 41 points from −1 to 1, or those given.
+    """The loss along a direction, random unless given, at 41 points from −1 to 1, or at those given.
 
     With `at_once` above 1, that many points go through the model together (torch.func.vmap), or fewer if there is no
-    memory or no kernel for as many. It gains little: on an H200 at best half the time of a network of 66,000 weights,
-    and nothing for a PreActResNet18; on a CPU it is slower. `progress(n)` is called when n points are done.
+    memory or no kernel for so many. It gains little: on an H200 it saves at best half the time, for a network of 66,000
+    weights, and nothing for a PreActResNet18; on a CPU it is slower. `progress(n)` is called when n points are done.
     """
     weights = Weights(model, parameters)
     if direction is None:
@@ -123,7 +123,7 @@ def plane(
     at_once: int = 1,
     progress: Callable[[int], object] | None = None,
 ) -> Plane:
-    """The loss over the plane of two directions: random ones, or those given; 41 × 41 points, or those given."""
+    """The loss over the plane of two directions, random unless given, at 41 × 41 points, or at those given."""
     weights = Weights(model, parameters)
     if along is None:
         first, second = directions(model, number=2, vectors=vectors, parameters=weights.tensors, generator=generator)
@@ -139,7 +139,7 @@ def _axis(given: Tensor | None) -> Tensor:
         return torch.linspace(-1, 1, 41, dtype=torch.float64)
     axis = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     if axis.ndim != 1 or not len(axis) or not bool(axis.isfinite().all()):
-        raise ValueError(f"the points of an axis must be finite numbers in a row, got shape {tuple(axis.shape)}")
+        raise ValueError(f"the points of an axis must be a vector of finite numbers, got shape {tuple(axis.shape)}")
     return axis
 
 
@@ -156,7 +156,7 @@ def _losses(
     for direction in along:
         shapes = [tuple(d.shape) for d in direction]
         if shapes != [tuple(p.shape) for p in weights.tensors]:
-            raise ValueError(f"a direction must have a tensor for each parameter, of its shape, got {shapes}")
+            raise ValueError(f"a direction must have one tensor per parameter, of the same shape, got {shapes}")
     if at_once < 1:
         raise ValueError(f"at_once must be at least 1, got {at_once}")
     found: list[Tensor] = []
@@ -168,7 +168,7 @@ def _losses(
             else:
                 try:
                     together = _together(weights, parts, chunk, along).unbind()
-                except RuntimeError:  # no memory or kernel for as many; with one point, an error is the model's own
+                except RuntimeError:  # no memory or kernel for so many; with one point, an error is the model's own
                     at_once //= 2
                     continue
                 except AttributeError:  # the loss uses more of the model than its output

@@ -1,6 +1,6 @@
 """The loss in the ball of radius ε around θ: its maximum, its mean, and its rise along the gradient.
 
-    worst      max over ‖Δ‖ ≤ ε of L(θ + Δ): the AMP loss, found from below by projected ascent
+    worst      max over ‖Δ‖ ≤ ε of L(θ + Δ): the AMP loss, approached from below by projected ascent
     mean       of L(θ + Δ), Δ uniform in the ball
     sharpness  L(θ + ε∇L/‖∇L‖) − L(θ), the first step of SAM
 
@@ -31,7 +31,7 @@ class WorstCase(NamedTuple):
     loss: Tensor
     centre: Tensor
     starts: Tensor
-    delta: list[Tensor]  # where it was found, a tensor per parameter
+    delta: list[Tensor]  # where it was found, one tensor per parameter
 
     @property
     def rise(self) -> Tensor:
@@ -137,7 +137,7 @@ def mean_loss(
     parameters: Iterable[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> MeanLoss:
-    """The mean loss over random points of the ball: what RMP minimises, where AMP minimises the worst.
+    """The mean loss over random points of the ball: what RMP minimises, while AMP minimises the worst.
 
     `adaptive` and `eta` are those of `worst_case_loss`: Δ is uniform in ‖Δ ⊘ (|θ| + η)‖ ≤ ε.
     """
@@ -178,7 +178,7 @@ def sharpness(
     eta: float | None = None,
     parameters: Iterable[Tensor] | None = None,
 ) -> Tensor:
-    """L(θ + ε∇L/‖∇L‖) − L(θ): how far the loss rises at the edge of the ball, along the gradient.
+    """L(θ + ε∇L/‖∇L‖) − L(θ): how much the loss rises up to the edge of the ball, along the gradient.
 
     `adaptive` takes the step of ASAM, Δ = ε T² ∇L / ‖T ∇L‖ with T = |θ| + η.
     """

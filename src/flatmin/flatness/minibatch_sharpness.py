@@ -6,9 +6,9 @@
                       by more than the share ρ of its own length
     scale="global"    Δ_B = ρ ∇L_B / ‖∇L_B‖ over all parameters: a step of AMP to the edge of its ball
 
-Where a network has fitted every image, the loss over the training set is 0, and so are its derivatives: at the weights
-alone it looks flat whatever is around. Augmented mini-batches with their own BatchNorm statistics, which training sees,
-are not fitted so well. Filters are compared with their own length because BatchNorm makes any other length mean nothing
+Once a network fits every image, the loss over the training set is 0, and so are its derivatives: at the weights alone
+it looks flat, whatever surrounds them. Augmented mini-batches with their own BatchNorm statistics, which training sees,
+are not fitted so well. Lengths are relative to each filter's own, because BatchNorm makes any other length meaningless
 (see landscape.py).
 """
 
@@ -36,7 +36,7 @@ class BatchRise(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """At each radius, over the batches."""
+        """The mean rise at each radius, over the batches."""
         return self.rises.mean(dim=0)
 
 
@@ -51,8 +51,9 @@ def batch_rise(
 ) -> BatchRise:
     """The rise on each of these batches, in train mode; afterwards the model is bit for bit as it was.
 
-    Give batches as training has them: augmented, of its size. A batch costs two passes and one more for every further
-    radius. Dropout has the same masks in all of them. Vectors (biases, BatchNorm's weights) move with `"global"` alone.
+    Give batches as in training: augmented, and of the same size. A batch costs two passes, and one more for every
+    further radius. Dropout uses the same masks in all of them. Vectors (biases, BatchNorm's weights) move only with
+    `"global"`.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> found = batch_rise(layer, [(torch.ones(4, 1), torch.zeros(4, 1))], radii=[0.5], loss=lambda x, y: x.mean())
@@ -62,10 +63,10 @@ def batch_rise(
     if scale not in SCALES:
         raise ValueError(f"unknown scale {scale!r}; choose from {', '.join(SCALES)}")
     if not radii:
-        raise ValueError("radii must have one at least, got none")
+        raise ValueError("there must be at least one radius, got none")
     for radius in radii:
         check_radius(radius)
-    batches = list(batches)  # drawn before the passes, each of which winds random generators back for its masks
+    batches = list(batches)  # drawn before the passes, which rewind the random generators for their masks
     weights = Weights(model, parameters)
     losses, rises = [], []
     with weights.movable():  # which restores the modes too
@@ -82,7 +83,7 @@ def batch_rise(
             losses.append(centre)
             rises.append(torch.stack(found))
     if not losses:
-        raise ValueError("there must be one batch at least, got none")
+        raise ValueError("there must be at least one batch, got none")
     return BatchRise(torch.tensor(radii, dtype=torch.float64), torch.stack(losses), torch.stack(rises))
 
 

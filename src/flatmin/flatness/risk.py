@@ -1,9 +1,9 @@
 """The loss to measure: a function of the model, or several that add up to it.
 
     loss = lambda model: cross_entropy(model(x), y)          one batch
-    loss = empirical_risk(x, y, batch_size=500)              a set of any size, a batch at a time
+    loss = empirical_risk(x, y, batch_size=500)              a data set of any size, one batch at a time
 
-With several parts only one graph is in memory at a time, so the set may be larger than the memory.
+With several parts, only one graph is in memory at a time, so the data set may be larger than the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def empirical_risk(
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         raise TypeError(f"examples and labels must be tensors, got {type(x).__name__} and {type(y).__name__}")
     if len(x) != len(y) or not len(x):
-        raise ValueError(f"every example needs one label and there must be one at least, got {len(x)} and {len(y)}")
+        raise ValueError(f"there must be at least one example, and one label for each, got {len(x)} and {len(y)}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     batches = zip(x.split(batch_size), y.split(batch_size), strict=True)
@@ -54,7 +54,7 @@ def parts_of(loss: Loss) -> list[LossPart]:
     parts = list(loss) if isinstance(loss, Sequence) else [loss]
     if not parts or not all(callable(part) for part in parts):
         raise TypeError(
-            "loss must be a function of the model that gives a tensor with one number, or several of them, got "
+            "loss must be a function of the model that returns a tensor with one number, or several such, got "
             f"{type(loss).__name__}; write `lambda model: cross_entropy(model(x), y)`, or use empirical_risk(x, y)"
         )
     return parts
@@ -69,7 +69,7 @@ def check_loss(loss: Any) -> Tensor:
 
 
 def value(model: Callable[..., Any], parts: Sequence[LossPart]) -> Tensor:
-    """L at the weights as they are, on their device."""
+    """L at the current weights, on their device."""
     with torch.no_grad():
         return total_loss(model, parts).clone()  # it may be a view of a weight, which will change
 
@@ -84,7 +84,7 @@ def total_loss(model: Callable[..., Any], parts: Sequence[LossPart]) -> Tensor:
 def value_and_gradient(
     model: Callable[..., Any], parts: Sequence[LossPart], parameters: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """L and ∇L; a parameter's `.grad` is not touched, one that L does not depend on has the gradient 0."""
+    """L and ∇L, without touching `.grad`; a parameter that L does not depend on has the gradient 0."""
     total: Tensor | None = None
     gradient: list[Tensor] = []
     with torch.enable_grad():
@@ -95,20 +95,20 @@ def value_and_gradient(
             if gradient and found is not None:
                 torch._foreach_add_(gradient, found)
             elif found is not None:
-                gradient = [piece.clone() for piece in found]  # it may be a view of something that is expanded
+                gradient = [piece.clone() for piece in found]  # it may be an expanded view
     if not gradient or total is None:
         raise ValueError(INDEPENDENT_LOSS)
     return total, gradient
 
 
 INDEPENDENT_LOSS = (
-    "the loss must depend on the weights that are moved, and it does not; compute it from the model that it is "
+    "the loss must depend on the weights that are moved, but it does not; compute it from the model that it is "
     "given, as in `lambda model: cross_entropy(model(x), y)`, without no_grad"
 )
 
 
 def gradient_of(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor] | None:
-    """∇L; None where L depends on no parameter. If no part of it does, that is a mistake: it would look flat."""
+    """∇L; None if L depends on no parameter. (If no part of L does, it is an error: L would look flat.)"""
     if not loss.requires_grad:
         return None
     found = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)

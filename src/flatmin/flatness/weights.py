@@ -1,7 +1,7 @@
 """The weights θ of a model, which are moved to θ + Δ and always restored.
 
-They are moved in place, so any model will do, even a compiled one or one that keeps references to its weights. They are
-copied first and copied back, not subtracted: p + d − d ≠ p in floating point.
+They are moved in place, so this works for any model, even a compiled one or one that keeps references to its weights.
+They are copied first and copied back, not subtracted: p + d − d ≠ p in floating point.
 
 A model that draws random numbers in eval mode draws the same ones at every point, so the loss is a function of θ. An
 autocast around the call has no effect, because it would affect the algebra here; put it into the loss.
@@ -61,7 +61,7 @@ class Weights:
 
     @contextmanager
     def movable(self) -> Iterator[None]:
-        """The model in eval mode; when the block ends, however it ends, everything is as it was."""
+        """The model is in eval mode inside; however the block ends, everything is restored."""
         self._theta.take({p: p for p in self.tensors})
         self._random.take_random({p.device for p in self.tensors})
         try:
@@ -74,14 +74,14 @@ class Weights:
 
     @torch.no_grad()
     def move(self, delta: Sequence[Tensor]) -> None:
-        """To θ + Δ, added in float32 at least, and rounded to the weights' type."""
+        """Move to θ + Δ, added in at least float32 and rounded to the weights' dtype."""
         for p, d in zip(self.tensors, delta, strict=True):
             theta = self._theta[p]
             p.copy_(theta.to(compute_dtype(theta)) + d.to(theta.device))
 
     @torch.no_grad()
     def move_within(self, delta: Sequence[Tensor]) -> None:
-        """To θ + Δ, rounded towards θ, so that no weight is rounded out of a ball; Δ becomes the rounded difference."""
+        """Move to θ + Δ, rounded towards θ and so never out of a ball; Δ becomes the rounded difference."""
         for p, d in zip(self.tensors, delta, strict=True):
             theta = self._theta[p]
             p.copy_(moved_within(theta, d.to(theta.device)))
@@ -92,7 +92,7 @@ class Weights:
         return [self._theta[p] for p in self.tensors]
 
     def value(self, parts: Sequence[LossPart]) -> Tensor:
-        """L at the weights as they are."""
+        """L at the current weights."""
         self.replay()
         return value(self.model, parts)
 
@@ -105,7 +105,7 @@ class Weights:
         self._random.put_back_random()
 
     def zeros(self) -> list[Tensor]:
-        """A Δ of 0, in float32 at least."""
+        """A Δ of 0, in at least float32."""
         return [torch.zeros_like(p, dtype=compute_dtype(p), requires_grad=False) for p in self.tensors]
 
 
@@ -116,11 +116,11 @@ def _check(p: object) -> None:
         raise ValueError("a lazy module has no weights yet; run a batch through the model first")
     if hasattr(p, "placements") or not p.is_floating_point():
         raise TypeError(
-            f"flatness is measured of whole, real parameters, got {type(p.data).__name__} of {p.dtype}; "
+            f"flatness can be measured only for whole, real parameters, got {type(p.data).__name__} of {p.dtype}; "
             "gather a sharded model first"
         )
     if p.is_inference():
-        raise ValueError("a model that was made in inference mode has no gradients; make it outside of it")
+        raise ValueError("a model that was created in inference mode has no gradients; create it outside of it")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
 """flatmin in other trainers: Lightning, Accelerate and Hugging Face Transformers.
 
-Each file imports its own framework; importing flatmin imports none of them. replay.py is what they share.
+Each file imports its own framework; importing flatmin imports none of them. They share replay.py.
 """

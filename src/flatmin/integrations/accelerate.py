@@ -3,11 +3,11 @@
 A step of Accelerate spans the micro-batches up to the one where `accelerator.sync_gradients` holds: a window. Its
 gradient is their mean, so Δ must come from all of them, and so must the gradient at θ + Δ:
 
-    at θ         each micro-batch as it arrives; it is kept
+    at θ         each micro-batch as it arrives, which is kept
     at θ + Δ     all of them again, once the last one has arrived; N times
     then         clip, step, schedule, as in any loop
 
-Accelerate manages the loss scale, the accumulation and the exchange between processes; here it is asked for each.
+The loss scale, the accumulation and the exchange between processes are left to Accelerate.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _SKIP_HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 class Window:
-    """The passes of a step in a loop of Accelerate's.
+    """The passes of a step in an Accelerate loop.
 
         model, optimizer, loader = accelerator.prepare(model, flatmin.AMP(optimizer, epsilon=0.1, model=model), loader)
         window = Window(accelerator, model, optimizer)
@@ -53,7 +53,7 @@ class Window:
         self.model = model
         self.optimizer = unwrap_optimizer(optimizer)
         self._passes: list[Replay] = []
-        self._current: Replay | None = None  # of the micro-batch that runs at θ now
+        self._current: Replay | None = None  # of the micro-batch now running at θ
         self._zeroed = self.optimizer.zeroed
         check_strategy(accelerator)
         if self.optimizer.model is not None:
@@ -62,15 +62,15 @@ class Window:
             self._report_skipped_steps(optimizer)
 
     def backward(self, loss_of: Callable[..., T], *inputs: Any, **named_inputs: Any) -> T:
-        """`accelerator.backward` of the loss in `loss_of(*inputs, **named_inputs)`, whose result at θ is returned.
+        """Call `accelerator.backward` on the loss in `loss_of(*inputs, **named_inputs)`, and return its result at θ.
 
         The result is the loss, or has it as a dict's "loss" or a tuple's first tensor: `loss_of` may be a Hugging Face
-        model. It is called again with the same inputs when the window ends, so it takes them as arguments: by then a
-        loop's variables would be those of the last micro-batch.
+        model. It is called again with the same inputs when the window ends, so it must take them as arguments: by then
+        the loop's variables are those of the last micro-batch.
         """
         if not callable(loss_of):
             raise TypeError(
-                f"window.backward runs a function and its inputs twice, got {describe(loss_of)} as the function; write "
+                f"window.backward runs a function twice on its inputs, got {describe(loss_of)} as the function; write "
                 "window.backward(model, **batch), or window.backward(loss_of, x, y)"
             )
 
@@ -88,17 +88,17 @@ class Window:
         return self.run(run)
 
     def run(self, run: Callable[[], T], *, again: Callable[[], object] | None = None) -> T:
-        """A micro-batch, forward and backward: now at θ, and with the others at θ + Δ, once the window is complete.
+        """Run a micro-batch, forward and backward: now at θ, and with the others at θ + Δ once the window is complete.
 
-        `again` runs at θ + Δ in place of `run`, if `run` does more than a pass: makes the inputs, say.
+        `again` replaces `run` at θ + Δ, if `run` does more than a pass, such as making the inputs.
         """
         if self.optimizer.awaits_step:
             raise RuntimeError(
                 "a window ends with the micro-batch at which accelerator.sync_gradients holds, and optimizer.step() "
-                "follows; here the next micro-batch came instead. To accumulate, write `with "
+                "must follow, but here the next micro-batch came instead; to accumulate, write `with "
                 "accelerator.accumulate(model):` around the loop's body, and Accelerator(gradient_accumulation_steps=n)"
             )
-        if self.optimizer.zeroed != self._zeroed:  # those before this one were dropped, with their gradients
+        if self.optimizer.zeroed != self._zeroed:  # earlier ones were dropped, with their gradients
             self._passes, self._zeroed = [], self.optimizer.zeroed
         replay = self._current = Replay(again or run, self.optimizer)
         together = (
@@ -113,7 +113,7 @@ class Window:
         return result
 
     def record_random_state(self) -> None:
-        """Called within `run`: at θ + Δ the random numbers are those drawn from here on."""
+        """Called within `run`: the pass at θ + Δ repeats the random numbers drawn from here on."""
         assert self._current is not None
         self._current.record_random_state()
 
@@ -131,7 +131,7 @@ class Window:
         return context
 
     def _report_skipped_steps(self, accelerated: AcceleratedOptimizer) -> None:
-        """Accelerate takes a step for skipped if the scaler did not call it; a perturbed optimizer is always called.
+        """Accelerate thinks a step was skipped if the scaler did not call it; a perturbed optimizer is always called.
 
         Without this, a scheduler would step when the optimizer did not.
         """
@@ -158,9 +158,9 @@ def unwrap_optimizer(optimizer: Optimizer) -> PerturbedOptimizer:
 
 
 def check_strategy(accelerator: Accelerator) -> None:
-    """Can weights be perturbed that are distributed over processes in this way?"""
+    """Can weights that are distributed over processes in this way be perturbed?"""
     strategy = accelerator.distributed_type
     if strategy in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"{strategy.value} steps with an optimizer of its own, which cannot be perturbed; use DDP")
+        raise ValueError(f"{strategy.value} steps with its own optimizer, which cannot be perturbed; use DDP")
     if strategy == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ValueError("the first FSDP hides which parameters a process has; use DDP, or fsdp_version=2")
+        raise ValueError("FSDP version 1 hides which parameters a process has; use DDP, or fsdp_version=2")

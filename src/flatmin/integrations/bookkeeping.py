@@ -1,9 +1,10 @@
-"""The attributes of an object as they were: what a pass counted, appended or replaced there is undone.
+"""An object's attributes, to be restored: what a pass counts, appends or replaces there is undone.
 
 A trainer's loss may count tokens and append metrics to lists. A pass that is replayed at θ + Δ calls it again, and must
-leave no trace there. Attributes are put back by name, plain collections in place, so that whoever else holds one of
-them sees it put back too. So are tensors of one number, as counters on a GPU are: sentence-transformers adds to one in
-place. Larger tensors and objects of other classes are left alone: they would have to be copied.
+leave no trace there. Attributes are restored by name, and plain collections in place, so that everything else that
+holds one of them sees it restored too. So are tensors with one element, such as counters on a GPU:
+sentence-transformers adds to one in place. Larger tensors and objects of other classes are left alone: they would have
+to be copied.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -12,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-# by exact type: subclasses have rules of their own
+# by exact type: subclasses have their own rules
 _PLAIN = {dict, defaultdict, OrderedDict, Counter, list, deque, set}
 
 
 class Bookkeeping:
-    """An object's attributes, and the contents of its plain collections at any depth, to be put back.
+    """An object's attributes, and the contents of its plain collections at any depth, to be restored.
 
-    Of tensors, those with one number that are attributes or a dict's values: not those in lists, which are appended to.
+    Of tensors, only those with one element that are attributes or values of a dict: lists are only appended to.
 
     >>> from types import SimpleNamespace
     >>> trainer = SimpleNamespace(tokens=5, metrics={"loss": [0.7]})
@@ -70,13 +71,13 @@ class Bookkeeping:
 
 
 def _is_counter(value: object) -> bool:
-    """A plain tensor of one number that is not trained; torch keeps no version of an inference tensor."""
+    """A plain tensor with one element that is not trained; torch keeps no version of an inference tensor."""
     return type(value) is Tensor and value.numel() == 1 and not value.requires_grad and not value.is_inference()
 
 
 def _put_back_entries(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Without emptying it first: the object whose attributes these are is whole if Ctrl-C comes in between."""
-    for key, value in before.items():  # not update(), by which a Counter adds
+    """Not emptied first, so that the object whose attributes these are stays whole if Ctrl-C comes in between."""
+    for key, value in before.items():  # not update(), which adds to a Counter
         entries[key] = value  # noqa: PERF403
     for key in entries.keys() - before.keys():
         del entries[key]

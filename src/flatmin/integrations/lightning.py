@@ -1,19 +1,19 @@
-"""AMP and RMP under Lightning's Trainer, by one callback:
+"""AMP and RMP in Lightning's Trainer, with one callback:
 
     Trainer(callbacks=[FlatMinima(epsilon=0.1)])
 
-A step takes N + 1 passes, and Lightning knows of one. Left to call the optimizer itself, it would log and count the
-perturbed passes too, replay only the last micro-batch of an accumulation, clip the gradient that Δ comes from, and
-hand a GradScaler an optimizer that had no passes. So the step is taken in the one place that all loops go through: the
-`LightningOptimizer`, which a subclass replaces in `trainer.optimizers`. No loop, plugin or strategy is replaced, and of
-the module only `log`, for the length of a perturbed pass. (Lightning's tuners remove all callbacks while they search:
-for them alone, `fit_loop.run` brings this one back.) A step is then
+A step takes N + 1 passes, and Lightning knows only one. If it called the optimizer itself, it would log and count the
+perturbed passes too, replay only the last micro-batch of an accumulation, clip the gradient that Δ comes from, and give
+a GradScaler an optimizer that had no passes. So the step is taken in the one place that all loops go through: the
+`LightningOptimizer`, replaced by a subclass in `trainer.optimizers`. No loop, plugin or strategy is replaced, and of
+the module only `log`, during a perturbed pass. (Lightning's tuners remove all callbacks while they search: only for
+them, `fit_loop.run` brings this one back.) A step is then
 
     the clean pass                   Lightning's own, of every micro-batch, with all its hooks and logs
-    N perturbed passes               the same micro-batches again: forward and backward alone, invisible to the rest
+    N perturbed passes               the same micro-batches again: only forward and backward, invisible to the rest
     unscaling, hooks, clipping, step in Lightning's order, once, with the gradient at θ + Δ
 
-Lightning, its callbacks and its loggers see θ, once a step. RMP needs no clean pass, and gets one for their sake.
+Lightning, its callbacks and its loggers see θ, once per step. RMP needs no clean pass, but gets one for their sake.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -68,12 +68,12 @@ class FlatMinima(pl.Callback):
 
     epsilon     the radius ε; None if `configure_optimizers` returns a flatmin optimizer itself
     method      flatmin.AMP or flatmin.RMP
-    inner_lr …  the method's other settings, its own where they are None; `model` is the trainer's
-    start, growth, every    ε over the training, as in `flatmin.RadiusScheduler`; 0.5 starts at half of it
-    log_every   if given, what steps measure goes to the trainer's loggers: the numbers of `flatmin.StepLog` but for the
-                losses, as means over so many steps
+    inner_lr …  the method's other settings; None means its default; `model` is the trainer's
+    start, growth, every    ε during training, as in `flatmin.RadiusScheduler`; start=0.5 starts halfway
+    log_every   if given, what steps measure goes to the trainer's loggers, as means over this many steps: the numbers
+                of `flatmin.StepLog` except the losses
 
-    Of several optimizers (in manual optimisation) all are wrapped, with ε = None those that already are.
+    With several optimizers (in manual optimisation) all are wrapped; without epsilon, only those that are flatmin's.
     """
 
     def __init__(
@@ -146,14 +146,14 @@ class FlatMinima(pl.Callback):
             trainer.fit_loop.run = partial(self._run_with_callback, trainer, trainer.fit_loop.run)  # type: ignore[method-assign]
 
     def _open_logs(self, trainer: pl.Trainer) -> None:
-        self._close_logs()  # of a tuner's trial that was broken off
+        self._close_logs()  # of a tuner's trial that was aborted
         if self.log_every is None:
             return
         ours = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, PerturbedOptimizer)]
         for number, optimizer in enumerate(ours):
             prefix = "amp/" if len(ours) == 1 else f"amp-{number}/"
             log = StepLog(optimizer._optimizer, *trainer.loggers, every=self.log_every, prefix=prefix)
-            log.steps = trainer.global_step // len(trainer.optimizers)  # of a resumed training; it counts those of all
+            log.steps = trainer.global_step // len(trainer.optimizers)  # of a resumed run; it counts those of all
             self._logs.append(log)
 
     def _close_logs(self) -> None:
@@ -168,7 +168,7 @@ class FlatMinima(pl.Callback):
             scale_radii(optimizer, radii, 1.0)
 
     def _run_with_callback(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
-        """The fit loop, for a tuner too: it has put other callbacks in the place of the trainer's, until it is done."""
+        """The fit loop, also for a tuner, which replaces the trainer's callbacks until it is done."""
         if self not in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.append(self)  # type: ignore[attr-defined]  # at the end: the tuner reads the first one
         run()
@@ -190,8 +190,8 @@ class FlatMinima(pl.Callback):
             return PerturbedOptimizer(self.method(optimizer, epsilon=self.epsilon, **settings), configured=optimizer)
         if self.epsilon is not None:
             raise ValueError(
-                f"FlatMinima(epsilon={self.epsilon}) wraps the optimizers of configure_optimizers, and it returned "
-                f"flatmin.{type(optimizer).__name__} already; leave epsilon out here, or the wrapping there"
+                f"FlatMinima(epsilon={self.epsilon}) wraps the optimizers of configure_optimizers, but it already "
+                f"returned flatmin.{type(optimizer).__name__}; leave out epsilon here, or the wrapping there"
             )
         if optimizer.model is trainer.lightning_module:
             optimizer.model = trainer.strategy.model
@@ -204,7 +204,7 @@ class FlatMinima(pl.Callback):
         total = trainer.estimated_stepping_batches
         if not 1 <= total < float("inf"):
             raise ValueError(
-                "a radius that starts late or grows needs the length of the training, and this one has no end or data "
+                "a radius that starts late or grows needs the length of the run, but this one has no end, or data "
                 "without a length; give the Trainer max_steps, or max_epochs and a loader with a length"
             )
         # global_step counts the steps of all optimizers, the estimate those of one, unless max_steps is the end
@@ -233,7 +233,7 @@ class FlatMinima(pl.Callback):
 class PerturbedOptimizer(LightningOptimizer):
     """A flatmin optimizer as Lightning's loops and `self.optimizers()` see it.
 
-    Manual optimisation works as in a loop of one's own; the scaler of 16-mixed precision is passed automatically:
+    Manual optimisation works as in your own loop; the scaler of 16-mixed precision is passed automatically:
 
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -242,7 +242,7 @@ class PerturbedOptimizer(LightningOptimizer):
             self.manual_backward(self.loss(batch))
         optimizer.step()
 
-    `replaying` is true in a perturbed pass, for a `training_step` that keeps statistics of its own.
+    `replaying` is true in a perturbed pass, for a `training_step` that keeps its own statistics.
     """
 
     _optimizer: perturbed.PerturbedOptimizer
@@ -279,20 +279,20 @@ class PerturbedOptimizer(LightningOptimizer):
     def remember(self, batch: Any, batch_idx: int) -> None:
         """A micro-batch arrives: it runs at θ now, and at θ + Δ when the step is due."""
         if batch_idx % self._module.trainer.accumulate_grad_batches == 0:
-            self._window, self._stepped = [], False  # a tuner's last batch may have been too large to end
+            self._window, self._stepped = [], False  # a tuner's last batch may have been too large to finish
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         arguments = (batch, batch_idx) if takes_index else (batch,)
         self._window.append(Replay(partial(self._train_on, *arguments), self._optimizer))
 
     def forget(self) -> None:
-        """The batch is done with: a step has been taken, or more than one, or a window goes on."""
+        """The batch is finished: one or more steps have been taken, or the window continues."""
         if self._stepped:
             self._window, self._stepped = [], False
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """All passes, and the step. In manual optimisation without a closure: the step after `perturbed()` blocks."""
+        """Run all passes and the step; in manual optimisation without a closure, the step after blocks."""
         if kwargs:
-            raise TypeError(f"step() under FlatMinima takes a closure and nothing else, got {', '.join(kwargs)}")
+            raise TypeError(f"step() under FlatMinima takes only a closure, got {', '.join(kwargs)}")
         if closure is None and self._optimizer.only_makes_state():  # a sharded checkpoint is being loaded
             return self._optimizer.step()
         self._on_before_step()
@@ -332,12 +332,12 @@ class PerturbedOptimizer(LightningOptimizer):
                             replay()
                     if not optimizer.has_gradients():
                         raise _NoLossError
-        except _NoLossError:  # training_step returned None: as in a plain step, there is none
+        except _NoLossError:  # training_step returned None: then there is no step, as in plain training
             return False
         return True
 
     def _finish(self) -> None:
-        """The rest of a step with a single pass: what Lightning's MixedPrecision does, or Precision with no scaler."""
+        """The rest of the step: what Lightning's MixedPrecision does, or Precision without a scaler."""
         scaler = self._scaler
         if scaler is not None and not self._step_supports_amp_scaling:
             scaler.unscale_(self._optimizer)
@@ -357,8 +357,8 @@ class PerturbedOptimizer(LightningOptimizer):
             self._strategy.precision_plugin.backward(scaled, self._module, self)
         elif trainer.world_size > 1:
             raise RuntimeError(
-                "training_step returned None in a perturbed pass, and the other ranks wait for its gradient; return "
-                "the loss: a step whose gradient is not finite is skipped by itself"
+                "training_step returned None in a perturbed pass, but the other ranks wait for its gradient; return "
+                "the loss: a step whose gradient is not finite is skipped automatically"
             )
 
     @contextmanager
@@ -369,7 +369,7 @@ class PerturbedOptimizer(LightningOptimizer):
         metrics = [(module, vars(module).copy()) for module in self._module.modules() if isinstance(module, Metric)]
         if buffers is not None:
             buffers.take_buffers()
-        for metric, _ in metrics:  # they add in place, so they get copies
+        for metric, _ in metrics:  # they add in place, so give them copies
             for name, value in metric.metric_state.items():
                 setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
         self._module.log = _log_nothing  # type: ignore[method-assign]
@@ -432,14 +432,14 @@ def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         or type(plugin).optimizer_step not in known
     ):
         raise ValueError(
-            "FlatMinima works on one device, with DDP that averages gradients and with ModelParallelStrategy, in "
-            f"their precisions, got {type(strategy).__name__} with {type(plugin).__name__}; for others write the loop "
-            "yourself, with flatmin.AMP in it"
+            "FlatMinima works on one device, with DDP that averages gradients or with ModelParallelStrategy, and "
+            f"with their precision plugins, got {type(strategy).__name__} with {type(plugin).__name__}; for others "
+            "write your own loop with flatmin.AMP"
         )
     if module.automatic_optimization and is_param_in_hook_signature(
         module.training_step, "dataloader_iter", explicit=True
     ):
         raise ValueError(
-            "training_step(self, dataloader_iter) takes a new batch each time it is called, and a perturbed pass needs "
+            "training_step(self, dataloader_iter) takes a new batch each time it is called, but a perturbed pass needs "
             "the same one; write training_step(self, batch, batch_idx)"
         )

@@ -1,11 +1,11 @@
-"""One micro-batch of a Hugging Face trainer: all of `training_step` at θ, loss and backward alone at θ + Δ.
+"""One micro-batch of a Hugging Face trainer: all of `training_step` at θ, only loss and backward at θ + Δ.
 
-A trainer's `training_step` may do more than a pass. Those of TRL count steps, and generate the completions that they
-train on; done again, that would be a pass on other completions. What they have in common is that they call the one they
+A trainer's `training_step` may do more than a pass. TRL's count steps, and generate the completions that they train on;
+run again, that would be a pass on other completions. What they have in common is that they call the method that they
 override, `Trainer.training_step`, which prepares the inputs, computes the loss and runs backward. So
 
     at θ         training_step as it is; the inputs are recorded when `Trainer.training_step` computes the loss
-    at θ + Δ     `Trainer.training_step` with these inputs; what it changes in the trainer's bookkeeping is put back
+    at θ + Δ     `Trainer.training_step` with these inputs; what it changes in the trainer's bookkeeping is undone
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from flatmin.integrations.bookkeeping import Bookkeeping
 class RecordedStep:
     """`training_step` of `trainer`, run once, and its loss and backward replayed.
 
-    `before_loss` is called when the inputs are prepared: a replay begins there.
+    `before_loss` is called when the inputs are prepared: a replay starts there.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RecordedStep:
             with getattr(trainer, "maybe_activation_offload_context", nullcontext()):  # TRL's, around training_step
                 Trainer.training_step(trainer, model, copy(inputs), num_items_in_batch)
         finally:
-            for bookkeeping in before:  # the three attributes above among it
+            for bookkeeping in before:  # including the three attributes above
                 bookkeeping.put_back()
 
     def _check(self) -> None:
@@ -81,13 +81,13 @@ class RecordedStep:
                 "AMPTrainer replays Trainer.training_step at θ + Δ, so a trainer's own training_step must call it once "
                 f"and leave the backward pass to it, got {name} with {len(self._losses)} such calls and "
                 f"{self._other_backwards} other backward passes; let it make the inputs in _prepare_inputs and the "
-                "loss in compute_loss, and call super().training_step, or write the loop yourself with "
+                "loss in compute_loss, and call super().training_step, or write your own loop with "
                 "flatmin.integrations.accelerate.Window"
             )
 
 
 def _called_within(function: Callable[..., Any], *, until: CodeType) -> bool:
-    """Is `function` among the callers of this function's caller, before one with the code `until` is?"""
+    """Is `function` among the callers of this function's caller, up to the one with the code `until`?"""
     wanted = unwrap(function).__code__
     frame = currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back
@@ -112,9 +112,9 @@ def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def _log_nothing(*_: object, **__: object) -> None:
-    """In place of `Trainer.log`."""
+    """Replaces `Trainer.log`."""
 
 
 def _as_they_are(inputs: Any) -> Any:
-    """In place of `Trainer._prepare_inputs`: they are prepared."""
+    """Replaces `Trainer._prepare_inputs`: they are already prepared."""
     return inputs

@@ -14,7 +14,7 @@ from flatmin.optim.perturbed import PerturbedOptimizer
 class Replay:
     """`run`, to be called again with the random state of its construction, or of the last `record_random_state()`.
 
-    The state is restored only if the optimizer has a model, as in a step of its own.
+    The state is restored only if the optimizer has a model, as in its own steps.
     """
 
     def __init__(self, run: Callable[[], Any], optimizer: PerturbedOptimizer) -> None:

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer: a step's micro-batches are replayed at θ + Δ before the Trainer clips and steps.
 
 The Trainer runs `training_step` for each micro-batch of an accumulation window, then clips, steps, schedules and logs.
-`AMPTrainer` wraps the optimizer that the Trainer creates, and passes the micro-batches to a `Window`; the rest is the
-Trainer's. The loss it reports is that of the clean passes, the gradient norm that of the step's gradient, at θ + Δ.
+`AMPTrainer` wraps the optimizer that the Trainer creates, and passes the micro-batches to a `Window`; the rest is left
+to the Trainer. The loss it reports is that of the clean passes, the gradient norm that of the step, at θ + Δ.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ class AMPTrainer(Trainer):
         trainer = AMPTrainer(model=model, args=args, train_dataset=data, epsilon=0.1)
 
     epsilon     and the other settings of `method`: inner_lr, inner_iter, ball, norm …
-    method      flatmin.AMP, or flatmin.RMP (where the clean passes run too, for the loss alone)
+    method      flatmin.AMP, or flatmin.RMP (where the clean passes run too, only for the loss)
     perturb     if given, perturb(name, parameter) selects the parameters to perturb; the others are trained as usual
-    start, growth, every    ε over the training, as in `flatmin.RadiusScheduler`; 0.5 starts at half of it
-    log_perturbation        log with the Trainer's loss what steps measure, as `flatmin.StepLog` does: amp/delta_norm …
+    start, growth, every    ε during training, as in `flatmin.RadiusScheduler`; start=0.5 starts halfway
+    log_perturbation        log what steps measure with the Trainer's loss, as `flatmin.StepLog` does: amp/delta_norm …
 
-    An optimizer in `optimizers=` is wrapped, or used as it is if it is a flatmin.AMP or flatmin.RMP already; then the
-    settings are its own. Before another subclass of Trainer it works as a mixin:
+    An optimizer in `optimizers=` is wrapped, or used as it is if it already is a flatmin.AMP or flatmin.RMP; then it
+    keeps its own settings. Listed before another subclass of Trainer, it works as a mixin:
 
         class AMPSeq2SeqTrainer(AMPTrainer, Seq2SeqTrainer): ...
 
@@ -82,15 +82,15 @@ class AMPTrainer(Trainer):
     def _check_settings(given: Optimizer | None, settings: dict[str, Any], perturb: object) -> None:
         if isinstance(given, PerturbedOptimizer) and settings:
             raise ValueError(
-                f"a {type(given).__name__} in optimizers= has settings of its own, got {', '.join(sorted(settings))} "
+                f"a {type(given).__name__} in optimizers= has its own settings, got {', '.join(sorted(settings))} "
                 "beside it; leave them out, or give the optimizer inside it, `optimizer.base`"
             )
         if not isinstance(given, PerturbedOptimizer) and "epsilon" not in settings:
             raise TypeError("AMPTrainer needs epsilon, the radius of the ball; write AMPTrainer(..., epsilon=0.1)")
         if given is not None and perturb is not None:
             raise ValueError(
-                "perturb splits the groups of the optimizer that the Trainer makes, got one in optimizers=; "
-                "make that one with flatmin.groups(model, perturb=perturb)"
+                "perturb splits the groups of the optimizer that the Trainer creates, got one in optimizers=; "
+                "create that one with flatmin.groups(model, perturb=perturb)"
             )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
@@ -108,7 +108,7 @@ class AMPTrainer(Trainer):
         return wrapped
 
     def _radii_of(self, optimizer: Optimizer) -> list[float]:
-        """Read before a checkpoint is loaded, which may have a share of them; not where nothing moves them here."""
+        """Read before a checkpoint is loaded, which may have only a share of them; empty without a schedule."""
         return radii_of(optimizer) if self._schedule.moves else []
 
     def _check_wrapped(self) -> None:
@@ -121,7 +121,7 @@ class AMPTrainer(Trainer):
             ) from error
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """A trial's settings of the perturbation serve its training; the Trainer knows its own arguments alone."""
+        """Apply a trial's settings of the perturbation; the Trainer knows only its own arguments."""
         if self.hp_search_backend is None or trial is None:
             super()._hp_search_setup(trial)
             return
@@ -136,7 +136,7 @@ class AMPTrainer(Trainer):
             self.hp_space, self._trial = space, trial
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The Trainer's own; beside a training loss, what the steps since the last one measured."""
+        """The Trainer's own; with a training loss, also what the steps since the last one measured."""
         if self._step_log is not None and "loss" in logs:
             logs = {**logs, **{f"amp/{name}": value for name, value in self._step_log.read().items() if name != "lr"}}
         super().log(logs, *args, **kwargs)

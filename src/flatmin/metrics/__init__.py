@@ -5,7 +5,7 @@
     brier          the mean of Σₖ (pₖ − [k = label])²
     ece            the mean gap between confidence and accuracy, over bins of equal width
     adaptive_ece   the same over bins of equally many predictions
-    reliability    what ece is made of: the bins
+    reliability    the bins behind ece
     temperature    what to divide logits by to calibrate their confidence
     temperature_interval   how well the N rows determine it
     bootstrap      any of these with an interval: how much it may depend on the choice of the N rows
@@ -22,8 +22,8 @@ Does it know what it does not know? Functions of scores, one for each input, lar
     two_sample_bootstrap   auroc or fpr_at_tpr with an interval
 
 The confidence is the largest probability. Bins are closed on the right, ((m−1)/M, m/M], as in the paper's appendix D.
-Everything is computed in float32 at least. A label that is not a class and a row of logits without probabilities are
-errors, on every device.
+Everything is computed in at least float32. A label that is not a class and a row of logits without probabilities are
+errors on every device.
 """
 
 from flatmin.metrics.bootstrap_interval import Interval, bootstrap, two_sample_bootstrap

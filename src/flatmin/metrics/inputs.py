@@ -1,10 +1,10 @@
 """The inputs of every metric, checked before anything is measured: logits (N, K) and labels (N,), or scores (N,).
 
-A row of logits has probabilities if its largest number is finite: −inf excludes a class, whose probability is 0, and
-cannot exclude them all. A row with nan or +inf has none.
+A row of logits has probabilities if its largest entry is finite: −inf excludes a class, whose probability is then 0,
+but cannot exclude all of them. A row with nan or +inf has none.
 
-The check reads the values, so the host waits for the device once per metric. Without it, a wrong label would end the
-whole process on a GPU, and a nan would count as some prediction.
+The check reads the values, so the host waits for the device once per metric. Without it, a wrong label would crash the
+whole process on a GPU, and a nan would count as a prediction.
 """
 
 from torch import Tensor
@@ -19,7 +19,7 @@ def has_probabilities(logits: Tensor) -> Tensor:
     >>> has_probabilities(Tensor([[1.0, -inf], [-inf, -inf], [1.0, inf], [1.0, float("nan")]]))
     tensor([ True, False, False, False])
     """
-    return logits.amax(dim=1).isfinite()  # a nan is the largest of its row
+    return logits.amax(dim=1).isfinite()  # a nan counts as the largest
 
 
 def check_inputs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def check_inputs(logits: Tensor, labels: Tensor) -> Tensor:
             f"got {tuple(logits.shape)} and {tuple(labels.shape)}"
         )
     if labels.is_floating_point():
-        raise TypeError(f"labels must be whole numbers of the classes, got {labels.dtype}")
+        raise TypeError(f"labels must be integer class indices, got {labels.dtype}")
     labels, classes = labels.long(), logits.shape[1]
     unknown, broken = (labels < 0) | (labels >= classes), ~has_probabilities(logits)
     if not bool((unknown | broken).any()):
@@ -72,7 +72,7 @@ def _without_probabilities(broken: Tensor) -> ValueError:
     first, count = _first(broken)
     return ValueError(
         "logits must not be nan or +inf, nor −inf for all classes, "
-        f"got {count} such rows of {len(broken)}, the first is row {first}: has the model diverged?"
+        f"got {count} such rows of {len(broken)}, the first being row {first}: has the model diverged?"
     )
 
 

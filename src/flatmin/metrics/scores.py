@@ -1,7 +1,7 @@
 """Error, likelihood and calibration of a classifier: pure functions of logits (N, K) and labels (N,).
 
 The confidence is the largest probability. Bins are closed on the right, ((m−1)/M, m/M], as in the paper's appendix D.
-Everything is computed in float32 at least.
+Everything is computed in at least float32.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ def brier(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Reliability(NamedTuple):
-    """Per bin, (M,) each: number of predictions, their mean confidence, the share that is right; 0 in an empty bin."""
+    """Per bin, (M,) each: number of predictions, their mean confidence, the share that are right; 0 in an empty bin."""
 
     number: Tensor
     confidence: Tensor
@@ -77,12 +77,12 @@ def ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
 
 
 def adaptive_ece(logits: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
-    """The same sum over bins of equally many predictions, least confident first (Nguyen and O'Connor 2015).
+    """The same sum over bins with equally many predictions, least confident first (Nguyen and O'Connor 2015).
 
-        Bₘ = {i : (m−1)/M ≤ rank(i)/n < m/M},   ranks 0 … n−1, so that sizes differ by one at most
+        Bₘ = {i : (m−1)/M ≤ rank(i)/n < m/M},   ranks 0 … n−1, so that sizes differ by at most one
 
-    A good network's predictions crowd into the last bin of ece; here they are in all bins. Those of equal confidence
-    count with their mean accuracy, so neither their order nor where a bin cuts them matters.
+    A good network's predictions crowd into the last bin of ece; here they fill all bins. Those of equal confidence
+    count with their mean accuracy, so neither their order nor a bin edge between them matters.
 
     >>> adaptive_ece(torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1]), bins=2)    # off by ½, and by 1
     tensor(0.7499)

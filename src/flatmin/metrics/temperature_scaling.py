@@ -1,12 +1,12 @@
-"""Temperature scaling (Guo et al. 2017): one number that calibrates a classifier and changes no prediction.
+"""Temperature scaling (Guo et al. 2017): one number that calibrates a classifier without changing a prediction.
 
     T = argmin nll(logits / T)        over validation data
 
 With β = 1/T and the margins mₖ = zₖ − z_label, the loss is E log Σₖ exp(β mₖ). It is convex in β: its slope E Σₖ pₖ mₖ
-increases, at the rate E Var m. So the zero of the slope lies between any β of negative and any of positive slope, and
-Newton's step is taken if it stays in between; if not, the interval of log β is bisected.
+increases, at the rate E Var m. So the zero of the slope lies between any β with a negative and any with a positive
+slope: Newton's step is taken if it stays in between; otherwise the interval of log β is bisected.
 
-That rate also says how well N rows determine T. The likelihood's information on log β is N β² E Var m, so
+That rate also tells how well N rows determine T. The likelihood's information about log β is N β² E Var m, so
 
     log T ± z / √(N β² E Var m)
 """
@@ -30,11 +30,11 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3  # where the optimum is 0 or infini
 def temperature(logits: Tensor, labels: Tensor) -> Tensor:
     """The T between 0.001 and 1000 for which nll(logits / T) is least, found in float64.
 
-    Fit it on data that the model was not trained on (there it is over-confident) and that you do not report on (that
-    would be choosing it with the test labels). T > 1 means that the model was over-confident.
+    Fit it on data that the model was not trained on (on training data it is over-confident) and that you do not report
+    on (that would be fitting it to the test labels). T > 1 means that the model was over-confident.
 
-    If no prediction is wrong, more confidence is always better and T is 0.001; if they are no better than chance, less
-    confidence is, and T is 1000. If all logits of every row are equal, T has no effect and is 1.
+    If no prediction is wrong, more confidence is always better and T is 0.001; if predictions are no better than
+    chance, less confidence is better and T is 1000. If all logits of every row are equal, T has no effect and is 1.
 
     >>> four = torch.tensor([[2.0, 0.0]] * 4)                          # 88 % confident
     >>> temperature(four, torch.tensor([0, 0, 0, 1]))                  # right in 75 %: 2 / ln 3
@@ -48,8 +48,8 @@ def temperature(logits: Tensor, labels: Tensor) -> Tensor:
 def temperature_interval(logits: Tensor, labels: Tensor, *, level: float = 0.95) -> Interval:
     """The temperature with the interval in which it probably lies: a few rows do not determine it.
 
-    It is the likelihood's: symmetric in log T, as wide as the curvature of the loss and the number of rows leave it.
-    If T is one of the ends 0.001 and 1000, or has no effect, the interval is from end to end.
+    It comes from the likelihood: symmetric in log T, with a width set by the curvature of the loss and the number of
+    rows. If T is one of the ends 0.001 and 1000, or has no effect, the interval reaches from end to end.
 
     >>> four = torch.tensor([[2.0, 0.0]] * 4)
     >>> [round(float(end), 2) for end in temperature_interval(four, torch.tensor([0, 0, 0, 1]))]
@@ -108,7 +108,7 @@ def _inverse_temperature(margins: Tensor, moments: Tensor) -> float:
 
 
 def _slope(margins: Tensor, moments: Tensor, beta: float) -> tuple[float, float]:
-    """The loss' first and second derivative."""
+    """The first and second derivative of the loss."""
     probability = (beta * margins).softmax(dim=1)
     mean = (probability * moments).sum(dim=1, keepdim=True)
     variance = (probability * (moments - mean).square()).sum(dim=1)

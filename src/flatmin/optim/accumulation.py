@@ -1,10 +1,10 @@
 """Gradients kept outside `grad`: the mean over micro-batches, and a snapshot that survives a pass.
 
-Each micro-batch has a perturbation of its own, so its gradient at θ + Δᵢ is ready before the next ascent from θ:
+Each micro-batch has its own perturbation, so its gradient at θ + Δᵢ is ready before the next ascent from θ:
 
-    g = (1/k) Σᵢ ∇Jᵢ(θ + Δᵢ)        m-sharpness, with m images to a micro-batch
+    g = (1/k) Σᵢ ∇Jᵢ(θ + Δᵢ)        m-sharpness, with m images per micro-batch
 
-The sum is accumulated separately, in float32 at least, and its mean written to `grad` at the end.
+The sum is accumulated separately, in at least float32, and the mean is written to `grad` at the end.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from flatmin.optim.grad_scaler import Owners, restore_scaler_state, scaler_state
 
 
 class MeanGradient:
-    """Sums up the parameters' `grad`, and writes the mean there.
+    """Sums up the parameters' `grad`, and writes the mean back.
 
     >>> weight = torch.nn.Parameter(torch.zeros(1))
     >>> mean = MeanGradient([weight])
@@ -60,7 +60,7 @@ class MeanGradient:
 
     @torch.no_grad()
     def write_mean(self) -> None:
-        """A parameter without a gradient in some micro-batch counts as 0 there."""
+        """A missing gradient of a micro-batch counts as 0."""
         for param, total in self._sums.items():
             put_gradient(param, total.div_(self._count))
 
@@ -69,7 +69,7 @@ class MeanGradient:
 
 
 class GradientSnapshot:
-    """The current gradients, and what a scaler knows of them, to be restored later."""
+    """The current gradients, and what a scaler knows about them, to be restored later."""
 
     def __init__(self, params: Iterable[Tensor], scaler: GradScaler | None, owners: Owners) -> None:
         # copied, because the next backward pass may write into this memory: a bucket's, or one that was zeroed in place

@@ -4,7 +4,7 @@ Adversarial Model Perturbation (Zheng, Zhang, Mao; CVPR 2021) minimises the wors
 
     L_AMP(θ) = max over ‖Δ‖ ≤ ε of L(θ + Δ),
 
-on a batch at a time. Its Algorithm 1, with J the loss of the batch:
+one batch at a time. Its Algorithm 1, with J the loss of the batch:
 
     Δ ← 0
     N times:  Δ ← Π(Δ + ζ ∇J(θ + Δ))          ascent, then projection onto the ball of radius ε
@@ -41,16 +41,16 @@ class AMP(PerturbedOptimizer):
 
     epsilon     ε, the radius of the ball; 0.1 is a good start
     inner_lr    ζ, the learning rate of the ascent
-    inner_iter  N, its number of steps; each costs a pass, and with 0 nothing is perturbed
+    inner_iter  N, the number of ascent steps; each costs one pass, and 0 perturbs nothing
     ball        what ε bounds: all parameters together ("global"), each "group", or each "tensor"
-    norm        "l2", or "linf": the largest number of Δ
-    model       if given, BatchNorm statistics and dropout masks of a step are those of its clean pass
-    sync_perturbation   several ranks: one Δ for all, or (False) one per rank, from its part of the batch; the latter
-                        needs `model`, the DistributedDataParallel module
+    norm        "l2", or "linf": the largest absolute entry of Δ
+    model       if given, BatchNorm statistics and dropout masks come from the clean pass of each step
+    sync_perturbation   on several ranks: one Δ for all, or (False) one per rank, computed from its part of the batch;
+                        the latter needs `model`, the DistributedDataParallel module
 
-    ε and ζ are in `param_groups`, where a group may have its own and schedulers change them; a group with `epsilon=0`
-    is not perturbed. `last` has what the last step measured. Memory beyond the base's: one copy of the parameters for
-    N = 1, two for N > 1 (Δ in float32 at least).
+    ε and ζ are in `param_groups`: a group may have its own values, and schedulers can change them; a group with
+    `epsilon=0` is not perturbed. `last` holds what the last step measured. Extra memory: one copy of the parameters
+    for N = 1, two for N > 1 (Δ in at least float32).
 
     >>> weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = AMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.5)
@@ -96,7 +96,7 @@ class AMP(PerturbedOptimizer):
 
     @torch.no_grad()
     def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: Measured) -> None:
-        """Δ ← Π(Δ + ζ∇J), and the weights to θ + Δ."""
+        """Δ ← Π(Δ + ζ∇J); moves the weights to θ + Δ."""
         if n == 0:
             self._delta.forget()  # the previous step's, or micro-batch's
         steps: list[_Ascent] = []
@@ -137,7 +137,7 @@ class AMP(PerturbedOptimizer):
         is_last: bool,
         settings: Sequence[float | Tensor],
     ) -> Results:
-        """The arithmetic of `perturb`, from norms to θ + Δ; `settings` are rate and ε of each group."""
+        """The arithmetic of `perturb`, from norms to θ + Δ; `settings` are the rate and ε of each group."""
         home, rates, epsilons = self._home, settings[::2], settings[1::2]
         lengths = [storage.norms_of(step.directions, norm=self.norm).to(home) for step in steps]
         found = storage.compiled(projection)(lengths, rates, epsilons, ball=self.ball, norm=self.norm)
@@ -150,7 +150,7 @@ class AMP(PerturbedOptimizer):
         return (found.length, found.delta_norm, found.on_ball), (found.finite,)
 
     def _ascent(self, group: Group, n: int, unscale: float | Tensor, storage: WeightStorage) -> "_Ascent":
-        """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient, uncopied."""
+        """Δ + ζ∇J of a group, as rate · directions: at first Δ = 0 and the direction is the gradient itself."""
         rate = _times(group["inner_lr"], unscale)
         params, directions = storage.gradients_of(group["params"])
         if not _are_laid_out_like(directions, params):
@@ -170,12 +170,12 @@ class AMP(PerturbedOptimizer):
         return _Ascent(params, [self._delta[p] for p in params], 1.0, group["epsilon"])
 
     def _place(self, step: "_Ascent", factors: Tensor, storage: WeightStorage, *, is_last: bool) -> None:
-        """The group's weights to θ + Δ, for any dtype, norm and ball; Δ is kept if another ascent step follows."""
+        """Move a group's weights to θ + Δ, for any dtype, norm and ball; keep Δ if another ascent step follows."""
         multipliers = step.rate * (factors if self.norm == "l2" else torch.ones_like(factors))
         for p, direction, multiplier in zip(step.params, step.directions, multipliers.unbind(), strict=True):
             along = plain(direction)
             kept = None if is_last else plain(self._delta.allocate(p, p, dtype=compute_dtype(p)))
-            # in float32 at least: bfloat16 would round the multiplier to three digits
+            # in at least float32: bfloat16 would round the multiplier to three digits
             delta = torch.mul(along.to(compute_dtype(along)), multiplier.to(along.device), out=kept)
             if self.norm == "linf":
                 clamp_(delta, step.epsilon)
@@ -183,10 +183,10 @@ class AMP(PerturbedOptimizer):
 
 
 class Projection(NamedTuple):
-    """The projection of Δ + ζ∇J onto the ball: for each group the factors, one per tensor; and what it measured."""
+    """The projection of Δ + ζ∇J onto the ball: the factors of each group, one per tensor, and what was measured."""
 
     factors: list[Tensor]
-    length: Tensor  # the norm of all directions together, before the rates
+    length: Tensor  # the norm of all directions together, without the rates
     delta_norm: Tensor
     on_ball: Tensor
     finite: Tensor
@@ -200,14 +200,14 @@ def projection(
     ball: Ball,
     norm: Norm,
 ) -> Projection:
-    """The factors that project rate · direction onto its ball (for "linf": each tensor's largest number).
+    """The factors that project rate · direction onto its ball (for "linf": the largest entry of each tensor).
 
     `lengths` has one vector per group: the norms of its directions.
     """
     length = combine(torch.cat(list(lengths)), norm=norm)
     lengths = [length * rate for length, rate in zip(lengths, rates, strict=True)]
     finite = combine(torch.cat(lengths), norm=norm).isfinite()
-    each: Ball = "tensor" if norm == "linf" else ball  # max |Δᵢ| ≤ ε holds for all or for each: the same
+    each: Ball = "tensor" if norm == "linf" else ball  # max |Δᵢ| ≤ ε means the same for all tensors as for each
     out = radii(lengths, ball=each, norm=norm)
     factors = [
         shrink(radius, epsilon).expand(len(length))
@@ -221,7 +221,7 @@ def projection(
 
 @dataclass(frozen=True)
 class _Ascent:
-    """One group's part of Δ + ζ∇J: rate · directions, a direction for each parameter."""
+    """One group's part of Δ + ζ∇J: rate · directions, one direction per parameter."""
 
     params: list[Tensor]
     directions: list[Tensor]
@@ -240,7 +240,7 @@ def _are_laid_out_like(gradients: Sequence[Tensor], params: Sequence[Tensor]) ->
 
 
 def _in_layout_of(gradient: Tensor, param: Tensor) -> Tensor:
-    """The gradient, sharded over ranks like its parameter, and with the parameter's strides if the layout is the same.
+    """The gradient, sharded across ranks like its parameter, and with its strides if the layout is the same.
 
     In a dimension of size 1 any stride will do (a 1×1 convolution in channels-last), but not for torch's fused kernels.
     """

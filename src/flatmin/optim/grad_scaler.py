@@ -1,11 +1,11 @@
 """A perturbed optimizer under a torch.amp.GradScaler.
 
-Under fp16 the closure multiplies the loss by the scaler's S, so gradients come S times too large: the ascent divides by
-S, on the device. If `scaler.unscale_(optimizer)` was called, to clip, they are unscaled already. The scaler decides
-whether to step by the last gradient alone, so an earlier pass that overflowed is passed on to it.
+In fp16 the closure multiplies the loss by the scaler's S, so gradients are S times too large: the ascent divides by S,
+on the device. If `scaler.unscale_(optimizer)` was called, to clip, they are already unscaled. The scaler decides from
+the last gradient alone whether to step, so an overflow in an earlier pass is passed on to it.
 
-The scaler keeps its state of an optimizer under the optimizer's id. A user passes it the wrapper, but the scaler steps
-the base: `owners` are the two.
+The scaler keeps the state of each optimizer under its id. A user passes it the wrapper, but the scaler steps the base:
+`owners` are these two.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Owners = tuple[Optimizer, Optimizer]  # the wrapper and its base
 def check_scaler_used(scaler: GradScaler | None) -> None:
     if scaler is not None and scaler._scale is None:
         raise RuntimeError(
-            "a GradScaler was passed that has scaled no loss, so gradients would be divided by a scale they do not "
+            "the GradScaler has not scaled any loss, so gradients would be divided by a scale they do not "
             "have; call scaler.scale(loss).backward(), or leave out scaler="
         )
 
@@ -45,7 +45,7 @@ def forget_unscaled(scaler: GradScaler | None, owners: Owners) -> None:
 
 
 def scaler_state(scaler: GradScaler | None, owners: Owners) -> dict[int, Any]:
-    """What the scaler knows of the current gradients."""
+    """What the scaler knows about the current gradients."""
     known = {} if scaler is None else scaler._per_optimizer_states
     return {id(owner): dict(known[id(owner)]) for owner in owners if id(owner) in known}
 
@@ -58,12 +58,12 @@ def restore_scaler_state(scaler: GradScaler | None, owners: Owners, saved: dict[
 
 
 def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scaler: GradScaler) -> Tensor:
-    """`scaler.step(base)`, which also skips the step and lowers the scale if `skip` holds; whether it skipped."""
+    """`scaler.step(base)`, which also skips and lowers the scale if `skip` holds; returns whether it skipped."""
     wrapper, base = owners
     known = scaler._per_optimizer_states
     if id(wrapper) in known:
         known[id(base)] = known.pop(id(wrapper))
-    if _unscaled(scaler, owners):  # the scaler has checked the gradients already: correct its flags
+    if _unscaled(scaler, owners):  # the scaler has already checked the gradients: correct its flags
         for found in known[id(base)]["found_inf_per_device"].values():
             torch.maximum(found, skip.to(found.device, found.dtype), out=found)  # fused kernels skip at exactly 1
     else:  # it will check them now: make one infinite
@@ -72,7 +72,7 @@ def step_scaled(skip: Tensor, owners: Owners, gradients: Sequence[Tensor], scale
             gradient.masked_fill_(skip.to(gradient.device), float("inf"))
     scaler.step(base)
     found = [flag.to(skip.device) for flag in known[id(base)]["found_inf_per_device"].values()]
-    return torch.stack(found).amax() > 0 if found else skip  # a base that asks the scaler itself leaves no flag
+    return torch.stack(found).amax() > 0 if found else skip  # a base that reads the scaler itself leaves no flag
 
 
 def step_fused(base: Optimizer, scale: Tensor | None, found_inf: Tensor) -> None:
@@ -93,7 +93,7 @@ def step_with_grad_scale(base: Optimizer, scale: Tensor | None, found_inf: Tenso
         inverse = scale.to(widest_dtype(scale)).reciprocal().float()
         for param in (param for group in base.param_groups for param in group["params"] if param.grad is not None):
             plain(param.grad).mul_(inverse.to(param.device))
-    if not found_inf.item():  # as the scaler does for an optimizer that knows nothing of it
+    if not found_inf.item():  # as the scaler does for an optimizer that does not know it
         base.step()
 
 

@@ -1,7 +1,7 @@
 """Which parameters are perturbed: the groups of an optimizer, split by name.
 
-Only parameters in a group with ε > 0 are perturbed; ε is a group setting, like weight decay. To perturb norm layers
-alone, all but biases, or adapters alone, each group is split into two that differ in ε and nothing else.
+Only parameters in a group with ε > 0 are perturbed; ε is a group setting, like weight decay. To perturb only norm
+layers, all but biases, or only adapters, each group is split into two that differ only in ε.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +17,9 @@ def groups(
 ) -> list[Group]:
     """Groups for an optimizer in which only the parameters that `perturb(name, parameter)` selects are perturbed.
 
-    The rest is trained as usual, with `epsilon=0`. `among` has groups of the model's parameters, which keep their own
-    settings; without it, all parameters form one group. A tied weight has several names, and is selected if one
-    of them is.
+    The rest is trained as usual, with `epsilon=0`. `among` holds groups of the model's parameters, which keep their
+    settings; without it, all parameters form one group. A tied weight has several names, and is selected if any of
+    them is.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     >>> chosen, rest = groups(model, perturb=lambda name, parameter: name.endswith("weight"))
@@ -44,7 +44,7 @@ def groups(
         ]  # torch takes (name, parameter) too
         if strangers := sum(param not in names for param in plain):
             raise ValueError(
-                f"groups() splits the parameters of its model, got {strangers} that are none of it; "
+                f"groups() splits the parameters of its model, got {strangers} that it does not have; "
                 "give it the model that the optimizer trains"
             )
         for is_chosen in (True, False):
@@ -55,7 +55,7 @@ def groups(
             split.append(part if is_chosen else {**part, "epsilon": 0.0})
     if all(group.get("epsilon") == 0 for group in split if group["params"]):
         raise ValueError(
-            f"perturb must choose at least one parameter, got none of {len(names)}; "
+            f"perturb must select at least one parameter, got none of {len(names)}; "
             f"the first names are {', '.join(known[0] for known in list(names.values())[:3])}"
         )
     return [group for group in split if group["params"]]

@@ -1,10 +1,10 @@
-"""Where did the clean pass of a step begin? In a loop with `perturbed()` blocks, its dropout masks are drawn again.
+"""Where did the clean pass of a step begin? From there, `perturbed()` blocks draw the same dropout masks again.
 
-The clean pass runs before the optimizer is asked for anything, and loops differ. Two moments are known: when
-zero_grad() was called, and when the model was first called, which a hook on the model tells. A block begins with the
-random state of the first of them. If nothing is drawn in it before the model is called, but something was in the clean
-pass (a batch augmented once, and run twice), the model gets the state that it had then; else the block draws as the
-clean pass did (a loss function that draws noise, and is called twice).
+The clean pass runs before the optimizer is involved, and loops differ. Two moments are known: when zero_grad() was
+called, and when the model was first called, which a hook on the model reports. A block starts with the random state of
+the earlier one. If the clean pass drew numbers before it called the model, and the block does not (a batch augmented
+once and run twice), the model gets the state that it had then; otherwise the block draws as the clean pass did (a loss
+function that draws noise and is called twice).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class PassStart:
 
     @property
     def known(self) -> Snapshot | None:
-        """The first moment that is known."""
+        """The earliest known moment."""
         if self._knows_zero:
             return self._zero
         return self._forward if self._has_run else None
 
     def zero_grad(self, devices: Sequence[torch.device]) -> None:
-        """Before the forward pass, or after it; or that pass was given up, and another one will begin."""
+        """Called before the forward pass, or after it; or that pass was abandoned, and another will begin."""
         if self._has_run:
             self._later.take_random(devices)
             self._zeroed_since = True
@@ -47,7 +47,7 @@ class PassStart:
             self._knows_zero = True
 
     def forward_begins(self, devices: Sequence[torch.device], *, has_gradients: Callable[[], bool]) -> None:
-        """The model is called outside a block: other calls belong to the same pass, or to the next micro-batch."""
+        """The model is called outside a block: later calls belong to the same pass, or to the next micro-batch."""
         given_up = self._zeroed_since and not has_gradients()
         if given_up:
             self._zero, self._later, self._knows_zero = self._later, self._zero, True
@@ -56,7 +56,7 @@ class PassStart:
         self._has_run, self._zeroed_since = True, False
 
     def clean_pass_ended(self, clean: Snapshot) -> None:
-        """What no pass draws from is not set back."""
+        """Generators that no pass draws from are not rewound."""
         for snapshot in (self._zero, self._forward):
             snapshot.drop_others(clean)
 
@@ -74,12 +74,12 @@ class PassStart:
 class ForwardHook:
     """Calls `begins()` before the model runs with gradients.
 
-    A copy of the model, or one from a file, has no trace of it: there it is a method of an empty dict, which returns
-    the inputs as they are.
+    A copied or unpickled model has no trace of it: there the hook is a method of an empty dict, which returns the
+    inputs as they are.
     """
 
     def __init__(self, model: nn.Module, begins: Callable[[], None]) -> None:
-        """`begins`: a method, whose object may go."""
+        """`begins` is a method, whose object may be deleted."""
         self._begins = weakref.WeakMethod(begins)
         self._handle = model.register_forward_pre_hook(self)
         weakref.finalize(begins.__self__, self._handle.remove)  # type: ignore[attr-defined]

@@ -2,13 +2,14 @@
 
     θ ← base.step(θ, ∇J(θ + Δ))
 
-With a closure, `step` runs all passes itself; with a list of closures, one per micro-batch, each has a perturbation of
-its own. In a loop without a closure, a `perturbed()` block is one pass, and `step` follows the blocks. Each form has
+With a closure, `step` runs all passes itself; with a list of closures, one per micro-batch, each micro-batch has its
+own perturbation. In a loop without a closure, a `perturbed()` block is one pass, and `step` follows the blocks. Each
+form consists of
 
-    to θ + Δ        `_move`, with the subclass's `perturb`; θ is kept in a copy
+    to θ + Δ        `_move`, with the subclass's `perturb`; a copy of θ is kept
     a pass there    `_pass`: if it raises, weights, buffers and random states are restored
     back to θ       `_return_to_theta`: by copying, in place, because θ + Δ − Δ ≠ θ in floating point
-    the step        `_step_base`: the base's, at θ, with ∇J(θ + Δ); or `_step_plainly` where nothing is perturbed
+    the step        `_step_base`: the base's, at θ, with ∇J(θ + Δ); or `_step_plainly` if nothing is perturbed
 """
 
 from abc import ABC, abstractmethod
@@ -56,12 +57,12 @@ READ_AT_ONCE = ("cpu",)  # devices whose numbers the host reads without waiting
 class PerturbedOptimizer(OptimizerWrapper, ABC):
     """An optimizer whose base takes its step with the gradient of perturbed passes.
 
-    Its step takes a closure, several, or none after `perturbed()` blocks.
+    Its step takes one closure, several closures, or, after `perturbed()` blocks, none.
     """
 
     last: Last
 
-    # so scaler.step(optimizer) always calls step(), also on overflow, and leaves `grad_scale` and `found_inf` here
+    # so scaler.step(optimizer) always calls step(), even on overflow, and leaves `grad_scale` and `found_inf` here
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor
@@ -71,18 +72,18 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _make_step_state(self) -> None:
         self.last = Last()
-        self._theta: Copies[Tensor] = Copies()  # θ of the parameters that are, or may have to be, put back
+        self._theta: Copies[Tensor] = Copies()  # θ of the parameters that are, or may have to be, restored
         self._delta: Copies[Tensor] = Copies()  # Δ between two ascent steps; stays empty for N = 1
         self._storage = InPlace(self._theta)
         self._in_a_pass = False
-        self.zeroed = 0  # times that zero_grad() began a step: gradients of before are gone
-        self._checked: list[Any] | None = None  # the settings that were found right
+        self.zeroed = 0  # how many steps zero_grad() has started: earlier gradients are gone
+        self._checked: list[Any] | None = None  # the settings that passed the last check
         self.forget_step()
 
     def _attach_model(self, model: nn.Module | None) -> None:
-        # With `model=`, buffers and random states at two moments. Before a step with a closure: restored after an
-        # exception in it, and the extra passes draw their masks from there (in blocks: `PassStart`). After the clean
-        # pass (RMP: before the block): restored at the end of a step, and after an exception in a block.
+        # With `model=`, buffers and random states are saved at two moments. Before a step with a closure: restored
+        # after an exception in it, and the extra passes draw their masks from there (in blocks: `PassStart`). After the
+        # clean pass (RMP: before the block): restored at the end of a step, and after an exception in a block.
         watch = HostWatch() if self.starts_clean else None
         self._at_start = None if model is None else Snapshot(model, watch=watch)
         self._at_clean = None if model is None else Snapshot(model, watch=watch)
@@ -93,19 +94,20 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._is_new = True
 
     def _watch_forward(self, model: nn.Module | None) -> None:
-        """None: not needed, because a closure says where its passes begin."""
+        """With None there is no hook: a closure shows where its passes begin."""
         if (earlier := vars(self).get("_hook")) is not None:
             earlier.remove()
         self._hook = None if model is None or not self.starts_clean else ForwardHook(model, self._forward_begins)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer, or of its base alone, which leaves ε and ζ as they are."""
         super().load_state_dict(state_dict)
         optimizer = self.behind_proxy()
         optimizer.forget_step()
         optimizer._process_groups, optimizer._is_new = None, True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. Outside a pass this also starts a new step, before its forward pass or after it."""
+        """Drop the gradients. Outside a pass this also starts a new step, whether before or after its forward pass."""
         if "_itself" not in self.__dict__:
             self.behind_proxy().zero_grad(set_to_none)
             return
@@ -124,11 +126,11 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         else:
             self._pass_start.forward_begins(self.devices(), has_gradients=self.has_gradients)
 
-    # ---- what the captured step, the doctor and the integrations ask of it
+    # ---- for the captured step, the doctor and the integrations
 
     @property
     def perturbs(self) -> bool:
-        """Will the next step perturb anything? Where N = 0 or every ε = 0, it is the base's own: one pass."""
+        """Will the next step perturb anything? If N = 0 or every ε = 0, it is the base's own step: one pass."""
         return self.inner_iter > 0 and bool(self.perturbed_groups())
 
     @property
@@ -144,18 +146,18 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     @property
     def shares_clean_state(self) -> bool:
-        """Do all passes of a step have the buffers and masks of the clean one?"""
+        """Do all passes of a step use the buffers and dropout masks of the clean pass?"""
         return self.model is not None and self.starts_clean
 
     @property
     def process_groups(self) -> Sequence[Any]:
-        """Of the ranks that share the model."""
+        """The process groups of the ranks that share the model."""
         known = self._process_groups
         return distributed.process_groups_of(self._replicas, self._params()) if known is None else known
 
     @property
     def owners(self) -> Owners:
-        """Those under whose ids a GradScaler may know this optimizer."""
+        """The optimizers under whose ids a GradScaler may know this one."""
         return self, self.base
 
     def perturbed_groups(self) -> list[Group]:
@@ -164,7 +166,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     @abstractmethod
     def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: "Measured") -> None:
-        """Keep θ of the parameters to move, and move them to θ + Δ for the n-th perturbed pass, all in `storage`."""
+        """Save θ of the parameters to move, and move them to θ + Δ for the n-th perturbed pass, all in `storage`."""
 
     def must_skip(
         self,
@@ -175,7 +177,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         *,
         drop: bool = False,
     ) -> Tensor:
-        """Was some gradient of the step not finite, these of the last pass among them? With `drop`, they are 0 then."""
+        """Was any gradient of the step, including these of the last pass, not finite? With `drop`, zero these if so."""
         finite, home = measured.finite, self._home
         measures = "grad_norm" not in measured.numbers  # RMP, or nothing to perturb had a gradient in the clean pass
 
@@ -192,7 +194,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         else:
             kept, (skip,) = check(())
         measured.skipped = kept[-1]
-        if not self.sync_perturbation:  # else the gradients, and so the flags, are the same everywhere
+        if not self.sync_perturbation:  # else the gradients, and so the flags, are the same on all ranks
             skip = measured.skipped = distributed.any_rank(kept[-1], self._process_groups or [])
         if measures:
             measured.numbers["grad_norm"] = kept[0] * inverse_scale(scaler, self.owners, self._home)
@@ -203,7 +205,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         return list({p.device: None for group in self.base.param_groups for p in group["params"]})
 
     def _drop_gradients(self) -> None:
-        """The base's zero_grad(), without the detours of torch's own."""
+        """The base's zero_grad(), without the overhead of torch's own."""
         if getattr(self.base.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             self.base.zero_grad()
             return
@@ -219,16 +221,16 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         return [*self._theta.memory(), *self._delta.memory()]
 
     def release_theta(self) -> None:
-        """Free the memory that θ is kept in: captured steps do without."""
+        """Free the memory that holds θ: captured steps do not need it."""
         self._theta.release()
 
     def forget_step(self) -> None:
-        """Begin afresh: what a step has measured and kept so far is not used."""
+        """Start over: discard what the step has measured and saved so far."""
         self._theta.forget()
         self._measured = Measured()
         self._blocks = 0
         self._scaler_of_blocks: GradScaler | None = None
-        self._replays = False  # does the pass that is run draw what the clean one drew?
+        self._replays = False  # does the current pass draw the same numbers as the clean one?
 
     # ---- with a closure
 
@@ -239,18 +241,18 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         scaler: GradScaler | None = None,
         ascent: Closure | None = None,
     ) -> Any:
-        """One step. Returns what the first call of the closure returned.
+        """Take one step, and return what the first call of the closure returned.
 
-        The closure zeroes the gradients, runs forward and backward and returns the loss; it is called once for each
-        pass. Without one, this is the step after the `perturbed()` blocks. With a `scaler` the closure calls
+        The closure zeroes the gradients, runs forward and backward, and returns the loss; it is called once per pass.
+        Without a closure, this is the step that follows the `perturbed()` blocks. With a `scaler`, the closure calls
         `scaler.scale(loss).backward()`, and `scaler.update()` follows the step as usual.
 
-        A list of closures, one per micro-batch, gives each of them a perturbation of its own (m-sharpness) and steps
-        with the mean of their gradients; it returns a list. For a single perturbation, run them all in one closure.
+        With a list of closures, one per micro-batch, each micro-batch has its own perturbation (m-sharpness); the step
+        uses the mean of their gradients and returns a list. For a single perturbation, run all of them in one closure.
 
-        With `ascent`, a closure on less (some of the batch, smaller images), AMP's Δ comes from its gradient, and the
-        closure is called once, at θ + Δ. The passes then draw random numbers of their own, BatchNorm's statistics are
-        those of the ascent's first pass, at θ, and `last.loss` is None: nothing had all the data there.
+        With `ascent`, a closure on less data (part of the batch, smaller images), AMP takes Δ from its gradient and
+        calls `closure` once, at θ + Δ. The passes then draw their own random numbers, BatchNorm's statistics are those
+        of the first ascent pass, at θ, and `last.loss` is None, because no pass at θ had all the data.
         """
         from_scaler = "found_inf" in vars(self)  # scaler.step(optimizer), not optimizer.step(scaler=scaler)
         try:
@@ -276,8 +278,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             return None
         if self._blocks:
             raise RuntimeError(
-                f"step() ends a step that perturbed() began, and takes no closure then, got one after {self._blocks} "
-                "block(s); leave it out, or call zero_grad() to begin afresh"
+                f"step() takes no closure after perturbed() blocks, got one after {self._blocks} block(s); leave it "
+                "out, or call zero_grad() to start over"
             )
         if self._hook is not None:
             self._watch_forward(None)
@@ -293,7 +295,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         return first if ascent is None else latest
 
     def _run(self, closure: Closure, scaler: GradScaler | None, ascent: Closure | None = None) -> tuple[Any, Any]:
-        """All passes of a step; the results of the first and the last."""
+        """Run all passes of a step; returns the results of the first and the last."""
         start, clean = self._at_start, self._at_clean
         devices = [] if start is None else self.devices()
         if start is not None:
@@ -309,8 +311,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             for n in range(self.inner_iter):
                 self._move(n, scaler)
                 if n > 0 and self.starts_clean and clean is not None:
-                    clean.put_back_buffers()  # every pass begins with those of the clean one
-                self._drop_gradients()  # for closures that leave it to the loop: those of two passes must not add up
+                    clean.put_back_buffers()  # every pass starts with those of the clean one
+                self._drop_gradients()  # for closures that leave this to the loop: passes must not add up
                 if self.starts_clean and start is not None and ascent is None:
                     start.put_back_random()
                 is_last = n + 1 == self.inner_iter
@@ -326,7 +328,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         idle = not self.perturbs
         if evaluates_closure(self.base):
             name = type(self.base).__name__
-            raise TypeError(f"{name} evaluates its closure itself and takes one, got a list of {len(closures)}")
+            raise TypeError(f"{name} evaluates its closure itself and takes only one, got {len(closures)}")
         mean = MeanGradient(self._params())
         before = None if self.model is None else Snapshot(self.model)
         if before is not None:
@@ -369,8 +371,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     def perturbed(self, *misplaced: object, scaler: GradScaler | None = None) -> Iterator[None]:
         """One perturbed pass, for loops without a closure: run forward and backward inside the block.
 
-        Outside the blocks the weights are θ. Before the first block of an AMP step comes a backward pass at θ; after
-        `inner_iter` blocks (RMP: one) comes `step()`. The gradients left for it are those of the last block.
+        A step of AMP is a backward pass at θ, `inner_iter` blocks, and `step()`, which uses the gradients of the last
+        block; a step of RMP is one block, and `step()`. Outside the blocks the weights are θ.
         """
         if "_itself" not in self.__dict__:
             with self.behind_proxy().perturbed(*misplaced, scaler=scaler):
@@ -381,8 +383,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if self._hook is None:
             self._watch_forward(self.model)
         idle = not self.perturbs
-        # ε = 0 is the base's step bit for bit, so with the gradients of the clean pass, which are saved here
-        # (with a perturbation per rank those were not synchronised; the block's, also at θ, are)
+        # with ε = 0 the step is the base's, bit for bit, so it uses the gradients of the clean pass, saved here
+        # (with one perturbation per rank those were not synchronised; the block's, also at θ, are)
         synced = self.sync_perturbation or not self._process_groups
         saved = GradientSnapshot(self._params(), scaler, self.owners) if idle and self.starts_clean and synced else None
         with self._pass(undo=self._at_clean):
@@ -410,21 +412,21 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _check_block(self, scaler: GradScaler | None) -> None:
         if self._in_a_pass:
-            raise RuntimeError("perturbed() blocks follow one another: leave the pass you are in first")
+            raise RuntimeError("perturbed() blocks cannot be nested: leave the current pass first")
         if self._blocks >= self.inner_iter:
             raise RuntimeError(
-                f"inner_iter={self.inner_iter} asks for {self.inner_iter} perturbed() block(s) a step, and they are "
-                "done; call step() next"
+                f"inner_iter={self.inner_iter} means {self.inner_iter} perturbed() block(s) per step, and all of them "
+                "have run; call step() next"
             )
         self._check_same_scaler(scaler)
         if self.starts_clean and not self.has_gradients():
-            raise RuntimeError("perturbed() climbs along the gradient, and no parameter has one; call backward() first")
+            raise RuntimeError("perturbed() follows the gradient, but no parameter has one; call backward() first")
 
     def _check_same_scaler(self, scaler: GradScaler | None) -> None:
         if self._blocks and scaler is not self._scaler_of_blocks:
             raise RuntimeError(
-                "a GradScaler goes to all calls of a step, or to none: `with optimizer.perturbed(scaler=scaler):` for "
-                "every block, then optimizer.step(scaler=scaler)"
+                "pass the GradScaler to all calls of a step, or to none: `with optimizer.perturbed(scaler=scaler):` "
+                "for every block, then optimizer.step(scaler=scaler)"
             )
 
     def _step_after_blocks(self, scaler: GradScaler | None) -> None:
@@ -433,12 +435,12 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             raise TypeError(
                 f"{type(self).__name__}.step needs a closure that zeroes gradients, runs forward and backward, and "
                 "returns the loss; without one, use `with optimizer.perturbed():` (zero_grad() discards earlier "
-                "blocks), and in a trainer what flatmin.integrations has for it"
+                "blocks), or in a trainer its integration from flatmin.integrations"
             )
         if 0 < self._blocks < self.inner_iter:
             raise RuntimeError(
-                f"inner_iter={self.inner_iter} asks for {self.inner_iter} perturbed() blocks before step(), "
-                f"got {self._blocks}; add the rest, or call zero_grad() to begin afresh"
+                f"inner_iter={self.inner_iter} means {self.inner_iter} perturbed() blocks before step(), "
+                f"got {self._blocks}; run the rest, or call zero_grad() to start over"
             )
         self._check_same_scaler(scaler)
         if idle or self._blocks == 0:
@@ -453,8 +455,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """If the block raises, θ is restored, and so are the buffers and random states in `undo`."""
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
-                "a step takes gradients, and torch.inference_mode() is on, where there are none; leave it out around "
-                "the step (torch.no_grad() may stay)"
+                "a step needs gradients, but torch.inference_mode() is on, which disables them; take the step outside "
+                "of it (torch.no_grad() is fine)"
             )
         try:
             self._in_a_pass = True
@@ -469,7 +471,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             self._in_a_pass = False
 
     def _ascent_pass(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around a pass: in all but the last, the ascent's, each rank may keep its own gradient."""
+        """The context of a pass: in ascent passes, all but the last, each rank may keep its own gradient."""
         return nullcontext() if is_last or self.sync_perturbation else distributed.without_sync(self._replicas)
 
     def _move(self, n: int, scaler: GradScaler | None) -> None:
@@ -481,12 +483,12 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             if n == 0 and self.sync_perturbation and self._is_new:
                 self._compare_gradients(ascends=True)
         self.perturb(n, unscale, self._storage, self._measured)
-        torch.clear_autocast_cache()  # with autocast around the step, passes would use the old weights
+        torch.clear_autocast_cache()  # with autocast around the step, passes would use casts of the old weights
         if scaler is not None:
             forget_unscaled(scaler, self.owners)
 
     def _return_to_theta(self, *, as_drawn: bool = False) -> None:
-        """Weights and buffers as they were at θ; random states too, but where the passes drew numbers of their own."""
+        """Restore weights and buffers as they were at θ; random states too, unless `as_drawn`."""
         self._put_back_theta()
         if self._at_clean is not None and self.starts_clean:
             if self._replays:
@@ -503,7 +505,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     @torch.no_grad()
     def _step_base(self, scaler: GradScaler | None, **losses: Tensor | None) -> None:
-        """The base's step at θ with the gradient of the last pass, unless some gradient of the step was not finite."""
+        """The base's step at θ with the gradient of the last pass, unless any gradient of the step was not finite."""
         params, gradients = self._storage.gradients_of(self._params())
         try:  # even if this raises, the next step must not restore this θ
             if scaler is not None:
@@ -553,7 +555,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._process_groups = groups
 
     def _compare_gradients(self, *, ascends: bool) -> None:
-        """In the first step: a parameter with a gradient on only some ranks would make the others wait for ever."""
+        """In the first step: a parameter with a gradient on only some ranks would make the others wait forever."""
         if not self._process_groups:
             return
         distributed.check_missing_gradients(self._params(), self.model, self._process_groups, device=self._home)
@@ -568,7 +570,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """`scaler.step(optimizer)` without blocks before it: the base's own step, if nothing is perturbed."""
         if self.perturbs:
             raise RuntimeError(
-                "scaler.step(optimizer) ends a step whose blocks had the scaler, and there were none; write "
+                "scaler.step(optimizer) must follow perturbed() blocks that had the scaler, but there were none; write "
                 "`with optimizer.perturbed(scaler=scaler):`, or optimizer.step(closure, scaler=scaler)"
             )
         self.forget_step()
@@ -583,7 +585,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             scaler = self._check_call(closure, misplaced, scaler)
         settings = [group.get(key) for group in self.base.param_groups for key in self._hyperparameters]
         kinds = list(map(type, settings))
-        compared = Tensor not in kinds and NoneType not in kinds  # not on a device, where the host might wait
+        compared = Tensor not in kinds and NoneType not in kinds  # not tensors: the host might wait for the device
         if not compared or [self.ball, *settings, *kinds] != self._checked:
             self.check_groups()
             self._checked = [self.ball, *settings, *kinds] if compared else None
@@ -593,10 +595,10 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _check_ascent(self, closure: object, ascent: object) -> None:
         if not self.starts_clean:
-            raise TypeError(f"{type(self).__name__} draws Δ at random and has no ascent; leave ascent= out")
+            raise TypeError(f"{type(self).__name__} draws Δ at random and has no ascent; leave out ascent=")
         if not callable(ascent) or closure is None or isinstance(closure, list | tuple):
             raise TypeError(
-                "ascent is a closure on less, beside the closure of the step: step(closure, ascent=closure_on_less), "
+                "ascent must be a closure on less data, beside the step's own: step(closure, ascent=closure_on_less), "
                 f"got {describe(ascent)} beside {describe(closure)}"
             )
 
@@ -620,7 +622,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     @property
     def _home(self) -> torch.device:
-        """The device on which a step's few numbers (norms, flags) are combined."""
+        """The device on which a step's scalars (norms, flags) are combined."""
         for group in self.base.param_groups:
             for p in group["params"]:
                 device: torch.device = p.device
@@ -646,16 +648,16 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             return
         if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
             raise RuntimeError(
-                f"no parameter got a gradient in {where}, because the optimizer's are the model's no more; make the "
-                "optimizer last, after fully_shard(), .to() and the like"
+                f"no parameter got a gradient in {where}, because the optimizer's are no longer the model's; create "
+                "the optimizer last, after fully_shard(), .to() and the like"
             )
         raise RuntimeError(f"no parameter got a gradient in {where}; call backward() inside it")
 
 
 def _second_order_error(where: str) -> RuntimeError:
     return RuntimeError(
-        f"the gradients of {where} have a graph of their own (create_graph=True), for a base that differentiates them "
-        "once more, and the weights have moved when it steps; use epsilon=0 with such a base, or another one"
+        f"the gradients of {where} have a graph (create_graph=True), for a base that differentiates them again, but "
+        "the weights have moved by the time it steps; use epsilon=0 with such a base, or another base"
     )
 
 
@@ -663,12 +665,12 @@ def _second_order_error(where: str) -> RuntimeError:
 class Measured:
     """What the passes of a step have measured so far."""
 
-    finite: Tensor | None = None  # was every gradient behind Δ finite? None: there was none
-    skipped: Tensor | None = None  # was the last one not, or one before?
+    finite: Tensor | None = None  # was every gradient behind Δ finite? None: there were none
+    skipped: Tensor | None = None  # was the last gradient, or an earlier one, not finite?
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _check_lengths(lengths: Tensor, finite: Tensor | None, *, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The norm of the whole, and whether it is not finite, or an earlier gradient was not (`finite`)."""
+    """The overall norm, and whether it is not finite, or an earlier gradient was not (`finite`)."""
     length = combine(lengths, norm=norm)
     return length, ~(length.isfinite() if finite is None else length.isfinite() & finite)

@@ -2,10 +2,11 @@
 
     Δ uniform in {‖Δ‖ ≤ ε},   θ ← base step at θ with ∇J(θ + Δ)
 
-The paper's baseline for AMP: how much of the gain comes from perturbing at all, how much from being adversarial?
+The paper's baseline for AMP: how much of the gain comes from perturbing at all, and how much from being
+adversarial?
 
-Its published code draws each number of Δ uniformly from [−√(ε/d), √(ε/d)] instead, d being the numbers of a tensor:
-there ‖Δ‖ ≈ √(ε/3) a tensor, 0.18 for ε = 0.1. That is `noise="cube"` with `ball="tensor"`.
+The published code instead draws each entry of Δ uniformly from [−√(ε/d), √(ε/d)], where d is the number of entries in
+the tensor. Then ‖Δ‖ ≈ √(ε/3) per tensor: 0.18 for ε = 0.1. That is `noise="cube"` with `ball="tensor"`.
 """
 
 from typing import Literal, get_args
@@ -28,11 +29,11 @@ NOISES: tuple[Noise, ...] = get_args(Noise)
 class RMP(PerturbedOptimizer):
     """Random Model Perturbation: the gradient is taken at a point drawn uniformly in the ball of radius ε around θ.
 
-    The paper's baseline (there with ε = 0.1): what remains of AMP when Δ is not adversarial. One closure call a step.
-    In many dimensions nearly all of a ball lies at its edge: ‖Δ‖ = ε·u^(1/d) with u uniform in [0, 1].
+    The paper's baseline (there with ε = 0.1): what remains of AMP when Δ is not adversarial. One closure call per
+    step. In high dimensions nearly all of a ball is near its edge: ‖Δ‖ = ε·u^(1/d) with u uniform in [0, 1].
 
-    With `noise="cube"` each number is uniform in [−√(ε/d), √(ε/d)] instead, d being the dimension of its ball, as in
-    the paper's published code: then ‖Δ‖ ≈ √(ε/3), which is more than ε for ε below 1/3.
+    With `noise="cube"` each entry is instead uniform in [−√(ε/d), √(ε/d)], where d is the dimension of its ball, as in
+    the paper's published code. Then ‖Δ‖ ≈ √(ε/3), which exceeds ε for ε below 1/3.
 
     >>> weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = RMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.5)
@@ -67,7 +68,7 @@ class RMP(PerturbedOptimizer):
             raise ValueError(f"unknown noise {noise!r}; choose from {', '.join(NOISES)}")
         if noise == "cube" and norm != "l2":
             raise ValueError(
-                f"noise='cube' goes with norm='l2', got {norm!r}, whose ball is a cube already; leave it out"
+                f"noise='cube' needs norm='l2', got {norm!r}, whose ball is already a cube; leave out noise"
             )
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
@@ -76,7 +77,7 @@ class RMP(PerturbedOptimizer):
 
     @torch.no_grad()
     def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: Measured) -> None:
-        """Δ uniform in its ball or cube, and the weights to θ + Δ: noise in their memory, scaled and moved to θ."""
+        """Draw Δ uniformly from its ball or cube, in the weights' own memory, and move them to θ + Δ."""
         groups = [group for group in self.perturbed_groups() if any(p.requires_grad for p in group["params"])]
         if not groups:
             return
@@ -84,7 +85,7 @@ class RMP(PerturbedOptimizer):
         everything = [p for here in params for p in here]
         if any(map(is_lazy, everything)):
             raise RuntimeError(
-                "RMP moves the weights before the first pass, and some have no shape yet (lazy modules); run the model "
+                "RMP moves the weights before the first pass, but some have no shape yet (lazy modules); run the model "
                 "once before training"
             )
         storage.keep_theta(everything)

@@ -33,7 +33,7 @@ def step_unless(
 ) -> None:
     """`base.step()`; if `skip` holds, `params` (those with a gradient) and the base's state stay as they are.
 
-    `theta` has copies of parameters; missing ones are added. `dropped`: the gradients are zero already if it holds.
+    `theta` has copies of parameters; missing ones are added. `dropped`: if `skip` holds, gradients are already zero.
     """
     _, base = owners
     gradients = [p.grad for p in params if p.grad is not None]
@@ -54,7 +54,7 @@ def step_unless(
 
 
 def skips_by_itself(base: Optimizer) -> bool:
-    """Do its kernels return at once if they are told to? Torch's fused ones do; a copy of one no longer says so."""
+    """Can its kernels return at once if told to? Torch's fused ones can; a copy of one no longer says so."""
     says_so = getattr(base, "_step_supports_amp_scaling", False) or type(base).__module__.startswith("torch.optim.")
     return says_so and all(group.get("fused") for group in base.param_groups)
 

@@ -23,14 +23,14 @@ from flatmin.core.tensors import ORDINARY_TYPES, copy_, is_dense, plain, zero_un
 
 _DTYPE = attrgetter("dtype")
 Function = Callable[..., Any]
-Gradients = tuple[list[Tensor], list[Tensor]]  # the parameters that have one, and theirs
+Gradients = tuple[list[Tensor], list[Tensor]]  # the parameters that have a gradient, and their gradients
 
 
 class WeightStorage(Protocol):
-    """What a perturbation asks of the place where it moves the weights."""
+    """What a perturbation needs from the place where it moves the weights."""
 
     def keep_theta(self, params: Sequence[Tensor]) -> None:
-        """Keep θ of these parameters, which are about to move."""
+        """Save θ of these parameters, which are about to move."""
 
     def theta_of(self, param: Tensor) -> Tensor: ...
 
@@ -48,7 +48,7 @@ class WeightStorage(Protocol):
     def move(
         self, params: Sequence[Tensor], directions: Sequence[Tensor], factors: Tensor, finite: Tensor, *, ball: Ball
     ) -> None:
-        """θ + factor · direction in one kernel, θ itself unless `finite`."""
+        """Write θ + factor · direction in one kernel, or θ itself if not `finite`."""
 
     def zero_unless(self, gradients: Sequence[Tensor], flag: Tensor) -> None: ...
 
@@ -56,7 +56,7 @@ class WeightStorage(Protocol):
         """`work(numbers)`, which launches kernels on these operands."""
 
     def compiled(self, function: Function) -> Function:
-        """A function of a few numbers, compiled where the step is."""
+        """A function of a few scalars, compiled if the step is."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class InPlace:
             kernels.zero_unless(flag)
 
     def run(self, work: Work, operands: Operands) -> Results:
-        """On a GPU: recorded, if it recurs."""
+        """On a GPU, work that recurs is recorded and replayed."""
         (first, *_), numbers = operands.gradients, operands.numbers
         if not first or not first[0].is_cuda or Tensor in map(type, numbers):
             return work(numbers)
@@ -131,7 +131,7 @@ class Beside:
     measures_by_kernel: bool = False  # while work is being run that `InPlace` would measure by kernel
 
     def keep_theta(self, params: Sequence[Tensor]) -> None:
-        """It stays where it is."""
+        """Nothing to do: θ stays where it is."""
 
     def theta_of(self, param: Tensor) -> Tensor:
         return param
@@ -169,7 +169,7 @@ class Beside:
         zero_unless_(gradients, flag)
 
     def run(self, work: Work, operands: Operands) -> Results:
-        """Part of a larger capture already."""
+        """Run it as it is: it is already part of a larger capture."""
         self.measures_by_kernel = fit_kernels(operands.gradients, operands.params)
         try:
             return work(operands.numbers)
@@ -182,7 +182,7 @@ class Beside:
 
 def _fit_fused_kernel(params: Sequence[Tensor], directions: Sequence[Tensor], *, dense: bool) -> bool:
     """Can torch's fused kernel move these weights? Not float64, where its lr is float32, nor half precision on the CPU,
-    where it is wrong (torch 2.13). `dense`: they are known to be, and the kernel goes through memory, gaps included.
+    where it is wrong (torch 2.13). `dense`: they are known to be; the kernel walks through memory, gaps included.
     """
     if not ORDINARY_TYPES.issuperset(map(type, (*params, *directions))):
         params, directions = [plain(p) for p in params], [plain(direction) for direction in directions]
@@ -200,7 +200,7 @@ def _fit_fused_kernel(params: Sequence[Tensor], directions: Sequence[Tensor], *,
 
 
 def _climb(theta: Sequence[Tensor], directions: Sequence[Tensor], rate: Tensor, *, unless: Tensor) -> None:
-    """θ + Δ = θ + rate · directions: a step of SGD uphill, which leaves θ as it is if `unless` holds.
+    """θ + Δ = θ + rate · directions: an SGD step uphill, which leaves θ as it is if `unless` holds.
 
     One pass over memory and one launch for all tensors; Δ is never stored.
     """
@@ -214,7 +214,7 @@ def _climb(theta: Sequence[Tensor], directions: Sequence[Tensor], rate: Tensor, 
         fused=True,
         foreach=False,
         found_inf=unless.to(home, torch.float32),
-        lr=rate.to(home, torch.float32),  # type: ignore[arg-type]  # a tensor on the device will do
+        lr=rate.to(home, torch.float32),  # type: ignore[arg-type]  # a tensor on the device works too
         maximize=True,
         weight_decay=0.0,
         momentum=0.0,

@@ -1,10 +1,10 @@
-"""An optimizer around another one: its state, groups, checkpoints and copies are those of its base.
+"""An optimizer that wraps another and shares its state, groups, checkpoints and copies.
 
 A wrapper that copies its base's groups must be linked to it again after every load, deepcopy or added group, and each
 forgotten link is a learning rate that no longer changes. So nothing is copied: `state`, `param_groups` and `defaults`
-are properties that return the base's, and what else the base can do is passed on. The wrapper's own numbers (ε, ζ) are
-in the groups beside lr and weight decay, where schedulers move them, checkpoints carry them and a group may have its
-own.
+are properties that return the base's, and all other attributes are looked up in the base. The wrapper's own
+hyper-parameters (ε, ζ) are in the groups beside lr and weight decay, where schedulers change them, checkpoints save
+them and each group may have its own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,14 +23,14 @@ from flatmin.ball import BALLS, NORMS, Ball, Norm
 from flatmin.core.messages import describe
 
 Group = dict[str, Any]
-Wrapper = TypeVar("Wrapper", bound="OptimizerWrapper")  # Self is Python 3.11's
+Wrapper = TypeVar("Wrapper", bound="OptimizerWrapper")  # Self needs Python 3.11
 Arguments = ParamSpec("Arguments")
 
 _NOT_COPIED = ("step", "last", "zeroed", "grad_scale", "found_inf")
 
 
 class OptimizerWrapper(Optimizer):
-    """An optimizer around `base`, with hyper-parameters of its own in the base's groups."""
+    """An optimizer around `base`, with its own hyper-parameters in the base's groups."""
 
     base: Optimizer
     inner_iter: int
@@ -57,23 +57,23 @@ class OptimizerWrapper(Optimizer):
         self._initialise({"base": base, **settings})
 
     def _initialise(self, attributes: Mapping[str, Any]) -> None:
-        """Of a new instance, or a copy: its settings, torch's tables of hooks, and what a step keeps."""
+        """Set up a new instance or a copy: its settings, torch's hook tables, and what a step keeps."""
         self._itself: ref[Any] = ref(self)
         for key, value in attributes.items():
             setattr(self, key, value)
-        super().__setstate__({})  # not Optimizer.__init__, which would create groups and state of its own
+        super().__setstate__({})  # not Optimizer.__init__, which would create its own groups and state
         self._make_step_state()
 
     def _make_step_state(self) -> None:
-        """What a step keeps until the next: nothing in here is copied or saved."""
+        """Create what a step keeps until the next one: none of it is copied or saved."""
 
     def behind_proxy(self: Wrapper) -> Wrapper:
-        """The optimizer itself; asked of a proxy that imitates its class, as Lightning Fabric's does, the one inside.
+        """The optimizer itself, or the one inside a proxy that imitates its class, as Lightning Fabric's does.
 
-        A proxy finds methods in the class and attributes in the optimizer, so what a method sets would stay on the
-        proxy, unseen by the step. Methods that set something therefore run on what this returns.
+        A proxy finds methods in the class and attributes in the optimizer, so an attribute that a method sets would
+        stay on the proxy, unseen by the step. Methods that set attributes therefore run on what this returns.
         """
-        optimizer: Wrapper | None = self._itself()  # a proxy has none of its own, and finds the optimizer's
+        optimizer: Wrapper | None = self._itself()  # a proxy does not have its own, and finds the optimizer's
         assert optimizer is not None
         if optimizer is not self:
             for name in (name for name in self._settings if name in vars(self)):
@@ -109,7 +109,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def model(self) -> nn.Module | None:
-        """The model whose buffers and random numbers a step restores; a trainer may set it to its prepared one."""
+        """The model whose buffers and random numbers a step restores; a trainer may set it to its prepared model."""
         return self._model
 
     @model.setter
@@ -122,16 +122,16 @@ class OptimizerWrapper(Optimizer):
     def _attach_model(self, model: nn.Module | None) -> None:
         """Called with every new model."""
 
-    if not TYPE_CHECKING:  # a type checker shall find what is misspelt
+    if not TYPE_CHECKING:  # so type checkers find misspelt names
 
         def __getattr__(self, name: str) -> Any:
-            """What the base has beyond an optimizer: schedule-free's `train()`, timm's `sync_lookahead()` …"""
+            """What the base has beyond torch's interface: schedule-free's `train()`, timm's `sync_lookahead()` …"""
             if name.startswith("_") or name == "base":
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             return getattr(self.base, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or pickle carries: nothing temporary (hooks, a scheduler's patch, a step's copies)."""
+        """What a copy or pickle contains: nothing temporary (hooks, a scheduler's patch, a step's copies)."""
         of_a_subclass = {key: value for key, value in vars(self).items() if not key.startswith("_")}
         return {key: getattr(self, key) for key in self._settings} | {
             key: value for key, value in of_a_subclass.items() if key not in (*self._settings, *_NOT_COPIED)
@@ -148,7 +148,7 @@ class OptimizerWrapper(Optimizer):
         return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer, or of its base alone: ε and ζ then stay as they are."""
+        """Load a checkpoint of this optimizer, or of its base alone, which leaves ε and ζ as they are."""
         before = [{key: group[key] for key in self._hyperparameters if key in group} for group in self.param_groups]
         self.base.load_state_dict(state_dict)
         for group, known in zip(self.param_groups, before, strict=True):
@@ -182,12 +182,12 @@ class OptimizerWrapper(Optimizer):
         if self.ball == "global" and len(radii) > 1:
             raise ValueError(
                 f'ball="global" has one radius, got epsilon={", ".join(map(str, sorted(radii)))} in the groups; '
-                'give them one value (or 0), or use ball="group"'
+                'give all groups one value (or 0), or use ball="group"'
             )
 
 
 def check_call(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """A wrapper's constructor that names what is wrong with a call that Python itself would refuse in general terms."""
+    """Decorates a wrapper's constructor: a wrong call gets a more specific error than Python's own."""
     parameters = signature(init).parameters
     known = [name for name in parameters if name not in ("self", "base")]
 
@@ -197,7 +197,7 @@ def check_call(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
         example = f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1)"
         if len(args) > 2:
             wrong = args[2] if isinstance(args[2], Real) else describe(args[2])
-            raise TypeError(f"{name} takes its settings by name, got {wrong} by position; write {example}")
+            raise TypeError(f"{name} takes its settings by keyword, got {wrong} by position; write {example}")
         if unknown := [key for key in kwargs if key not in parameters]:
             hint = "SAM's rho is epsilon here" if "rho" in unknown else f"choose from {', '.join(known)}"
             raise TypeError(f"{name} has no setting {', '.join(unknown)}; {hint}, as in {example}")
@@ -228,7 +228,7 @@ def whole_number(name: str, value: object, *, least: int = 0) -> int:
 
 def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None:
     for name, value in values.items():
-        if isinstance(value, Tensor):  # of a captured step: not read, because that would wait for the device
+        if isinstance(value, Tensor):  # in a captured step: not read, because the host would wait for the device
             if value.dim():
                 raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
             continue
@@ -237,24 +237,24 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
             raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
     if _is_positive(values.get("epsilon", 0)) and evaluates_closure(base):
         raise ValueError(
-            f"{type(base).__name__} evaluates its closure itself, at points of its own, and cannot be perturbed, got "
+            f"{type(base).__name__} evaluates its closure itself, at points it chooses, and cannot be perturbed, got "
             f"epsilon={values['epsilon']}; use epsilon=0 with it, or another base such as SGD"
         )
     if _is_positive(values.get("epsilon", 0)) and _steps_in_backward(base):
         raise ValueError(
             f"{type(base).__name__} with overlap_with_ddp=True steps within every backward pass and cannot be "
-            f"perturbed, got epsilon={values['epsilon']}; leave overlap_with_ddp out, or use epsilon=0"
+            f"perturbed, got epsilon={values['epsilon']}; leave out overlap_with_ddp, or use epsilon=0"
         )
 
 
 def evaluates_closure(base: Optimizer) -> bool:
-    """Can its step not do without a closure? LBFGS looks for a good point with it."""
+    """Does its step need a closure? LBFGS evaluates it at several points."""
     given = signature(type(base).step).parameters.get("closure")
     return given is not None and given.default is Parameter.empty
 
 
 def _steps_in_backward(base: Optimizer) -> bool:
-    """Does a hook of DDP take its steps? torch's ZeroRedundancyOptimizer has no public name for this mode."""
+    """Does a DDP hook take its steps? torch's ZeroRedundancyOptimizer has no public name for this mode."""
     return bool(getattr(base, "_overlap_with_ddp", False))
 
 
@@ -268,7 +268,7 @@ def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None
         )
     for key in signature(type(base)).parameters.keys() & set(hyperparameters):
         raise ValueError(
-            f"{name} keeps {key} in the groups of its base, and {type(base).__name__} has an {key} of its own there; "
+            f"{name} keeps {key} in the groups of its base, but {type(base).__name__} has its own {key} there; "
             "rename it in the base"
         )
 
@@ -293,7 +293,7 @@ def _check_model(base: Optimizer, model: object) -> None:
     optimized = {id(p) for group in base.param_groups for p in group["params"]}
     if optimized and not any(id(p) in optimized for p in model.parameters()):
         raise ValueError(
-            f"model must be the one whose parameters the optimizer has, got a {type(model).__name__} with none of them"
+            f"model must be the one that the optimizer trains, got a {type(model).__name__} with none of its parameters"
         )
 
 

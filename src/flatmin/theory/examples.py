@@ -14,15 +14,15 @@ from flatmin.theory.surface import Number, double, radius_of
 def max_pooled(risk: Tensor, *, spacing: float, epsilon: float) -> Tensor:
     """Figure 1: the AMP risk of a one-dimensional risk, given (..., n) on an even grid: its maximum over [θ−ε, θ+ε].
 
-    The maximum is over the grid's own points. ε is rounded down to whole spacings, so the result can be too low by what
-    the risk rises over one spacing. The window stops at the ends of the grid: within ε of an end, the risk beyond it is
-    not included.
+    The maximum is over the grid's own points. ε is rounded down to whole spacings, so the result can be too low by as
+    much as the risk rises over one spacing. The window stops at the ends of the grid: within ε of an end, the risk
+    beyond it is not included.
 
     >>> max_pooled(torch.tensor([3.0, 0.0, 3.0, 2.0, 1.0, 2.0, 3.0]), spacing=1.0, epsilon=1.0)
     tensor([3., 3., 3., 3., 2., 3., 3.], dtype=torch.float64)
     """
     if not (spacing > 0 and math.isfinite(spacing)):
-        raise ValueError(f"spacing must be above 0 and finite, got {spacing}; it is the distance of two grid points")
+        raise ValueError(f"spacing must be above 0 and finite, got {spacing}; it is the step of the grid")
     values = double(risk)
     if values.ndim == 0 or values.shape[-1] == 0:
         raise ValueError(f"risk must be (..., n), n at least 1, got {tuple(values.shape)}")

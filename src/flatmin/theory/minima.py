@@ -29,7 +29,7 @@ def prefers_flatter(first: GaussianSurface, second: GaussianSurface, *, epsilon:
         raised = (-first.A * math.expm1(-one), second.A * math.expm1(-two))
         return math.fsum((first.C, -first.A, -second.C, second.A, *raised)) > 0
     # from here on in logarithms: exp(−ε²/2σ²) is 0 in floating point from 746 on, and the corollary still holds
-    lead = math.log(first.A) - math.log(second.A) - (one - two)  # how far A₁·exp(·) is above A₂·exp(·)
+    lead = math.log(first.A) - math.log(second.A) - (one - two)  # by how much A₁·exp(·) is above A₂·exp(·)
     higher = first.C - second.C
     if higher == 0 or (higher > 0) != (lead > 0):
         return higher > 0 or (higher == 0 and lead < 0)
@@ -55,7 +55,7 @@ def in_operational_region(beta: Number, r: Number, *, ratio: Number) -> Tensor:
 
 
 def operational_boundary(beta: Number, *, ratio: Number) -> Tensor:
-    """The least r of Corollary 2, 1/(1 + log β/ratio), not itself in the region; inf where no r is enough.
+    """The least r of Corollary 2, 1/(1 + log β/ratio), not itself in the region; inf if no r is enough.
 
     >>> operational_boundary(torch.tensor([0.1, 0.5, 0.8, 0.99]), ratio=1.0)
     tensor([   inf, 3.2589, 1.2872, 1.0102], dtype=torch.float64)

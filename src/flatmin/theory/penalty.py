@@ -1,4 +1,4 @@
-"""AMP as a penalty on the length of the gradient: Theorem 2."""
+"""AMP as a penalty on the norm of the gradient: Theorem 2."""
 
 import math
 
@@ -15,7 +15,7 @@ def gradient_norm_penalty(norm: Number, *, epsilon: float, inner_lr: float, as_p
     For ∇J(θ+Δ) ≈ ∇J + ∇²J·Δ, and ∇Ω = ∇²J·∇J·(dΩ/d‖∇J‖)/‖∇J‖ = ∇²J·Δ. "First order" is in ‖Δ‖: outside the knee a
     small ζ is not enough, ε has to be small. For a quadratic J it is exact.
 
-    As printed in the paper, Ω is ζ‖∇J‖² and ε‖∇J‖. It does not jump, but inside it is twice too steep, so that its
+    As printed in the paper, Ω is ζ‖∇J‖² and ε‖∇J‖. It does not jump, but inside it is twice as steep, so that its
     slope falls from 2ε to ε at the knee: a step on it is not AMP's. Outside, the two differ by a constant.
 
     >>> import torch
@@ -26,7 +26,7 @@ def gradient_norm_penalty(norm: Number, *, epsilon: float, inner_lr: float, as_p
     """
     length = double(norm)
     if not (length >= 0).all():
-        raise ValueError(f"norm must be at least 0, got {norm}; it is the length of a gradient")
+        raise ValueError(f"norm must be at least 0, got {norm}; it is the norm of a gradient")
     if not (inner_lr >= 0 and math.isfinite(inner_lr)):
         raise ValueError(f"inner_lr must be at least 0 and finite, got {inner_lr}")
     knee = radius_of(epsilon) / inner_lr if inner_lr else math.inf

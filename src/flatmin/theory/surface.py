@@ -26,7 +26,7 @@ def radius_of(epsilon: float) -> float:
 
 
 _TINY = 1e-200  # a part of θ−μ along the narrowest direction below this share of ε moves no digit of the result
-_NEWTON_STEPS = 100  # 15 were the most among 10⁶ random problems, the hard ones included
+_NEWTON_STEPS = 100  # 15 was the most in 10⁶ random problems, including hard ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class GaussianSurface:
     """An inverted Gaussian: γ(θ) = C − A·exp(−(θ−μ)ᵀκ⁻¹(θ−μ)/2).
 
     `mu` is (K,) and `kappa` (K, K), symmetric and positive definite; then θ is (..., K), any number of points at once.
-    Or both are numbers, a place and a variance; then θ is any tensor of numbers. Gradients flow through θ.
+    Or both are numbers, a location and a variance; then θ is any tensor of numbers. Gradients flow through θ.
 
     >>> sharp, flat = GaussianSurface(0.0, 0.01, 1.0, 1.0), GaussianSurface(0.0, 0.25, 0.8, 1.0)
     >>> sharp.minimum() < flat.minimum()                            # the sharp one is deeper
@@ -85,7 +85,7 @@ class GaussianSurface:
         return self.C - self.A
 
     def worst(self, theta: Number, epsilon: float) -> Tensor:
-        """The Δ of length ε at which γ(θ+Δ) is largest; one of them where there are several.
+        """The Δ of length ε at which γ(θ+Δ) is largest; one of them if there are several.
 
         >>> GaussianSurface(torch.zeros(2), torch.diag(torch.tensor([4.0, 1.0])), 1.0, 0.0).worst(torch.zeros(2), 0.5)
         tensor([0.0000, 0.5000], dtype=torch.float64)
@@ -110,13 +110,13 @@ class GaussianSurface:
     def amp_minimum_exponent(self, epsilon: float) -> float:
         """ε²/2σ²."""
         widths = radius_of(epsilon) / math.sqrt(self.narrowest)
-        return widths * widths / 2  # `**` would raise where this is inf
+        return widths * widths / 2  # `**` would raise if this is inf
 
     def amp_minimum(self, epsilon: float) -> float:
         """Theorem 1: the AMP loss is least at θ = μ too, and there γ*_AMP = C − A·exp(−ε²/2σ²).
 
-        For q, a unit vector in the narrowest direction, the better one of Δ = ±εq has E(θ+Δ) ≥ E(θ) + ε²/2σ², so no θ
-        but μ can do as well. The paper's proof leaves this out, and writes QᵀΛ⁻¹Q for κ⁻¹, where κ = QΛQᵀ has the
+        For q, a unit vector in the narrowest direction, the better of Δ = ±εq has E(θ+Δ) ≥ E(θ) + ε²/2σ², so no θ other
+        than μ can do as well. The paper's proof leaves this out, and writes QᵀΛ⁻¹Q for κ⁻¹, where κ = QΛQᵀ has the
         inverse QΛ⁻¹Qᵀ; its result is right.
 
         >>> round(GaussianSurface(0.0, 1.0, 1.0, 1.0).amp_minimum(0.5), 4)      # 1 − exp(−1/8)
@@ -146,9 +146,9 @@ class GaussianSurface:
 
             yᵢ = (κ₁/κᵢ)·uᵢ / (t + 1 − κ₁/κᵢ),   t ≥ 0,   ‖y‖ = 1.
 
-        1/‖y(t)‖ is concave, so Newton's method on it, started left of the root, comes nearer from that side at every
-        step. If ‖y‖ < 1 for all t > 0, then d has no part in the narrowest direction (the hard case): t = 0, and y is
-        made long enough in that direction. There ±y are equally bad.
+        1/‖y(t)‖ is concave, so Newton's method on it, started left of the root, approaches the root from that side. If
+        ‖y‖ < 1 for all t > 0, then d has no part in the narrowest direction (the hard case): t = 0, and y is made long
+        enough in that direction. There ±y are equally bad.
         """
         share, gap = self._widths[0] / self._widths, (self._widths - self._widths[0]) / self._widths
         scale = offset.abs().amax(dim=-1, keepdim=True).clamp(min=epsilon)
@@ -178,11 +178,11 @@ class GaussianSurface:
 
 
 def _eigenbasis(kappa: Tensor, *, dimensions: int) -> tuple[Tensor, Tensor]:
-    """The eigenvalues of κ in ascending order and its eigenvectors, of a matrix that is fit to be one."""
+    """The eigenvalues of κ, in ascending order, and its eigenvectors; raises if κ is not a covariance."""
     if dimensions == 1 and kappa.numel() == 1:
         kappa = kappa.reshape(1, 1)
     if kappa.shape != (dimensions, dimensions):
-        raise ValueError(f"kappa must be ({dimensions}, {dimensions}), as mu is, got {tuple(kappa.shape)}")
+        raise ValueError(f"kappa must be ({dimensions}, {dimensions}), to match mu, got {tuple(kappa.shape)}")
     if not kappa.isfinite().all():
         raise ValueError(f"kappa must be finite, got {kappa}")
     if (kappa - kappa.T).abs().max() > 1e-6 * kappa.abs().max():
@@ -191,6 +191,6 @@ def _eigenbasis(kappa: Tensor, *, dimensions: int) -> tuple[Tensor, Tensor]:
     if not widths[0] > torch.finfo(torch.float64).eps * dimensions * widths[-1]:
         raise ValueError(
             f"kappa must be positive definite, got eigenvalues {widths.tolist()}; "
-            "a direction in which the surface does not rise is left out of theta"
+            "leave directions in which the surface does not rise out of theta"
         )
     return widths, axes

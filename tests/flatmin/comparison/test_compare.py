@@ -205,7 +205,7 @@ def test_a_damaged_file_is_trained_again(tmp_path: Path) -> None:
 
 def test_another_comparison_is_not_mixed_in(tmp_path: Path) -> None:
     compare(Own(), out=tmp_path / "one")
-    with pytest.raises(ValueError, match="holds another comparison: its epochs was 3 and now is 2; choose another"):
+    with pytest.raises(ValueError, match="holds another comparison: its epochs was 3 and is now 2; choose another"):
         compare(Own(), epochs=2, out=tmp_path / "one")
     other = Own(optimizer=lambda made: SGD(made["model"].parameters(), lr=0.2), scheduler=None)
     with pytest.raises(ValueError, match="its weights and optimizer was"):
@@ -249,7 +249,7 @@ def test_the_doctor_looks_first() -> None:
         inner, data = made["closure"], iter(list(made["batches"]) * 100)
         return {**made, "closure": lambda *_: inner(*next(data))}
 
-    with pytest.raises(ValueError, match=r"the doctor finds a mistake in this training.*closure repeats"):
+    with pytest.raises(ValueError, match=r"the doctor found a mistake in this training.*closure repeats"):
         flatmin.compare(draws_inside, seeds=1)
 
 
@@ -275,12 +275,12 @@ def test_the_doctor_takes_the_same_function() -> None:
         ),
         ({"scheduler": 3}, {}, r"the scheduler of make_training must have a step\(\)"),
         ({"held_out": [X]}, {}, r"held-out batches must be pairs \(inputs, classes\)"),
-        ({"held_out": [(X, X[:, 0])]}, {}, "Give evaluate for anything else"),
+        ({"held_out": [(X, X[:, 0])]}, {}, "give evaluate for anything else"),
         ({"held_out": []}, {}, "at least one example, got none"),
         (
             {"held_out": None, "evaluate": lambda made: lambda: {"accuracy": 0.9}},
             {},
-            "'accuracy' looks as if higher is",
+            "for 'accuracy' higher seems to be",
         ),
         ({"held_out": None, "evaluate": lambda made: lambda: "good"}, {}, "must return a number"),
         (
@@ -292,7 +292,7 @@ def test_the_doctor_takes_the_same_function() -> None:
         ({}, {"minutes": -1}, "minutes must be above 0, got -1"),
         ({}, {"radii": [0.0]}, "a finite number above 0, got 0.0"),
         ({}, {"measure": "f1"}, "unknown measure 'f1'"),
-        ({}, {"worth": 1.5}, "worth is a share"),
+        ({}, {"worth": 1.5}, "worth must be a share"),
         ({"held_out": lambda made: lambda: made["held_out"]}, {}, "the held_out of make_training must be something"),
         ({"scheduler": lambda made: ReduceLROnPlateau(made["optimizer"])}, {}, "must step without arguments"),
     ],
@@ -327,7 +327,7 @@ def test_what_the_doctor_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
     def without_a_gradient() -> dict[str, Any]:
         return {**Own()(), "closure": lambda x, y: torch.zeros(())}
 
-    with pytest.raises(ValueError, match="the doctor finds a mistake"):
+    with pytest.raises(ValueError, match="the doctor found a mistake"):
         flatmin.compare(without_a_gradient, seeds=1, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert compare(Own(), out=tmp_path / "out").outcomes
@@ -351,7 +351,7 @@ def test_batches_that_are_used_up_are_named() -> None:
         used = iter(list(made["batches"]))
         return lambda: used
 
-    with pytest.raises(ValueError, match="must come again in each epoch, and epoch 2 had none"):
+    with pytest.raises(ValueError, match="must be there in every epoch, but epoch 2 had none"):
         compare(Own(batches=once))
 
 
@@ -361,7 +361,7 @@ def test_a_radius_scheduler_is_refused() -> None:
         optimizer = flatmin.AMP(made["optimizer"], epsilon=0.1, model=made["model"])
         return {**made, "optimizer": optimizer, "scheduler_per_step": flatmin.RadiusScheduler(optimizer, 12, start=0.5)}
 
-    with pytest.raises(ValueError, match="a RadiusScheduler would set it back"):
+    with pytest.raises(ValueError, match="a RadiusScheduler would reset it"):
         compare(late, radii=[0.1])
 
 

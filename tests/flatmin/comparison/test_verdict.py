@@ -36,7 +36,7 @@ def verdict(means: Mapping[str, float] = {}, **settings: float) -> Verdict:
 def test_yes_where_one_radius_beats_both() -> None:
     found = verdict({"amp-0.1": 0.1})
     assert (found.answer, found.best) == ("yes", "amp-0.1")
-    assert found.sentence.startswith("Yes: AMP's error lies ")
+    assert found.sentence.startswith("Yes: AMP's error is ")
     for part in ("AMP with ε = 0.1: 9.90 %", "plain: 19.94 %", "plain, 2 times as long: ", "5 seeds"):
         assert part in found.sentence
 
@@ -137,9 +137,9 @@ def test_the_measure_decides() -> None:
     [
         (
             lambda: judge(CONTENDERS, outcomes({}), measure="f1"),
-            "unknown measure 'f1'; the trainings are measured by error",
+            "unknown measure 'f1'; choose from error",
         ),
-        (lambda: judge(CONTENDERS, outcomes({}), worth=1.5), "worth is a share"),
+        (lambda: judge(CONTENDERS, outcomes({}), worth=1.5), "worth must be a share"),
         (lambda: contenders_for([]), "at least one radius"),
         (lambda: contenders_for([0.1, -1.0]), "a finite number above 0, got -1.0"),
         (lambda: contenders_for([0.1, 0.1]), "the radii must differ"),
@@ -172,7 +172,7 @@ def test_the_time_of_a_seed_may_be_known_better_than_by_the_sum_of_its_trainings
 
 def test_where_no_error_is_left_there_is_nothing_to_gain() -> None:
     found = [replace(one, measures={"error": 0.0}) for one in outcomes({}, seeds=3)]
-    assert judge(CONTENDERS, found).sentence.startswith("No: without AMP the error is 0 on the held-out data already")
+    assert judge(CONTENDERS, found).sentence.startswith("No: the error on the held-out data is already 0 without AMP")
     few = [one for one in found if one.seed < 2]
     assert judge(CONTENDERS, few).answer == "cannot tell"
 
@@ -207,11 +207,11 @@ def test_means_are_over_the_seeds_that_all_have() -> None:
 @pytest.mark.parametrize(
     ("ended", "failed", "words"),
     [
-        ([], [PLAIN, LONGER, *AMPS], "every training diverged; lower the learning rate first"),
-        (AMPS, [PLAIN, LONGER], "the plain training diverged with every seed"),
-        (AMPS, [], "no training of the plain optimizer has ended yet"),
-        ([PLAIN], [LONGER], "no training of AMP has ended yet"),
-        ([PLAIN, LONGER], AMPS[:1], "no training of AMP has ended yet"),
+        ([], [PLAIN, LONGER, *AMPS], "every run diverged; lower the learning rate first"),
+        (AMPS, [PLAIN, LONGER], "every plain run diverged"),
+        (AMPS, [], "no run of the plain optimizer has finished yet"),
+        ([PLAIN], [LONGER], "no run of AMP has finished yet"),
+        ([PLAIN, LONGER], AMPS[:1], "no run of AMP has finished yet"),
     ],
 )
 def test_what_is_missing_is_said_as_it_is(ended: list[str], failed: list[str], words: str) -> None:
@@ -228,4 +228,4 @@ def test_two_seeds_are_no_answer_however_equal_they_are() -> None:
 
 def test_higher_than_the_longer_training_alone_is_said_so() -> None:
     found = verdict({LONGER: 0.1, **dict.fromkeys(AMPS, 0.199)}, noise=0.001)
-    assert "is higher than that of the plain optimizer with as much time at every radius" in found.sentence
+    assert "is higher than that of the plain optimizer trained for as long at every radius" in found.sentence

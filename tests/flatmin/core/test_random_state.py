@@ -126,7 +126,7 @@ def test_zero_grad_in_the_loop_does_not_count_as_a_step(draw: Draw) -> None:
 
 def test_another_thread_that_draws_does_not_get_its_numbers_twice(draw: Draw) -> None:
     drawn: list[float] = []
-    with ThreadPoolExecutor(1) as prefetcher, pytest.warns(UserWarning, match="moved differently in the passes"):
+    with ThreadPoolExecutor(1) as prefetcher, pytest.warns(UserWarning, match="advanced differently in the passes"):
         # one number a step, now in the first pass, now in the second
         steps(
             lambda n, which: drawn.append(prefetcher.submit(draw).result()) if which == n // 2 % 2 else None,

@@ -64,11 +64,11 @@ def test_what_cannot_be_told_is_not_guessed() -> None:
 
 def test_numbers_are_those_of_the_training() -> None:
     findings = examine(HEALTHY["two ascents"])
-    assert "for 3 passes; memory beyond it: 2 times the parameters" in named(findings, "cost").seen
+    assert "for 3 passes; extra memory: 2 times the parameters" in named(findings, "cost").seen
     assert "ε = 0.1, ζ = 1" in named(findings, "radius").seen
     assert "100% of the steps" in named(findings, "radius").seen
     lazy = named(examine(lambda: make(wrap=lambda model: AMP(SGD(model.parameters(), lr=0.1), epsilon=9.0))), "radius")
-    assert "ε is never reached: ζ does the work" in lazy.seen
+    assert "ε is never reached: ζ limits Δ" in lazy.seen
     assert "in 0% of the steps" in lazy.seen
     assert "4 are frozen" not in named(findings, "gradients").seen
     assert "2 are frozen" in named(examine(HEALTHY["a frozen layer"]), "gradients").seen
@@ -129,10 +129,10 @@ def test_what_flatmin_itself_refuses_is_told_too() -> None:
     ("returned", "text"),
     [
         (None, "got an object of type NoneType"),
-        ((1, 2), "got 2 things"),
-        ((1, 2, 3), "in the first place, where a torch.nn.Module belongs"),
+        ((1, 2), "got 2 values"),
+        ((1, 2, 3), "as the first value, where a torch.nn.Module belongs"),
         ((torch.nn.LazyLinear(3), SGD(mlp().parameters(), lr=0.1), print), "lazy layers without a shape"),
-        ((mlp(), mlp(), 3), "in the second place, where a torch.optim.Optimizer belongs"),
+        ((mlp(), mlp(), 3), "as the second value, where a torch.optim.Optimizer belongs"),
         ((mlp(), SGD(mlp().parameters(), lr=0.1), 3), "the closure of make_training"),
         ((mlp(), SGD(mlp().parameters(), lr=0.1), print, 3), "the scaler of make_training"),
     ],
@@ -191,7 +191,7 @@ def test_the_command_examines_a_training_and_says_what_to_change(mine: Path) -> 
         healthy = flatmin("doctor", name)
         assert healthy.exit_code == 0, healthy.output
         assert "no errors, no warnings" in words(healthy.stdout)
-        assert "ε = 0 ok 3 steps with ε = 0 are those of the optimizer itself, bit for bit" in words(healthy.stdout)
+        assert "ε = 0 ok 3 steps with ε = 0 equal those of the plain optimizer, bit for bit" in words(healthy.stdout)
         assert "versions" not in healthy.stdout
     warned = flatmin("doctor", "my_training_module:forgotten")
     assert warned.exit_code == 0, warned.output

@@ -111,9 +111,9 @@ def test_a_wrong_request_says_why() -> None:
     model = network()
     with pytest.raises(ValueError, match="unknown scale 'layer'"):
         batch_rise(model, batches(), radii=RADII, scale="layer")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one at least"):
+    with pytest.raises(ValueError, match="at least one radius"):
         batch_rise(model, batches(), radii=[])
-    with pytest.raises(ValueError, match="one batch at least"):
+    with pytest.raises(ValueError, match="at least one batch"):
         batch_rise(model, [], radii=RADII)
     with pytest.raises(ValueError, match="at least 0 and finite"):
         batch_rise(model, batches(), radii=[-1.0])

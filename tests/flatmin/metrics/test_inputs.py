@@ -48,7 +48,7 @@ def test_a_label_of_few_bits_is_not_taken_for_another(measure: Callable[..., obj
 def test_a_row_without_probabilities_is_named(measure: Callable[..., object], device: str, dtype: torch.dtype) -> None:
     for row in ([1.0, math.nan], [math.nan, math.nan], [math.inf, 1.0], [-math.inf, -math.inf]):
         logits = torch.tensor([[0.0, 1.0], row, [0.0, 1.0], row], dtype=dtype, device=device)
-        with pytest.raises(ValueError, match="2 such rows of 4, the first is row 1"):
+        with pytest.raises(ValueError, match="2 such rows of 4, the first being row 1"):
             measure(logits, torch.zeros(4, dtype=torch.int64, device=device))
 
 

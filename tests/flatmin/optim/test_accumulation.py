@@ -285,7 +285,7 @@ def test_a_scaler_that_scales_nothing_is_an_error_that_names_the_way_out(method:
     case, scaler = setup(), GradScaler("cpu")
     optimizer = method(SGD(case.model.parameters(), lr=0.1))
     theta = case.weights()
-    words = r"has scaled no loss.*call scaler.scale\(loss\).backward\(\), or leave out scaler="
+    words = r"has not scaled any loss.*call scaler.scale\(loss\).backward\(\), or leave out scaler="
     with pytest.raises(RuntimeError, match=words):
         optimizer.step(case.closure(optimizer), scaler=scaler)
     assert same(case.weights(), theta)
@@ -344,7 +344,7 @@ def test_sparse_and_dense_gradients_of_one_parameter_are_added() -> None:
 def test_lbfgs_takes_one_closure() -> None:
     case = setup()
     optimizer = flatmin.AMP(torch.optim.LBFGS(case.model.parameters()), epsilon=0.0)
-    with pytest.raises(TypeError, match="LBFGS evaluates its closure itself and takes one, got a list of 2"):
+    with pytest.raises(TypeError, match="LBFGS evaluates its closure itself and takes only one, got 2"):
         optimizer.step(closures(case, optimizer))
 
 

@@ -185,7 +185,7 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     rmp = flatmin.RMP(training.optimizer.base, epsilon=0.1)
     with pytest.raises(TypeError, match=r"RMP draws Δ at random and has no ascent"):
         rmp.step(training.closure(), ascent=training.closure(3))
-    with pytest.raises(TypeError, match=r"ascent is for flatmin.AMP"):
+    with pytest.raises(TypeError, match=r"ascent needs a flatmin.AMP"):
         flatmin.captured_step(training.model, lambda model, x: model(x).sum(), rmp, ascent=lambda x: (x[:3],))
     with pytest.raises(TypeError, match="ascent must be a function"):
         flatmin.captured_step(training.model, lambda model, x: model(x).sum(), training.optimizer, ascent=3)  # type: ignore[arg-type]

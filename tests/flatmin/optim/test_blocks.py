@@ -122,7 +122,7 @@ def test_blocks_do_not_nest_and_a_step_does_not_fit_inside() -> None:
     optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)
     theta = case.weights()
     case.loss().backward()
-    with pytest.raises(RuntimeError, match="leave the pass"), optimizer.perturbed(), optimizer.perturbed():
+    with pytest.raises(RuntimeError, match="leave the current pass"), optimizer.perturbed(), optimizer.perturbed():
         pass
     assert same(case.weights(), theta)
     case.loss().backward()

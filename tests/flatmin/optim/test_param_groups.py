@@ -198,7 +198,7 @@ def test_what_is_wrong_is_told() -> None:
     model = Transformer()
     with pytest.raises(ValueError, match=r"got none of 19; the first names are embedding.weight, encoder"):
         flatmin.groups(model, perturb=lambda name, param: "nrom" in name)
-    with pytest.raises(ValueError, match=r"got 1 that are none of it; give it the model that the optimizer trains"):
+    with pytest.raises(ValueError, match=r"got 1 that it does not have; give it the model that the optimizer trains"):
         flatmin.groups(model, perturb=CHOICES["all"], among=[{"params": [nn.Parameter(torch.ones(1))]}])
 
 

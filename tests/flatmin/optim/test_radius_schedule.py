@@ -174,7 +174,7 @@ def test_a_state_keeps_its_own_list_and_a_wrong_one_is_named() -> None:
     with pytest.raises(ValueError, match="not the state of a RadiusScheduler: it has no every, growth, radii"):
         scheduler.load_state_dict({"last_epoch": 3})
     for wrong in ([0.1], [0.1, -1.0]):
-        with pytest.raises(ValueError, match="2 numbers of at least 0, one for each group"):
+        with pytest.raises(ValueError, match="2 numbers of at least 0, one per group"):
             scheduler.set_radii(wrong)
 
 

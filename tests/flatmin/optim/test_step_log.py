@@ -153,7 +153,7 @@ def test_a_log_is_not_copied_and_its_optimizer_may_be() -> None:
     _, optimizer, step = training()
     with flatmin.StepLog(optimizer, lines := Lines(), every=1) as log:
         for copy_of in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match=r"is not copied or pickled; .* load this one's state_dict"):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled; .* load this one's state_dict"):
                 copy_of(log)
         copy.deepcopy(optimizer)
         step(batches(1)[0])
@@ -283,8 +283,8 @@ def test_after_close_nothing_is_written() -> None:
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        ((3,), {}, "a target is a path, a SummaryWriter, .* got an object of type int"),
-        (("steps.txt",), {}, "ends in .jsonl or .csv, got steps.txt"),
+        ((3,), {}, "a target must be a path, a SummaryWriter, .* got an object of type int"),
+        (("steps.txt",), {}, "must end in .jsonl or .csv, got steps.txt"),
         ((), {"every": 0}, "every must be a whole number of at least 1, got 0"),
     ],
 )

@@ -572,7 +572,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "kappa is singular": (lambda: GaussianSurface(torch.zeros(3), torch.ones(3, 3), 1.0, 0.0), "positive definite"),
     "a saddle": (
         lambda: GaussianSurface(torch.zeros(2), torch.diag(torch.tensor([1.0, -1.0])), 1.0, 0.0),
-        "left out of theta",
+        "does not rise out of theta",
     ),
     "theta of another size": (
         lambda: GaussianSurface(torch.zeros(2), torch.eye(2), 1.0, 0.0).value(torch.zeros(2, 3)),

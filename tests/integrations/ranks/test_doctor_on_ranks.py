@@ -49,8 +49,8 @@ TRAININGS: dict[str, tuple[Callable[[int], TrainingParts], str]] = {
     "a perturbation a rank": (partial(parallel, one_for_all=False), ""),
     "one has its own": (lambda rank: parallel(rank, one_for_all=not rank), "sync_perturbation is True, False"),
     "another ε": (lambda rank: parallel(rank, epsilon=0.1 * (1 + rank)), "epsilon is [0.1], [0.2]"),
-    "not averaged": (partial(parallel, average=False), "each would find a Δ of its own"),
-    "another layer": (partial(parallel, average=False, spare=True), "has a gradient on some ranks only"),
+    "not averaged": (partial(parallel, average=False), "each would find its own Δ"),
+    "another layer": (partial(parallel, average=False, spare=True), "has a gradient only on some ranks"),
 }
 CRASHES = ("make_training", "answer", "closure")
 

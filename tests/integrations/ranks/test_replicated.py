@@ -70,7 +70,9 @@ def test_a_checkpoint_of_zero_goes_on_bit_for_bit_with_its_epsilon(seen: Seen) -
 
 def test_zero_that_steps_within_the_backward_pass_is_refused(seen: Seen) -> None:
     for results in seen:
-        with pytest.raises(ValueError, match=r"steps within every backward pass.*got epsilon=0\.1; leave overlap_with"):
+        with pytest.raises(
+            ValueError, match=r"steps within every backward pass.*got epsilon=0\.1; leave out overlap_with"
+        ):
             raise ValueError(results["zero-overlaps"]["message"])
 
 

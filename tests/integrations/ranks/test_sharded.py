@@ -77,7 +77,7 @@ def test_after_an_exception_shards_are_back_in_place(seen: Seen) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("apart", "sharded over ranks; use sync_perturbation=True"),
+        ("apart", "sharded across ranks; use sync_perturbation=True"),
         ("older", "use torch.distributed.fsdp.fully_shard instead"),
         ("flat", "use torch.distributed.fsdp.fully_shard instead"),
     ],

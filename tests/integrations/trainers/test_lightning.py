@@ -987,7 +987,7 @@ def test_a_callback_and_a_module_that_both_wrap_or_neither_are_refused() -> None
         def configure_optimizers(self) -> Any:
             return flatmin.AMP(super().configure_optimizers(), epsilon=0.1)
 
-    with pytest.raises(ValueError, match=r"returned flatmin.AMP already; leave epsilon out here, or the"):
+    with pytest.raises(ValueError, match=r"already returned flatmin.AMP; leave out epsilon here, or the"):
         fit(Configured(), FlatMinima(epsilon=0.1))
     with pytest.raises(ValueError, match=r"got SGD; write FlatMinima\(epsilon=0.1\)"):
         fit(Module(), FlatMinima())

@@ -104,11 +104,11 @@ def test_a_resumed_training_goes_on_with_its_radius_bit_for_bit(tmp_path: Path) 
 
 
 def test_a_radius_over_a_training_without_an_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no end or data without a length; give the Trainer max_steps"):
+    with pytest.raises(ValueError, match="has no end, or data without a length; give the Trainer max_steps"):
         on_lightning.fit(on_lightning.Module(), FlatMinima(epsilon=0.1, start=0.5), max_epochs=-1)
     with pytest.raises(TypeError, match=r"return a flatmin.RadiusScheduler from configure_optimizers"):
         FlatMinima(start=0.5)
-    with pytest.raises(ValueError, match="start is a share of the training"):
+    with pytest.raises(ValueError, match="start must be a share of the training"):
         FlatMinima(epsilon=0.1, start=5)
 
 

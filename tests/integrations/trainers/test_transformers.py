@@ -481,7 +481,7 @@ def test_a_training_that_stopped_within_a_window_leaves_nothing_to_the_next(tmp_
         ({"epsilon": -1}, "epsilon must be a finite number of at least 0, got -1"),
         ({"epsilon": 0.1, "ball": "round"}, "unknown ball 'round'; choose from global"),
         ({"epsilon": 0.1, "inner_iter": 1.5}, "inner_iter must be a whole number of at least 0, got 1.5"),
-        ({"epsilon": 0.1, "perturb": lambda name, param: False}, "perturb must choose at least one parameter"),
+        ({"epsilon": 0.1, "perturb": lambda name, param: False}, "perturb must select at least one parameter"),
     ],
 )
 def test_wrong_settings_are_told(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -492,9 +492,9 @@ def test_wrong_settings_are_told(tmp_path: Path, settings: dict[str, Any], messa
 def test_settings_beside_a_wrapped_optimizer_are_told(tmp_path: Path) -> None:
     model = small_gpt()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"has settings of its own, got epsilon, norm beside it; leave them out"):
+    with pytest.raises(ValueError, match=r"has its own settings, got epsilon, norm beside it; leave them out"):
         trained(tmp_path, model, optimizers=(flatmin.AMP(base, epsilon=0.1), None), epsilon=0.2, norm="linf")
-    with pytest.raises(ValueError, match=r"make that one with flatmin.groups\(model, perturb=perturb\)"):
+    with pytest.raises(ValueError, match=r"create that one with flatmin.groups\(model, perturb=perturb\)"):
         trained(tmp_path, model, optimizers=(base, None), epsilon=0.2, perturb=lambda name, param: True)
 
 

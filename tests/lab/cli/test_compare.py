@@ -84,7 +84,7 @@ def test_too_few_minutes_are_explained_and_no_error(data: Path, tmp_path: Path) 
     done = flatmin("compare", "--data", data, *QUICK, "--out", tmp_path / "out", "--minutes", 1e-9)
     assert done.exit_code == 0, done.output
     assert "Not even one seed fits into 1 second:" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("Cannot tell: no training of AMP has ended yet; ")
+    assert done.stdout.splitlines()[-1].startswith("Cannot tell: no run of AMP has finished yet; ")
     assert len(list((tmp_path / "out").glob("*-seed-*.json"))) == 1
 
 
@@ -152,7 +152,7 @@ def test_a_training_of_ones_own_has_the_same_table_page_and_file(own: Path, tmp_
 def test_an_unknown_measure_of_ones_own_ends_it_after_the_first_training(own: Path, tmp_path: Path) -> None:
     done = flatmin("compare", f"{own}:make_training", "--measure", "f1", "--out", tmp_path / "out")
     assert done.exit_code == 2
-    assert "unknown measure 'f1'; the trainings are measured by error, nll, ece" in words(done.stderr)
+    assert "unknown measure 'f1'; choose from error, nll, ece" in words(done.stderr)
     assert len(list((tmp_path / "out").glob("*-seed-*.json"))) == 1
 
 

@@ -248,7 +248,7 @@ def test_a_training_that_diverges_has_ended_and_the_others_go_on(data: Path, tmp
     comparison = finish(comparison_of(data, tmp_path / "out", seeds=1, lr=1e30))
     assert all(one.failed is not None for one in comparison.outcomes)
     assert len(comparison.outcomes) == 4
-    assert comparison.verdict().sentence == "Cannot tell: every training diverged; lower the learning rate first."
+    assert comparison.verdict().sentence == "Cannot tell: every run diverged; lower the learning rate first."
     again = comparison_of(data, tmp_path / "out", seeds=1, lr=1e30)
     assert list(again.run(EXECUTOR)) == []  # it would again
 

@@ -67,7 +67,7 @@ def test_of_one_seed_there_are_no_intervals_and_without_outcomes_no_table() -> N
     assert found["rows"]["error"][1]["from_plain"]["low"] is None
     assert "−10.00 (" not in pages.text_of(compare_page(found))
     text = pages.text_of(compare_page(found_of(0)))
-    assert "Cannot tell: no training has ended yet" in text
+    assert "Cannot tell: no run has finished yet" in text
     assert "The table" not in text
 
 

@@ -358,9 +358,7 @@ def test_a_step_that_cannot_be_captured_is_a_note_and_no_warning(monkeypatch: py
     monkeypatch.setattr(CapturedStep, "reason", property(lambda step: step._failure))  # as on a GPU
     monkeypatch.setattr(CapturedStep, "_graph_for", refused)
     notes = [event for event in run(tiny_recipe(epochs=1)) if isinstance(event, Note)]
-    assert [note.text for note in notes] == [
-        "this step cannot be captured in a CUDA graph, and runs eagerly: it prints"
-    ]
+    assert [note.text for note in notes] == ["this step cannot be captured in a CUDA graph and runs eagerly: it prints"]
 
 
 def test_only_what_is_clipped_has_an_optimizer_of_its_own() -> None:

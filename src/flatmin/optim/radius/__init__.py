@@ -1,7 +1,7 @@
-"""The radius ε over a training.
+"""The radius ε during training.
 
-schedule.py     from when on weights are perturbed, how ε grows, and in which of the steps
-matched.py      ε moved until the loss at θ + Δ meets the loss on held-out data
+schedule.py     when perturbing starts, how ε grows, and which steps are perturbed
+matched.py      ε adjusted until the loss at θ + Δ matches the loss on held-out data
 """
 
 from flatmin.optim.radius.matched import MatchedRadius

@@ -1,20 +1,21 @@
-"""A radius that nobody has to choose: ε moves until the loss at θ + Δ meets the loss on new data.
+"""A radius that nobody has to choose: ε is adjusted until the loss at θ + Δ matches the loss on new data.
 
     radius = MatchedRadius(optimizer)
     …                                     an epoch of steps
     radius.step(held_out_loss)
 
-On new data the minimum lies a little beside that of the training loss, and AMP trains for the worst point near by. The
-ball is too small while that point is better than new data are, and too large where it is worse. So at each call
+The loss on new data has its minimum a little away from that of the training loss, and AMP trains for the worst point
+nearby. The ball is too small if the loss there is lower than on new data, and too large if it is higher. So at each
+call
 
-    ε ← ε √((L_held-out − L(θ)) / (L(θ + Δ) − L(θ)))          by a factor of 2/3 at least and 3 at most
+    ε ← ε √((L_held-out − L(θ)) / (L(θ + Δ) − L(θ)))          by a factor between 2/3 and 3
 
-with the training losses as means over the steps since the last call. The root is for a rise between linear and
-quadratic in ε, and for held-out losses that are noisy. ε may grow faster than it shrinks: under dropout, and while the
-loss falls fast, the held-out loss lies below the training losses, and what ε has lost by then must come back in time.
+with the training losses as means over the steps since the last call. The square root allows for a rise between linear
+and quadratic in ε, and for noisy held-out losses. ε may grow faster than it shrinks: with dropout, and while the loss
+falls fast, the held-out loss is below the training losses, and ε must recover in time from what it lost then.
 
-Held-out data need not be lost to the training: the radius of the first six tenths will do for the rest. Stop calling
-`step` then, and train on all data; ε stays.
+Held-out data need not be lost to training: the radius found in the first 60 % will do for the rest. Then stop calling
+`step` and train on all data; ε stays.
 """
 
 import math
@@ -30,12 +31,12 @@ from flatmin.optim.amp import AMP
 from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, scale_radii, with_new_radii
 
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
-MIN_SHARE = 0.01  # of the first radius, which ε never falls below: from 0 it could not grow
+MIN_SHARE = 0.01  # of the first radius: ε never falls below that, because it could not grow from 0
 MIN_AT_EDGE = 0.5  # share of steps at the edge of the ball below which a larger ε would change little
 
 
 class HasRadii(Protocol):
-    """What has a share of these radii in a step: a `RadiusScheduler`, say."""
+    """Something that applies a share of these radii in each step, such as a `RadiusScheduler`."""
 
     radii: list[float]
 
@@ -43,24 +44,25 @@ class HasRadii(Protocol):
 
 
 class MatchedRadius:
-    """Moves ε of a flatmin.AMP with the held-out loss, as torch's ReduceLROnPlateau moves the learning rate.
+    """Adjusts the ε of a flatmin.AMP to the held-out loss, as torch's ReduceLROnPlateau does the learning rate.
 
         optimizer = flatmin.AMP(base, epsilon=0.1, model=model)       # 0.1 to begin with
         radius = flatmin.MatchedRadius(optimizer)
 
-    scheduler   the `RadiusScheduler` of the same optimizer, if there is one: it then has shares of the radius found
-                here. Its growth must be "constant": this one grows by itself
+    scheduler   the `RadiusScheduler` of the same optimizer, if there is one: it then applies its shares to the radius
+                found here. Its growth must be "constant": this radius grows by itself
 
-    Call `step` with the mean loss on data that are not trained on: once an epoch, or more often. A few hundred examples
-    will do. They must be like the training data (with as many wrong labels, if there are any), and the model in eval
-    mode. On several ranks all call it, with the same held-out loss; save its state right after a call, or on each.
+    Call `step` with the mean loss on data that are not trained on, once per epoch or more often. A few hundred examples
+    are enough. They must be like the training data (with as many wrong labels, if there are any), and the model must be
+    in eval mode. On several ranks, all call it with the same held-out loss; save its state right after a call, or on
+    every rank.
     """
 
     def __init__(self, optimizer: AMP, *, scheduler: HasRadii | None = None) -> None:
         if not isinstance(optimizer, AMP):
             raise TypeError(
-                f"MatchedRadius moves the epsilon of a flatmin.AMP, got {describe(optimizer)}; give it the flatmin.AMP "
-                "itself (of Accelerate's, `optimizer.optimizer`)"
+                f"MatchedRadius adjusts the epsilon of a flatmin.AMP, got {describe(optimizer)}; give it the AMP "
+                "itself (with Accelerate, `optimizer.optimizer`)"
             )
         self.optimizer, self.scheduler = optimizer.behind_proxy(), scheduler
         if isinstance(scheduler, RadiusScheduler):
@@ -68,10 +70,10 @@ class MatchedRadius:
         self.first = list(self.radii)
         if not any(self.first):
             raise ValueError(
-                "a matched radius begins above 0, got 0 in all groups; write epsilon=0.1, and make the MatchedRadius "
-                "before a checkpoint is loaded whose schedule has not yet begun"
+                "a matched radius must start above 0, got 0 in all groups; write epsilon=0.1, and create the "
+                "MatchedRadius before loading a checkpoint whose schedule has not started yet"
             )
-        self._sums: Tensor | None = None  # of both losses, of the share at the edge, and of ones: on the device
+        self._sums: Tensor | None = None  # of both losses, the share at the edge, and ones, on the device
         self._lacks_losses = False  # was there a step whose losses the optimizer has not seen?
         self._handle = self.optimizer.register_step_post_hook(self._add)
 
@@ -85,7 +87,7 @@ class MatchedRadius:
 
     @property
     def radii(self) -> list[float]:
-        """ε of each group, or what its schedule grows to."""
+        """The ε of each group, or what its schedule grows to."""
         return (
             radii_of(self.optimizer) if self.scheduler is None else with_new_radii(self.optimizer, self.scheduler.radii)
         )
@@ -106,17 +108,17 @@ class MatchedRadius:
     def step(
         self, held_out_loss: float | Tensor, *, losses: tuple[float | Tensor, float | Tensor] | None = None
     ) -> float:
-        """Move ε; returns the factor. 1 if nothing has been perturbed since the last call, or a loss is not finite.
+        """Adjust ε, and return the factor: 1 if nothing was perturbed since the last call, or if a loss is not finite.
 
         `losses` are the mean training losses at θ and at θ + Δ since the last call. A step with a closure that returns
-        its loss measures them; for `perturbed()` blocks, or steps with `ascent=`, give them.
+        its loss measures them; give them for `perturbed()` blocks and for steps with `ascent=`.
         """
         if self._sums is None:
             return 1.0
         if self._lacks_losses and losses is None:
             raise ValueError(
-                "the optimizer has not seen the losses of all steps at θ and at θ + Δ (of perturbed() blocks, of steps "
-                "with ascent=, of a closure that returns no tensor); give their means since the last call: "
+                "the optimizer does not see all losses at θ and at θ + Δ with perturbed() blocks, with ascent=, or if "
+                "the closure returns no tensor; give their means since the last call: "
                 "step(held_out_loss, losses=(loss, loss_perturbed))"
             )
         if losses is not None:
@@ -149,13 +151,13 @@ class MatchedRadius:
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def _check_scheduler(scheduler: RadiusScheduler, optimizer: AMP) -> None:
     theirs: Any = scheduler.optimizer
     if isinstance(theirs, AMP) and theirs.behind_proxy() is not optimizer:
-        raise ValueError("scheduler must be one of the same optimizer, got another's")
+        raise ValueError("scheduler must belong to the same optimizer, got one of another")
     if scheduler.schedule.growth != "constant":
         raise ValueError(
             f'a matched radius grows by itself, got a scheduler with growth="{scheduler.schedule.growth}"; use '

@@ -1,13 +1,13 @@
-"""The radius ε over a training: from when on weights are perturbed, how ε grows, and in which of the steps.
+"""The radius ε during training: when perturbing starts, how ε grows, and which steps are perturbed.
 
     scheduler = RadiusScheduler(optimizer, total_steps, start=0.5)
     optimizer.step(closure)
     scheduler.step()
 
-A perturbation costs a pass, and the passes before the first drop of the learning rate gain little. Where ε is 0, a step
-is the base's own: one call of the closure, one pass, one replay of a smaller CUDA graph.
+A perturbation costs a pass, and those before the first drop of the learning rate gain little. While ε is 0, a step is
+the base's own: one call of the closure, one pass, one replay of a smaller CUDA graph.
 
-`RadiusSchedule` is the share of ε as a function of the step, for loops that know theirs; `RadiusScheduler` counts.
+`RadiusSchedule` is the share of ε as a function of the step, for loops that count steps; `RadiusScheduler` counts them.
 """
 
 import math
@@ -34,7 +34,7 @@ _SHARES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RadiusSchedule:
-    """From `start`, a share of the training, on, in every k-th step, the radius grows to ε or has it at once.
+    """From `start` (a share of the training) on, every k-th step is perturbed, with a radius that is ε or grows to ε.
 
     >>> late = RadiusSchedule(start=0.5, every=2)
     >>> [late.share(step, 8) for step in range(8)]
@@ -49,18 +49,18 @@ class RadiusSchedule:
 
     def __post_init__(self) -> None:
         if isinstance(self.start, bool) or not isinstance(self.start, int | float) or not 0 <= self.start < 1:
-            raise ValueError(f"start is a share of the training, at least 0 and below 1, got {self.start!r}")
+            raise ValueError(f"start must be a share of the training, at least 0 and below 1, got {self.start!r}")
         if self.growth not in GROWTHS:
             raise ValueError(f"unknown growth {self.growth!r}; choose from {', '.join(GROWTHS)}")
         whole_number("every", self.every, least=1)
 
     @property
     def moves(self) -> bool:
-        """Or has every step all of ε?"""
+        """Does it change anything, or does every step use all of ε?"""
         return self != RadiusSchedule()
 
     def share(self, step: int, total_steps: int) -> float:
-        """What share of ε the step has, counted from 0: at least one has some. After the last it is all of ε."""
+        """The share of ε in this step, counted from 0: above 0 in at least one, and all of ε after the last."""
         begin = min(round(self.start * total_steps), total_steps - 1)
         if step >= total_steps:
             return 1.0
@@ -70,40 +70,40 @@ class RadiusSchedule:
 
 
 def radii_of(optimizer: Optimizer) -> list[float]:
-    """ε of each group. Not a tensor on a device: whether it is 0 would be known there alone."""
+    """The ε of each group. It must not be a tensor: whether it is 0 would be known only on its device."""
     radii = [group["epsilon"] for group in optimizer.param_groups]
     if any(isinstance(radius, Tensor) for radius in radii):
         raise TypeError(
-            "a radius that is moved is a number, got a tensor as epsilon, whose passes are always taken; write "
-            "epsilon=0.1 (a captured step puts it on the device by itself)"
+            "a radius that changes must be a number, got a tensor as epsilon, with which every step is perturbed; "
+            "write epsilon=0.1 (a captured step puts it on the device by itself)"
         )
     return radii
 
 
 def with_new_radii(optimizer: Optimizer, radii: Sequence[float]) -> list[float]:
-    """These radii, and ε of the groups that were added since they were read."""
+    """These radii, and the ε of the groups that were added since they were read."""
     return [*radii, *radii_of(optimizer)[len(radii) :]]
 
 
 def scale_radii(optimizer: Optimizer, radii: Sequence[float], share: float) -> None:
-    """Give each group its share of its radius."""
+    """Give each group this share of its radius."""
     for group, radius in zip(optimizer.param_groups, radii, strict=False):
         group["epsilon"] = share * radius
 
 
 class RadiusScheduler(LRScheduler):
-    """Moves ε of a flatmin.AMP or flatmin.RMP, as torch's schedulers move the learning rate, beside any of them.
+    """Changes the ε of a flatmin.AMP or flatmin.RMP, as torch's schedulers do the learning rate, alongside any of them.
 
         optimizer = flatmin.AMP(base, epsilon=0.1, model=model)
         scheduler = flatmin.RadiusScheduler(optimizer, total_steps=epochs * len(loader))
 
-    total_steps  how often the optimizer will step; call `step()` after each
+    total_steps  how many steps the optimizer will take; call `step()` after each
     start        the share of the training before the first perturbation: a step costs one pass until then
-    growth       from there on: "constant" ε, or from 0 to ε, "linear" or by a half "cosine"
-    every        perturb every k-th step only
+    growth       from then on: "constant" at ε, or growing from 0 to ε, "linear" or along half a "cosine"
+    every        perturb only every k-th step
 
-    The ε that each group has now is the one that its radius grows to, and has again when the training is over. It is a
-    scheduler for frameworks that ask for one (torch's `LRScheduler`), and leaves the learning rate alone.
+    The radius of each group grows to the ε that the group has now, and is that ε again when training is over. It is a
+    torch `LRScheduler`, for frameworks that ask for one, and leaves the learning rate alone.
 
     >>> import flatmin, torch
     >>> base = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -130,17 +130,17 @@ class RadiusScheduler(LRScheduler):
         groups = getattr(optimizer, "param_groups", None)
         if not isinstance(groups, list) or not all("epsilon" in group for group in groups):
             raise TypeError(
-                f"RadiusScheduler moves the epsilon of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}; write "
-                "RadiusScheduler(flatmin.AMP(optimizer, epsilon=0.1), total_steps)"
+                f"RadiusScheduler changes the epsilon of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}; "
+                "write RadiusScheduler(flatmin.AMP(optimizer, epsilon=0.1), total_steps)"
             )
         self.optimizer, self.total_steps = optimizer, whole_number("total_steps", total_steps, least=1)
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         self.radii = radii_of(optimizer)
-        self.last_epoch = 0  # torch's word for how often step() was called
+        self.last_epoch = 0  # torch's name for how often step() was called
         self._set()
 
     def step(self, epoch: int | None = None) -> None:
-        """To be called after `optimizer.step()`: sets the radius of the next one, or of the step with that number."""
+        """Call it after `optimizer.step()`: sets the radius of the next step, or of step number `epoch`."""
         self.last_epoch = self.last_epoch + 1 if epoch is None else whole_number("epoch", epoch)
         self._set()
 
@@ -150,15 +150,15 @@ class RadiusScheduler(LRScheduler):
         scale_radii(self.optimizer, self.radii, self.schedule.share(self.last_epoch, self.total_steps))
 
     def set_radii(self, radii: Sequence[float]) -> None:
-        """The radii to grow to, from now on, one for each group."""
+        """Set the radii to grow to from now on, one per group."""
         groups = len(self.optimizer.param_groups)
         if len(radii) != groups or not all(0 <= radius < math.inf for radius in radii):
-            raise ValueError(f"radii are {groups} numbers of at least 0, one for each group, got {list(radii)}")
+            raise ValueError(f"radii must be {groups} numbers of at least 0, one per group, got {list(radii)}")
         self.radii = list(radii)
         self._set()
 
     def get_last_radius(self) -> list[float]:
-        """ε of the next step, for each group."""
+        """The ε of the next step, one per group."""
         return radii_of(self.optimizer)
 
     def get_last_lr(self) -> list[Any]:

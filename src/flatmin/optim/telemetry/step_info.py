@@ -11,12 +11,12 @@ from torch import Tensor
 class Last:
     """What the last step measured, as tensors on the device: there is no host sync until they are read.
 
-    `loss` is that of the clean pass and `loss_perturbed` that of the last pass, at θ + Δ (RMP has that pass alone, so
-    the two are one); their difference is the sharpness. `grad_norm` is ‖∇J(θ)‖ (RMP: at θ + Δ) and `delta_norm` is ‖Δ‖
-    over all balls together, both in the ball's norm. `on_ball` is the share of balls where Δ was projected back to the
-    edge (for "linf", of tensors with a clamped number). `skipped` is true if a gradient was not finite and θ stayed as
-    it was. None: not measured. In `step(closure, ascent=…)` nothing has all the data at θ: `loss` is None, and
-    `grad_norm` that of the ascent's pass.
+    `loss` is that of the clean pass and `loss_perturbed` that of the last pass, at θ + Δ; their difference is the
+    sharpness. (RMP has only the latter pass, so its two losses are the same.) `grad_norm` is ‖∇J(θ)‖ (RMP: at θ + Δ)
+    and `delta_norm` is ‖Δ‖ over all balls together, both in the ball's norm. `on_ball` is the share of balls where Δ
+    was projected back to the edge (for "linf", of tensors with a clamped entry). `skipped` is true if a gradient was
+    not finite and θ stayed as it was. None means not measured. In `step(closure, ascent=…)` no pass at θ has all the
+    data, so `loss` is None and `grad_norm` is that of the ascent pass.
     """
 
     loss: Tensor | None = None
@@ -28,7 +28,7 @@ class Last:
 
 
 def loss_in(result: object) -> Tensor | None:
-    """The loss in what a closure returned: the tensor itself, a dict's "loss", the first tensor of a tuple or list."""
+    """The loss in a closure's result: the tensor itself, a dict's "loss", or the first tensor of a tuple or list."""
     if isinstance(result, Mapping):
         result = result.get("loss")
     elif isinstance(result, tuple | list):

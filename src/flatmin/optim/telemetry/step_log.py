@@ -1,13 +1,13 @@
-"""What the steps of a training measure, written where its other curves are.
+"""What the steps of a training run measure, logged alongside its other curves.
 
     log = flatmin.StepLog(optimizer, "steps.jsonl")          # or a .csv, a SummaryWriter, a wandb run, a function
 
-`optimizer.last` has its numbers on the device, and reading one makes the host wait. So the tensors are kept, and read
-together once every so many steps: means of the losses, of the sharpness L(θ + Δ) − L(θ), of ‖∇J‖ and ‖Δ‖, the share of
-balls whose edge was reached, how many steps were skipped, and ε and the learning rate.
+The numbers in `optimizer.last` are on the device, and reading one makes the host wait. So the tensors are collected,
+and read together every so many steps: means of the losses, of the sharpness L(θ + Δ) − L(θ), of ‖∇J‖ and ‖Δ‖, the share
+of balls whose edge was reached, how many steps were skipped, and ε and the learning rate.
 
-A step whose gradient is not finite changes nothing, by design without a word. Many in a row are a training that trains
-nothing: that gets one.
+A step whose gradient is not finite is skipped silently, by design. Many in a row mean that nothing is being trained,
+and cause a warning.
 """
 
 import csv
@@ -35,25 +35,25 @@ Write = Callable[[int, Numbers], object]
 
 NAMES = ("loss", "loss_perturbed", "sharpness", "grad_norm", "delta_norm", "on_ball", "skipped", "epsilon", "lr")
 MEASURED = ("loss", "loss_perturbed", "grad_norm", "delta_norm", "on_ball")
-SKIPS_IN_A_ROW = 10  # then the training is told of: fp16's scaler needs up to three or four to find its scale
+SKIPS_IN_A_ROW = 10  # then there is a warning: fp16's scaler needs up to three or four to find its scale
 
 
 class StepLog:
-    """Writes what the steps of a flatmin.AMP or flatmin.RMP measure, as means over `every` steps.
+    """Logs what the steps of a flatmin.AMP or flatmin.RMP measure, as means over `every` steps.
 
         log = flatmin.StepLog(optimizer, "steps.csv", SummaryWriter("runs/mine"), every=50)
         ...                                                      # the training loop as it is
         log.close()
 
-    targets   a path that ends in .jsonl or .csv, to which lines are added; a TensorBoard SummaryWriter; a wandb run;
-              the module mlflow; a logger of Lightning's or Python's; or a function of the step and a dict of numbers
-    every     steps between two lines; the host reads the device's numbers once for each
-    prefix    of the names in TensorBoard, wandb, MLflow and Lightning, where other curves are too
+    targets   a path that ends in .jsonl or .csv, to which lines are appended; a TensorBoard SummaryWriter; a wandb run;
+              the mlflow module; a Lightning or Python logger; or a function of the step and a dict of numbers
+    every     steps per line; the host reads from the device once per line
+    prefix    of the names in TensorBoard, wandb, MLflow and Lightning, which also show other curves
 
-    What was not measured is left out: in loops with `perturbed()` blocks the losses, in steps with ε = 0 all but the
-    loss, RMP's sharpness. Steps that were skipped count in `skipped` alone. ε and the rate are those of the first group
-    that is perturbed, in the last of the steps. On several ranks the first one writes, its own numbers. To resume, save
-    `state_dict()` with the rest. `close` writes what is left; a `with` block does so at its end.
+    Numbers that were not measured are left out: the losses in loops with `perturbed()` blocks, all but the loss in
+    steps with ε = 0, and RMP's sharpness. Skipped steps count only in `skipped`. ε and the learning rate are those of
+    the first perturbed group, in the last of the steps. On several ranks, only rank 0 writes, and only its own numbers.
+    To resume, save `state_dict()` with the rest. `close` writes what is left; a `with` block does so at its end.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> from flatmin import AMP
@@ -74,7 +74,7 @@ class StepLog:
         if not isinstance(getattr(optimizer, "last", None), Last):
             raise TypeError(
                 f"StepLog reads `last` of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}; give it the flatmin "
-                "optimizer itself (of Accelerate's, `optimizer.optimizer`)"
+                "optimizer itself (with Accelerate, `optimizer.optimizer`)"
             )
         self.optimizer, self.every = optimizer, whole_number("every", every, least=1)
         self._writes = [_writer(target, prefix) for target in targets]
@@ -86,8 +86,8 @@ class StepLog:
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "a StepLog belongs to one optimizer and its files, and is not copied or pickled; make one for the copy, "
-            "and load this one's state_dict() into it"
+            "a StepLog belongs to one optimizer and its files, and cannot be copied or pickled; create one for the "
+            "copy, and load this one's state_dict() into it"
         )
 
     def _keep(self, *_: object) -> None:
@@ -106,14 +106,14 @@ class StepLog:
                 write(self.steps, numbers)
 
     def read(self) -> Numbers:
-        """The means of the steps since the last line, which are then not written; nothing if there were none."""
+        """Return the means of the steps since the last line instead of writing them; empty if there were none."""
         if not self._kept:
             return {}
         kept, self._kept = self._kept, []
         rows, (epsilon, rate) = _on_host(kept), self._settings
         self._look_for_skips(rows)
         numbers = _means(rows)
-        if not getattr(self.optimizer, "starts_clean", True):  # RMP's losses are one, at θ + Δ
+        if not getattr(self.optimizer, "starts_clean", True):  # RMP has one loss, at θ + Δ
             numbers.pop("sharpness", None)
         return {**numbers, "epsilon": float(epsilon), **({} if rate is None else {"lr": float(rate)})}
 
@@ -123,14 +123,14 @@ class StepLog:
             if self._skipped_in_a_row == SKIPS_IN_A_ROW and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{SKIPS_IN_A_ROW} steps in a row were skipped, because their gradients were not finite: nothing "
-                    "is trained. Look for nan or inf in inputs and loss, or lower the learning rate or epsilon",
+                    f"{SKIPS_IN_A_ROW} steps in a row were skipped because their gradients were not finite: nothing "
+                    "is being trained. Look for nan or inf in inputs and loss, or lower the learning rate or epsilon",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
     def close(self) -> None:
-        """Write what is left, and watch the optimizer no more."""
+        """Write what is left, and stop watching the optimizer."""
         self._handle.remove()
         self.write()
 
@@ -141,7 +141,7 @@ class StepLog:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not yet written is written first."""
+        """Also writes what has not been written yet."""
         self.write()
         return {"steps": self.steps, "skipped_in_a_row": self._skipped_in_a_row, "has_warned": self._has_warned}
 
@@ -156,7 +156,7 @@ def _is_first_rank() -> bool:
 
 
 def _on_host(kept: list[Last]) -> list[Numbers]:
-    """The numbers of each step, without those that were not measured, read in one piece."""
+    """The measured numbers of each step, read from the device at once."""
     places: list[tuple[int, str]] = []
     columns: list[Tensor] = []
     for name in (*MEASURED, "skipped"):
@@ -175,7 +175,7 @@ def _on_host(kept: list[Last]) -> list[Numbers]:
 
 
 def _means(rows: list[Numbers]) -> Numbers:
-    """Of each number, over the steps that have it and were not skipped.
+    """The mean of each number, over the steps that have it and were not skipped.
 
     >>> _means([{"loss": 1.0, "loss_perturbed": 3.0}, {"loss": 2.0, "loss_perturbed": 5.0}, {"skipped": 1.0}])
     {'loss': 1.5, 'loss_perturbed': 4.0, 'sharpness': 2.5, 'skipped': 1}
@@ -189,14 +189,14 @@ def _means(rows: list[Numbers]) -> Numbers:
     return {**means, "skipped": len(rows) - len(taken)}
 
 
-# ---- where to
+# ---- targets
 
 
 def _writer(target: Any, prefix: str) -> Write:
-    """A function that writes a line to the target, by what it can do: no tracker is imported."""
+    """A function that writes a line to the target, recognised by its methods: no tracker is imported."""
     if isinstance(target, str | os.PathLike):
         return _file_writer(Path(target))
-    if isinstance(target, logging.Logger):  # whose `log` is not wandb's
+    if isinstance(target, logging.Logger):  # its `log` is not wandb's
         return lambda step, numbers: target.info("step %d: %s", step, numbers)
 
     def named(numbers: Numbers) -> Numbers:
@@ -216,14 +216,14 @@ def _writer(target: Any, prefix: str) -> Write:
     if callable(target):
         return target  # type: ignore[no-any-return]
     raise TypeError(
-        "a target is a path, a SummaryWriter, a wandb run, mlflow, a Lightning logger, or a function of the step and "
-        f"its numbers, got {describe(target)}"
+        "a target must be a path, a SummaryWriter, a wandb run, mlflow, a Lightning logger, or a function of the step "
+        f"and its numbers, got {describe(target)}"
     )
 
 
 def _file_writer(path: Path) -> Write:
     if path.suffix not in (".jsonl", ".csv"):
-        raise ValueError(f"a file of steps ends in .jsonl or .csv, got {path}")
+        raise ValueError(f"the path of a step log must end in .jsonl or .csv, got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def write_line(step: int, numbers: Numbers) -> None:
