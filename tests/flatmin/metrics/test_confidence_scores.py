@@ -77,7 +77,7 @@ def test_who_has_no_choice_is_certain() -> None:
 def test_a_row_without_probabilities_is_named(score: Callable[[Tensor], Tensor], device: str) -> None:
     for row in ([1.0, math.nan], [math.inf, 1.0], [-math.inf, -math.inf]):
         logits = torch.tensor([[0.0, 1.0], row, [0.0, 1.0], row], device=device)
-        with pytest.raises(ValueError, match="2 such rows of 4, the first is row 1"):
+        with pytest.raises(ValueError, match="2 such rows of 4, the first being row 1"):
             score(logits)
 
 
