@@ -137,15 +137,15 @@ OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp
 METHODS = (*REGULARISERS, *OTHERS)
 FLAGS = {  # settings of AMP, some of them of other methods too, that have a flag of their own, and its help
     "epsilon": "ε: the radius of AMP, RMP or adversarial training. AMP's default depends on the data and the length of "
-    "the run; auto matches it to held-out data.",
+    "the run; auto adjusts it during training, with held-out data.",
     "inner_lr": "ζ: the step size of AMP's ascent.",
     "inner_iter": "N: how many ascent steps AMP takes.",
     "ball": "What ε bounds: global, group or tensor.",
     "norm": "The norm of the ball: l2 or linf.",
-    "start": "Share of the run before AMP begins to perturb; until then a step costs one pass; default: 0.",
+    "start": "Fraction of the run to train without perturbing first, at one pass per step; default: 0.",
     "growth": f"How AMP's radius grows from then on: {', '.join(GROWTHS)}; default: constant.",
     "every": "Perturb only every k-th step; default: 1.",
-    "ascent_share": "Share of each batch that the perturbation is computed from; default: 1.",
+    "ascent_share": "Fraction of each batch to compute the perturbation on; default: 1.",
 }
 
 

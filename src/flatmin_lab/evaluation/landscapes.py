@@ -24,7 +24,7 @@ def check_options(points: int, reach: float, images: int) -> None:
     if not 0 < reach < float("inf"):
         raise ValueError(f"--reach must be above 0 and finite, got {reach}")
     if images < 1:
-        raise ValueError(f"--pictures must be at least 1, got {images}")
+        raise ValueError(f"--images must be at least 1, got {images}")
 
 
 def landscape(

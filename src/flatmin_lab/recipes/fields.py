@@ -1,6 +1,6 @@
 """A field of the recipe is declared once: what it is, where the command's help has it, which values it takes.
 
-    lr: float = flag(0.1, "The highest learning rate.", POSITIVE)
+    lr: float = flag(0.1, "Peak learning rate.", POSITIVE)
 
 From this line the recipe checks the value, `flatmin train` and `flatmin tune` have the option --lr, and the reference
 has a row.

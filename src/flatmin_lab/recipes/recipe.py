@@ -86,19 +86,21 @@ class Recipe:
     model: str = field(
         metadata=declare(
             f"{', '.join(models.MODELS)}; timm:NAME; or your own, file.py:make_model",
-            otherwise="the data set's own",
+            otherwise="depends on the data set",
             panel=None,
         )
     )
     method: str = flag("erm", "", choices=methods.METHODS, otherwise="amp", panel=None, after="data")
     settings: Mapping[str, Any] = field(  # where they are not the method's defaults
         default_factory=dict,
-        metadata=declare("Any setting of the method, such as smoothing=0.1.", panel=METHOD, after="size"),
+        metadata=declare(
+            "Any setting of the method, such as smoothing=0.1; repeat for several.", panel=METHOD, after="size"
+        ),
     )
     model_settings: Mapping[str, Any] = field(
         default_factory=dict,
         metadata=declare(
-            "An argument for the model, such as width=64.",
+            "An argument for the model, such as width=64; repeat for several.",
             Rule("the model's own, without those of every model", lambda own, _: not COMMON_SETTINGS & own.keys()),
             panel=None,
             after="model",
@@ -112,7 +114,7 @@ class Recipe:
     )
     init_except: str | None = flag(
         None,
-        "Modules that --init does not load, such as the head if the classes differ: fc, or head,norm.",
+        "Modules that --init leaves out, such as the head if the classes differ: fc, or head,norm.",
         Rule("given with init", lambda _, recipe: recipe.init is not None),
         panel=None,
         after="init",
@@ -127,7 +129,7 @@ class Recipe:
         Rule("a finite mean and a standard deviation above 0", lambda pair, _: _is_normalisation(pair)),
         after="clip_norm",
     )
-    label_noise: float = flag(0.0, "Fraction of the training labels to replace by wrong ones.", FRACTION, after="ema")
+    label_noise: float = flag(0.0, "Fraction of the training labels to replace with wrong ones.", FRACTION, after="ema")
     validation: bool = flag(
         False,
         "For tuning: hold out a tenth of the training set, and evaluate on it instead of the test set.",
@@ -143,11 +145,10 @@ class Recipe:
         ),
     )
     optimizer_settings: Mapping[str, Any] = field(
-        default_factory=dict, metadata=declare("A setting of the optimizer, such as betas=0.9,0.95.")
+        default_factory=dict,
+        metadata=declare("A setting of the optimizer, such as betas=0.9,0.95; repeat for several."),
     )
-    lr: float = flag(
-        0.1, "The highest learning rate (the paper: 0.1); other optimizers have their own default.", POSITIVE
-    )
+    lr: float = flag(0.1, "Peak learning rate (the paper: 0.1); other optimizers have their own default.", POSITIVE)
     momentum: float = flag(
         0.9,
         "SGD's momentum (the paper's code: 0.9).",
@@ -158,10 +159,12 @@ class Recipe:
     )
     nesterov: bool = flag(
         True,
-        "Use Nesterov momentum or not (the first version of the paper's code does not); default: use it.",
+        "Whether to use Nesterov momentum (the first version of the paper's code does not); default: yes.",
         Rule("false where momentum is 0", lambda on, recipe: recipe.momentum > 0 or not on),
     )
-    weight_decay: float = flag(1e-4, "The paper: 1e-4; other optimizers have their own default.", NOT_NEGATIVE)
+    weight_decay: float = flag(
+        1e-4, "Weight decay (the paper: 1e-4); other optimizers have their own default.", NOT_NEGATIVE
+    )
     schedule: str = flag("multi_step", " (the paper: multi_step).", choices=SCHEDULES)
     milestones: tuple[float, ...] = flag(
         (0.5, 0.75),
@@ -182,7 +185,7 @@ class Recipe:
     clip_norm: float | None = flag(None, "Clip the gradient of the step to this norm.", POSITIVE)
     ema: float | None = flag(
         None,
-        "Decay of an exponential moving average (EMA) of the weights, which is evaluated as well.",
+        "Decay of an exponential moving average (EMA) of the weights, which is evaluated too.",
         Rule("above 0 and below 1", lambda decay, _: 0 < decay < 1),
     )
     precision: Precision = flag("fp32", "", choices=PRECISIONS, otherwise="fp32", panel=DEVICE)

@@ -59,10 +59,10 @@ def test_evaluate_keeps_what_it_finds_and_adds_to_it(own: Path) -> None:
     plain = evaluated(own / "erm")
     assert {"error", "nll", "ece", "adaptive_ece", "brier", "intervals", "scaled", "reliability"} <= plain.keys()
     assert not {"attack", "flatness"} & plain.keys()
-    attacked = evaluated(own / "erm", "--attack", "--pictures", 50)
+    attacked = evaluated(own / "erm", "--attack", "--images", 50)
     assert attacked["attack"]["radius"] == 4 / 255
     assert attacked["attack"]["pictures"] == 50
-    flat = evaluated(own / "erm", "--flatness", "--pictures", 50, "--epsilon", 0.05)
+    flat = evaluated(own / "erm", "--flatness", "--images", 50, "--epsilon", 0.05)
     assert flat["flatness"]["epsilon"] == 0.05
     kept = json.loads((own / "erm" / "evaluation.json").read_text())
     assert kept["attack"] == attacked["attack"]
@@ -71,8 +71,22 @@ def test_evaluate_keeps_what_it_finds_and_adds_to_it(own: Path) -> None:
     assert kept["facts"]["torch"] == torch.__version__
 
 
+def test_images_may_still_be_called_pictures(own: Path) -> None:
+    new, old = (evaluated(own / "erm", "--attack", flag, 30)["attack"] for flag in ("--images", "--pictures"))
+    assert new == old
+    assert new["pictures"] == 30
+    for command in ("evaluate", "landscape"):
+        help_text = flatmin(command, "--help").stdout
+        assert "--images" in help_text
+        assert "--pictures" not in help_text
+    page = own / "page.html"
+    asked = ["--points", 3, "--device", "cpu", "--out", page, "--lines-only"]
+    assert flatmin("landscape", own / "erm", *asked, "--pictures", 10).exit_code == 0
+    assert "10 training" in page.read_text()
+
+
 def test_what_was_kept_of_another_checkpoint_is_not_mixed_in(own: Path) -> None:
-    evaluated(own / "erm", "--attack", "--pictures", 20)
+    evaluated(own / "erm", "--attack", "--images", 20)
     newest, older = checkpoint.listed(own / "erm")
     before = (own / "erm" / "evaluation.json").read_bytes()
     evaluated(older)  # not the newest: nothing is kept
@@ -83,9 +97,7 @@ def test_what_was_kept_of_another_checkpoint_is_not_mixed_in(own: Path) -> None:
 
 
 def test_evaluate_shows_tables_that_can_be_read(own: Path) -> None:
-    shown = words(
-        flatmin("evaluate", own / "amp", "--attack", "--flatness", "--pictures", 30, "--device", "cpu").stdout
-    )
+    shown = words(flatmin("evaluate", own / "amp", "--attack", "--flatness", "--images", 30, "--device", "cpu").stdout)
     for text in ("95 % interval", "Brier score", "error, PGD, 10 steps", "largest eigenvalues", "from random points"):
         assert text in shown
 
@@ -141,7 +153,7 @@ def test_weights_of_ones_own_are_loaded_and_those_of_another_model_refused(user:
     other = flatmin("evaluate", "other.pt", *asked)
     assert other.exit_code == 2
     assert "holds the weights of another model: without 0.bias" in words(other.stderr)
-    page = flatmin("landscape", "good.pt", *asked, "--points", 3, "--pictures", 20, "--out", "page.html")
+    page = flatmin("landscape", "good.pt", *asked, "--points", 3, "--images", 20, "--out", "page.html")
     assert page.exit_code == 0, page.output
     assert "good.pt, training" in (user / "page.html").read_text()
 
@@ -158,7 +170,7 @@ def test_a_model_that_looks_odd_is_measured_and_what_is_odd_is_said(user: Path) 
 def test_runs_that_would_have_one_name_are_told_apart_by_their_folders_or_epochs(own: Path, tmp_path: Path) -> None:
     shutil.copytree(own / "erm", own / "other")
     out = tmp_path / "page.html"
-    asked = ["--points", 3, "--pictures", 10, "--device", "cpu", "--out", out, "--lines-only"]
+    asked = ["--points", 3, "--images", 10, "--device", "cpu", "--out", out, "--lines-only"]
     result = flatmin("landscape", own / "erm", own / "other", *asked)
     assert result.exit_code == 0, result.output
     assert '"other": [' in data_of(out.read_text())
@@ -175,7 +187,7 @@ def data_of(page: str) -> str:
 
 def test_landscapes_of_several_runs_lie_along_the_same_directions(own: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "landscape.html"
-    asked = ["--points", 5, "--pictures", 40, "--device", "cpu", "--out", out]
+    asked = ["--points", 5, "--images", 40, "--device", "cpu", "--out", out]
     result = flatmin("landscape", own / "erm", own / "amp", *asked)
     assert result.exit_code == 0, result.output
     assert str(out) in words(result.stdout)
@@ -191,7 +203,7 @@ def test_landscapes_of_several_runs_lie_along_the_same_directions(own: Path, tmp
 
 
 def test_the_report_is_made_from_what_was_kept(own: Path, tmp_path: Path) -> None:
-    evaluated(own / "amp", "--attack", "--pictures", 20)
+    evaluated(own / "amp", "--attack", "--images", 20)
     result = flatmin("report", own, "--out", tmp_path / "report.html")
     assert result.exit_code == 0, result.output
     page = (tmp_path / "report.html").read_text()
@@ -218,8 +230,8 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
         ),
         (["evaluate", "--model", "convnet", "--data", "own.npz"], "is named by its run's folder"),
         (["evaluate", "RUN", "--normalised"], "--normalised belongs to --model"),
-        (["evaluate", "RUN", "--attack", "--pictures", 0], "--pictures must be at least 1, got 0"),
-        (["evaluate", "RUN", "--pictures", 5], "--pictures belongs to --attack and --flatness"),
+        (["evaluate", "RUN", "--attack", "--images", 0], "--images must be at least 1, got 0"),
+        (["evaluate", "RUN", "--images", 5], "--images belongs to --attack and --flatness"),
         (["evaluate", "RUN", "--radius", "1/255"], "--radius belongs to --attack"),
         (["evaluate", "RUN", "--attack", "--epsilon", 0.1], "--epsilon belongs to --flatness"),
         (["evaluate", "RUN", "--attack", "--radius", "x"], "such as 4/255, got x"),

@@ -322,12 +322,12 @@ def test_the_command_measures_a_run_as_the_others_were_measured(runs: Path) -> N
     (runs / "amp-0" / "evaluation.json").unlink()
     row = only_group(runs).row("amp")
     assert row is not None
-    asked = f"flatmin evaluate {runs / 'amp-0'} --attack --norm l2 --radius 0.5 --pictures 64"
+    asked = f"flatmin evaluate {runs / 'amp-0'} --attack --norm l2 --radius 0.5 --images 64"
     assert row.cells["pgd_error"].missing == [asked]
-    assert row.cells["rise"].missing == [f"flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50"]
+    assert row.cells["rise"].missing == [f"flatmin evaluate {runs / 'amp-0'} --flatness --images 50"]
     shown = text_of(page_of(runs))
     assert (
-        f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50" in shown
+        f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --images 50" in shown
     )  # two commands: on different numbers of images
 
 

@@ -47,11 +47,12 @@ from flatmin_lab.comparing.training_task import MEASURES
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.models.user_model import short_name
+from flatmin_lab.recipes.fields import METHOD
 from flatmin_lab.system.machine import device_named, facts
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.user_code import UserCodeError, is_user_code, load_function, located
 
-HOW = "How they run"
+HOW = "Execution"
 COMPARISONS = Path("comparisons")
 PAGE = "comparison.html"
 OF_BOTH = ("epochs", "seeds", "minutes", "measure", "radii", "out")  # flags that a training of one's own has too
@@ -66,25 +67,31 @@ def compare(
         str | None, typer.Argument(help="Your own training code: mymodule:make_training or file.py:make_training.")
     ] = None,
     seeds: Annotated[
-        int, typer.Option(help="How many seeds to train in all, including those of earlier calls.", min=1)
+        int, typer.Option(help="How many seeds to train in total, including those of earlier calls.", min=1)
     ] = 3,
     minutes: Annotated[
         float | None, option("Start only what would finish within this many minutes; default: no limit.")
     ] = None,
     radii: Annotated[
-        str | None, option("AMP's radii, such as 0.03,0.1,0.3; default: three around a suitable one.")
+        str | None, option("AMP's radii, such as 0.03,0.1,0.3; default: three around a suitable value.")
     ] = None,
     measure: Annotated[
         str | None,
-        option("What decides: error, nll, ece, or a measure of your own; default: error, or the first of yours."),
+        option("The measure that decides: error, nll, ece, or one of your own; default: error, or your first."),
     ] = None,
-    out: Annotated[Path | None, option("The comparison's folder; default: comparisons/DATA-MODEL-LENGTH.")] = None,
+    out: Annotated[Path | None, option("Folder of the comparison; default: comparisons/DATA-MODEL-LENGTH.")] = None,
     config: ConfigFile = None,
+    settings: Annotated[
+        list[str] | None,
+        option("Any setting of AMP, such as inner_iter=2; repeat for several.", "--set", panel=METHOD),
+    ] = None,
     device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
     workers: Annotated[
         int | None,
         option(
-            "On a CPU: how many runs train at once, each in its own process; default: one per core.", min=1, panel=HOW
+            "On a CPU: how many runs to train at once, each in its own process; default: one per core.",
+            min=1,
+            panel=HOW,
         ),
     ] = None,
     checkpoint_epochs: Annotated[int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=HOW)] = 1,
@@ -93,14 +100,16 @@ def compare(
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Does AMP help here? Trains with it, without it, and without it for as long; says yes, no, or cannot tell.
+    """Does AMP help? Train with it, without it, and without it at equal cost; answer yes, no, or cannot tell.
 
-    On a data set (--data), with the flags of train, or in your own training code. If killed, the same command resumes.
+    It trains on a data set (--data, with the flags of train) or runs your own training code.
+
+    To resume, repeat the command.
     """
     with report_errors(debug):
         page: Any = need("flatmin_lab.report.pages.compare", "flatmin compare")
         given = {"seeds": seeds, "minutes": minutes, "radii": radii, "measure": measure, "out": out}
-        of_lab = {**flags, "config": config, "device": device, "workers": workers}
+        of_lab = {**flags, "settings": settings, "config": config, "device": device, "workers": workers}
         if minutes is not None and not minutes > 0:
             raise ValueError(f"--minutes must be above 0, got {minutes:g}; leave it out to train all seeds")
         chosen = None if radii is None else parse_numbers(radii)
