@@ -61,7 +61,7 @@ def gain(results: Path) -> str:
         protocol, pairs = max(both.items(), key=lambda item: min(map(len, item[1])))  # of equal ones the first
         if not all(pairs):
             continue
-        protocols.append(f"{TITLES[data]} by the protocol `{protocol}`")
+        protocols.append(f"{TITLES[data]} under the protocol `{protocol}`")
         times = ("1", cost_table.ratio(measured, "compiled"))
         for method, own, time in zip(("ERM", "AMP"), pairs, times, strict=True):
             last = [[value for run in own if (value := as_in_paper(run, one)) is not None] for one in columns]
@@ -74,9 +74,9 @@ def gain(results: Path) -> str:
     hardware = ", ".join(sorted({str(run.result["hardware"]) for run in shown}))
     return (
         f"{table}\n\n{TITLES[RESNET]}, 200 epochs, {hardware}, {_precision(shown)}; {', '.join(protocols)} ([what "
-        "differs](docs/reproducing.md#the-protocols)). Test numbers of the last epoch: mean ± standard deviation over "
-        "n seeds, fewer than three singly. Time: of a step as a compiled CUDA graph; in plain PyTorch it is "
-        f"{cost_table.ratio(measured, 'eager')} times."
+        "differs](docs/reproducing.md#the-protocols)). Test numbers at the last epoch: mean ± standard deviation over "
+        "n seeds, or each value if n is below 3. Time is per step, relative to ERM, as a compiled CUDA graph (in plain "
+        f"PyTorch: {cost_table.ratio(measured, 'eager')})."
     )
 
 
@@ -120,10 +120,10 @@ def _measured(runs: Sequence[Run]) -> str:
     if any(run.method == "label_smoothing" for run in runs):
         notes += " The NLL of label smoothing is the smoothed loss, as the paper's seems to be."
     return (
-        f"Test numbers: mean ± standard deviation over n seeds, fewer than three singly; of the last epoch, and of the "
-        f"one with the lowest test error, which the paper's are of (10 runs; ECE: the authors' slides). `paper` is the "
-        f"recipe of the published code's first version, `paper-v2` that of the second and of the paper's text "
-        f"([what differs](reproducing.md#the-protocols)). {all_of('hardware')}, torch {all_of('torch')}, "
+        f"Test numbers: mean ± standard deviation over n seeds, or each value if n is below 3, at the last epoch and "
+        f"at the one with the lowest test error. The paper's are from the latter (10 runs; ECE: the authors' slides). "
+        f"`paper` is the recipe of the published code's first version, `paper-v2` that of the second and of the "
+        f"paper's text ([what differs](reproducing.md#the-protocols)). {all_of('hardware')}, torch {all_of('torch')}, "
         f"{_precision(runs)}, commit {all_of('commit')}.{notes} {' '.join(of_the_data(runs))}"
     )
 

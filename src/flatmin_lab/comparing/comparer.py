@@ -157,9 +157,9 @@ class Comparison:
         """What did not fit into the time, and what would."""
         seconds, done = self.seconds_a_seed(executor) or 0.0, self.verdict().seeds
         given = minutes(self.budget.seconds or 0.0)
-        whole = f"a seed of all {len(self.entries)} contenders takes about {minutes(seconds)}"
+        whole = f"one seed of all {len(self.entries)} contenders takes about {minutes(seconds)}"
         if done:
-            return f"{done} of {self.about.wanted} seeds were trained in {given}, since {whole}."
+            return f"{done} of {self.about.wanted} seeds were trained in {given}, because {whole}."
         epochs = self.entries[0].recipe.epochs
         return (
             f"Not even one seed fits into {given}: {whole}. Give more --minutes, lower --epochs (now "

@@ -99,7 +99,7 @@ def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
     if not path.exists():
         if foreign := sorted(entry.name for entry in _entries(folder)):
             raise FileExistsError(
-                f"a comparison needs a folder of its own, and {folder} holds {', '.join(foreign[:3])}; choose another "
+                f"a comparison needs a folder of its own, but {folder} holds {', '.join(foreign[:3])}; choose another "
                 "with --out"
             )
         return
@@ -108,8 +108,8 @@ def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
         raise ValueError(f"{path} is not a comparison of this flatmin; choose another folder with --out")
     if apart := _apart(there, identity):
         raise ValueError(
-            f"{folder} holds another comparison: {'; '.join(apart)}. Give the values of then to go on with it, or "
-            "choose another folder with --out"
+            f"{folder} holds another comparison: {'; '.join(apart)}. Use the same values to resume it, or choose "
+            "another folder with --out"
         )
 
 

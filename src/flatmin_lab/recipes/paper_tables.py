@@ -305,7 +305,7 @@ def frontier(protocol: Protocol) -> Experiment:
 
 
 def auto(protocol: Protocol) -> Experiment:
-    """A radius that nobody chooses beside five that are fixed: how much of the best one's gain is lost?
+    """A radius that adjusts itself beside five fixed ones: how much of the best one's gain is lost?
 
     The radius is matched to a held-out part of the training set; the fixed ones train on all of it.
     """
@@ -323,7 +323,7 @@ def auto(protocol: Protocol) -> Experiment:
             named = name.format(f"amp-{radius if radius == AUTO else f'radius-{radius}'}")
             settings = {"epsilon": radius, "inner_lr": 1.0}
             recipes.append(Recipe(**small, label_noise=noise, method="amp", settings=settings, name=named))
-    return _experiment("auto", "a radius that nobody chooses", protocol, recipes, trials=3)
+    return _experiment("auto", "a radius that adjusts itself", protocol, recipes, trials=3)
 
 
 def _times(factor: float, protocol: Protocol) -> int:

@@ -159,7 +159,7 @@ def withdrawn(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
 
 def broken_off(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
     """The runs of planned.json that were started and given up: names, seeds, and what became of them."""
-    runs = _listed({"broken_off": [], **found}, "broken_off", "a run that was broken off")
+    runs = _listed({"broken_off": [], **found}, "broken_off", "a run that was aborted")
     for run in runs:
         _check(run, "why", lambda value: isinstance(value, str), "a text")
     return [(run["name"], run["seed"], run["why"]) for run in runs]
@@ -278,7 +278,7 @@ def _row(row: object, points: int) -> None:
 def check_end(found: Mapping[str, Any], epochs: int) -> None:
     """Check that the last weights were measured."""
     if found.get("epoch") != epochs:
-        raise ValueError(f"it was measured after epoch {found.get('epoch')!r}, and the training ended after {epochs}")
+        raise ValueError(f"it was measured after epoch {found.get('epoch')!r}, but training ended after {epochs}")
 
 
 def _object(value: object, name: str) -> None:

@@ -724,7 +724,7 @@ def test_what_was_pruned_and_what_failed_is_said_in_the_report(out: Path, tmp_pa
     (tmp_path / FILE).write_text(json.dumps({**content, "wanted": 9}))
     page = report_page(load_results([tmp_path]))
     assert "3 of 8 trials so far of amp" in page
-    assert "Of them 1 was pruned and 1 failed." in page
+    assert "Of these, 1 was pruned and 1 failed." in page
     assert "failed: its loss is &lt;nan&gt;" in page
     for one in trials:
         one |= {"state": "failed", "value": None, "error": None, "nll": None}

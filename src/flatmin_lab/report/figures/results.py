@@ -151,7 +151,7 @@ def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, met
         axes.set_xlabel("confidence", fontsize=9.5)
         axes.set_ylabel("share right", fontsize=9.5)
     data = {name: list(values) for name, values in parts.items()}
-    return DrawnFigure(figure, data, f"Reliability of {title}: the share of right answers over confidence")
+    return DrawnFigure(figure, data, f"Reliability of {title}: accuracy over confidence")
 
 
 def _diagram(axes: Axes, parts: Mapping[str, Sequence[float]], colour: str) -> None:

@@ -123,11 +123,11 @@ def _answer(found: Mapping[str, Calibration]) -> str:
         return ""
     before, after = plain[0] > plain[1], scaled[0] > scaled[1]  # type: ignore[operator]
     if before and not after:
-        return "Is AMP worse calibrated? Only until it is scaled: with one number each, its ECE is the lower."
+        return "Is AMP worse calibrated? Only before scaling; afterwards its ECE is the lower one."
     if before:
-        return "Is AMP worse calibrated? Here it is, before and after scaling."
+        return "Is AMP worse calibrated? Here, yes, both before and after scaling."
     return (
         "AMP is not worse calibrated here, even before scaling."
         if not after
-        else "Only after scaling is AMP's ECE the higher."
+        else "AMP's ECE is the higher one only after scaling."
     )

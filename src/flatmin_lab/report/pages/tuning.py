@@ -39,8 +39,8 @@ def tuning_section(path: Path, found: Tuning) -> TuningSection:
         [(_cells(trial, found), trial == found.chosen) for trial in found.ranked()],
         _figure(found),
         shlex.join(found.command()) if found.chosen else "",
-        f"All trials have the seed {found.seed}: the same split, first weights and order of images. The test set was "
-        "not looked at.",
+        f"All trials have the seed {found.seed}: the same split, initial weights and order of images. The test set was "
+        "not used.",
     )
 
 

@@ -40,7 +40,7 @@ POINTS_THAT_WAY, OVERLAPS, POINTS_OTHER_WAY = "points that way", "the runs overl
 MEASURES = {"error": "a lower error", "nll": "a lower NLL", "ece": "better calibration"}
 FLATNESS_MEASURES = {
     "landscape_rise": "the training loss one filter's length away",
-    "worst_at_half": "the worst training loss within the radius 0.5",
+    "worst_at_half": "the worst training loss within a radius of 0.5",
     "eigenvalue": "largest eigenvalue of the training loss",
 }
 
