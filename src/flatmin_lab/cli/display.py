@@ -215,7 +215,7 @@ def measurements(found: Mapping[str, Any]) -> None:
         shown = " and ".join(temperature_text(t, low, high, f"{count} {kind}") for t, (low, high), count in fitted)
         say(
             console,
-            f"temperature scaling, each half of them by the other's temperature, {shown}: "
+            f"temperature scaling, each half with the temperature of the other half, {shown}: "
             f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
         )
     if "attack" in found:
@@ -257,7 +257,7 @@ def _show_attack(console: Console, found: Mapping[str, Any], kind: str) -> None:
     }.items():
         table.add_row(label, number("error", found[f"{name}_error"]))
     console.print(table)
-    units = " of a pixel's range" if kind == "images" else ""
+    units = " of the pixel range" if kind == "images" else ""
     lengths = (f"{255 * found[name]:.4g}/255" if units else f"{found[name]:.4g}" for name in ("radius", "step_size"))
     say(console, "{}, radius {}, step {}{}".format(found["norm"], *lengths, units))
 
@@ -297,7 +297,7 @@ def outcome(result: Mapping[str, Any], folder: Path) -> None:
         say(
             console,
             f"for comparison only: the best test epoch, {result['best_test_epoch']}, had "
-            f"{number('error', result['best_test_epoch_error'])}; chosen with the test labels",
+            f"{number('error', result['best_test_epoch_error'])}; chosen using the test labels",
         )
     took = f"{epochs_text(result['epochs'])} in {result['seconds']:.0f} s on {result['hardware']}"
     say(console, f"{took}; everything is in {folder}")

@@ -198,9 +198,9 @@ class TunedValues(NamedTuple):
         if here.optimizer != there.recipe.optimizer:
             yield (
                 f"the values were tuned with {there.recipe.optimizer}, but this run has {here.optimizer}, with its own "
-                "rate and weight decay where none are given"
+                "rate and weight decay unless you give them"
             )
         if there.is_better_than_erm is False:
-            yield f"on the validation split, the tuned {there.method} was no better than ERM, which --method erm trains"
+            yield f"on the validation split, the tuned {there.method} was no better than ERM; --method erm trains that"
         if there.ended < there.wanted:
             yield f"{there.ended} of {there.wanted} trials have ended: values may change; resume with `flatmin tune`"

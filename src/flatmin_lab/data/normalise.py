@@ -16,7 +16,7 @@ from flatmin_lab.data.dataset import Split
 
 @dataclass(frozen=True)
 class Normalisation:
-    """`mean` and standard deviation `std`: a number a channel, on the data's device."""
+    """`mean` and standard deviation `std`: a number per channel, on the data's device."""
 
     mean: Tensor  # (C,)
     std: Tensor  # (C,)

@@ -99,7 +99,7 @@ def robustness(
 ) -> dict[str, Any]:
     """The error on images perturbed by FGSM and PGD, which know the model (white box).
 
-    Radius and step are fractions of a pixel's range. With `normalised` they are in units of the normalised inputs,
+    Radius and step are fractions of the pixel range. With `normalised` they are in units of the normalised inputs,
     about a quarter of that for CIFAR, and pixels may leave their range.
     """
     if steps < 1:
@@ -196,7 +196,7 @@ def rise_on_batches(subject: Subject, *, batches: int = 50, say: Say = lambda _:
         taken = [batch for batch in itertools.islice(made.epoch(0), batches) if len(batch[0]) == size]
         found[name] = {"batches": len(taken)}
         for scale, radii in RISE_RADII.items():
-            say(f"rise on batches of {name} pictures, {scale}")
+            say(f"rise on batches of {name} images, {scale}")
             rise = flatness.batch_rise(subject.model, taken, radii=radii, scale=scale)
             found[name]["loss"] = number(rise.losses.mean())
             found[name][scale] = {f"{r:g}": number(value) for r, value in zip(radii, rise.mean, strict=True)}

@@ -6,7 +6,7 @@ error without them. On request: attacks, flatness, the rise of the loss on
 batches, the landscape and, for points in a plane, the decision boundary.
 
 The paper attacks with a radius of 4 per pixel, and does not say whether before or after the normalisation. `attack`
-takes it as 4/255 of a pixel's range, `attack_normalised` as 4/255 of the normalised inputs. Both are measured.
+takes it as 4/255 of the pixel range, `attack_normalised` as 4/255 of the normalised inputs. Both are measured.
 """
 
 from collections.abc import Callable

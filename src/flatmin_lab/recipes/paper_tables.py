@@ -203,7 +203,7 @@ def ball(protocol: Protocol) -> Experiment:
 
 
 def adversary(protocol: Protocol) -> Experiment:
-    """Adversarial training on CIFAR-10 with the step of 1 as 1/255 of a pixel's range, and of the normalised inputs.
+    """Adversarial training on CIFAR-10 with the step of 1 as 1/255 of the pixel range, and of the normalised inputs.
 
     The latter, which the published code takes, is a quarter of the former: 0.00095 to 0.00103 of the range, by colour.
     That code also starts at random, as `paper` does; the others take 0.001 of the range from the image itself.

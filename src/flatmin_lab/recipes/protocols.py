@@ -16,7 +16,7 @@ does not. The networks of table 2 are in the second alone, so `paper` follows it
     SVHN is normalised by   0.5 and 0.5                 mean and deviation      mean and standard deviation
     AMP's ball              one a tensor                one a tensor            one over all parameters
     RMP                     a cube a tensor             a cube a tensor         uniform in one ball
-    adversarial training    1/255 of the normalised inputs, random start        1/255 of a pixel's range
+    adversarial training    1/255 of the normalised inputs, random start        1/255 of the pixel range
     label smoothing         spread over the other classes                       over all classes
     Dropout (PreActResNet)  once a block, and before the classifier             after every ReLU
 """

@@ -28,7 +28,7 @@ class OtherRunError(ValueError):
     """A folder belongs to another run: `what` names both, and the message adds what `train` can do about it."""
 
     def __init__(self, path: Path, differences: str, *, renamed: str = "") -> None:
-        self.what, self.differences = f"{path} is of another recipe: {differences}.{renamed}", differences
+        self.what, self.differences = f"{path} belongs to another recipe: {differences}.{renamed}", differences
         super().__init__(f"{self.what} Leave these flags out to resume it, or choose another folder with --out")
 
 
@@ -79,7 +79,7 @@ def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -
     apart = differences(there, here)
     apart += differences({"seed": known["seed"]}, {"seed": asked["seed"]})
     if not apart and known["data_sha256"] != asked["data_sha256"]:
-        apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
+        apart = [f"the data set has different contents (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
     if apart:
         raise OtherRunError(path, "; ".join(apart), renamed=_moved(there["name"], here["name"]))
 

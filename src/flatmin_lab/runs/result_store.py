@@ -83,7 +83,7 @@ class ResultStore:
             now = name_now(str(found["recipe"]))
             moved = f", if it is of what is now {now}, to {self.results / f'{now}-{job.seed}.json'}" if now else " away"
             raise ValueError(
-                f"{self.file(job)} is of another run: {'; '.join(apart)}. Move it{moved}, or give other --results"
+                f"{self.file(job)} belongs to another run: {'; '.join(apart)}. Move it{moved}, or give other --results"
             )
         return found
 
@@ -161,7 +161,7 @@ class ResultStore:
         if late := [job for job, _ in fresh if self.state(job) != "missing"]:
             names = ", ".join(f"{job.recipe.name} with seed {job.seed}" for job in late[:3])
             raise ValueError(
-                f"a plan is written before its runs start, and {len(late)} of these have started: {names}; "
+                f"a plan must be written before its runs start, but {len(late)} of these have started: {names}; "
                 "plan the others, with --seeds or --methods"
             )
         new = [
@@ -186,7 +186,7 @@ class ResultStore:
 
 
 def _plan_text(plan: Mapping[str, Any]) -> str:
-    """A line a family and a run, so that two plans are merged line by line; the runs are last."""
+    """One line per family and per run, so that two plans are merged line by line; the runs come last."""
     parts = []
     for key in sorted(plan, key=lambda key: key == "runs"):
         if plan[key] and isinstance(plan[key], dict):
@@ -221,7 +221,7 @@ def _identity(job: Job) -> dict[str, Any]:
 
 def differs(found: Mapping[str, Any], job: Job) -> list[str]:
     """In what a result differs from the requested run; how fast it was computed does not count."""
-    usual = {key: default_of(key) for key in LATER_FIELDS}  # JSON has them where they are others
+    usual = {key: default_of(key) for key in LATER_FIELDS}  # in JSON only where they are not the default
     found, asked = {**usual, **found}, {**usual, **job.recipe.as_json(), **_identity(job)}
     ignored = {"name", *(key for key in SPEED if key != "precision")}
     return [

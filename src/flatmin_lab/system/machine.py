@@ -30,9 +30,9 @@ def device_named(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"unknown device {name!r}; here are {', '.join(here)}") from error
+        raise ValueError(f"unknown device {name!r}; available: {', '.join(here)}") from error
     if f"{device.type}:{device.index or 0}" not in here and str(device) not in here:
-        raise ValueError(f"there is no device {name!r} here; there are {', '.join(here)}")
+        raise ValueError(f"there is no device {name!r} here; available: {', '.join(here)}")
     return device
 
 

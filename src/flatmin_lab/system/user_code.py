@@ -125,8 +125,8 @@ def call_with(name: str, function: Callable[..., Any], offered: Mapping[str, Any
     missing = [key for key, one in declared.items() if one.default is Parameter.empty and key not in given]
     if missing:
         raise ValueError(
-            f"{name} asks for {', '.join(missing)}, and can be given {', '.join(offered)}; give the others a default, "
-            "or a value among the settings"
+            f"{name} asks for {', '.join(missing)}, but can only be given {', '.join(offered)}; "
+            "give the others a default, or a value among the settings"
         )
     with user_lines(name):
         return function(**given)

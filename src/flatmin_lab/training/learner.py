@@ -111,8 +111,8 @@ class Learner:
         if ranks.size > 1:
             if self.method.ascent_share < 1:
                 raise ValueError(
-                    "an ascent on a share of the batch is for one process, got ascent_share "
-                    f"{self.method.ascent_share} and {ranks.size} of them; leave it out"
+                    f"ascent_share works in a single process only, got ascent_share {self.method.ascent_share} and "
+                    f"{ranks.size} processes; leave it out"
                 )
             self.sharding = BatchSharding(ranks, self.device)
             self.sharding.rehearse(self.train_step.spec, *next(self.batches.parts(0)))
@@ -207,7 +207,7 @@ class Learner:
                 set_random_state(device, random[device.type])
 
     def _matching_rule(self) -> dict[str, int]:
-        """What a matched radius depends on beside the recipe: defaults that may be others in another version."""
+        """What a matched radius depends on besides the recipe: defaults that may differ in another version."""
         held_out = self.batches.held_out
         images, epochs = (0, 0) if held_out is None else (len(held_out.indices), held_out.epochs)
         return {"version": methods.AUTO_RULE, "held_out_images": images, "epochs": epochs}
@@ -219,9 +219,9 @@ class Learner:
         there = checkpoint.state["matched"].get("rule", {**here, "version": 1})  # the first recorded none
         if here != there:
             raise ValueError(
-                f"this run matches its radius (epsilon auto) by another rule: {'; '.join(differences(there, here))}. "
-                "Resume it with the flatmin that began it, or train it anew: move its folder away, or choose another "
-                "with --out"
+                f"this run adjusts its radius (epsilon auto) by a different rule: "
+                f"{'; '.join(differences(there, here))}. Resume it with the flatmin that started it, or train it "
+                "again: move its folder away, or choose another with --out"
             )
 
     def _lay_out_moments(self) -> None:
@@ -244,7 +244,7 @@ def _check_plain(parts: Iterable[Mapping[str, Any]], name: str) -> None:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"a checkpoint holds tensors, numbers and words, and {name} keeps {key} as a {type(value).__name__} "
+                f"a checkpoint holds tensors, numbers and words, but {name} keeps {key} as a {type(value).__name__} "
                 f"({error}); keep it as one of these in the optimizer's state"
             ) from error
 

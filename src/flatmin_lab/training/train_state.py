@@ -87,7 +87,9 @@ class TrainState:
         then, now = ({"ranks": 1, **known} for known in (before, run_facts(self.device, self.ranks)))
         apart = [f"{key} {then[key]} then, {now[key]} now" for key in SAME_BITS if then.get(key) != now[key]]
         if apart:
-            yield Note(f"resumed elsewhere ({'; '.join(apart)}): correct, but perhaps not bit for bit")
+            yield Note(
+                f"resumed under other conditions ({'; '.join(apart)}): correct, but perhaps not bit for bit the same"
+            )
 
     def save(self, folder: RunFolder) -> Saved:
         """Write a checkpoint, between two steps."""

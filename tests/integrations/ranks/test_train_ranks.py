@@ -111,7 +111,7 @@ def test_stopped_by_one_rank_they_go_on_to_the_same_bits(found: Seen) -> None:
 
 def test_gone_on_with_by_another_number_they_say_so(two: Seen) -> None:
     first, other = (rank["resumes as one"] for rank in two)
-    note = "resumed elsewhere (ranks {} then, {} now): correct, but perhaps not bit for bit"
+    note = "resumed under other conditions (ranks {} then, {} now): correct, but perhaps not bit for bit the same"
     assert first["notes"] == [note.format(2, 1), note.format(1, 2)]
     assert other["notes"] == [note.format(1, 2)]
     for ours in first["weights"][:2]:

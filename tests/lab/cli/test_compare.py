@@ -110,7 +110,7 @@ def test_a_changed_file_of_ones_own_is_refused(data: Path, tmp_path: Path) -> No
             ["digits"],
             "compare takes mymodule:make_training or file.py:make_training, got 'digits'; a data set is named",
         ),
-        (["--data", "digits", "--measure", "brier"], "--measure is one of error, nll, ece, got 'brier'"),
+        (["--data", "digits", "--measure", "brier"], "--measure must be one of error, nll, ece, got 'brier'"),
         (["--data", "digits", "--minutes", 0], "--minutes must be above 0, got 0"),
         (["--data", "digits", "--radii", "0.1,0.1"], "the radii must differ"),
         (["--data", "digits", "--radii", "many"], "numbers must be separated by commas"),

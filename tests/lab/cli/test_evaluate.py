@@ -162,7 +162,7 @@ def test_a_model_that_looks_odd_is_measured_and_what_is_odd_is_said(user: Path) 
     result = flatmin("evaluate", "--model", "mymodule:wide", "--data", "own.npz", "--device", "cpu")
     assert result.exit_code == 0, result.output
     said = words(result.stderr)
-    assert "note: the model has 12 outputs, and the data 10 classes" in said
+    assert "note: the model has 12 outputs, but the data has 10 classes" in said
     assert "look like probabilities" in said
     assert "mymodule:wide on own, as built by its function, without a file of weights" in words(result.stdout)
 
@@ -245,7 +245,7 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
         (["evaluate", "RUN", "--model", "mymodule:make_model", "--data", "own.npz"], "is a folder"),
         (
             ["evaluate", "--model", "mymodule:needy", "--data", "own.npz"],
-            "asks for width, and can be given num_classes",
+            "asks for width, but can only be given num_classes",
         ),
         (["landscape", "RUN", "--points", 4], "--points must be odd"),
         (["landscape", "RUN", "--reach", 0], "--reach must be above 0"),

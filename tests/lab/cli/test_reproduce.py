@@ -131,7 +131,7 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
             "--measure takes attack, batch_rise, boundary, flatness, landscape, got speed",
         ),
         (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
-        (["table1", "--seeds", "3-1"], "--seeds must name one at least"),
+        (["table1", "--seeds", "3-1"], "--seeds must name at least one"),
         (["table1", "--device", "cpu,cpu"], "--device takes GPUs, each once, or cpu alone"),
         (["table1", "--seeds", "0", "--data", "svhn"], "svhn was not found"),
     ],

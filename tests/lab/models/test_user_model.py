@@ -137,7 +137,11 @@ def test_a_function_is_given_what_it_declares(declaring: str) -> None:
     ("function", "more", "text"),
     [
         ("some", {"depth": 2}, "takes width, got depth"),
-        ("needy", {}, "asks for depth, and can be given num_classes, in_channels, image_size, input_shape, dropout"),
+        (
+            "needy",
+            {},
+            "asks for depth, but can only be given num_classes, in_channels, image_size, input_shape, dropout",
+        ),
         ("some", {"dropout": 0.1}, "the method dropout needs a network with dropout: let .* take dropout"),
         ("broken", {}, r"line 38, in broken\n    return layer.no_such_thing\nAttributeError: 'Linear' object has no"),
     ],

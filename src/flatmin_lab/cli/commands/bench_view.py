@@ -24,7 +24,7 @@ COLUMNS = ("ms", "quartiles", "steps", "floors", "ready", "MiB", "beyond ERM")
 def table(result: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Print the table of one model and batch size."""
     console = Console(highlight=False, soft_wrap=True)
-    say(console, f"{found['model']}, batches of {found['batch_size']}, {result['precision']}: a step of a model")
+    say(console, f"{found['model']}, batches of {found['batch_size']}, {result['precision']}: per step and model")
     shown = Table("", *COLUMNS, box=None, pad_edge=False)
     shown.columns[0].no_wrap = True
     for row in found["rows"]:

@@ -1,6 +1,6 @@
-"""`flatmin compare`: does AMP help? On the laboratory's data, or in a training of one's own. Flags and output alone.
+"""`flatmin compare`: does AMP help? On the laboratory's data, or in the user's own code. Flags and output alone.
 
-The trainings on the laboratory's data are in comparing/, those of one's own in `flatmin.compare`.
+Runs on the laboratory's data are in comparing/, those of the user's own code in `flatmin.compare`.
 """
 
 import shlex
@@ -55,7 +55,14 @@ from flatmin_lab.system.user_code import UserCodeError, is_user_code, load_funct
 HOW = "Execution"
 COMPARISONS = Path("comparisons")
 PAGE = "comparison.html"
-OF_BOTH = ("epochs", "seeds", "minutes", "measure", "radii", "out")  # flags that a training of one's own has too
+OF_BOTH = (
+    "epochs",
+    "seeds",
+    "minutes",
+    "measure",
+    "radii",
+    "out",
+)  # flags that also apply to the user's own training code
 
 
 @recipe_options(
@@ -146,7 +153,7 @@ def compare(
 
 
 def _command(given: Mapping[str, Any]) -> str:
-    """The command with these flags; those without a value were not given."""
+    """The command with these flags; flags without a value were not given."""
     words = ["flatmin", "compare"]
     for name, value in given.items():
         flag = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
@@ -181,11 +188,11 @@ def _comparison(
     data = flags["data"] or start.data
     if data is None:
         raise ValueError(
-            f"compare takes --data, a data set ({', '.join(DATA_SETS)}, or a path), or a training of your own, as in "
-            "flatmin compare mymodule:make_training"
+            f"compare needs --data with a data set ({', '.join(DATA_SETS)}, or a path), or your own training code, as "
+            "in flatmin compare mymodule:make_training"
         )
     if given["measure"] not in (None, *MEASURES):
-        raise ValueError(f"--measure is one of {', '.join(MEASURES)}, got {given['measure']!r}")
+        raise ValueError(f"--measure must be one of {', '.join(MEASURES)}, got {given['measure']!r}")
     dataset = read_data(data, data_dir, download=download, size=changes.get("size"))
     changes = {key: value for key, value in changes.items() if key not in ("validation", "ema")}
     entries = entries_for(
@@ -205,7 +212,7 @@ def _comparison(
     )
 
 
-# ---- a training of one's own
+# ---- the user's own training code
 
 
 def _check_own(training: str, flags: Mapping[str, Any]) -> None:
@@ -216,8 +223,8 @@ def _check_own(training: str, flags: Mapping[str, Any]) -> None:
         )
     if foreign := [name for name, value in flags.items() if value is not None and name not in OF_BOTH]:
         raise ValueError(
-            f"a training of your own has its own data, model and optimizer, got --{foreign[0].replace('_', '-')} "
-            f"beside {training}; leave out one of the two"
+            f"your own training code has its own data, model and optimizer, got --{foreign[0].replace('_', '-')} "
+            f"as well as {training}; leave out one of the two"
         )
 
 
@@ -234,7 +241,7 @@ def _compare_own(
     chosen = None if radii is None else tuple(radii)
     watch = compare_view.OwnProgress(console, given["seeds"], len(chosen or RADII))
     display.say(
-        console, f"{training}: {given['seeds']} seed{'s' if given['seeds'] > 1 else ''}; the doctor looks first"
+        console, f"{training}: {given['seeds']} seed{'s' if given['seeds'] > 1 else ''}; the doctor checks it first"
     )
     try:
         with exit_on_signals():
@@ -255,7 +262,7 @@ def _compare_own(
         display.say(console, f"note: {finding.name}: {finding.seen} → {finding.change}", style="yellow")
     about = About(
         title=training,
-        what=f"{training}, as it is, with the plain optimizer and with AMP around it",
+        what=f"{training}, with its own optimizer and with AMP around it",
         held_out="what make_training returns as held_out or evaluate",
         wanted=given["seeds"],
         identity={"training": training},

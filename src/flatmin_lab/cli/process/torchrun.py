@@ -107,7 +107,7 @@ def plan_of(request: Request, ranks: RankGroup) -> Plan:
     """
     asked = {"method": request.method, "seed": request.seed, "resume": request.resume}
     flags = {**asked, "recipe's flags": dict(request.changes), "method's settings": dict(request.settings)}
-    ranks.check_equal(flags, way_out="call it with the same flags on every machine")
+    ranks.check_equal(flags, way_out="use the same flags on every machine")
     with ranks.raise_together():
         plan = request.plan() if ranks.is_main else None
     mine = None if plan is None else (plan.recipe.as_json(), plan.seed, plan.folder)

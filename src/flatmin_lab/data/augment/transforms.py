@@ -1,7 +1,7 @@
 """Augmentation of whole batches on their device: each image has its own random numbers, drawn beforehand.
 
 A stage is a pure function of uint8 images x (B, C, H, W) and of numbers u (B, draws), uniform in [0, 1). Whoever
-calls it makes the numbers, a row an image, so the same row gives the same image in any batch, on any device. A stage
+calls it makes the numbers, one row per image, so the same row gives the same image in any batch, on any device. A stage
 never reads values on the host, and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
 
     augment = augmentation("cutout", data)

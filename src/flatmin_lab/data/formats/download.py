@@ -139,7 +139,7 @@ def _fetch_rest(remote: Remote, file: BinaryIO, progress: Progress) -> None:
             raise ConnectionError(f"the server answered with the wrong part, {given}")
         whole = response.headers.get("Content-Length")
         if response.status == 200 and whole is not None and whole != str(remote.size):
-            raise ConnectionError(f"the server answered with {whole} bytes, and the file has {remote.size}")
+            raise ConnectionError(f"the server answered with {whole} bytes, but the file has {remote.size}")
         over = 0 if response.status == 206 else there
         while chunk := _read(response, min(CHUNK_BYTES, remote.size - there + over)):
             file.write(chunk[over:])

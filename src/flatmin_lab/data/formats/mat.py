@@ -75,7 +75,7 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
             kind, start = first, place + 8
             after = start + length + (-length % 8 if kind != COMPRESSED else 0)
         if start + length > len(content):
-            raise ValueError(f"an element must have {length} bytes, and {len(content) - start} are left")
+            raise ValueError(f"an element must have {length} bytes, but {len(content) - start} are left")
         yield kind, content[start : start + length]
         place = after
     raise ValueError(f"it has more than {MAX_ELEMENTS} elements")

@@ -127,11 +127,11 @@ def _no_cluster(address: str, error: Exception) -> str:
     if address == "local":
         return (
             f"no Ray cluster can be started on this machine ({reason}, {LOCAL_STARTS} times); its logs are in Ray's "
-            "temporary folder, mostly /tmp/ray/session_latest/logs. Leave out --executor ray to do without"
+            "temporary folder, usually /tmp/ray/session_latest/logs. Leave out --executor ray to do without"
         )
     return (
-        f"no Ray cluster can be joined at {address} ({reason}); where it asks for a token, set RAY_AUTH_MODE=token "
-        "and have the same token here; else see `ray status` there, or leave out --address to start one here"
+        f"no Ray cluster can be joined at {address} ({reason}); if it asks for a token, set RAY_AUTH_MODE=token "
+        "and use the same token here; otherwise see `ray status` there, or leave out --address to start one here"
     )
 
 
@@ -189,13 +189,13 @@ def choose_device(nodes: Sequence[Node], device: str | None, gpus: float | None)
     if gpus is not None and not 0 < gpus <= 1:
         raise ValueError(f"a worker takes one GPU or a fraction of one, above 0 and up to 1, got --gpus {gpus:g}")
     if gpus is not None and device == "cpu":
-        raise ValueError("--gpus belongs to runs on GPUs, and --device is cpu; leave out one of the two")
+        raise ValueError("--gpus belongs to runs on GPUs, but --device is cpu; leave out one of the two")
     there = any(node.gpus > 0 for node in nodes)
     where = device or ("cuda" if there or gpus is not None else "cpu")
     share = Share() if where == "cpu" else Share(gpus=gpus or 1.0)
     if not any(node.room(share) for node in nodes):
         raise ValueError(
-            f"a worker takes {share} of one node, and none of the cluster's {describe_nodes(nodes)} has that; "
+            f"a worker takes {share} of one node, but none of the cluster's {describe_nodes(nodes)} has that; "
             f"{'give --device cpu, or ' if where == 'cuda' else ''}add nodes that have"
         )
     return ("cpu" if where == "cpu" else "cuda:0"), share

@@ -180,11 +180,13 @@ class WorkerPool:
             self._lose_early(worker.node, error)
             return
         if info.source != ours.source:
-            self._exclude(worker.node, f"it has {info.version}, and here is {ours.version}; install the same one there")
+            self._exclude(
+                worker.node, f"it has {info.version}, but this machine has {ours.version}; install the same one there"
+            )
             return
         here, there = ours.facts["torch"], info.facts["torch"]
         if here != there and not any(worker.node.key == other.node.key and other.info for other in self.workers):
-            self.say(f"note: node {worker.node.name} has torch {there}, and here is {here}: not the same bits")
+            self.say(f"note: node {worker.node.name} has torch {there}, but this machine has {here}: not the same bits")
         worker.info, worker.pending = info, None
         self.history(worker.node).early = 0
 

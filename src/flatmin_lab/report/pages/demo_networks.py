@@ -76,7 +76,7 @@ def _digit(place: int, found: Mapping[str, Mapping[str, Any]]) -> ShownDigit:
 
 
 def drawn_digit(pixels: list[list[int]]) -> Markup:
-    """Ink on the page's own ground, a square a pixel: it follows light and dark."""
+    """Ink on the page's own background, one square per pixel: it follows light and dark mode."""
     squares = "".join(
         f'<rect x="{x}" y="{y}" width="1.02" height="1.02" opacity="{value / 255:.2f}"/>'
         for y, row in enumerate(pixels)

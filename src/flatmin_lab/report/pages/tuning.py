@@ -85,4 +85,4 @@ def _figure(found: Tuning) -> DrawnFigure | None:
 
 
 def _label(parameter: HyperParameter) -> str:
-    return parameter.symbol if parameter.unit == 1 else f"{parameter.symbol}, in 255ths of a pixel's range"
+    return parameter.symbol if parameter.unit == 1 else f"{parameter.symbol}, in 255ths of the pixel range"

@@ -152,7 +152,7 @@ def test_a_page_in_place_of_the_file_costs_nothing_that_came(tmp_path: Path, ser
     for page in (b"<html>log in</html>", CONTENT * 3):
         Handler.content = page
         with pytest.raises(
-            ConnectionError, match=f"answered with {len(page)} bytes, and the file has 3000000.*are kept"
+            ConnectionError, match=f"answered with {len(page)} bytes, but the file has 3000000.*are kept"
         ):
             fetch(remote(server), tmp_path, pause=0)
         assert part.read_bytes() == CONTENT[:900_000]

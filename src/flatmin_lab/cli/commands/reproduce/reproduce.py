@@ -49,7 +49,7 @@ from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.threads import computing_with
 
 WHICH, HOW = "Which runs", "Execution"
-SMOKE = Path("out/smoke")  # kept apart: these results are no evidence
+SMOKE = Path("out/smoke")  # kept apart: these results are not evidence
 COST_STEPS = 100  # in a block, on a GPU
 
 
@@ -188,7 +188,7 @@ def _dry_run(
 ) -> None:
     """Show what would run, and how long it would take, estimated from a few steps of each kind."""
     for one in selection.measured:
-        typer.echo(f"{one.name}: some steps of {' and '.join(r.method for r in one.recipes)}, no training run")
+        typer.echo(f"{one.name}: a few steps of {' and '.join(r.method for r in one.recipes)}, no training run")
     if not selection.runs:
         return
     known = [run.job for run in todo if selection.state(run.job) != "unmeasured"]
@@ -210,7 +210,7 @@ def _dry_run(
         display.say(
             console,
             f"estimated from a few steps each, one run at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
-            "resumed runs take less, and measuring comes on top",
+            "resumed runs take less, and measurements are extra",
         )
 
 

@@ -124,7 +124,7 @@ def _planned(store: ResultStore) -> list[Run]:
     found = []
     for run in (run for run in store.planned() if "withdrawn" not in run):
         if run["name"] not in by_name():
-            raise ValueError(f"planned.json names {run['name']!r}, and there is no such recipe; correct it there")
+            raise ValueError(f"planned.json names {run['name']!r}, but there is no such recipe; correct it there")
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))
     if not found:
         raise ValueError(f"{store.results} has no plan; record one with --plan")
@@ -161,5 +161,5 @@ def _seeds(text: str | None) -> tuple[int, ...] | None:
             raise ValueError(f"--seeds takes whole numbers, as in 0,1 or 0-9, got {text!r}")
         found += range(int(first), int(last if dash else first) + 1)
     if not found:
-        raise ValueError(f"--seeds must name one at least, got {text!r}")
+        raise ValueError(f"--seeds must name at least one, got {text!r}")
     return tuple(dict.fromkeys(found))
