@@ -109,7 +109,7 @@ def test_settings_of_an_optimizer_are_checked_before_anything_else() -> None:
 OPTIMIZER_ERRORS = {
     "def make_optimizer(params): ...": "must take lr, the peak learning rate",
     "def make_optimizer(params, lr): ...": "must make a torch.optim.Optimizer, got NoneType",
-    "def make_optimizer(params, lr, depth): ...": "asks for depth, but can only be given params, model, lr, weight_decay",
+    "def make_optimizer(params, lr, depth): ...": "asks for depth, but can only be given params, model, lr, ",
     "def make_optimizer(params, lr):\n    return params.nothing": "line 2, in make_optimizer",
     "import torch\ndef make_optimizer(params, lr):\n    return torch.optim.LBFGS(params, lr=lr)": "got LBFGS",
     "import torch\ndef make_optimizer(params, lr):\n    return torch.optim.SGD([torch.zeros(1)], lr=lr)": "got others",
