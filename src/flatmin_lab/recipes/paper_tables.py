@@ -1,4 +1,4 @@
-"""The paper's tables and figures as experiments: which runs each needs under a protocol, and what is measured of them.
+"""The paper's tables and figures as experiments: which runs each needs under a protocol, and what is measured.
 
     experiment = EXPERIMENTS["table1"]("short")
     experiment.recipes[0].name                  short/svhn-preactresnet18-erm
@@ -10,12 +10,12 @@ recipe's name says what it trains, not which table asked for it. The paper's own
                 PreActResNet18 takes an H200 some 6 minutes with ERM and 11 with AMP
     paper-v2    the same length, after the second version of that code and the paper's text
     short       60 epochs, divided after 30 and 45, 3 trials, AMP with a radius of at most 0.1: a large one needs a long
-                run. All else as `paper-v2`, not as `paper`
-    smoke       3 epochs of narrow networks on 200 synthetic images, 3 trials: seconds on a CPU, and no evidence. Else
-                as `paper`
+                run. Everything else as in `paper-v2`, not `paper`
+    smoke       3 epochs of narrow networks on 200 synthetic images, 3 trials: seconds on a CPU, and not evidence.
+                Otherwise as `paper`
 
-Runs are in bf16, channels-last and compiled. What the protocols differ in is in protocols.py. The spiral and the digits
-have no crops and recipes of their own: `paper-v2` shares those of `paper`.
+Runs are in bf16, channels-last and compiled. How the protocols differ is in protocols.py. The spiral and the digits
+have no crops, and recipes of their own: `paper-v2` shares those of `paper`.
 """
 
 import math
@@ -61,7 +61,7 @@ SMOKE_MODEL_SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A table or a figure: `parts` is what is measured of its networks beside error, NLL and calibration.
+    """A table or a figure: `parts` is what is measured besides error, NLL and calibration.
 
     One without trials times a few steps, and trains no network to the end.
     """
@@ -80,7 +80,7 @@ class Experiment:
         return frozenset(recipe.name for recipe in (*self.recipes, *self.beside))
 
     def jobs(self, seeds: tuple[int, ...] | None = None) -> list[Job]:
-        """Seed by seed, so that an interrupted CPU has complete tables; a GPU goes data set by data set."""
+        """Seed by seed, so that an interrupted CPU leaves complete tables; a GPU goes data set by data set."""
         chosen = (seeds or range(self.trials)) if self.trials else ()
         return [Job(recipe, seed) for seed in chosen for recipe in self.recipes]
 
@@ -195,7 +195,7 @@ def cost(protocol: Protocol) -> Experiment:
 
 
 def ball(protocol: Protocol) -> Experiment:
-    """AMP on CIFAR-10 with one ball over all parameters (the paper) and one a tensor (its published code)."""
+    """AMP on CIFAR-10 with one ball over all parameters (the paper) and one per tensor (its published code)."""
     usual = cell(protocol, "cifar10", RESNET, "amp")
     other = "global" if usual.settings.get("ball") == "tensor" else "tensor"
     recipes = [usual, cell(protocol, "cifar10", RESNET, "amp", variant=other, settings={"ball": other})]
@@ -205,7 +205,7 @@ def ball(protocol: Protocol) -> Experiment:
 def adversary(protocol: Protocol) -> Experiment:
     """Adversarial training on CIFAR-10 with the step of 1 as 1/255 of the pixel range, and of the normalised inputs.
 
-    The latter, which the published code takes, is a quarter of the former: 0.00095 to 0.00103 of the range, by colour.
+    The latter, as in the published code, is a quarter of the former: 0.00095 to 0.00103 of the range, by colour.
     That code also starts at random, as `paper` does; the others take 0.001 of the range from the image itself.
     """
     published = PROTOCOLS[protocol].published
@@ -222,9 +222,9 @@ def adversary(protocol: Protocol) -> Experiment:
 def first_version(protocol: Protocol) -> Experiment:
     """ERM and AMP after the first version of the published code and after the second, and one change at a time.
 
-    Is the paper's table 1 of the first? On CIFAR-100 the paper has 24.31 % and an NLL of 1.056 for ERM, 21.51 % and
-    0.774 for AMP. `paper` is the first version; `paper-v2` has ERM with its crops alone and without Nesterov's alone
-    too, and so has `short`, with the first version whole.
+    Is the paper's table 1 from the first? On CIFAR-100 the paper has 24.31 % and an NLL of 1.056 for ERM, 21.51 % and
+    0.774 for AMP. `paper` is the first version; `paper-v2` also has ERM with only its crops, and with only its
+    momentum, and so does `short`, with the complete first version too.
     """
     recipes, beside = [], []
     for data in ("cifar10", "cifar100"):
@@ -257,7 +257,7 @@ def compute(protocol: Protocol) -> Experiment:
 def precision(protocol: Protocol) -> Experiment:
     """AMP on CIFAR-10 in float32 beside bfloat16: is the perturbation lost in rounding? Is ERM over-confident?
 
-    ERM's NLL on CIFAR-100 is well above the paper's. A GPU that has TF32 convolves in it, which is torch's default.
+    ERM's NLL on CIFAR-100 is well above the paper's. On a GPU with TF32, convolutions use it, which is torch's default.
     """
     recipes = []
     for data, method in (("cifar10", "amp"), ("cifar100", "erm")):
@@ -267,7 +267,7 @@ def precision(protocol: Protocol) -> Experiment:
 
 
 def rivals(protocol: Protocol) -> Experiment:
-    """What else lowers the error on CIFAR-10, and does it with AMP: five times the weight decay, averaged weights."""
+    """What else lowers the error on CIFAR-10, and does it help AMP too? Five times the weight decay, averaged weights."""
     recipes = []
     for method in ("erm", "amp"):
         recipes.append(cell(protocol, "cifar10", RESNET, method))
@@ -279,10 +279,10 @@ def rivals(protocol: Protocol) -> Experiment:
 def frontier(protocol: Protocol) -> Experiment:
     """AMP's gain at less than its cost: perturb late, or not in every step, beside ERM with as much time.
 
-    A step without a perturbation costs one pass, so `start` s and `every` k cost 1 + (1 − s)/k passes a step. In the
+    A step without a perturbation costs one pass, so `start` s and `every` k cost 1 + (1 − s)/k passes per step. In the
     last quarter the rate is 0.001 and the weights hardly move: `drop` lowers it later, and ERM has the same rates.
 
-    Left out after the first numbers on CIFAR-10 at 60 epochs, one training each, to spend the time on others: thinner
+    Left out after the first numbers on CIFAR-10 at 60 epochs, one run each, to spend the time on others: thinner
     perturbations (`every` 5, and 2 with a later drop), since every second step of the second half keeps about as
     much as every step of the last quarter, at the same cost; and twice the radius, since 0.25 has a higher NLL than
     0.12 in the sweep, which has N = 2 (docs/cheaper.md).

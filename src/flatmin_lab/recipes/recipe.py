@@ -7,7 +7,7 @@ What does not change the numbers (the device, where the files are, how often a c
 
 What all of the paper's runs share is the default: SGD with momentum 0.9, batches of 50, a rate of 0.1 divided by ten
 after epochs 100 and 150 of 200, weight decay 1e-4, crops and flips, AMP with ε = 0.5 and ζ = 1 on PreActResNet18. What
-the protocols differ in is in protocols.py; a recipe without changes is of `paper-v2`.
+the protocols differ in is in protocols.py; a recipe without changes follows `paper-v2`.
 """
 
 import json
@@ -53,15 +53,15 @@ Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
 PAPER_EPOCHS, PAPER_BATCH_SIZE = 200, 50  # the paper's
 LENGTH_FACTORS = (1, 1.25, 1.5, 2)  # of variants with more time
-LONG_EPOCHS = 150  # from so many epochs on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
+LONG_EPOCHS = 150  # from this many epochs on, the paper's radius pays off; ε = 0.5 lost at 36 epochs, and won at 200
 SHORT_RADIUS = 0.1
 SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in defaults.py
 COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # arguments of every model
 SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a run computes, not what
-# younger than the first results, which have no such key: JSON has them where they are not the default
+# newer than the first results, which have no such key: in JSON only where they are not the default
 LATER_FIELDS = ("normalise", "optimizer", "optimizer_settings", "init", "init_except", "files")
 
-# in what a run may differ from a cell of a protocol and still be said to follow it, and how that is said of its value
+# how a run may differ from a cell of a protocol and still follow it, and the words for each value
 EXCEPTIONS: dict[str, Callable[[Any], str]] = {
     "augment": lambda augment: f"{'first' if augment == 'vanilla_v1' else 'second'} version's crops",
     "nesterov": lambda on: "Nesterov" if on else "no Nesterov",
@@ -218,7 +218,7 @@ class Recipe:
 
     @property
     def protocol(self) -> FollowedProtocol:
-        """That of the cell of the paper's tables that it is, but for precision and the like; or `own`.
+        """The protocol of the cell of the paper's tables that it is, apart from precision and the like; or `own`.
 
         Where only the method's settings and fields of `EXCEPTIONS` differ, these are its exceptions; of two protocols
         of one length it is the one with the fewer.

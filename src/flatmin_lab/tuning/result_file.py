@@ -60,7 +60,7 @@ def _tuning(found: dict[str, Any]) -> Tuning:
     against_erm = _comparison(found.get("against_erm"), trials)
     facts = {key: value for key, value in found.items() if key not in known}
     tuning = Tuning(**values, recipe=recipe, trials=trials, against_erm=against_erm, facts=facts)
-    hyper_parameters_of(recipe.method, list(tuning.space))  # raises if they are not the method's
+    hyper_parameters_of(recipe.method, list(tuning.space))  # raises if these are not settings of the method
     return tuning
 
 
@@ -90,12 +90,12 @@ def _trial(found: dict[str, Any], names: Any) -> Trial:
         or not isinstance(trial.seed, int)
         or not isinstance(trial.why, str)
     ):
-        raise ValueError(f"its trial {found} makes no sense")
+        raise ValueError(f"its trial {found} is inconsistent")
     return trial
 
 
 def _comparison(found: Any, trials: Sequence[Trial]) -> Comparison | None:
-    if found is None:  # a file from before there was one has none
+    if found is None:  # older files have none
         return None
     if not isinstance(found, dict):
         raise TypeError(f"against_erm must be an object, got a {type(found).__name__}: {found!r:.80}")
