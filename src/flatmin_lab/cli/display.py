@@ -27,8 +27,8 @@ LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_nor
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
 PROTOCOLS = {
     "paper": "; the paper's protocol",
-    "paper-v2": "; the paper's protocol, after the second version of its code",
-    "short": "; the paper's protocol after the second version of its code, shortened",
+    "paper-v2": "; the paper's protocol, as in the second version of its code",
+    "short": "; the paper's protocol, as in the second version of its code, shortened",
 }
 MORE_MEASURES = {"adaptive_ece": "ECE, bins of equal size", "brier": "Brier score"}
 FLATNESS_LABELS = {
@@ -39,13 +39,13 @@ FLATNESS_LABELS = {
     "worst_case_loss": "worst loss found in it",
 }
 IN_PERCENT = ("error", "ece", "memorised")
-HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's controls, marks of direction, half pairs and ends of lines
-UNDETERMINED = 100.0  # the ratio of the ends of an interval from which on a temperature is not worth a number
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's control characters, direction marks, surrogates and line ends
+UNDETERMINED = 100.0  # an interval whose ends have this ratio or more does not determine a temperature
 KINDS = {"pictures": "images", "points": "points"}  # what evaluation.json calls the data
 
 
 class ClosableStream:
-    """A stream that falls silent when its reader is gone (a closed pipe, a closed terminal), so that work continues."""
+    """A stream that goes silent when its reader is gone (a closed pipe, a closed terminal), so that work continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.lost = stream, False
@@ -119,7 +119,7 @@ def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
 
 
 def threads_text(event: Started) -> str:
-    """With how many threads a run on the CPU computes."""
+    """How many threads a run on the CPU computes with."""
     return "" if event.threads is None else f"; {event.threads} thread{'s' if event.threads > 1 else ''}"
 
 
@@ -282,7 +282,7 @@ def _figure(value: float | None) -> str:
 
 
 def outcome(result: Mapping[str, Any], folder: Path) -> None:
-    """The last epoch's numbers; then, for comparison, the best test epoch, which the published code reports."""
+    """The last epoch's numbers; then, for comparison, the best test epoch's, which the published code reports."""
     console = Console(highlight=False, soft_wrap=True)
     which = split_of(result)
     table = _table("", f"{which}, last epoch")

@@ -91,7 +91,7 @@ def open_executor(
 ) -> Iterator[RunExecutor]:
     """What executes runs: this machine, or a cluster, whose code is imported only then.
 
-    With `default_workers` each CPU worker has one thread, and there are so many; without, one for each device.
+    With `default_workers` there are that many CPU workers with one thread each; without, one per device.
     """
     if executor not in EXECUTORS:
         raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")

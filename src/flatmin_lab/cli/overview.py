@@ -1,6 +1,6 @@
 """What `flatmin --help` and `flatmin --version` say, without importing torch, which takes seconds.
 
-The help is that of the whole command, made from a table of the commands; the tests hold the two together.
+The help equals that of the whole command, but is made from a table of the commands; tests keep the two in step.
 """
 
 import re
@@ -50,7 +50,7 @@ def new_app() -> typer.Typer:
 
 
 def answer(arguments: list[str]) -> bool:
-    """Answer what can be answered from here; False where the whole command is needed."""
+    """Answer what can be answered from here; False if the whole command is needed."""
     if arguments == ["--version"]:
         return _say_version()
     if arguments not in ASKED_FOR_HELP:
@@ -84,7 +84,7 @@ def _say_version() -> bool:
 
 
 def _version_in(file: Path) -> str | None:
-    """What a Python file sets __version__ to; None where it does not say."""
+    """What a Python file sets __version__ to; None if it does not."""
     try:
         found = re.search(r"""^__version__ = ["'](.+)["']""", file.read_text(), re.MULTILINE)
     except OSError:

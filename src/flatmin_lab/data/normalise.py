@@ -37,7 +37,7 @@ class Normalisation:
     def fixed(mean: float, std: float, *, like: Split) -> "Normalisation":
         """These two numbers in every channel of the split.
 
-        0.5 and 0.5 bring pixels to −1 … 1: so the first version of the paper's published code normalises SVHN.
+        0.5 and 0.5 map pixels to −1 … 1, as the first version of the paper's published code does for SVHN.
         """
         if not std > 0:
             raise ValueError(f"the standard deviation must be above 0, got {std}")

@@ -1,8 +1,8 @@
 """Every measurement of a trained classifier, as plain numbers: error and calibration, robustness, flatness.
 
-Error, NLL and the other scores are of the test set (in a tuning run: of the held-out tenth), with bootstrap intervals.
-Attacks move the pixels of the same images. Flatness is of the training loss, without augmentation, within radius ε; the
-rise on batches is of augmented training images and of test images, in train mode, as training sees them.
+Error, NLL and the other scores are for the test set (in a tuning run: the held-out tenth), with bootstrap intervals.
+Attacks move the pixels of the same images. Flatness is that of the training loss, without augmentation, within radius
+ε; the rise on batches is for augmented training images and for test images, in train mode, as training sees them.
 """
 
 import itertools
@@ -183,10 +183,10 @@ def flatness_of(
 
 
 def rise_on_batches(subject: Subject, *, batches: int = 50, say: Say = lambda _: None) -> dict[str, Any]:
-    """The mean rise of the loss along each mini-batch's own gradient, in train mode: what AMP sees while it trains.
+    """The mean rise of the loss along each mini-batch's own gradient, in train mode: what AMP sees during training.
 
-    Batches have the training's size. Those of the training set are augmented as there, those of the other split are
-    not. The same seed gives the same batches for every network of a data set.
+    Batches have the size used in training. Those of the training set are augmented as in training, those of the other
+    split are not. The same seed gives the same batches for every network of a data set.
     """
     found: dict[str, Any] = {"batches": batches, "batch_size": subject.batch_size}
     for name, split in subject.splits().items():

@@ -14,7 +14,7 @@ from flatmin_lab.data.sources.image_folder import find_images, read_header, read
 from flatmin_lab.evaluation.trained_model import TrainedModel
 
 IMAGES_AT_ONCE = 64
-MODES = {1: "L", 3: "RGB"}  # of so many channels
+MODES = {1: "L", 3: "RGB"}  # by number of channels
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Unreadable:
 
 
 def image_files(places: Sequence[Path]) -> list[Path]:
-    """The files that are named, and the images in the folders that are, each once."""
+    """The named files, and the images in the named folders, each once."""
     found: dict[Path, None] = {}
     for place in places:
         if not place.exists():

@@ -31,7 +31,7 @@ class RunOptions(NamedTuple):
 
     store: ResultStore
     root: str = "data"
-    at_once: int | None = None  # runs on one device; None: on a GPU as many as make it faster
+    at_once: int | None = None  # runs on one device; None: on a GPU, as many as make it faster
     checkpoint_epochs: int = 10
     checkpoint_minutes: float = 10.0
 

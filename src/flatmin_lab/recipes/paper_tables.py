@@ -8,7 +8,7 @@ recipe's name says what it trains, not which table asked for it. The paper's own
 
     paper       200 epochs, the rate divided by ten after 100 and 150, 10 trials, as the published code trains; a
                 PreActResNet18 takes an H200 some 6 minutes with ERM and 11 with AMP
-    paper-v2    the same length, after the second version of that code and the paper's text
+    paper-v2    the same length, as in the second version of that code and the paper's text
     short       60 epochs, divided after 30 and 45, 3 trials, AMP with a radius of at most 0.1: a large one needs a long
                 run. Everything else as in `paper-v2`, not `paper`
     smoke       3 epochs of narrow networks on 200 synthetic images, 3 trials: seconds on a CPU, and not evidence.
@@ -220,7 +220,7 @@ def adversary(protocol: Protocol) -> Experiment:
 
 
 def first_version(protocol: Protocol) -> Experiment:
-    """ERM and AMP after the first version of the published code and after the second, and one change at a time.
+    """ERM and AMP as in the first version of the published code, as in the second, and with one change at a time.
 
     Is the paper's table 1 from the first? On CIFAR-100 the paper has 24.31 % and an NLL of 1.056 for ERM, 21.51 % and
     0.774 for AMP. `paper` is the first version; `paper-v2` also has ERM with only its crops, and with only its
@@ -267,7 +267,7 @@ def precision(protocol: Protocol) -> Experiment:
 
 
 def rivals(protocol: Protocol) -> Experiment:
-    """What else lowers the error on CIFAR-10, and does it help AMP too? Five times the weight decay, averaged weights."""
+    """What else lowers the error on CIFAR-10, and does it help AMP? Five times the weight decay, averaged weights."""
     recipes = []
     for method in ("erm", "amp"):
         recipes.append(cell(protocol, "cifar10", RESNET, method))

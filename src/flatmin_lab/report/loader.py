@@ -155,7 +155,7 @@ def _is_trial(folder: Path) -> bool:
 
 
 def _is_result_or_tuning(path: Path) -> bool:
-    """A result or a tuning, or by its name meant to be one: then it is listed if it cannot be read."""
+    """Is it a result or a tuning, or named like one? Then it is listed if it cannot be read."""
     if path.name.startswith((COST, BENCH)):  # its hardware may end in a number, as a result's name does
         return False
     return path.name == result_file.FILE or bool(RESULT_NAME.fullmatch(path.name)) or _is_result(path)
@@ -187,7 +187,7 @@ def _json(text: str | bytes) -> Any:
 
 
 def _by_its_name_now(result: dict[str, Any]) -> dict[str, Any]:
-    """A result from before its recipe was renamed has the recipe's name and protocol of now."""
+    """Give a result from before its recipe was renamed the current name and protocol."""
     old = str(result.get("recipe"))
     recipe = by_name().get(name_now(old) or "")
     if recipe is None or differs(result, Job(recipe, result["seed"])):

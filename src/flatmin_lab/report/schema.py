@@ -119,12 +119,12 @@ def _batch_rise(found: Any) -> dict[str, Any]:
 
 
 def curves(found: Any, result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A number an epoch for each name, as the lines that a run's folder has."""
+    """For each name one number per epoch, turned into lines as in a run folder."""
     _object(found, "curves")
     split, epochs = split_of(result), result["epochs"]
     for name, values in found.items():
         if not isinstance(values, list) or len(values) != epochs or not all(v is None or is_number(v) for v in values):
-            raise ValueError(f"{name} must be {epochs} numbers, one an epoch")
+            raise ValueError(f"{name} must be {epochs} numbers, one per epoch")
     names = {name: f"{split}_{name}" if name in ("error", "nll", "ece") else name for name in found}
     return [{names[name]: values[epoch] for name, values in found.items()} for epoch in range(epochs)]
 

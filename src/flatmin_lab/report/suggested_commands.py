@@ -1,6 +1,6 @@
 """The commands that fill a report's gaps: evaluate a run like the others, train a missing method like the others.
 
-Numbers measured under different conditions do not compare: those of runs that differ from the majority are set aside.
+Numbers measured under different conditions cannot be compared: runs that differ from the majority are set aside.
 """
 
 import hashlib

@@ -25,7 +25,7 @@ class Identity(TypedDict):
 
 
 class OtherRunError(ValueError):
-    """A folder belongs to another run: `what` names both, and the message adds what `train` can do about it."""
+    """A folder belongs to another run: `what` names both, and the message adds what to do about it with `train`."""
 
     def __init__(self, path: Path, differences: str, *, renamed: str = "") -> None:
         self.what, self.differences = f"{path} belongs to another recipe: {differences}.{renamed}", differences
@@ -69,7 +69,7 @@ def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int
 
 
 def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise where two runs differ; they may differ in what changes no numbers: versions, machine, time."""
+    """Raise if two runs differ; they may differ in what does not change the numbers: versions, machine, time."""
     if not known:
         raise ValueError(f"{path} does not say which run it belongs to; it may be of another flatmin")
     # through a Recipe, so that fields of newer versions get their defaults

@@ -5,7 +5,7 @@
     results/short/cost-nvidia-h200.json                       the time of a step of ERM and of AMP there
     results/bench-nvidia-h200.json                            what `flatmin bench` measured there, for the frontier
     results/planned.json                                      the planned runs, and what will be tested of them
-    runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and not needed once all is measured
+    runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, not needed once everything is measured
 
 A result file is result.json with the evaluations after training, and the training curves.
 """
@@ -88,7 +88,7 @@ class ResultStore:
         return found
 
     def state(self, job: Job, parts: Iterable[str] = ()) -> State:
-        """How far a run is, if these parts are to be measured of it."""
+        """How far a run is, given that these parts are to be measured."""
         found = self.result(job)
         if found is not None:
             if all(part in found for part in parts):
@@ -220,7 +220,7 @@ def _identity(job: Job) -> dict[str, Any]:
 
 
 def differs(found: Mapping[str, Any], job: Job) -> list[str]:
-    """In what a result differs from the requested run; how fast it was computed does not count."""
+    """How a result differs from the requested run; how fast it was computed does not count."""
     usual = {key: default_of(key) for key in LATER_FIELDS}  # in JSON only where they are not the default
     found, asked = {**usual, **found}, {**usual, **job.recipe.as_json(), **_identity(job)}
     ignored = {"name", *(key for key in SPEED if key != "precision")}

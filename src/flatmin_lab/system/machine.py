@@ -64,9 +64,9 @@ def hardware(device: torch.device) -> str:
 
 @cache
 def commit() -> str | None:
-    """The commit of this source, marked dirty where it was changed since; None outside a checkout.
+    """The commit of this source, marked dirty if it was changed since; None outside a checkout.
 
-    Where the source comes without its history, FLATMIN_COMMIT names the commit.
+    If the source comes without its history, FLATMIN_COMMIT names the commit.
     """
     if said := os.environ.get("FLATMIN_COMMIT"):
         return said

@@ -5,7 +5,7 @@
 
 What one process decides for itself, ranks must decide together: when to stop, when to save, whether a loss is finite. A
 rank that left while the others wait for it would block them forever. So whatever may end a run is asked of all ranks
-at the same point, and an error of one is an error of all (`raise_together`). Clocks and files are the main rank's.
+at the same point, and an error of one is an error of all (`raise_together`). The main rank's clock and files count.
 
 Every method but `shard` must be called by all ranks, in the same order.
 """

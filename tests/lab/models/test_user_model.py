@@ -265,7 +265,7 @@ def test_named_modules_keep_their_own_weights(tmp_path: Path) -> None:
     head = fresh.state_dict()["head.weight"].clone()
     with pytest.raises(weights.WeightsError, match=r"head.weight is \(10, 4\), not \(2, 4\)"):
         weights.load_weights(fresh, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match="nothing called hat; it has body, head"):
+    with pytest.raises(ValueError, match="no module called hat; it has body, head"):
         weights.load_weights(fresh, tmp_path / "w.pt", without=["hat"])
     weights.load_weights(fresh, tmp_path / "w.pt", without=["head"])
     assert torch.equal(fresh.state_dict()["body.weight"], saved.state_dict()["body.weight"])

@@ -450,7 +450,7 @@ def test_a_pruned_trial_is_known_by_its_last_event(data: Path, tmp_path: Path) -
     ends = [event for _, event in tune(search, pictures_of, folder=tmp_path / "out", trials=2)]
     assert sum(isinstance(event, Finished) for event in ends) == 2
     assert not any(isinstance(event, Pruned) for event in ends)
-    with pytest.raises(ValueError, match="must not look at the test set"):
+    with pytest.raises(ValueError, match="must not use the test set"):
         SearchSpace(
             recipe=default_recipe(str(data), pictures_of, model="mlp", method="amp", epochs=1),
             hyper_parameters=hyper_parameters_of("amp"),
@@ -477,7 +477,7 @@ def test_a_folder_belongs_to_one_tuning(data: Path, tmp_path: Path, out: Path) -
         assert (out / FILE).read_bytes() == before
     elsewhere = flatmin(*asked(data, out, "--measure", "nll", "--storage", f"sqlite:///{tmp_path / 'other.db'}"))
     assert elsewhere.exit_code == 2
-    assert "has 4 trials that its study does not know" in words(elsewhere.stderr)
+    assert "has 4 trials that its study does not have" in words(elsewhere.stderr)
     run = flatmin(*asked(data, out / "trial-0"))
     assert run.exit_code == 2
     assert "is a run itself" in words(run.stderr)

@@ -82,7 +82,7 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _data(part: Mapping[str, Any]) -> str:
-    """The data's share of a step: the time with them less that without, if the blocks tell the two apart.
+    """The data's share of a step: the time with data minus the time without, if that is more than the noise.
 
     >>> _data({"ms": -0.31, "ms_quartiles": [-1.25, 0.42], "share": -0.02})
     'less than the noise (at most 0.42 ms in three quarters of the blocks, none in a quarter)'

@@ -199,7 +199,7 @@ def theory(
 
 
 def _given(wanted: bool, flag: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; an error if they belong to a flag that was not."""
+    """The options that were given; an error if the flag they belong to was not."""
     given = {name: value for name, value in options.items() if value is not None}
     if given and not wanted:
         raise ValueError(f"--{next(iter(given)).replace('_', '-')} belongs to {flag}; add it, or leave this out")

@@ -1,4 +1,4 @@
-"""`flatmin train`: flags turned into a plan, and what is shown when it has ended."""
+"""`flatmin train`: flags turned into a plan, and what is shown at the end."""
 
 import shlex
 from pathlib import Path
@@ -156,7 +156,7 @@ def _train(plan: Plan, ranks: RankGroup, console: Console, **how: Any) -> Finish
 
 
 def _saved_text(ended: Stopped, plan: Plan, ranks: RankGroup, data_dir: Path) -> str:
-    """How far the run came, and the command that resumes it."""
+    """How far the run got, and the command that resumes it."""
     if not ended.step:
         return "before its first step"
     again = [

@@ -131,7 +131,7 @@ def tune(
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
         given = [*fixed, *asked]
-        asked = start.changes(asked)  # a file's values are the first trial's
+        asked = start.changes(asked)  # a file's values go to the first trial
         asked.pop("validation", None)
         optimizer = {key: asked[key] for key in ("optimizer", "optimizer_settings") if key in asked}
         tuned_for = hyper_parameters_of(method, names, fixed=given, **optimizer)
@@ -214,7 +214,7 @@ def follow(events: Iterable[tuple[Draw, Event]], console: Console, search: Searc
 
 
 def event_lines(event: Event, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
-    """The lines that an event is worth, and their colours."""
+    """The lines to print for an event, and their colours."""
     match event:
         case Started() if event.step:
             yield f"resumed after step {event.step} of {event.steps}", ""
@@ -251,7 +251,7 @@ def table(found: Tuning) -> Table:
     symbols = (parameter.symbol for parameter in found.hyper_parameters)
     shown = Table("trial", *symbols, "validation error", "NLL", "epochs", "seconds", "", box=None, pad_edge=False)
     for trial in found.ranked():
-        drawn = trial.settings  # a trial that was killed while values were drawn may lack some
+        drawn = trial.settings  # a trial that was killed while its values were drawn may lack some
         settings = (p.formatted(drawn[p.name]) if p.name in drawn else "" for p in found.hyper_parameters)
         shown.add_row(
             str(trial.number),

@@ -1,7 +1,7 @@
 """Which nodes a Ray cluster has, how many workers fit on each, and why one was lost.
 
 A worker takes one CPU, or on GPUs one CPU and a GPU or a fraction of one; how many share a GPU follows from that. Ray
-accounts for CPUs and GPUs only: that the memory does not suffice shows when a worker runs out of it.
+accounts for CPUs and GPUs only: that there is too little memory shows only when a worker runs out of it.
 """
 
 import os
@@ -107,7 +107,7 @@ def _check_http2(host: str, port: int) -> None:
 
 
 def _init_ray(ray: Any, address: str) -> None:
-    """Join the cluster there, or start one here: more than once, since two that start at a time may want one port."""
+    """Join the cluster there, or start one here: with retries, since two that start at once may want the same port."""
     started: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     for left in reversed(range(LOCAL_STARTS if address == "local" else 1)):
         try:
@@ -115,7 +115,7 @@ def _init_ray(ray: Any, address: str) -> None:
             with _without_variable("RAY_ADDRESS"), _signal_ignored("SIGHUP"):
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
             return
-        except Exception as error:  # of many kinds: not Ray, or another version of it
+        except Exception as error:  # many kinds: not Ray, or another version of it
             if not left:
                 raise RunError(_no_cluster(address, error)) from error
             with suppress(Exception):  # what has started of it

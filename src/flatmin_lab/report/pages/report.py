@@ -95,7 +95,7 @@ def report_page(found: LoadedResults) -> str:
 
 
 def _families(found: LoadedResults) -> Families:
-    """Of the paper's tables; none where there are only runs of one's own."""
+    """The families of the paper's tables; none if there are only the user's own runs."""
     names = {str(run.result.get("recipe") or "") for run in found.runs}
     known = families_with({name: Family(*family) for name, family in found.families.items()})
     return known if names & by_name().keys() else {}

@@ -72,7 +72,7 @@ SMOKE = "Under the protocol “smoke”, the images are synthetic and the networ
 
 
 def deviations(runs: Sequence[Run]) -> list[str]:
-    """Sentences about these runs, then those that hold for all runs."""
+    """Sentences about these runs, then those that apply to all runs."""
     found = []
     counts = _trials(runs)
     if counts and min(counts) < PAPER_TRIALS:
@@ -101,7 +101,7 @@ def deviations(runs: Sequence[Run]) -> list[str]:
 
 
 def of_the_data(runs: Sequence[Run]) -> list[str]:
-    """Where the data are not the official files, or training and test data overlap."""
+    """Where the data is not from the official files, or training and test data overlap."""
     checksums = {run.result.get("data_sha256") for run in runs}
     return [*(text for checksum, text in COPIES.items() if checksum in checksums), *_repeated(runs)]
 
@@ -118,7 +118,7 @@ def _trials(runs: Iterable[Run]) -> list[int]:
 
 
 def _repeated(runs: Sequence[Run]) -> list[str]:
-    """Test images that are in the training set too, and what they change."""
+    """Test images that are also in the training set, and the difference they make."""
     found = []
     for data in dict.fromkeys(str(run.result["data"]) for run in runs):
         own = [run.result for run in runs if run.result["data"] == data and run.result.get("test_repeated")]

@@ -188,7 +188,7 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path, server: str) -> Non
     while not (part.exists() and part.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(BlockingIOError, match="another process is fetching"):
+    with pytest.raises(BlockingIOError, match="another process is downloading"):
         fetch(remote(server), tmp_path)
     Handler.slow = False
     first.join()
@@ -204,7 +204,7 @@ def test_who_comes_second_while_nothing_has_come_yet_spoils_nothing(tmp_path: Pa
     while not part.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(BlockingIOError, match="another process is fetching"):
+    with pytest.raises(BlockingIOError, match="another process is downloading"):
         fetch(remote(server), tmp_path)
     first.join()
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
@@ -271,7 +271,7 @@ def test_without_a_network_it_says_where_to_put_the_file(tmp_path: Path, server:
     for part in ("http://127.0.0.1:9/file.bin", "network", f"put it into {tmp_path}"):
         assert part in str(error.value)
     Handler.breaks_after = [1_000_000, 0, 0, 0, 0]
-    with pytest.raises(ConnectionError, match="1000000 bytes that came are kept"):
+    with pytest.raises(ConnectionError, match="1000000 bytes received so far are kept"):
         fetch(remote(server), tmp_path, pause=0)
     assert (tmp_path / "file.bin.part").stat().st_size == 1_000_000
 

@@ -219,7 +219,7 @@ def follow(
 ) -> tuple[int, str | None]:
     """Show all runs until they have ended; how many failed, and what stopped them.
 
-    What happens `first` is said until an epoch has ended.
+    `first` says what happens until an epoch has ended.
     """
     failed, reason = 0, None
     if not todo:

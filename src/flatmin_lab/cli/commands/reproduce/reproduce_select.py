@@ -1,4 +1,4 @@
-"""Which runs `flatmin reproduce` means: those of some tables and figures, or the planned ones, or a subset."""
+"""Which runs `flatmin reproduce` executes: those of some tables and figures, the planned ones, or a subset."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from flatmin_lab.runs.result_store import ResultStore, State
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Experiments, and their runs with what is to be measured of each."""
+    """Experiments, and their runs with what is to be measured for each."""
 
     experiments: Sequence[Experiment]
     runs: Sequence[Run]
@@ -99,7 +99,7 @@ def select_runs(
 
 
 def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:
-    """Each run once, with everything that is to be measured of it."""
+    """Each run once, with everything that is to be measured for it."""
     parts: dict[tuple[str, int], set[str]] = {}
     for run in runs:
         parts.setdefault(run.job.key, set(asked)).update(run.parts)

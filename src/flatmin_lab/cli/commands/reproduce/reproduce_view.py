@@ -66,14 +66,14 @@ def duration_text(seconds: float) -> str:
 
 
 def _time_text(result: Mapping[str, Any]) -> str:
-    """The seconds of a run; beside others on a CPU, those that it computed."""
+    """The seconds of a run; if it shared a CPU with others, its CPU time."""
     if result.get("at_once", 1) == 1 or "cpu_seconds" not in result:
         return f"{result['seconds']:.0f} s"
     return f"{result['cpu_seconds']:.0f} s of CPU time"
 
 
 def event_lines(event: Event, run: Run) -> Iterator[tuple[str, str]]:
-    """The lines that an event is worth, and their colours."""
+    """The lines to print for an event, and their colours."""
     epochs = run.job.recipe.epochs
     match event:
         case Started() if event.step:
