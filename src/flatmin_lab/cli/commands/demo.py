@@ -2,7 +2,7 @@
 
 The data are scikit-learn's 1,438 training digits, a fifth of them with a wrong label: a network that memorises these
 labels gets test digits wrong. The labels of the 359 test digits are correct. For each of the seeds 0, 1, 2, … all
-methods start from the same weights and see the same batches. The output is a table, a page, and the numbers behind both.
+methods start from the same weights and see the same batches. It makes a table, a page, and a file with their numbers.
 """
 
 import json

@@ -128,8 +128,7 @@ def _is_in_table_1(row: Row) -> bool:
 def _without_empty(table: FilledTable) -> FilledTable:
     """The table without empty rows and columns, and without data sets and networks that have no run.
 
-    In pairwise tables, a data set is kept only if all its rows have runs, and is not already complete in
-    table 1.
+    In pairwise tables, a data set is kept only if all its rows have runs and it is not complete in table 1.
     """
     rows = table.rows
     if table.experiment.name in PAIRS:
