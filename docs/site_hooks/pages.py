@@ -31,6 +31,7 @@ ELSEWHERE = r"\[([^\]]+)\]\(CITATION\.cff\)"  # not a page: its name is enough
 OF_THE_SITE = r" *`make docs`\s+builds[^`]*`site/index\.html`\."  # its reader has it
 WIDE = {"compared.md"}  # a table of seven columns needs the place of the table of contents
 BOOST = {"choosing_epsilon.md": 8}  # in the search: "epsilon" is a word of many pages, and this is the one about it
+JOINED = r"(?<=\d) (?=[%±])|(?<=%) (?=±)|(?<=±) |(?<=\b[nNεζ]) (?==)|(?<=\b[nNεζ] =) "  # spaces amid a number
 IN_TABLE = re.compile(r"(?<=<code>)[^<]{15,}(?=</code>)")
 KINDS = {str: "TEXT", int: "INT", float: "NUMBER", Path: "PATH"}
 MARKER = "<!-- every subcommand with its flags stands here when the site is built -->"
@@ -65,13 +66,13 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
 
 
 def unbroken(html: str) -> str:
-    """A number stays on one line with its ± and its %; what a code block shows is left as it is.
+    """A number stays on one line with its name, its ± and its %; what a code block shows is left as it is.
 
     >>> unbroken("<p>8.5 % ± 1.7</p><pre>8.5 % ± 1.7</pre>").replace("\N{NO-BREAK SPACE}", "~")
     '<p>8.5~%~±~1.7</p><pre>8.5 % ± 1.7</pre>'
     """
     parts = re.split(r"(<pre.*?</pre>)", html, flags=re.DOTALL)
-    parts[::2] = [re.sub(r"(?<=\d) (?=[%±])|(?<=%) (?=±)|(?<=±) ", "\N{NO-BREAK SPACE}", part) for part in parts[::2]]
+    parts[::2] = [re.sub(JOINED, "\N{NO-BREAK SPACE}", part) for part in parts[::2]]
     return "".join(parts)
 
 

@@ -75,7 +75,7 @@ def _beside(full: Sequence[ProtocolEvidence]) -> str:
                     if not cell.agrees:
                         who = f"{NAMES[row.recipe.method]} on {TITLES.get(row.data, row.data)} under “{protocol.name}”"
                         theirs = as_printed(cell.paper, column.digits)
-                        numbers = f"{column.label} {mean_and_std(cell.values, column.digits)} beside {theirs}"
+                        numbers = f"{column.label}: {mean_and_std(cell.values, column.digits)}, the paper {theirs}"
                         apart.setdefault(who, []).append(numbers)
                     elif len(cell.values) > 1:
                         yes += 1
@@ -85,7 +85,7 @@ def _beside(full: Sequence[ProtocolEvidence]) -> str:
     if not yes + single + no:
         return "None of our means can be compared with the paper's yet."
     words = f"Of {yes + single + no} comparisons with the paper's means, {yes} agree"
-    words += f", {single} {'are' if single != 1 else 'is'} not contradicted by a single run" if single else ""
+    words += f", {single} {'are' if single != 1 else 'is'} not contradicted by our single run" if single else ""
     rows = [f"{who} ({_listed(numbers)})" for who, numbers in apart.items()]
     return f"{words}, and {no} do{'es' if no == 1 else ''} not agree{': ' if no else ''}{_listed(rows)}."
 
