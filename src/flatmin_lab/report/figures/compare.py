@@ -79,7 +79,7 @@ def forest(title: str, gaps: Sequence[Gap]) -> DrawnFigure:
 
 
 def seed_curves(title: str, curves: Sequence[Curve]) -> DrawnFigure:
-    """The mean over the seeds as a line, single seeds pale behind it."""
+    """The mean over the seeds as a line, single seeds faint behind it."""
     styles = styles_of([curve.key for curve in curves])
     with styled():
         figure = Figure(figsize=(3.6, 2.7), layout="constrained")
