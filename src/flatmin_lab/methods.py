@@ -137,13 +137,13 @@ OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp
 METHODS = (*REGULARISERS, *OTHERS)
 FLAGS = {  # settings of AMP (some also of other methods) that have a flag of their own, with its help
     "epsilon": "ε: the radius of AMP, RMP or adversarial training. AMP's default depends on the data and the length of "
-    "the run; auto adjusts it during training, with held-out data.",
+    "the run; auto adjusts it during training, using held-out data.",
     "inner_lr": "ζ: the step size of AMP's ascent.",
     "inner_iter": "N: how many ascent steps AMP takes.",
     "ball": "What ε bounds: global, group or tensor.",
     "norm": "The norm of the ball: l2 or linf.",
-    "start": "Fraction of the run to train without perturbing first, at one pass per step; default: 0.",
-    "growth": f"How AMP's radius grows from then on: {', '.join(GROWTHS)}; default: constant.",
+    "start": "Fraction of the run to train without perturbation, at one pass per step, before AMP starts; default: 0.",
+    "growth": f"How AMP's radius grows once it has started: {', '.join(GROWTHS)}; default: constant.",
     "every": "Perturb only every k-th step; default: 1.",
     "ascent_share": "Fraction of each batch to compute the perturbation on; default: 1.",
 }

@@ -55,7 +55,7 @@ def demo(
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
-    """Train the paper's eight methods on handwritten digits, a fifth of them mislabelled, and write a page."""
+    """Train the paper's eight methods on handwritten digits, a fifth of them mislabelled; write a results page."""
     with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2", "sklearn"):
             need(package, "flatmin demo")

@@ -27,9 +27,7 @@ OpenPage = Annotated[bool, option("Open the page in the default browser.", "--op
 DataDir = Annotated[Path, typer.Option(help="Folder with the official files of the data sets.")]
 Download = Annotated[bool, option("Download the official files if they are missing.", "--download")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; default: a GPU if there is one.")]
-ConfigFile = Annotated[
-    Path | None, option("Start from a recipe, which is a JSON file or a run folder; flags override it.")
-]
+ConfigFile = Annotated[Path | None, option("Start from a recipe: a JSON file, or a run folder. Flags override it.")]
 Executor = Annotated[
     str, typer.Option(help="local: on this machine; ray: on a Ray cluster.", rich_help_panel="On a cluster")
 ]

@@ -12,7 +12,7 @@ import typer
 
 HELP = "Train with Adversarial Model Perturbation (AMP), or with the methods that the paper compares it with."
 COMMANDS = {
-    "demo": "Train the paper's eight methods on handwritten digits, a fifth of them mislabelled, and write a page.",
+    "demo": "Train the paper's eight methods on handwritten digits, a fifth of them mislabelled; write a results page.",
     "train": "Train a model with the paper's protocol. A killed run can be resumed with --resume.",
     "doctor": "Check this machine (versions, devices, data sets, AMP on a model), or your own training code.",
     "compare": (
@@ -22,7 +22,7 @@ COMMANDS = {
         "Measure a trained model: error, calibration, robustness, flatness. flatmin report shows the results."
     ),
     "landscape": (
-        "Measure the loss around the weights of trained models, in the same directions for all; write a page in 3D."
+        "Measure the loss around the weights of trained models, in the same directions; write a page with 3D plots."
     ),
     "predict": "Classify images with a trained model: the class, its probability, and the runner-up.",
     "export": "Write a trained model to files that can be used without flatmin.",

@@ -182,7 +182,7 @@ class Recipe:
             "0 with one_cycle, which has its own", lambda epochs, recipe: not epochs or recipe.schedule != "one_cycle"
         ),
     )
-    clip_norm: float | None = flag(None, "Clip the gradient of the step to this norm.", POSITIVE)
+    clip_norm: float | None = flag(None, "Clip the gradient to this norm before the update.", POSITIVE)
     ema: float | None = flag(
         None,
         "Decay of an exponential moving average (EMA) of the weights, which is evaluated too.",

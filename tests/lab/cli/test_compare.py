@@ -63,7 +63,7 @@ def test_it_ends_with_a_table_and_the_sentence_and_leaves_a_page(data: Path, tmp
     assert "2 seeds of 4 training runs each" in said
     assert "measured on 12 of 120 training images, drawn anew with each seed and not trained on" in said
     assert said.count("seed 1 ") == 4
-    assert "a seed, " in said
+    assert " per seed, " in said
     assert sentence in (tmp_path / "out" / "comparison.html").read_text().replace("&#39;", "'")
     assert content["command"].startswith(f"flatmin compare --data {data} --model mlp")
     assert content["command"].endswith(f"--workers 1 --seeds 2 --radii 0.1 --out {tmp_path / 'out'}")
@@ -105,7 +105,7 @@ def test_a_changed_file_of_ones_own_is_refused(data: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "compare takes --data, a data set"),
+        ([], "compare needs --data with a data set"),
         (
             ["digits"],
             "compare takes mymodule:make_training or file.py:make_training, got 'digits'; a data set is named",
@@ -115,7 +115,7 @@ def test_a_changed_file_of_ones_own_is_refused(data: Path, tmp_path: Path) -> No
         (["--data", "digits", "--radii", "0.1,0.1"], "the radii must differ"),
         (["--data", "digits", "--radii", "many"], "numbers must be separated by commas"),
         (["--data", "digits", "--set", "epsilon=0.1"], "name them with --radii"),
-        (["mine.py:make_training", "--lr", 0.1], "has its own data, model and optimizer, got --lr beside"),
+        (["mine.py:make_training", "--lr", 0.1], "has its own data, model and optimizer, got --lr as well as"),
     ],
     ids=str,
 )

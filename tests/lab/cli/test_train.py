@@ -245,7 +245,7 @@ def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
         (["--seeds", "0"], "--seeds"),
         (["--together", "2"], "--together needs --seeds 2 or more"),
         (["--seeds", "2", "--together", "0"], "--together"),
-        (["--seeds", "2", "--batch-size", "1437"], "BatchNorm needs batches of two"),
+        (["--seeds", "2", "--batch-size", "1437"], "BatchNorm needs at least two images"),
         (["--compile", "--no-capture"], "leave out --compile or --no-capture"),
     ],
     ids=str,

@@ -63,7 +63,7 @@ def test_the_words_and_the_table_are_made_from_the_numbers(whole: str) -> None:
     assert "Test error: AMP 4.00 %, ERM 5.05 %; significantly lower (n = 4 and 4, p < 0.001)." in shown
     assert "AMP took 2.00 times as much time as ERM." in shown
     assert "5.05 ± 0.13" in shown
-    assert "Rise of the loss to there: AMP 0.300, ERM 0.300; no spread among the seeds to judge by" in shown
+    assert "Rise to the worst loss: AMP 0.300, ERM 0.300; the seeds do not differ, so there is no test" in shown
     assert "L∞, radius 4/255; PGD: 10 steps of 1/255, no random start; 100 test examples" in shown
 
 

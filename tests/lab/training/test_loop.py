@@ -304,7 +304,7 @@ def test_an_overflow_in_fp16_is_counted_and_spoils_no_mean(
 def test_what_cannot_be_trained_is_refused_before_it_begins() -> None:
     with pytest.raises(ValueError, match="the recipe is for digits, got the data set tiny"):
         list(train(replace(tiny_recipe(), data="digits"), tiny_data()))
-    with pytest.raises(ValueError, match="BatchNorm needs batches of two"):
+    with pytest.raises(ValueError, match="BatchNorm needs at least two images"):
         run(tiny_recipe(batch_size=43))
     with pytest.raises(ValueError, match="32"):
         run(tiny_recipe(model="vgg16", model_settings={}))

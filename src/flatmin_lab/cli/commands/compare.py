@@ -86,7 +86,7 @@ def compare(
         str | None,
         option("The measure that decides: error, nll, ece, or one of your own; default: error, or your first."),
     ] = None,
-    out: Annotated[Path | None, option("Folder of the comparison; default: comparisons/DATA-MODEL-LENGTH.")] = None,
+    out: Annotated[Path | None, option("Folder for the comparison; default: comparisons/DATA-MODEL-LENGTH.")] = None,
     config: ConfigFile = None,
     settings: Annotated[
         list[str] | None,

@@ -56,7 +56,7 @@ def evaluate(
     images: Annotated[
         int | None,
         option(
-            "How many test images to attack (default: all), and training images for flatness (default: 1000).",
+            "Number of test images to attack (default: all), or of training images for flatness (default: 1000).",
             "--images",
         ),
     ] = None,
@@ -65,7 +65,7 @@ def evaluate(
         option("Radius of the ball around an image, as a fraction of the pixel range; default: 4/255.", panel=ATTACK),
     ] = None,
     step_size: Annotated[str | None, option("PGD's step size; default: 1/255.", panel=ATTACK)] = None,
-    steps: Annotated[int | None, option("PGD's number of steps; default: 10.", panel=ATTACK)] = None,
+    steps: Annotated[int | None, option("Number of PGD steps; default: 10.", panel=ATTACK)] = None,
     norm: Annotated[str | None, option("The ball's norm: linf or l2; default: linf.", panel=ATTACK)] = None,
     epsilon: Annotated[
         float | None, option("Radius of the ball around the weights; default: 0.1.", panel=FLATNESS)
@@ -112,7 +112,7 @@ def landscape(
         float, typer.Option(help="Half the side of the plane; at 1, a filter has moved by its own length.")
     ] = landscapes.REACH,
     images: Annotated[
-        int, typer.Option(help="How many images of each split to compute the loss on.")
+        int, typer.Option(help="Number of images of each split to compute the loss on.")
     ] = landscapes.IMAGES,
     seed: Annotated[int, typer.Option(help="Seed for the two directions, which all models share.")] = 0,
     lines_only: Annotated[
@@ -128,7 +128,7 @@ def landscape(
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the loss around the weights of trained models, in the same directions for all; write a page in 3D."""
+    """Measure the loss around the weights of trained models, in the same directions; write a page with 3D plots."""
     with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin landscape")

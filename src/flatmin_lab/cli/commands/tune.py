@@ -72,7 +72,7 @@ def tune(
         str | None,
         option("What to tune, such as epsilon or lr,weight_decay; default: all hyper-parameters of the method."),
     ] = None,
-    out: Annotated[Path | None, option("Folder of the tuning; default: tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
+    out: Annotated[Path | None, option("Folder for the tuning; default: tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
     epochs: Annotated[
         int | None,
         option(
@@ -100,7 +100,7 @@ def tune(
     workers: Annotated[
         int | None,
         option(
-            "Trials at once, each in its own process; default: one per GPU, one on a CPU, on a cluster as many as fit.",
+            "Trials at once, each in its own process; default: one per GPU, one on a CPU, as many as fit on a cluster.",
             min=1,
             panel=HOW,
         ),
