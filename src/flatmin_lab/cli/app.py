@@ -84,7 +84,7 @@ def doctor(
         if training is not None:
             if (model, shape, device) != (None, None, None):
                 raise ValueError(
-                    "your own training code has its own model, inputs and device; leave out the flags, or the code"
+                    "training code has its own model, inputs and device; leave out the flags, or the training code"
                 )
             sound = doctor_command.show_findings(training, doctor_command.examine_user_training(training))
         else:

@@ -212,7 +212,7 @@ def test_a_crash_of_the_user_s_code_is_shown_with_its_own_lines(mine: Path) -> N
         assert doing in text
         assert line in text
         assert message in text
-        assert "1 error, no warnings; nothing after it was checked" in text
+        assert "1 error, no warnings; what comes after it was not examined" in text
         assert "flatmin/doctor" not in text
 
 

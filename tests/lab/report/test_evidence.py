@@ -269,7 +269,7 @@ def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp
     assert "86 training and 23 test images of CIFAR-10 are JPEG copies" in text
     assert "SVHN was cropped anew" not in text
     assert "Precision: bf16." in text
-    assert "60 epochs in place of 200" in text
+    assert "60 epochs instead of 200" in text
     assert "10 test images of CIFAR-100 are in its training set too" in text
     assert "at most 0.020 percentage points" in text
     assert "error, % without repeated images, % NLL" in text
@@ -277,7 +277,7 @@ def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp
     only = tmp_path / "only"
     write_result(only, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
     alone = text_of(report_page(load_results([only])))
-    assert "60 epochs in place of 200" not in alone
+    assert "60 epochs instead of 200" not in alone
     assert "copies through JPEG" not in alone
 
 

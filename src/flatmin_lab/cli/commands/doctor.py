@@ -159,7 +159,7 @@ def show_findings(title: str, findings: Sequence[Finding]) -> bool:
         table.add_row(Text(finding.name), verdict, Text(finding.seen + change))
     console.print(table)
     errors, warnings = (sum(finding.verdict == kind for finding in findings) for kind in ("error", "warning"))
-    after = "; nothing after it was checked: fix it, and run the doctor again" if errors else ""
+    after = "; what comes after it was not examined: fix it, and run the doctor again" if errors else ""
     display.say(console, f"{_count_of(errors, 'error')}, {_count_of(warnings, 'warning')}{after}")
     return not errors
 

@@ -259,7 +259,7 @@ def test_the_second_of_two_files_is_fetched_when_the_first_is_there(
 
 def test_a_file_of_that_name_that_is_another_one_is_left_alone(tmp_path: Path, server: str) -> None:
     (tmp_path / "file.bin").write_bytes(b"mine")
-    with pytest.raises(ValueError, match="move it away to fetch that"):
+    with pytest.raises(ValueError, match="move it away to download that"):
         fetch(remote(server), tmp_path)
     assert (tmp_path / "file.bin").read_bytes() == b"mine"
 
