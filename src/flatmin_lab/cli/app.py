@@ -23,13 +23,8 @@ from flatmin_lab.system.machine import device_named
 from flatmin_lab.system.optional_deps import need
 
 app = new_app()
-
-
-OLD_NAMES = {"pictures": "images"}  # options that were renamed; the old name still works, and the help has the new one
-
-
-def current_name(option_name: str) -> str:
-    return OLD_NAMES.get(option_name, option_name)
+OLD_NAMES = {"pictures": "images"}  # of options: they still work, and the help has the new ones
+RENAMED = {"token_normalize_func": lambda name: OLD_NAMES.get(name, name)}
 
 
 def version(asked: bool) -> None:
@@ -98,8 +93,8 @@ def doctor(
 
 
 app.command()(compare.compare)
-for command in (evaluate.evaluate, evaluate.landscape):
-    app.command(context_settings={"token_normalize_func": current_name})(command)
+app.command(context_settings=RENAMED)(evaluate.evaluate)
+app.command(context_settings=RENAMED)(evaluate.landscape)
 for command in (
     use_model.predict,
     use_model.export,
