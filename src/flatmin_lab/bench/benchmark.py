@@ -116,7 +116,7 @@ def _check_measurable(options: BenchmarkOptions, device: torch.device) -> None:
     }
     if None not in reasons:
         asked = f"{', '.join(options.methods)} as {', '.join(options.forms)}"
-        raise ValueError(f"nothing can be measured of {asked} on {device}: {'; '.join(sorted(map(str, reasons)))}")
+        raise ValueError(f"nothing can be measured for {asked} on {device}: {'; '.join(sorted(map(str, reasons)))}")
 
 
 def _table(

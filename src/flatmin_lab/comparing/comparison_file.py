@@ -105,7 +105,7 @@ def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
         return
     there = read_json(path).get("identity")
     if not isinstance(there, dict):
-        raise ValueError(f"{path} is not a comparison of this flatmin; choose another folder with --out")
+        raise ValueError(f"{path} is not a comparison that this flatmin can read; choose another folder with --out")
     if apart := _apart(there, identity):
         raise ValueError(
             f"{folder} holds another comparison: {'; '.join(apart)}. Use the same values to resume it, or choose "

@@ -264,7 +264,7 @@ class Recipe:
         if missing := [name for name in ("data", "model") if name not in values]:
             raise ValueError(f"a recipe must have {' and '.join(missing)}; it may be damaged")
         if unknown := sorted(values.keys() - known):
-            raise ValueError(f"a recipe has no {', '.join(unknown)}; it may be of a newer flatmin")
+            raise ValueError(f"a recipe has no {', '.join(unknown)}; it may be from a newer flatmin")
         check_types(Recipe, values)
         return Recipe(**values)
 

@@ -47,7 +47,7 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(found.get(name), kind) or isinstance(found.get(name), bool):
             raise ValueError(f"it is not a result: {name} is {found.get(name)!r}")
     if found["method"] not in METHODS:
-        raise ValueError(f"it has the unknown method {found['method']!r}; it may be of another flatmin")
+        raise ValueError(f"it has the unknown method {found['method']!r}; it may be from another version of flatmin")
     split = split_of(found)
     _check(found, f"{split}_error", is_share, "a share from 0 to 1")
     for name in (f"{split}_nll", f"{split}_ece", f"{split}_smoothed_loss", "label_noise", "train_loss"):
@@ -134,7 +134,7 @@ def boundary(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
     _object(found, "boundary")
     side, shares = found.get("side"), found.get("shares")
     if not isinstance(side, list) or len(side) < 3 or not all(map(is_number, side)) or side != sorted(set(side)):
-        raise ValueError("its side is not three rising numbers or more")
+        raise ValueError("its side must be at least three rising numbers")
     if not isinstance(shares, list) or len(shares) != len(side):
         raise ValueError(f"it must have {len(side)} rows")
     for row in shares:
@@ -245,7 +245,7 @@ def landscape(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
     _object(found, "landscape")
     axis = found.get("axis")
     if not isinstance(axis, list) or len(axis) < 3 or not all(map(is_number, axis)) or axis != sorted(set(axis)):
-        raise ValueError("its axis is not three rising numbers or more")
+        raise ValueError("its axis must be at least three rising numbers")
     _check(found, "reach", is_number, "a number")
     for name in ("seed", "points"):
         _check(found, name, lambda value: isinstance(value, int), "a whole number")

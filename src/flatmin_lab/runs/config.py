@@ -60,7 +60,7 @@ def recipe_of(path: Path, config: Mapping[str, Any]) -> Recipe:
         return Recipe.from_json(config["recipe"])
     except (TypeError, ValueError) as error:
         place = path / "config.json" if path.is_dir() else path
-        raise ValueError(f"{place} has no recipe of this flatmin: {error}; choose another folder") from error
+        raise ValueError(f"{place} has no recipe that this flatmin can read: {error}; choose another folder") from error
 
 
 def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:
@@ -71,7 +71,7 @@ def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int
 def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raise if two runs differ; they may differ in what does not change the numbers: versions, machine, time."""
     if not known:
-        raise ValueError(f"{path} does not say which run it belongs to; it may be of another flatmin")
+        raise ValueError(f"{path} does not say which run it belongs to; it may be from another version of flatmin")
     # through a Recipe, so that fields of newer versions get their defaults
     here, there = comparable(Recipe.from_json(asked["recipe"])), comparable(recipe_of(path, known))
     if name_now(there["name"]) == here["name"]:

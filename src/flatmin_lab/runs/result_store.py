@@ -76,14 +76,14 @@ class ResultStore:
         try:
             found = read_json(self.file(job))
         except ValueError as error:
-            raise ValueError(f"{error}, or delete it: its run's folder makes it again, if that is there") from error
+            raise ValueError(f"{error}, or delete it: the run folder makes it again, if it still exists") from error
         if not {"recipe", "seed", "method"} <= found.keys():
             raise ValueError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
         if apart := differs(found, job):
             now = name_now(str(found["recipe"]))
             moved = f", if it is of what is now {now}, to {self.results / f'{now}-{job.seed}.json'}" if now else " away"
             raise ValueError(
-                f"{self.file(job)} belongs to another run: {'; '.join(apart)}. Move it{moved}, or give other --results"
+                f"{self.file(job)} belongs to another run: {'; '.join(apart)}. Move it{moved}, or give another --results"
             )
         return found
 

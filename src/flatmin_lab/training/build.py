@@ -78,5 +78,5 @@ def load_initial_weights(recipe: Recipe, model: nn.Module) -> None:
         if not error.of_shape or len(modules) > MAX_HEADS or "" in modules:
             raise
         raise ValueError(
-            f"{error}. To train these anew, such as a head for other classes: --init-except {','.join(modules)}"
+            f"{error}. To train these from scratch, such as a head for other classes: --init-except {','.join(modules)}"
         ) from error

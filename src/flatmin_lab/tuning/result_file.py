@@ -27,13 +27,13 @@ def read(path: Path) -> Tuning:
     """The file, or the one in that folder; checked, since anyone may have written it."""
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; give the {FILE} that `flatmin tune` wrote")
+        raise FileNotFoundError(f"{path} does not exist; give the {FILE} that `flatmin tune` wrote")
     found = read_json(path)
     try:
         return _tuning(found)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path} is not a tuning of this flatmin: {why}") from error
+        raise ValueError(f"{path} is not a tuning that this flatmin can read: {why}") from error
 
 
 def _tuning(found: dict[str, Any]) -> Tuning:

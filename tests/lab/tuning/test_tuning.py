@@ -625,7 +625,7 @@ def test_a_run_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path)
         assert not (tmp_path / "run").exists()
     missing = flatmin("train", "--tuned", tmp_path / FILE)
     assert missing.exit_code == 2
-    assert "is not there" in words(missing.stderr)
+    assert "does not exist; give the tuning.json" in words(missing.stderr)
 
 
 def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) -> None:

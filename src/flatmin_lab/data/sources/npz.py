@@ -55,7 +55,7 @@ def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -
     missing = [key for key in keys if key not in arrays]
     if missing:
         raise ValueError(
-            f"{path} must hold {', '.join(keys)}; missing: {', '.join(missing)}, there: {', '.join(there) or 'nothing'}"
+            f"{path} must hold {', '.join(keys)}; missing: {', '.join(missing)}, found: {', '.join(there) or 'nothing'}"
         )
     return arrays
 
@@ -66,7 +66,7 @@ def _as_value_error(path: Path) -> Iterator[None]:
         yield
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(
-            f"{path} is not a whole .npz file of plain arrays ({error!s:.200}); delete it and make it again"
+            f"{path} is not an intact .npz file of plain arrays ({error!s:.200}); delete it and make it again"
         ) from error
 
 

@@ -196,7 +196,7 @@ def choose_device(nodes: Sequence[Node], device: str | None, gpus: float | None)
     if not any(node.room(share) for node in nodes):
         raise ValueError(
             f"a worker takes {share} of one node, but none of the cluster's {describe_nodes(nodes)} has that; "
-            f"{'give --device cpu, or ' if where == 'cuda' else ''}add nodes that have"
+            f"{'give --device cpu, or ' if where == 'cuda' else ''}add nodes that do"
         )
     return ("cpu" if where == "cpu" else "cuda:0"), share
 

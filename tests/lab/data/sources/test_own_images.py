@@ -99,7 +99,7 @@ class TestNpz:
             with suppress(ValueError):
                 load(tmp_path / "x.npz")
         (tmp_path / "x.npz").write_bytes(content[: len(content) // 2])
-        with pytest.raises(ValueError, match=r"not a whole \.npz"):
+        with pytest.raises(ValueError, match=r"not an intact \.npz"):
             load(tmp_path / "x.npz")
 
     def test_what_the_arrays_take_is_checked_before_one_is_read(self, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_broken_cache_and_a_file_of_another_kind_are_named(tmp_path: Path) -> 
     cache = tmp_path / "mine.npz"
     from_torch(train, test, name="mine", cache=cache)
     cache.write_bytes(cache.read_bytes()[:500])
-    with pytest.raises(ValueError, match=r"mine\.npz is not a whole \.npz"):
+    with pytest.raises(ValueError, match=r"mine\.npz is not an intact \.npz"):
         from_torch(train, test, name="mine", cache=cache)
     arrays = {"x_train": train.x, "y_train": train.y, "x_test": test.x, "y_test": test.y}
     np.savez(cache, **{key: value.numpy() for key, value in arrays.items()})  # type: ignore[arg-type]
