@@ -83,7 +83,8 @@ class ResultStore:
             now = name_now(str(found["recipe"]))
             moved = f", if it is of what is now {now}, to {self.results / f'{now}-{job.seed}.json'}" if now else " away"
             raise ValueError(
-                f"{self.file(job)} belongs to another run: {'; '.join(apart)}. Move it{moved}, or give another --results"
+                f"{self.file(job)} belongs to another run: {'; '.join(apart)}. Move it{moved}, or give "
+                "another --results"
             )
         return found
 

@@ -213,14 +213,12 @@ def test_a_file_that_is_gone_is_told_and_the_runs_copy_resumes(tmp_path: Path, m
     known = Recipe.from_json(json.loads((tmp_path / "run" / "config.json").read_text())["recipe"])
     mine.unlink()
     copy = tmp_path / "run" / "code" / "model" / mine.name
-    with pytest.raises(FileNotFoundError, match=f"does not exist any more.* resume with --model {copy}:make_model"):
+    with pytest.raises(FileNotFoundError, match=f"no longer exists.* resume with --model {copy}:make_model"):
         run(known, tmp_path / "run", resume=True)
     asked = replace(known, model=f"{copy}:make_model")
     assert isinstance(run(asked, tmp_path / "run", resume=True)[-1], Finished)
     copy.write_text("")
-    with pytest.raises(
-        FileNotFoundError, match=f"{mine} does not exist any more.*: put the old file back, or train anew"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"{mine} no longer exists.*: put the old file back, or train anew"):
         run(known, tmp_path / "run", resume=True)
 
 
