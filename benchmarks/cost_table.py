@@ -59,8 +59,8 @@ def _sam(table: Found) -> str:
     sam, amp, plain = (_row(table, *who, 1) for who in (("sam", "eager"), ("amp", "compiled"), ("amp", "eager")))
     if sam is None or "ms" not in sam:
         return ""
-    beside = f", where AMP's takes {_ms(plain)}" if _ratio(sam, plain) else ""
-    ratio = f"; AMP's compiled one is {_ratio(sam, amp)} times faster" if _ratio(sam, amp) else ""
+    beside = f", and AMP's {_ms(plain)}" if _ratio(sam, plain) else ""
+    ratio = f"; AMP's compiled step is {_ratio(sam, amp)} times as fast as SAM's" if _ratio(sam, amp) else ""
     return f"A step of pytorch_optimizer's SAM takes {_ms(sam)} ms in plain PyTorch{beside}{ratio}."
 
 
@@ -77,10 +77,10 @@ def _everywhere(tables: Sequence[Found]) -> str:
         "AMP, one CUDA graph, compiled",
         "batch",
         "ms",
-        "over ERM",
+        "ratio to ERM",
         "floor, ms",
         "ERM, plain PyTorch, ms",
-        "over it",
+        "ratio to that",
     ]
     return page_parts.markdown(head, rows) if rows else ""
 
@@ -98,10 +98,10 @@ def _measured(result: Found) -> str:
     bandwidth = " and ".join(dict.fromkeys(f"{run['bytes_per_s'] / 1e12:.3g}" for run in runs))
     return (
         f"{result['hardware']}, torch {result['torch']}{commit}; {result['precision']}, channels-last, data and "
-        f"augmentation in the step; medians over {_range(blocks)} blocks of {_range(lengths)} steps each, in turns, "
-        f"{_spread(rows)}. Plain PyTorch mostly waits for Python here: its times are the CPU's. The floor: "
-        f"arithmetic at {flops} TFLOP/s and the weights' bytes at {bandwidth} TB/s, both measured. Memory is the peak "
-        "of a model's steps."
+        f"augmentation in the step; medians over {_range(blocks)} blocks of {_range(lengths)} steps each, in turn, "
+        f"{_spread(rows)}. Plain PyTorch mostly waits for Python here, so its times depend on the CPU. The floor "
+        f"is the arithmetic at {flops} TFLOP/s plus the bytes of the weights at {bandwidth} TB/s, both measured. "
+        "Memory is the peak during a model's steps."
     )
 
 

@@ -52,7 +52,8 @@ def gain(results: Path) -> str:
     """ERM and AMP on each data set, by the protocol with the most runs of both, and how long a step takes."""
     runs, columns = read_all(ResultStore(results, results)), [column_named(name) for name in COLUMNS]
     measured = json.loads(cost_table.JSON.read_text())
-    rows, shown, protocols = [], [], []
+    rows, shown = [], []
+    followed: dict[str, list[str]] = {}  # data sets by protocol
     for data in SETS:
         both = {
             protocol: [runs.get(cell(protocol, data, RESNET, method).name, []) for method in ("erm", "amp")]
@@ -61,7 +62,7 @@ def gain(results: Path) -> str:
         protocol, pairs = max(both.items(), key=lambda item: min(map(len, item[1])))  # of equal ones the first
         if not all(pairs):
             continue
-        protocols.append(f"{TITLES[data]} by the protocol `{protocol}`")
+        followed.setdefault(protocol, []).append(TITLES[data])
         times = ("1", cost_table.ratio(measured, "compiled"))
         for method, own, time in zip(("ERM", "AMP"), pairs, times, strict=True):
             last = [[value for run in own if (value := as_in_paper(run, one)) is not None] for one in columns]
@@ -72,11 +73,13 @@ def gain(results: Path) -> str:
         raise ValueError(f"there is no result in {results}; make some with flatmin reproduce")
     table = page_parts.markdown(["", *(column.label for column in columns), "time", "n"], rows)
     hardware = ", ".join(sorted({str(run.result["hardware"]) for run in shown}))
+    of_data = [f"{' and '.join(sets)} under the protocol `{protocol}`" for protocol, sets in followed.items()]
+    under = f"under the protocol `{next(iter(followed))}`" if len(followed) == 1 else ", ".join(of_data)
     return (
-        f"{table}\n\n{TITLES[RESNET]}, 200 epochs, {hardware}, {_precision(shown)}; {', '.join(protocols)} ([what "
-        "differs](docs/reproducing.md#the-protocols)). Test numbers of the last epoch: mean ± standard deviation over "
-        "n seeds, fewer than three singly. Time: of a step as a compiled CUDA graph; in plain PyTorch it is "
-        f"{cost_table.ratio(measured, 'eager')} times."
+        f"{table}\n\n{TITLES[RESNET]}, 200 epochs, {hardware}, {_precision(shown)}; {under} ([what "
+        "differs](docs/reproducing.md#the-protocols)). Test numbers at the last epoch: mean ± standard deviation over "
+        "n seeds, or each value if n is below 3. Time is per step, relative to ERM, as a compiled CUDA graph (in plain "
+        f"PyTorch: {cost_table.ratio(measured, 'eager')})."
     )
 
 
@@ -120,10 +123,10 @@ def _measured(runs: Sequence[Run]) -> str:
     if any(run.method == "label_smoothing" for run in runs):
         notes += " The NLL of label smoothing is the smoothed loss, as the paper's seems to be."
     return (
-        f"Test numbers: mean ± standard deviation over n seeds, fewer than three singly; of the last epoch, and of the "
-        f"one with the lowest test error, which the paper's are of (10 runs; ECE: the authors' slides). `paper` is the "
-        f"recipe of the published code's first version, `paper-v2` that of the second and of the paper's text "
-        f"([what differs](reproducing.md#the-protocols)). {all_of('hardware')}, torch {all_of('torch')}, "
+        f"Test numbers: mean ± standard deviation over n seeds, or each value if n is below 3, at the last epoch and "
+        f"at the one with the lowest test error. The paper's are from the latter (10 runs; ECE: the authors' slides). "
+        f"`paper` is the recipe of the published code's first version, `paper-v2` that of the second and of the "
+        f"paper's text ([what differs](reproducing.md#the-protocols)). {all_of('hardware')}, torch {all_of('torch')}, "
         f"{_precision(runs)}, commit {all_of('commit')}.{notes} {' '.join(of_the_data(runs))}"
     )
 

@@ -1,7 +1,7 @@
 """A small transformer on digits with wrong labels: AdamW alone, AMP with a fixed radius, and with one that is matched.
 
 A digit of 8×8 is a sequence of 16 patches. For `auto` a tenth of the training set is held out, with labels that are
-wrong as often as the rest's, for the first six tenths of the training. Then it is trained on too, and ε stays.
+wrong as often as the rest's, for the first 60 % of training. Then it is trained on too, and ε stays as it is.
 
     python examples/transformer.py [--epsilon 0 0.1 auto] [--noise 0.2] [--epochs 30] [--seeds 3]
 
@@ -22,7 +22,7 @@ import flatmin
 from flatmin import metrics
 
 BATCH = 50
-MATCHED = 0.6  # of the perturbed part of the training, in which ε moves
+MATCHED = 0.6  # the share of the perturbed part of training in which ε is adjusted
 
 
 class Transformer(nn.Module):

@@ -1,6 +1,6 @@
-"""Does AMP help me? Three trainings of one's own, to be compared with and without it.
+"""Does AMP help me? Three training loops of your own, to be compared with and without it.
 
-Each function returns a training that has not begun, with its batches and with data that it is not trained on:
+Each function returns a training loop that has not started, with its batches and with held-out data:
 
     flatmin compare examples/worth_it.py:wrong_labels          a convolutional network; a fifth of the labels is wrong
     flatmin compare examples/worth_it.py:breast_cancer         a perceptron on 30 measurements of 426 tumours

@@ -213,6 +213,13 @@ def test_the_page_of_the_command_has_a_row_for_every_field_that_the_recipe_decla
         assert re.sub(r"\\(.)", r"\1", said) == declared.text
 
 
+def test_a_number_of_a_page_stays_on_one_line_with_its_unit() -> None:
+    pytest.importorskip("mkdocs", reason="installed with flatmin[docs]")
+    unbroken = run_path(str(DOCS / "site_hooks" / "pages.py"))["unbroken"]
+    text, code = "<td>n = 3: 8.5 % ± 1.7</td>", "<pre>n = 3: 8.5 % ± 1.7</pre>"
+    assert unbroken(text + code) == text.replace(" ", "\N{NO-BREAK SPACE}").replace(":\N{NO-BREAK SPACE}", ": ") + code
+
+
 def test_the_readme_names_commands_that_exist() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"make (\w+)", (ROOT / "README.md").read_text()))

@@ -8,7 +8,7 @@
 
 Written once, so that they cannot differ from what they are made from. Links are rewritten to fit: on GitHub the README
 points to docs/, and pages to ../README.md, which here is the home page. And what Markdown cannot say: which page is as
-wide as its table, which pages the search shows first, and where long names in tables may break.
+wide as its table, which pages the search shows first, where long names in tables may break, and where numbers may not.
 """
 
 import re
@@ -31,6 +31,7 @@ ELSEWHERE = r"\[([^\]]+)\]\(CITATION\.cff\)"  # not a page: its name is enough
 OF_THE_SITE = r" *`make docs`\s+builds[^`]*`site/index\.html`\."  # its reader has it
 WIDE = {"compared.md"}  # a table of seven columns needs the place of the table of contents
 BOOST = {"choosing_epsilon.md": 8}  # in the search: "epsilon" is a word of many pages, and this is the one about it
+JOINED = r"(?<=\d) (?=[%±])|(?<=%) (?=±)|(?<=±) |(?<=\b[nNεζ]) (?==)|(?<=\b[nNεζ] =) "  # spaces amid a number
 IN_TABLE = re.compile(r"(?<=<code>)[^<]{15,}(?=</code>)")
 KINDS = {str: "TEXT", int: "INT", float: "NUMBER", Path: "PATH"}
 MARKER = "<!-- every subcommand with its flags stands here when the site is built -->"
@@ -58,9 +59,21 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return re.sub(
+    html = re.sub(
         r"<td.*?</td>", lambda cell: IN_TABLE.sub(lambda name: breakable(name[0]), cell[0]), html, flags=re.DOTALL
     )
+    return unbroken(html)
+
+
+def unbroken(html: str) -> str:
+    """A number stays on one line with its name, its ± and its %; what a code block shows is left as it is.
+
+    >>> unbroken("<p>8.5 % ± 1.7</p><pre>8.5 % ± 1.7</pre>").replace("\N{NO-BREAK SPACE}", "~")
+    '<p>8.5~%~±~1.7</p><pre>8.5 % ± 1.7</pre>'
+    """
+    parts = re.split(r"(<pre.*?</pre>)", html, flags=re.DOTALL)
+    parts[::2] = [re.sub(JOINED, "\N{NO-BREAK SPACE}", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def breakable(name: str) -> str:

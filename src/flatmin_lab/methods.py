@@ -27,13 +27,13 @@ from flatmin_lab.data.normalise import Normalisation
 
 CONSTANT = RadiusSchedule()
 NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # of AMP's radius over time
-# settings that are listed only where they are others: the paper has none of them, or its published code alone
+# settings that are listed only if they are not the default: the paper has none of them, or only its published code
 UNLISTED = {**NOT_IN_PAPER, "regulariser": "erm", "noise": "ball", "units": "pixels", "random_start": False}
-BESIDE_AMP = ("erm", "label_smoothing", "flooding", "mixup")  # regularisers that AMP may perturb the loss of
-AUTO, AUTO_FIRST_RADIUS = "auto", 0.1  # the word for a matched ε, and what it begins with
-AUTO_RELEASE = 0.6  # of the perturbed part of a run, in which it moves
-AUTO_RULE = 2  # counts the ways ε was matched, here and in flatmin.MatchedRadius: a run keeps the one it began with
-OF_AUTO = ("held_out", "release")  # settings of a matched ε alone
+BESIDE_AMP = ("erm", "label_smoothing", "flooding", "mixup")  # regularisers that AMP can be combined with
+AUTO, AUTO_FIRST_RADIUS = "auto", 0.1  # the word for a matched ε, and its initial value
+AUTO_RELEASE = 0.6  # the share of the perturbed part of a run in which ε is adjusted
+AUTO_RULE = 2  # version of how ε is matched, here and in flatmin.MatchedRadius: a run keeps the one it started with
+OF_AUTO = ("held_out", "release")  # settings of a matched ε only
 
 
 def _unwrapped(optimizer: Optimizer, model: nn.Module) -> Optimizer:
@@ -52,9 +52,9 @@ class Method:
     regulariser: Regulariser
     dropout: float = 0.0
     wrap: Callable[[Optimizer, nn.Module], Optimizer] = _unwrapped
-    schedule: RadiusSchedule = CONSTANT  # how much of ε a step has
+    schedule: RadiusSchedule = CONSTANT  # the share of ε that a step uses
     ascent_share: float = 1.0  # of the batch, for the ascent
-    release: float = 1.0  # the share of a run after which held-out images are trained on, and ε stays
+    release: float = 1.0  # the share of a run after which the held-out images are trained on and ε stays as it is
 
 
 def dropout(rate: float = 0.1) -> Method:
@@ -97,12 +97,12 @@ def amp(
     """The worst perturbation. 0.5 and 1 are the paper's for PreActResNet18 over 200 epochs; VGG16 has 0.1 and 0.2.
 
     `start`, `growth` and `every` are those of a `RadiusSchedule`: perturb later, grow, perturb less often.
-    `ascent_share` is the share of a batch that Δ comes from. With epsilon="auto" a `flatmin.MatchedRadius` moves ε,
-    with the loss on a part of the training set that is held out for it: on a share of `held_out`, or else of 2 %, and
-    up to 10 % where that is fewer than 500 images. After a share of `release` (0.6) of the perturbed part of the run
-    these are trained on too, and ε stays.
+    `ascent_share` is the share of a batch that Δ is computed on. With epsilon="auto" a `flatmin.MatchedRadius` adjusts
+    ε, using the loss on a part of the training set that is held out: a share of `held_out`, or by default 2 %, or up to
+    10 % if that is fewer than 500 images. Once the share `release` (0.6) of the perturbed part of the run is over,
+    the held-out images are trained on too, and ε stays as it is.
     `regulariser` names one of `BESIDE_AMP`: AMP then perturbs the weights against that loss, with the paper's settings.
-    `sync_perturbation=False`: a perturbation per rank, where several ranks train one model.
+    `sync_perturbation=False`: one perturbation per rank, if several ranks train one model.
     """
     settings: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
     settings["sync_perturbation"] = sync_perturbation
@@ -135,7 +135,7 @@ def _check_moving(
     if held_out is not None and not 0 < held_out < 1:
         raise ValueError(f"held_out is a share of the training set, between 0 and 1, got {held_out}")
     if release is not None and not 0 < release <= 1:
-        raise ValueError(f"release is a share of the run, above 0 and at most 1, got {release}")
+        raise ValueError(f"release is a share of the perturbed part of the run, above 0 and at most 1, got {release}")
     for name, value in of_auto.items():
         if value is not None and epsilon != AUTO:
             raise ValueError(f"{name} belongs to epsilon auto, got {name}={value} and epsilon={epsilon}; leave it out")
@@ -150,24 +150,24 @@ def _check_moving(
 
 OTHERS: dict[str, Callable[..., Method]] = {"dropout": dropout, "rmp": rmp, "amp": amp}
 METHODS = (*REGULARISERS, *OTHERS)
-FLAGS = {  # settings of AMP, some of them of other methods too, that have a flag of their own, and its help
+FLAGS = {  # settings of AMP (some also of other methods) that have a flag of their own, with its help
     "epsilon": "ε: the radius of AMP, RMP or adversarial training. AMP's default depends on the data and the length of "
-    "the run; auto matches it to held-out data.",
+    "the run; auto adjusts it during training, using held-out data.",
     "inner_lr": "ζ: the step size of AMP's ascent.",
     "inner_iter": "N: how many ascent steps AMP takes.",
     "ball": "What ε bounds: global, group or tensor.",
     "norm": "The norm of the ball: l2 or linf.",
-    "start": "Share of the run before AMP begins to perturb; until then a step costs one pass; default: 0.",
-    "growth": f"How AMP's radius grows from then on: {', '.join(GROWTHS)}; default: constant.",
+    "start": "Fraction of the run to train without perturbation, at one pass per step, before AMP starts; default: 0.",
+    "growth": f"How AMP's radius grows once it has started: {', '.join(GROWTHS)}; default: constant.",
     "every": "Perturb only every k-th step; default: 1.",
-    "ascent_share": "Share of each batch that the perturbation is computed from; default: 1.",
+    "ascent_share": "Fraction of each batch to compute the perturbation on; default: 1.",
 }
 
 
 def resolve_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's settings, completed by the paper's: numbers and strings, not generators or flags.
+    """A method's settings, completed with the paper's: numbers and strings, not generators or flags.
 
-    The paper has one radius for all steps; what moves it is listed where something does.
+    The paper has one radius for all steps; settings that change it over time are listed only if they are used.
 
     >>> resolve_settings("amp", {"epsilon": 0.1, "start": 0.5})
     {'epsilon': 0.1, 'inner_lr': 1.0, 'inner_iter': 1, 'ball': 'global', 'norm': 'l2', 'start': 0.5}
@@ -219,7 +219,7 @@ def mean_passes(name: str, settings: Mapping[str, Any]) -> float:
 
 @cache
 def setting_names(name: str) -> frozenset[str]:
-    """All that a method's settings may be called."""
+    """The names of all settings of a method."""
     return frozenset(signature(OTHERS.get(name) or REGULARISERS[name]).parameters)
 
 
@@ -235,7 +235,7 @@ def _defaults(name: str) -> Mapping[str, Any]:
 def build(name: str, *, normalise: Normalisation | None = None, **settings: Any) -> Method:
     """A method by name, with the paper's settings where none are given.
 
-    `normalise` is what the model's images went through: adversarial training must undo it, the others ignore it.
+    `normalise` is the normalisation of the model's images: adversarial training must undo it, the others ignore it.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; choose from {', '.join(METHODS)}")
@@ -247,11 +247,11 @@ def build(name: str, *, normalise: Normalisation | None = None, **settings: Any)
     if name == "adversarial" and not {"mean", "std"} & settings.keys():
         if normalise is None:
             raise ValueError(
-                "adversarial training must know what the images went through: give "
+                "adversarial training must know how the images were normalised: give "
                 "normalise=Normalisation.of(data.train), or mean= and std= ([0.0] and [1.0] for images of 0 to 1)"
             )
         settings = {"mean": normalise.mean, "std": normalise.std, **settings}
     if name != "amp" and settings.get("epsilon") == AUTO:
-        raise ValueError(f"epsilon {AUTO} is a radius of AMP's, got it for {name}; give a number")
+        raise ValueError(f"epsilon {AUTO} works only with AMP, got it for {name}; give a number")
     made = make(**settings)
     return made if isinstance(made, Method) else Method(name=name, regulariser=made)

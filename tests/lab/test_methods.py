@@ -154,12 +154,12 @@ def test_a_method_can_be_sent_to_another_process(name: str) -> None:
         ("amp", {"epsilon": "auto", "growth": "linear"}, "grows by itself, got growth=linear; leave it out"),
         ("amp", {"epsilon": "auto", "held_out": 0}, "held_out is a share of the training set, between 0 and 1, got 0"),
         ("amp", {"epsilon": 0.1, "held_out": 0.1}, "held_out belongs to epsilon auto, got .*; leave it out"),
-        ("amp", {"epsilon": "auto", "release": 1.5}, "release is a share of the run, above 0 and at most 1, got 1.5"),
+        ("amp", {"epsilon": "auto", "release": 1.5}, "release is a share of the perturbed part of the run, above 0"),
         ("amp", {"epsilon": 0.1, "release": 0.5}, "release belongs to epsilon auto, got .*; leave it out"),
-        ("rmp", {"epsilon": "auto"}, "epsilon auto is a radius of AMP's, got it for rmp; give a number"),
+        ("rmp", {"epsilon": "auto"}, "epsilon auto works only with AMP, got it for rmp; give a number"),
         ("adversarial", {"epsilon": "auto", "mean": [0.0], "std": [1.0]}, "got it for adversarial; give a number"),
         ("dropout", {"rate": 10}, "below 1, got 10"),
-        ("adversarial", {}, "must know what the images went through: give normalise="),
+        ("adversarial", {}, "must know how the images were normalised: give normalise="),
     ],
 )
 def test_wrong_settings_are_named(name: str, settings: dict[str, Any], message: str) -> None:

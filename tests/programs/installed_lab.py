@@ -16,7 +16,7 @@ TRAIN = "train --data digits --epochs 1 --batch-size 300 --device cpu --out run"
 PAGES = {  # a command: the page that it writes, and what stands in it
     "report run": ("out/report.html", "AMP"),
     f"report {RESULTS} --out out/evidence.html": ("out/evidence.html", "Table"),
-    "landscape run --points 3 --pictures 50": ("out/landscape.html", "<script>"),
+    "landscape run --points 3 --images 50": ("out/landscape.html", "<script>"),
     "theory": ("out/theory.html", "<script>"),
     "demo --seeds 1 --epochs 1": ("out/demo/demo.html", "AMP"),
 }

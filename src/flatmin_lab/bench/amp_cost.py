@@ -1,6 +1,6 @@
-"""What AMP costs over ERM: milliseconds a step of both on one device, and the hours of a whole training run.
+"""What AMP costs compared with ERM: milliseconds per step of both on one device, and the hours of a whole training run.
 
-Two endless runs take turns, a block of steps each, so that whatever else the machine does falls on both.
+Two endless runs take turns, a block of steps each, so that whatever else the machine does affects both.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ WARMUP_STEPS = 5  # before the first block
 def measure_cost(
     recipes: Mapping[str, Recipe], data: Dataset, *, device: torch.device, steps: int = 50
 ) -> dict[str, Any]:
-    """By method, milliseconds a step (median and quartiles over the blocks) and hours; and the ratio of AMP to ERM."""
+    """By method, milliseconds per step (median and quartiles over the blocks) and hours; the ratio of AMP to ERM."""
     times: dict[str, list[float]] = {method: [] for method in recipes}
     with ExitStack() as stack:
         runs = {

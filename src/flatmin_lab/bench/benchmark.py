@@ -2,7 +2,7 @@
 
     result = run_benchmark(BenchmarkOptions(models=("preactresnet18",), batch_sizes=(50,)), device=torch.device("cuda"))
 
-There is a table for every model and batch size: each method of contenders.py in each form, timed in turns (table.py),
+There is a table for every model and batch size: each method of contenders.py in each form, timed in turn (table.py),
 beside the floor (roofline.py). cuDNN may search for its fastest algorithms; float32 is computed as torch does by
 default. The result records these settings.
 """
@@ -31,7 +31,7 @@ from flatmin_lab.system.machine import facts
 from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.training.learner import AUTOCAST
 
-MIN_BLOCKS, MAX_BLOCKS = 5, 10  # blocks of steps a contender; quartiles need five
+MIN_BLOCKS, MAX_BLOCKS = 5, 10  # blocks of steps per contender; quartiles need five
 DEFAULT_MODELS = ("preactresnet18", "vgg16", "wideresnet28_10")
 DEFAULT_BATCH_SIZES, DEFAULT_AT_ONCE, DEFAULT_STEPS = (50, 128, 512), (2, 4), 100
 PACKAGES = ("triton", "pytorch-optimizer")
@@ -112,11 +112,11 @@ def _check_measurable(options: BenchmarkOptions, device: torch.device) -> None:
         (method, form) for method in options.methods for form in options.forms if method != "sam" or form == "eager"
     ]
     reasons = {why_left_out(*pair, device=device, precision=options.precision) for pair in pairs} or {
-        "sam is eager alone"
+        "sam is eager only"
     }
     if None not in reasons:
         asked = f"{', '.join(options.methods)} as {', '.join(options.forms)}"
-        raise ValueError(f"nothing can be measured of {asked} on {device}: {'; '.join(sorted(map(str, reasons)))}")
+        raise ValueError(f"nothing can be measured for {asked} on {device}: {'; '.join(sorted(map(str, reasons)))}")
 
 
 def _table(

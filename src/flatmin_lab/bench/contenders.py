@@ -1,7 +1,7 @@
 """The contenders of a benchmark: training steps of a method in a form.
 
     method   erm (SGD alone) · amp (SGD in AMP) · sam (pytorch_optimizer's SAM around SGD, called as its users do)
-             and the steps that cheaper trainings have: amp-idle (AMP with ε = 0, a step without a perturbation),
+             and the steps of cheaper training modes: amp-idle (AMP with ε = 0, a step without a perturbation),
              amp-quarter (Δ from a quarter of the batch), amp-half (Δ from images of half the size)
     form     eager     plain PyTorch, kernel by kernel
              graph     the whole step as one CUDA graph
@@ -9,7 +9,7 @@
              at-once   several such models, each with a graph and a stream of its own
 
 A step includes its data: it gathers images from a data set on the device, crops, flips and normalises them. All
-contenders get the same batches in the same order. The images are random; what is learnt from them does not matter.
+contenders get the same batches in the same order. The images are random; what is learned from them does not matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _quarter(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The first quarter of the batch, rounded up; two images at least, for BatchNorm, as the learner takes them."""
+    """The first quarter of the batch, rounded up; at least two images, for BatchNorm, as in the learner."""
     count = max(-(-len(x) // 4), 2)
     return x[:count], y[:count]
 
@@ -78,7 +78,7 @@ class Contender:
 
 
 class ConcurrentContenders:
-    """Several contenders, a stream each; the host launches their steps in turn."""
+    """Several contenders, each with its own stream; the host launches their steps in turn."""
 
     def __init__(self, contenders: Sequence[Contender], streams: Sequence[torch.cuda.Stream]) -> None:
         self.pairs = list(zip(contenders, streams, strict=True))

@@ -1,9 +1,9 @@
-"""What a cheaper training costs over ERM, from the measured milliseconds of its kinds of steps.
+"""What a cheaper training mode costs compared with ERM, from the measured milliseconds of its kinds of steps.
 
     cost = Σ share · ms(kind) / ms(erm)        over the kinds of steps that a run has, times its length over ERM's
 
-`flatmin bench` times the kinds in turns, in one process (contenders.py): a step without a perturbation, one with, one
-with an ascent on a quarter of the batch. A mode that has another kind of step has no measured cost, but passes.
+`flatmin bench` times the kinds in turn, in one process (contenders.py): a step without a perturbation, one with, and
+one with an ascent on a quarter of the batch. A mode with another kind of step has no measured cost, only passes.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ CAPTURED, EAGER = "compiled", "eager"  # the forms: as the laboratory trains on 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds a step of each contender, by form, of one network on one machine."""
+    """Milliseconds per step of each contender, by form, for one network on one machine."""
 
     hardware: str
     model: str
@@ -58,7 +58,7 @@ def contender_of(kind: Recipe) -> str | None:
 
 
 def step_times(benchmark: Mapping[str, Any]) -> list[StepTimes]:
-    """Of each table of a file that `flatmin bench` wrote, without rows that failed or have several models."""
+    """One for each table of a file that `flatmin bench` wrote, without rows that failed or have several models."""
     found = []
     for table in benchmark["tables"]:
         ms: dict[str, dict[str, float]] = {}

@@ -28,7 +28,7 @@ def is_above_noise(difference: Mapping[str, Any]) -> bool:
 
 
 def memory_over_erm(row: Row, rows: Iterable[Row], copy: float) -> float | None:
-    """Memory of a model beyond ERM's in the same form, in float32 copies of the parameters (`copy` MiB each)."""
+    """A model's memory beyond ERM's in the same form, in float32 copies of the parameters (`copy` MiB each)."""
     same = [other for other in rows if (other["form"], other["models"]) == (row["form"], row["models"])]
     plain = next((other.get("peak_mib") for other in same if other["method"] == "erm"), None)
     if row["method"] == "erm" or plain is None or row.get("peak_mib") is None:

@@ -1,7 +1,7 @@
-"""One table of the benchmark: all contenders for a model and batch size, built one by one, then timed in turns.
+"""One table of the benchmark: all contenders for a model and batch size, built one by one, then timed in turn.
 
 Memory is measured while a contender is built, against what was in use before, so it is the contender's own. A failure
-(out of memory, a step that cannot be captured) becomes a row that says why, and the others continue.
+(out of memory, a step that cannot be captured) becomes a row that says why; the others continue.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class BenchmarkTable:
         self.largest = 0.0
 
     def add(self, methods: Sequence[str], forms: Sequence[str], at_once: Sequence[int]) -> None:
-        """Build the contenders. Single models come first: if memory runs out, several at once go without."""
+        """Build the contenders. Single models come first: if memory runs out, several at once are left out."""
         for form in (form for form in SINGLE if form in forms):
             for method in methods:
                 if method != "sam" or form == "eager":
@@ -120,7 +120,7 @@ class BenchmarkTable:
         """Check for memory for one more model, and for the eager ones, which allocate theirs in every step."""
         need = (replicas[0].peak_mib or 0.0 if replicas else 0.0) + self.largest
         if (free := free_mib(self.device)) < need:
-            raise CannotStepError(f"one more model needs {need:.0f} MiB, and {free:.0f} are free")
+            raise CannotStepError(f"one more model needs {need:.0f} MiB, but {free:.0f} are free")
 
     def _start(self, name: str, take: Callable[[int], None], built: Sequence[ReadyContender]) -> Row:
         length = block_length(take, self.device, most=self.steps // self.rounds)

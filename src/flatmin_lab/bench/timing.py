@@ -61,7 +61,7 @@ class Runner:
     take: TakeSteps
     steps: int
     models: int = 1
-    times: list[float] = field(default_factory=list)  # ms a model's step, one per block
+    times: list[float] = field(default_factory=list)  # ms per step and model, one value per block
     failed: str | None = None
 
     def run(self, device: torch.device) -> None:

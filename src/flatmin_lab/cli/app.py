@@ -23,6 +23,8 @@ from flatmin_lab.system.machine import device_named
 from flatmin_lab.system.optional_deps import need
 
 app = new_app()
+OLD_NAMES = {"pictures": "images"}  # of options: they still work, and the help has the new ones
+RENAMED = {"token_normalize_func": lambda name: OLD_NAMES.get(name, name)}
 
 
 def version(asked: bool) -> None:
@@ -40,15 +42,15 @@ def main(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="The folder for demo.html and demo.json.")] = Path("out/demo"),
-    seeds: Annotated[int, typer.Option(help="Training runs of each method, with seeds 0, 1, 2, …")] = 5,
-    noise: Annotated[float, typer.Option(help="Fraction of the training labels to replace by wrong ones.")] = 0.2,
-    epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 20,
-    workers: Annotated[int | None, option("How many runs train at once; default: one per core.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for demo.html and demo.json.")] = Path("out/demo"),
+    seeds: Annotated[int, typer.Option(help="Training runs per method, with seeds 0, 1, 2, …")] = 5,
+    noise: Annotated[float, typer.Option(help="Fraction of the training labels to replace with wrong ones.")] = 0.2,
+    epochs: Annotated[int, typer.Option(help="Epochs per run.")] = 20,
+    workers: Annotated[int | None, option("How many runs to train at once; default: one per core.")] = None,
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
-    """Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it."""
+    """Train the paper's eight methods on handwritten digits, a fifth of them mislabelled; write a results page."""
     with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2", "sklearn"):
             need(package, "flatmin demo")
@@ -66,8 +68,8 @@ def doctor(
     training: Annotated[
         str | None, typer.Argument(help="Your own training code: mymodule:make_training or file.py:make_training.")
     ] = None,
-    model: Annotated[str | None, option("A built-in model, or your own: file.py:make_model. Default: convnet.")] = None,
-    shape: Annotated[str | None, option("The shape of one input of that model. Default: 3,32,32.")] = None,
+    model: Annotated[str | None, option("A built-in model, or your own: file.py:make_model; default: convnet.")] = None,
+    shape: Annotated[str | None, option("The shape of one input of that model; default: 3,32,32.")] = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     device: Device = None,
     debug: Debug = False,
@@ -77,7 +79,7 @@ def doctor(
         if training is not None:
             if (model, shape, device) != (None, None, None):
                 raise ValueError(
-                    "a training has its own model, inputs and device: leave out the flags, or the training"
+                    "training code has its own model, inputs and device; leave out the flags, or the training code"
                 )
             sound = doctor_command.show_findings(training, doctor_command.examine_user_training(training))
         else:
@@ -90,10 +92,10 @@ def doctor(
             raise typer.Exit(1)
 
 
+app.command()(compare.compare)
+app.command(context_settings=RENAMED)(evaluate.evaluate)
+app.command(context_settings=RENAMED)(evaluate.landscape)
 for command in (
-    compare.compare,
-    evaluate.evaluate,
-    evaluate.landscape,
     use_model.predict,
     use_model.export,
     reproduce.reproduce,

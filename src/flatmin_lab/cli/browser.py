@@ -1,4 +1,4 @@
-"""`--open`: a page that was written, in the default browser. Where there is no display, its path is enough."""
+"""`--open`: opens a page in the default browser. Without a display, its path is printed."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ def announce(page: Path, *, in_browser: bool) -> None:
 
 
 def _opened(page: Path) -> bool:
-    """Whether a browser took it. Without a display Python might start one that takes over the terminal."""
+    """Whether a browser opened it. Without a display Python might start one that takes over the terminal."""
     if not has_display():
         return False
     try:

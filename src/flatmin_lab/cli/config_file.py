@@ -3,7 +3,7 @@
     flatmin train --config runs/first --lr 0.05          a run's folder, or its config.json
     flatmin train --config run.json                      {"data": "digits", "model": "mlp", "epochs": 10}
 
-What a file does not have is as without it: the default for the data set. The seed is --seed, or 0.
+Fields that the file does not have get their defaults for the data set. The seed is --seed, or 0.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from flatmin_lab.system.json_types import check_types
 
 OF_OPTIMIZER = ("optimizer", "optimizer_settings", "lr", "weight_decay", "momentum", "nesterov")
 SETTINGS = ("model_settings", "optimizer_settings")
-NOT_TAKEN = ("name", "files")  # of a table of the paper; of a content that may have changed since
+NOT_TAKEN = ("name", "files")  # of a table of the paper; of contents that may have changed since
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class ConfigValues:
     def of(path: Path) -> "ConfigValues":
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
-            raise FileNotFoundError(f"--config takes a JSON file or a run's folder, and {file} does not exist")
+            raise FileNotFoundError(f"--config takes a JSON file or a run folder, but {file} does not exist")
         try:
             found = read_json(file)
         except ValueError as error:
-            raise ValueError(f"--config takes a JSON file or a run's folder, got {file}, which is no JSON") from error
+            raise ValueError(f"--config takes a JSON file or a run folder, got {file}, which is not JSON") from error
         values = found["recipe"] if isinstance(found.get("recipe"), dict) else found
         known = [field.name for field in fields(Recipe)]
         if unknown := sorted(values.keys() - set(known)):
@@ -61,13 +61,13 @@ class ConfigValues:
         return overridden(there, asked)
 
     def settings(self, asked: Mapping[str, Any], method: str | None) -> dict[str, Any]:
-        """The method's settings; another method has others."""
+        """The method's settings; those of another method do not apply."""
         same = method in (None, self.values.get("method"))
         return {**(self.values.get("settings", {}) if same else {}), **asked}
 
 
 def overridden(there: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe, changed by flags; another model or optimizer has other settings.
+    """The fields of a recipe, changed by flags; settings of another model or optimizer do not apply.
 
     >>> overridden({"optimizer": "adamw", "lr": 0.001, "epochs": 9}, {"optimizer": "sgd"})
     {'epochs': 9, 'optimizer': 'sgd'}

@@ -28,8 +28,8 @@ LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_nor
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
 PROTOCOLS = {
     "paper": "; the paper's protocol",
-    "paper-v2": "; the paper's protocol, after the second version of its code",
-    "short": "; the paper's protocol after the second version of its code, shortened",
+    "paper-v2": "; the paper's protocol, as in the second version of its code",
+    "short": "; the paper's protocol, as in the second version of its code, shortened",
 }
 MORE_MEASURES = {"adaptive_ece": "ECE, bins of equal size", "brier": "Brier score"}
 FLATNESS_LABELS = {
@@ -48,13 +48,13 @@ SCORES = {
 }
 SHOWN_COVERAGES = (0.5, 0.8, 0.9)
 IN_PERCENT = ("error", "ece", "memorised")
-HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's controls, marks of direction, half pairs and ends of lines
-UNDETERMINED = 100.0  # the ratio of the ends of an interval from which on a temperature is not worth a number
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's control characters, direction marks, surrogates and line ends
+UNDETERMINED = 100.0  # an interval whose ends have this ratio or more does not determine a temperature
 KINDS = {"pictures": "images", "points": "points"}  # what evaluation.json calls the data
 
 
 class ClosableStream:
-    """A stream that falls silent when its reader is gone (a closed pipe, a closed terminal), so that work continues."""
+    """A stream that goes silent when its reader is gone (a closed pipe, a closed terminal), so that work continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.lost = stream, False
@@ -128,7 +128,7 @@ def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
 
 
 def threads_text(event: Started) -> str:
-    """With how many threads a run on the CPU computes."""
+    """How many threads a run on the CPU computes with."""
     return "" if event.threads is None else f"; {event.threads} thread{'s' if event.threads > 1 else ''}"
 
 
@@ -227,7 +227,7 @@ def measurements(found: Mapping[str, Any]) -> None:
         shown = " and ".join(temperature_text(t, low, high, f"{count} {kind}") for t, (low, high), count in fitted)
         say(
             console,
-            f"temperature scaling, each half of them by the other's temperature, {shown}: "
+            f"temperature scaling, each half with the temperature of the other half, {shown}: "
             f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
         )
     say(console, _risks_text(found["selective"]))
@@ -303,7 +303,7 @@ def _show_attack(console: Console, found: Mapping[str, Any], kind: str) -> None:
     }.items():
         table.add_row(label, number("error", found[f"{name}_error"]))
     console.print(table)
-    units = " of a pixel's range" if kind == "images" else ""
+    units = " of the pixel range" if kind == "images" else ""
     lengths = (f"{255 * found[name]:.4g}/255" if units else f"{found[name]:.4g}" for name in ("radius", "step_size"))
     say(console, "{}, radius {}, step {}{}".format(found["norm"], *lengths, units))
 
@@ -340,7 +340,7 @@ def _figure(value: float | None) -> str:
 
 
 def outcome(result: Mapping[str, Any], folder: Path) -> None:
-    """The last epoch's numbers; then, for comparison, the best test epoch, which the published code reports."""
+    """The last epoch's numbers; then, for comparison, the best test epoch's, which the published code reports."""
     console = Console(highlight=False, soft_wrap=True)
     which = split_of(result)
     table = _table("", f"{which}, last epoch")
@@ -355,7 +355,7 @@ def outcome(result: Mapping[str, Any], folder: Path) -> None:
         say(
             console,
             f"for comparison only: the best test epoch, {result['best_test_epoch']}, had "
-            f"{number('error', result['best_test_epoch_error'])}; chosen with the test labels",
+            f"{number('error', result['best_test_epoch_error'])}; chosen using the test labels",
         )
     took = f"{epochs_text(result['epochs'])} in {result['seconds']:.0f} s on {result['hardware']}"
     say(console, f"{took}; everything is in {folder}")

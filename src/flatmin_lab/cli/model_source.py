@@ -41,7 +41,7 @@ class ModelSource:
     device: str | None
 
     def models(self, places: Sequence[Path | None]) -> Iterator[EvaluatedModel]:
-        """The models one by one, so that only one is in memory; that all of them exist is checked first."""
+        """The models one by one, so that only one is in memory; first it checks that all of them exist."""
         self._check(places)
         if self.model is not None:
             yield from (self._user_model(self.model, place) for place in places)

@@ -24,18 +24,18 @@ def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any
 
 Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
 OpenPage = Annotated[bool, option("Open the page in the default browser.", "--open")]
-DataDir = Annotated[Path, typer.Option(help="The folder with the official files of the data sets.")]
+DataDir = Annotated[Path, typer.Option(help="Folder with the official files of the data sets.")]
 Download = Annotated[bool, option("Download the official files if they are missing.", "--download")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1 …; default: a GPU if there is one.")]
-ConfigFile = Annotated[
-    Path | None, option("Start from a recipe: a JSON file of its fields, or a run folder; flags override it.")
-]
+ConfigFile = Annotated[Path | None, option("Start from a recipe: a JSON file, or a run folder. Flags override it.")]
 Executor = Annotated[
     str, typer.Option(help="local: on this machine; ray: on a Ray cluster.", rich_help_panel="On a cluster")
 ]
 Address = Annotated[
     str | None,
-    option("HOST:PORT of the cluster, or auto; default: RAY_ADDRESS, or a cluster started here.", panel="On a cluster"),
+    option(
+        "HOST:PORT of the cluster, or auto; default: RAY_ADDRESS, or a new one on this machine.", panel="On a cluster"
+    ),
 ]
 Gpus = Annotated[
     float | None, option("GPUs for each worker on the cluster, such as 0.5; default: 1.", panel="On a cluster")
@@ -89,7 +89,7 @@ def open_executor(
 ) -> Iterator[RunExecutor]:
     """What executes runs: this machine, or a cluster, whose code is imported only then.
 
-    With `default_workers` each CPU worker has one thread, and there are so many; without, one for each device.
+    With `default_workers` there are that many CPU workers with one thread each; without, one per device.
     """
     if executor not in EXECUTORS:
         raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")

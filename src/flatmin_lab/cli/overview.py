@@ -1,6 +1,6 @@
 """What `flatmin --help` and `flatmin --version` say, without importing torch, which takes seconds.
 
-The help is that of the whole command, made from a table of the commands; the tests hold the two together.
+The help equals that of the whole command, but is made from a table of the commands; tests keep the two in step.
 """
 
 import re
@@ -10,35 +10,29 @@ from pathlib import Path
 
 import typer
 
-HELP = "Train with Adversarial Model Perturbation (AMP), and with the methods that the paper compares it with."
+HELP = "Train with Adversarial Model Perturbation (AMP), or with the methods that the paper compares it with."
 COMMANDS = {
-    "demo": "Train the paper's eight methods on handwritten digits with wrong labels, and write a page about it.",
-    "train": "Train a model with the paper's protocol; kill it at any time, and resume it with --resume.",
+    "demo": "Train the paper's eight methods on handwritten digits, a fifth of them mislabelled; write a results page.",
+    "train": "Train a model with the paper's protocol. A killed run can be resumed with --resume.",
     "doctor": "Check this machine (versions, devices, data sets, AMP on a model), or your own training code.",
     "compare": (
-        "Does AMP help here? Trains with it, without it, and without it for as long; says yes, no, or cannot tell."
+        "Does AMP help? Train with it, without it, and without it at equal cost; answer yes, no, or cannot tell."
     ),
     "evaluate": (
-        "Measure a trained model: error, calibration, robustness, flatness. The run folder stores it for the report."
+        "Measure a trained model: error, calibration, robustness, flatness. flatmin report shows the results."
     ),
     "landscape": (
-        "Measure the loss around the weights of trained models, all along the same directions; write a page in 3D."
+        "Measure the loss around the weights of trained models, in the same directions; write a page with 3D plots."
     ),
     "predict": "Classify images with a trained model: the class, its probability, and the runner-up.",
     "export": "Write a trained model to files that can be used without flatmin.",
-    "reproduce": (
-        "Reproduce the paper's tables and figures, next to its own numbers. If killed, the same command resumes."
-    ),
-    "tune": (
-        "Tune AMP's ε and ζ, or another method's settings, without the test set. If killed, the same command resumes."
-    ),
+    "reproduce": ("Reproduce the paper's tables and figures, next to its own numbers. To resume, repeat the command."),
+    "tune": ("Tune AMP's ε and ζ, or another method's settings, without the test set. To resume, repeat the command."),
     "report": (
-        "Report finished runs on one page: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."
+        "Write one page about finished runs: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."
     ),
-    "theory": (
-        "Write a page on why flat minima win: set radius and minima with sliders, and see which one AMP chooses."
-    ),
-    "bench": "Time a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Separate lists with commas.",
+    "theory": ("Write a page on why flat minima win: change the radius and the minima, and see which one AMP chooses."),
+    "bench": "Time a training step, eager and as a CUDA graph, with SGD, AMP and SAM.",
 }
 ASKED_FOR_HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
@@ -56,7 +50,7 @@ def new_app() -> typer.Typer:
 
 
 def answer(arguments: list[str]) -> bool:
-    """Answer what can be answered from here; False where the whole command is needed."""
+    """Answer what can be answered from here; False if the whole command is needed."""
     if arguments == ["--version"]:
         return _say_version()
     if arguments not in ASKED_FOR_HELP:
@@ -90,7 +84,7 @@ def _say_version() -> bool:
 
 
 def _version_in(file: Path) -> str | None:
-    """What a Python file sets __version__ to; None where it does not say."""
+    """What a Python file sets __version__ to; None if it does not."""
     try:
         found = re.search(r"""^__version__ = ["'](.+)["']""", file.read_text(), re.MULTILINE)
     except OSError:

@@ -1,7 +1,7 @@
-"""What a progress bar says beside the bar: the time left once there is an estimate, and until then what is under way.
+"""The text beside a progress bar: the time left once there is an estimate, and until then what is happening.
 
 An estimate needs two points in time with work between them. Before that the time left is not shown at all, and the text
-says what happens instead, such as the compiling that precedes the first steps.
+says what happens instead, such as compiling before the first steps.
 """
 
 from datetime import timedelta
@@ -20,7 +20,7 @@ SECONDS_OF_EPOCHS = 3600.0  # over which the speed is estimated where epochs are
 
 
 def first_steps_text(recipe: Recipe, *, on_gpu: bool, captured: bool = True) -> str:
-    """What a run does before its first numbers come.
+    """What a run does before its first numbers arrive.
 
     >>> first_steps_text(Recipe(data="digits", method="amp", model="mlp", epochs=1), on_gpu=False)
     'the first steps'

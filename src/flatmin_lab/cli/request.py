@@ -102,7 +102,7 @@ class Request:
         return Plan(recipe, seed, data, folder)
 
     def _with_changes(self, recipe: Recipe) -> Recipe:
-        """The folder's recipe, changed by the flags. A user's own files may have moved: their content is compared."""
+        """The folder's recipe, changed by the flags. A user's own files may have moved: their contents are compared."""
         changes: dict[str, Any] = dict(self.changes)
         if "model_settings" in changes and changes.get("model", recipe.model) == recipe.model:
             changes["model_settings"] = {**recipe.model_settings, **changes["model_settings"]}
@@ -159,7 +159,7 @@ class TunedValues(NamedTuple):
 
     @staticmethod
     def of(path: Path, *, data: str | None, method: str | None) -> "TunedValues":
-        """Read a tuning; an error if it has another method or data set than the flags, or has chosen nothing yet."""
+        """Read a tuning; an error if its method or data set differs from the flags, or if nothing is chosen yet."""
         found = result_file.read(path)
         asked = {"method": method, "data": data}
         for name, there in (("method", found.method), ("data", found.data)):
@@ -178,7 +178,7 @@ class TunedValues(NamedTuple):
         return {**self.tuning.settings(), **asked}
 
     def check(self, data: Dataset) -> None:
-        """Check that these are the data that were tuned on; their path may have changed."""
+        """Check that this is the data used for tuning; its path may have changed."""
         if data.checksum != self.tuning.data_sha256:
             raise ValueError(
                 f"{self.path} was tuned on {self.tuning.data} with SHA-256 {self.tuning.data_sha256}, but this "
@@ -198,9 +198,9 @@ class TunedValues(NamedTuple):
         if here.optimizer != there.recipe.optimizer:
             yield (
                 f"the values were tuned with {there.recipe.optimizer}, but this run has {here.optimizer}, with its own "
-                "rate and weight decay where none are given"
+                "rate and weight decay unless you give them"
             )
         if there.is_better_than_erm is False:
-            yield f"on the validation split, the tuned {there.method} was no better than ERM, which --method erm trains"
+            yield f"on the validation split, the tuned {there.method} was no better than ERM; --method erm trains that"
         if there.ended < there.wanted:
             yield f"{there.ended} of {there.wanted} trials have ended: values may change; resume with `flatmin tune`"

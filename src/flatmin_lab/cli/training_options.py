@@ -1,4 +1,4 @@
-"""The options of a training run, made from what is declared of the recipe's fields and of the methods' settings.
+"""The options of a training run, made from the declarations of the recipe's fields and the methods' settings.
 
     @recipe_options(after={"seed": "lr"})
     def command(seed: int = 0, **flags: Any) -> None: ...
@@ -26,8 +26,8 @@ def recipe_options(
 ) -> Callable[[Command], Command]:
     """Give a command an option for each field of the recipe, beside its own parameters.
 
-    Its own are listed in their order, one that `after` names after that field; one with the name of a field replaces
-    it. The command takes the others as keywords.
+    Its own are listed in their order, or after the field that `after` names; one with the name of a field replaces it.
+    The command takes the others as keywords.
     """
 
     def give(command: Command) -> Command:
@@ -61,7 +61,7 @@ def _parameters(recipe: type[Recipe]) -> Iterator[Parameter]:
 
 
 def _parameter(name: str, flag: Flag, option_name: str | None = None) -> Parameter:
-    """Its option is named, so that one of a bool has no --no-… beside it, unless that is what one would ask for."""
+    """The option is named, so that a bool has no --no-… beside it, unless one would want that."""
     usual = f"--{name.replace('_', '-')}"
     usual = f"{usual}/--no-{usual[2:]}" if flag.default is True else usual
     info = option(flag.text, option_name or usual, panel=flag.panel)
@@ -71,7 +71,7 @@ def _parameter(name: str, flag: Flag, option_name: str | None = None) -> Paramet
 def _taken(kind: Any) -> Any:
     """What an option takes: a word for a choice or for numbers with commas, KEY=VALUE for settings.
 
-    A number or a word is a word too, until it is read.
+    What can be a number or a word is taken as a word, and parsed later.
 
     >>> _taken(float | None), _taken(Literal["l2", "linf"]), _taken(tuple[float, ...]), _taken(tuple[int, int])
     (<class 'float'>, <class 'str'>, <class 'str'>, tuple[int, int])

@@ -1,9 +1,9 @@
-"""Does AMP help here? Plain training, plain with as much time, and AMP at a few radii, on the laboratory's data.
+"""Does AMP help here? Plain training, the same with as much time, and AMP at a few radii, on the laboratory's data.
 
 contender_recipes.py   what is compared, as recipes
-training_task.py       contenders of one seed: trained, measured on held-out data, their outcomes written
-time_budget.py         how long a training takes, and whether another one ends in time
-training_queue.py      trainings as tasks, seed by seed, in the time there is
+training_task.py       contenders of one seed: trains them, measures them on held-out data, writes their outcomes
+time_budget.py         how long a run takes, and whether another one would end in time
+training_queue.py      runs as tasks, seed by seed, within the time limit
 comparer.py            has them trained, and keeps the verdict up to date
-comparison_file.py     comparison.json: the verdict, and what it rests on; of a user's own training too
+comparison_file.py     comparison.json: the verdict and what it is based on, also for the user's own training code
 """

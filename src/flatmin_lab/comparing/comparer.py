@@ -1,13 +1,13 @@
-"""The comparison: has the trainings done that are missing, seed by seed, and judges after each.
+"""The comparison: trains what is missing, seed by seed, and updates the verdict after each run.
 
     comparison = Comparison(entries, data, Path("comparisons/digits"), about_entries(entries, data, seeds=3))
     for training, event in comparison.run(executor): ...
     comparison.verdict().sentence
 
-Every training is a run folder and the file of its outcome, so a comparison that was killed is resumed: what has ended
-stays, and what had begun is resumed from its last checkpoint. All contenders of a seed have the same held-out data, the
-same first weights and the same batches; only where the radius is found while training are the images left out, at
-first, that it is found on.
+Every run has a run folder and an outcome file, so a killed comparison can be resumed: finished runs stay, and started
+ones are resumed from their last checkpoint. All contenders of a seed have the same held-out data, the same initial
+weights and the same batches; only the one that finds its radius while training leaves out, at first, the images it
+needs for that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from flatmin_lab.training.loop import train
 
 
 def identity_of(entries: Sequence[Entry], data: Dataset) -> dict[str, Any]:
-    """What makes it this comparison: the recipe, the contenders, the data."""
+    """What identifies a comparison: the recipe, the contenders, the data."""
     return {
         "recipe": comparable(entries[-1].recipe),
         "contenders": [entry.contender.key for entry in entries],
@@ -74,11 +74,11 @@ class Comparison:
     root: str = "data"
     checkpoint_epochs: int = 1
     outcomes: list[Outcome] = field(default_factory=list)
-    stopped: str = ""  # why there are fewer seeds than wanted
-    at_once: int | None = None  # trainings, a process each; None on a GPU
+    stopped: str = ""  # why there are fewer seeds than asked for
+    at_once: int | None = None  # runs, one process each; None on a GPU
 
     def run(self, executor: Executor, *, stop: Stop = lambda: None) -> Iterator[tuple[Training, Event]]:
-        """The events of all trainings as they come; those that had ended before have none."""
+        """The events of all runs as they come; those that had already ended have none."""
         if executor.device in ("cpu", executor.device_here):
             for entry in (self.entries[0], self.entries[-1]):  # raises if it cannot be trained
                 next(iter(train(entry.recipe, self.data, seed=0, device=executor.device)))
@@ -137,7 +137,7 @@ class Comparison:
         comparison_file.write(self.folder, self.content())
 
     def _seconds_a_seed_so_far(self) -> float | None:
-        """By the trainings that have ended; on a GPU, where their seconds overlap, by the time that has passed."""
+        """From the runs that have ended; on a GPU, where they overlap, from the time that has passed."""
         if not self.at_once:
             return self.budget.estimate(sum(entry.contender.passes for entry in self.entries))
         found: dict[str, list[float]] = {}
@@ -147,7 +147,7 @@ class Comparison:
         return max(*means, sum(means) / self.at_once) if len(means) > 1 else None
 
     def seconds_a_seed(self, executor: Executor) -> float | None:
-        """About how long all contenders of a seed take; None as long as no training has ended."""
+        """About how long all contenders of a seed take; None until a run has ended."""
         passes = [entry.contender.passes for entry in self.entries]
         at_once, _ = executor.capacity(len(passes))
         shared = max(*passes, sum(passes) / at_once) if executor.device == "cpu" else sum(passes)
@@ -157,9 +157,9 @@ class Comparison:
         """What did not fit into the time, and what would."""
         seconds, done = self.seconds_a_seed(executor) or 0.0, self.verdict().seeds
         given = minutes(self.budget.seconds or 0.0)
-        whole = f"a seed of all {len(self.entries)} contenders takes about {minutes(seconds)}"
+        whole = f"one seed of all {len(self.entries)} contenders takes about {minutes(seconds)}"
         if done:
-            return f"{done} of {self.about.wanted} seeds were trained in {given}, since {whole}."
+            return f"{done} of {self.about.wanted} seeds were trained in {given}, because {whole}."
         epochs = self.entries[0].recipe.epochs
         return (
             f"Not even one seed fits into {given}: {whole}. Give more --minutes, lower --epochs (now "
@@ -168,7 +168,7 @@ class Comparison:
 
 
 def minutes(seconds: float) -> str:
-    """Seconds, in the unit that suits.
+    """Seconds in a suitable unit.
 
     >>> minutes(1), minutes(20), minutes(150), minutes(36000)
     ('1 second', '20 seconds', '2.5 minutes', '10.0 hours')

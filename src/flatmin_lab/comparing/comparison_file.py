@@ -1,4 +1,4 @@
-"""comparison.json: the verdict, and what it rests on. Written after every training, for the page and for programs.
+"""comparison.json: the verdict, and what it is based on. Written after every run, for the page and for programs.
 
 What identifies a comparison is in `identity`; a folder holds one. The values of single held-out examples are in the
 files of the outcomes beside it.
@@ -17,7 +17,7 @@ from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 
 FILE = "comparison.json"
-TITLES = {"error": "error", "nll": "NLL", "ece": "ECE"}  # of measures; a user's own have their names
+TITLES = {"error": "error", "nll": "NLL", "ece": "ECE"}  # of measures; a user's own keep their names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class About:
 
     title: str  # "convnet on digits"
     what: str  # one line
-    held_out: str  # which data the trainings are measured on
+    held_out: str  # which data the runs are measured on
     wanted: int  # seeds
     identity: Mapping[str, Any]
     command: str = ""  # that repeats it
@@ -36,7 +36,7 @@ class About:
 def content(
     about: About, contenders: Sequence[Contender], outcomes: Sequence[Outcome], verdict: Verdict, *, stopped: str = ""
 ) -> dict[str, Any]:
-    """`stopped`: why there are fewer seeds than wanted."""
+    """`stopped`: why there are fewer seeds than asked for."""
     return {
         "answer": verdict.answer,
         "sentence": verdict.sentence,
@@ -68,7 +68,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _difference(found: Difference | None) -> dict[str, Any] | None:
-    """Its mean and its 95 % interval; of one seed there is no interval."""
+    """Its mean and its 95 % interval; a single seed has no interval."""
     if found is None or not found.seeds:
         return None
     return {"mean": found.mean, "low": _finite(found.low), "high": _finite(found.high), "seeds": found.seeds}
@@ -79,7 +79,7 @@ def _finite(value: float) -> float | None:
 
 
 def interval_text(measure: str, found: Mapping[str, Any] | None) -> str:
-    """A difference of two rows and its interval, shares in points; of one seed there is no interval.
+    """A difference of two rows and its interval, shares in points; a single seed has no interval.
 
     >>> interval_text("error", {"mean": -0.01, "low": -0.015, "high": -0.005, "seeds": 3})
     '−1.00 (−1.50 to −0.50)'
@@ -94,22 +94,22 @@ def interval_text(measure: str, found: Mapping[str, Any] | None) -> str:
 
 
 def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Raise where the folder holds another comparison, or something else that is not to be mixed with it."""
+    """Raise if the folder holds another comparison, or something else that must not be mixed with it."""
     path = folder / FILE
     if not path.exists():
         if foreign := sorted(entry.name for entry in _entries(folder)):
             raise FileExistsError(
-                f"a comparison needs a folder of its own, and {folder} holds {', '.join(foreign[:3])}; choose another "
+                f"a comparison needs a folder of its own, but {folder} holds {', '.join(foreign[:3])}; choose another "
                 "with --out"
             )
         return
     there = read_json(path).get("identity")
     if not isinstance(there, dict):
-        raise ValueError(f"{path} is not a comparison of this flatmin; choose another folder with --out")
+        raise ValueError(f"{path} is not a comparison that this flatmin can read; choose another folder with --out")
     if apart := _apart(there, identity):
         raise ValueError(
-            f"{folder} holds another comparison: {'; '.join(apart)}. Give the values of then to go on with it, or "
-            "choose another folder with --out"
+            f"{folder} holds another comparison: {'; '.join(apart)}. Use the same values to resume it, or choose "
+            "another folder with --out"
         )
 
 

@@ -1,8 +1,8 @@
 """What is compared, as recipes: the plain one, the plain one stretched to AMP's passes, and AMP at a few radii.
 
-A schedule is a function of the share of the run that is done, so a longer run has the same one, stretched; the warm-up,
-in epochs, is stretched with it. All are trained without a tenth of the training set, on which they are measured: no
-number comes from the test set.
+A schedule is a function of the share of the run that is done, so a longer run has the same schedule, stretched; the
+warm-up, in epochs, is stretched with it. All are trained without a tenth of the training set, and measured on that
+tenth: no number comes from the test set.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ def entries_for(
     """The contenders on a data set.
 
     changes    fields of the recipe, for all
-    settings   of AMP, but for the radius
-    radii      else a third of the radius that suits data, model and length, that one, and three times as much
+    settings   of AMP, except the radius
+    radii      default: the radius that suits data, model and length, a third of it, and three times it
     """
     if "epsilon" in settings:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How long do trainings take, and does another one end in time?
+"""How long do runs take, and would another one end in time?
 
-Time is counted in plain trainings, by their passes: a training with AMP is two of them. How long one takes is known
-once a task has ended. Trainings that share a GPU are one task, and are timed together.
+Time is counted in plain runs, by their passes: a run with AMP counts as two of them. How long one takes is known once a
+task has ended. Runs that share a GPU are one task, and are timed together.
 """
 
 import time
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class TimeBudget:
-    """The seconds that this call has, or as many as it needs."""
+    """The seconds that this call has; None for as many as it needs."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self.clock = seconds, clock
@@ -21,10 +21,10 @@ class TimeBudget:
         self.passes, self.spent = self.passes + passes, self.spent + seconds
 
     def estimate(self, passes: float) -> float | None:
-        """The seconds of so many passes on one worker; None as long as nothing has ended."""
+        """The seconds of that many passes on one worker; None until something has ended."""
         return passes * self.spent / self.passes if self.passes else None
 
     def fits(self, passes: float) -> bool:
-        """Would they end in time, as far as is known?"""
+        """Would they end in time, as far as we know?"""
         needed = self.estimate(passes)
         return self.seconds is None or needed is None or self.clock() - self.began + needed <= self.seconds

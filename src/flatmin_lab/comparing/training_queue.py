@@ -1,9 +1,8 @@
-"""The trainings of a comparison as tasks: all contenders of seed 0, then of seed 1, … in the time there is.
+"""The runs of a comparison as tasks: all contenders of seed 0, then of seed 1, … within the time limit.
 
-On the CPU a task is one training; on a GPU it is all that is left of a seed, which train together. A seed is begun if
-all of it would end in time, and a training within a seed if it would. Until the first training has ended nobody knows:
-where time is limited, only the first seed is begun until then. A training that diverges has ended; any other error ends
-the comparison.
+On the CPU a task is one run; on a GPU it is all that is left of a seed, trained together. A seed is started if all of
+it would end in time, and a run within a seed if it would. That is unknown until the first run has ended: with a time
+limit, only the first seed is started until then. A run that diverges has ended; any other error ends the comparison.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -24,7 +23,7 @@ class Training(NamedTuple):
 
 
 class TrainingQueue(TaskQueue[TrainingTask]):
-    """Trainings that wait, seed by seed; `out_of_time` once one would not end in time."""
+    """Runs that wait, seed by seed; `out_of_time` once one would not end in time."""
 
     def __init__(
         self,
@@ -42,8 +41,8 @@ class TrainingQueue(TaskQueue[TrainingTask]):
         self.folder, self.root, self.checkpoint_epochs = folder, root, checkpoint_epochs
         self.pending = list(range(len(trainings)))  # seed by seed
         self.begun: set[int] = set()  # seeds
-        self.began_at: dict[int, float] = {}  # when the first training of a task began, by its first number
-        self.timed: set[int] = set()  # trainings that began with their first step, and have not failed
+        self.began_at: dict[int, float] = {}  # when the first run of a task started, by its first number
+        self.timed: set[int] = set()  # runs that started at their first step and have not failed
         self.out_of_time = False
 
     def waiting_count(self) -> int:
@@ -57,7 +56,7 @@ class TrainingQueue(TaskQueue[TrainingTask]):
         numbers = of_seed[:1] if slot.device == "cpu" else of_seed
         is_known = self.budget.seconds is None or self.budget.passes
         if self.begun and seed not in self.begun and not is_known and self.assigned:
-            return None  # asked again when a training has ended
+            return None  # asked again when a run has ended
         if not self.budget.fits(self._passes(numbers) if seed in self.begun else self._passes_in_turn(of_seed, slot)):
             self.out_of_time = True
             return None
@@ -70,7 +69,7 @@ class TrainingQueue(TaskQueue[TrainingTask]):
         return sum(self.trainings[number].entry.contender.passes for number in numbers)
 
     def _passes_in_turn(self, numbers: Sequence[int], slot: Slot) -> float:
-        """Those that a worker does one after the other, if all workers share these trainings."""
+        """Those that one worker trains one after the other, if all workers share these runs."""
         if slot.device != "cpu":
             return self._passes(numbers)
         longest = max(self._passes([number]) for number in numbers)
@@ -100,7 +99,7 @@ class TrainingQueue(TaskQueue[TrainingTask]):
         return [number for number in range(len(self.trainings)) if number not in self.done]
 
     def fail(self, number: int, task: TrainingTask, failure: TaskFailure) -> Iterator[tuple[int, Event]]:
-        raise failure.error or RunError(f"a training cannot be done: {failure.why}")
+        raise failure.error or RunError(f"a run cannot be trained: {failure.why}")
 
     def abandon(self, error: NoWorkerError) -> Iterator[tuple[int, Event]]:
         raise error

@@ -1,7 +1,7 @@
-"""Contenders of one seed, trained together or one by one, and what each came to on the held-out examples.
+"""Contenders of one seed, trained together or one by one, and their results on the held-out examples.
 
-Each has a run folder, started or resumed, and beside it the file of its outcome, which says that it has ended. A
-training that diverges has an outcome too.
+Each has a run folder, started or resumed, and beside it an outcome file, which says that it has ended. A run that
+diverges has an outcome too.
 """
 
 import json
@@ -28,7 +28,7 @@ CURVES = {**{name: f"validation_{name}" for name in MEASURES}, "training loss": 
 
 
 class TrainingTask(NamedTuple):
-    """Contenders of one seed, by the numbers of their trainings, for one device."""
+    """Contenders of one seed, by the numbers of their runs, for one device."""
 
     entries: Mapping[int, Entry]
     seed: int
@@ -55,7 +55,7 @@ class TrainingTask(NamedTuple):
         ]
 
     def moved_to(self, folder: Path) -> "TrainingTask":
-        """The same trainings, in that folder."""
+        """The same runs, in that folder."""
         return self._replace(folder=folder)
 
 
@@ -85,12 +85,12 @@ def train_contenders(task: TrainingTask, dataset: Dataset, stop: Stop) -> Iterat
                 yield numbers[index], _ended(task, entry, event)
             elif not isinstance(event, Progress):
                 yield numbers[index], event
-    except RunError:  # raised at the end if trainings failed; each has yielded its own Failed
+    except RunError:  # raised at the end if runs failed; each has yielded its own Failed
         pass
 
 
 def _ended(task: TrainingTask, entry: Entry, ended: Finished) -> Finished | Failed:
-    """Write the outcome of a run; how it ended, as measured."""
+    """Write the outcome of a run: how it ended, and what was measured."""
     outcome = outcome_of(task, entry, ended.result)
     outcome.write(task.folder)
     remove_old_checkpoints(run_folder(task.folder, entry.contender.key, task.seed))
@@ -98,7 +98,7 @@ def _ended(task: TrainingTask, entry: Entry, ended: Finished) -> Finished | Fail
 
 
 def outcome_of(task: TrainingTask, entry: Entry, result: Mapping[str, Any]) -> Outcome:
-    """What a finished run came to on the held-out tenth of its training set, which its folder has image by image."""
+    """The result of a finished run on the held-out tenth of its training set, image by image from its folder."""
     folder = run_folder(task.folder, entry.contender.key, task.seed)
     last = {name: result[f"validation_{name}"] for name in MEASURES}
     scores = {name: read_image_scores(folder, name) for name in PER_EXAMPLE}

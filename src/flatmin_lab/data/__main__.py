@@ -25,7 +25,7 @@ def describe(data: Dataset, seconds: float) -> str:
         return " / ".join(f"{value:.4g}" for value in values[:8]) + (" …" if len(values) > 8 else "")
 
     lines = [
-        f"{data.name}: {len(data.train)} to train on, {len(data.test)} to test with, "
+        f"{data.name}: {len(data.train)} for training, {len(data.test)} for testing, "
         f"{data.train.kind}, {data.num_classes} classes, from {data.source}",
         f"read in {seconds:.2f} s, {size / 1e6:.0f} MB",
         f"mean {numbers((statistics.mean * scale).tolist())}, "
@@ -43,8 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flatmin_lab.data", description=__doc__)
     parser.add_argument("name", help=f"{', '.join(DATA_SETS)}, an .npz file or a folder of images")
     parser.add_argument("--root", type=Path, default=Path("data"), help="where the official files are")
-    parser.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="resize a folder's images to it")
-    parser.add_argument("--download", action="store_true", help="fetch the official files if they are missing")
+    parser.add_argument(
+        "--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="resize a folder's images to this"
+    )
+    parser.add_argument("--download", action="store_true", help="download the official files if they are missing")
     arguments = parser.parse_args()
     start = perf_counter()
     try:
@@ -54,7 +56,7 @@ def main() -> None:
     except (OSError, ValueError, ImportError) as error:
         sys.exit(f"flatmin: {error}")
     except KeyboardInterrupt:
-        sys.exit("flatmin: stopped; what was fetched is kept, and the next try resumes from it")
+        sys.exit("flatmin: stopped; what was downloaded is kept, and the next try resumes from it")
     Console(soft_wrap=True, highlight=False).print(describe(data, perf_counter() - start), markup=False)
 
 

@@ -6,8 +6,8 @@
 The plan of an epoch is made on the CPU and copied to the data's device once. So an epoch can start at any batch
 (`start=`), it is the same on every device, and every method with that seed sees the same images.
 
-Some images may be held out for the first epochs. These have as many batches as the others: images that are trained on
-fill the places of those that are not.
+Some images may be held out for the first epochs. These epochs have as many batches as the others: images that are
+trained on fill the places of those that are not.
 """
 
 import math
@@ -24,7 +24,7 @@ from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.system.rng import generator
 
 HELP = {
-    "split": "take data.train or data.test of a Dataset, and make one of a torch data set with from_torch",
+    "split": "use data.train or data.test of a Dataset; make one from a torch data set with from_torch",
     "normalise": "make one with Normalisation.of(data.train)",
     "augment": 'make one with augmentation("vanilla", data), or leave it out',
 }
@@ -46,7 +46,7 @@ class HeldOut(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Augmented, normalised, shuffled batches; the last one is smaller where the size does not divide the set."""
+    """Augmented, normalised, shuffled batches; the last one is smaller if the size does not divide the set."""
 
     split: Split
     batch_size: int
@@ -95,7 +95,7 @@ class Batches:
         return self.normalise(x, dtype=self.dtype), self.split.y[index]
 
     def parts(self, number: int, *, start: int = 0) -> Iterator[Plan]:
-        """The plan of an epoch batch by batch, from batch `start` on: what `at` makes each batch of."""
+        """The plan of an epoch batch by batch, from batch `start` on: what `at` makes each batch from."""
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be one of the {len(self)} batches of an epoch, got {start}")
         plan = self.plan(number)

@@ -56,7 +56,7 @@ class Split:
 
 @dataclass(frozen=True, repr=False)
 class Dataset:
-    """`name`, a training and a test split, and one name a class; checked when made."""
+    """`name`, a training and a test split, and one name per class; checked when made."""
 
     name: str
     train: Split
@@ -93,7 +93,7 @@ class Dataset:
     def held_out(self, seed: SupportsIndex, *, share: float = 0.1) -> "Dataset":
         """The training set in two parts: the last tenth of an order drawn by the seed becomes the test split.
 
-        The real test set is not in it, so what is tuned with it has never seen the test set.
+        The real test set is not in it, so tuning with it never sees the test set.
         """
         kept, out = self.split_indices(seed, share=share)
         return replace(self, train=self.train.at(kept), test=self.train.at(out))
@@ -111,7 +111,7 @@ class Dataset:
 
     @cached_property
     def checksum(self) -> str:
-        """SHA-256 over types, shapes and contents: two data sets that train alike have the same one."""
+        """SHA-256 over types, shapes and contents: two data sets with the same effect on training have the same one."""
         digest = hashlib.sha256()
         for split in (self.train, self.test):
             for tensor in (split.x, split.y):

@@ -1,7 +1,7 @@
 """Label noise: a share of the training labels is replaced at random, so that memorising them does harm.
 
-The test labels stay true. Which labels are replaced, and by what, depends on the seed alone, so every method gets the
-same ones.
+The test labels stay correct. Which labels are replaced, and with what, depends on the seed alone, so every method gets
+the same ones.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ class NoisyDataset(NamedTuple):
 
 
 def add_label_noise(data: Dataset, share: float, *, seed: int) -> NoisyDataset:
-    """Replace that share of the training labels, rounded, each by one of the other classes, all equally likely."""
+    """Replace that share of the training labels, rounded, each with one of the other classes, all equally likely."""
     if not 0 <= share < 1:
         raise ValueError(f"the share of wrong labels must be at least 0 and below 1, got {share}")
     if share == 0:

@@ -16,7 +16,7 @@ from flatmin_lab.data.dataset import Split
 
 @dataclass(frozen=True)
 class Normalisation:
-    """`mean` and standard deviation `std`: a number a channel, on the data's device."""
+    """`mean` and standard deviation `std`: a number per channel, on the data's device."""
 
     mean: Tensor  # (C,)
     std: Tensor  # (C,)
@@ -37,7 +37,7 @@ class Normalisation:
     def fixed(mean: float, std: float, *, like: Split) -> "Normalisation":
         """These two numbers in every channel of the split.
 
-        0.5 and 0.5 bring pixels to −1 … 1: so the first version of the paper's published code normalises SVHN.
+        0.5 and 0.5 map pixels to −1 … 1, as the first version of the paper's published code does for SVHN.
         """
         if not std > 0:
             raise ValueError(f"the standard deviation must be above 0, got {std}")

@@ -51,7 +51,7 @@ def load(
 ) -> Dataset:
     """The data set on the device.
 
-    `download` fetches official files into `root` where they are missing. `size` (height, width) is what the images of
+    `download` downloads missing official files into `root`. `size` (height, width) is what the images of
     a folder are resized to.
 
     >>> load("digits").train
@@ -103,6 +103,6 @@ def _not_found(name: str, root: Path) -> str:
     urls = " and ".join(remote.url for remote in REMOTE[name])
     return (
         f"{name} was not found: looked for {', '.join(looked)} in the folders {root.absolute()} and "
-        f"{root.absolute() / name}. Put {urls} there, or have it fetched: --download, or "
+        f"{root.absolute() / name}. Put {urls} there, or download it: --download, or "
         f"load({name!r}, {str(root)!r}, download=True)"
     )

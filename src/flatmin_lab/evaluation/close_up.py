@@ -1,10 +1,10 @@
-"""A network close up: its answers to wrong labels, the loss around its weights, its calibration.
+"""A network close up: its predictions for wrong labels, the loss around its weights, its calibration.
 
-For a run on nine tenths of the training set. The tenth that is held out has true labels and fits the temperature T of
+For a run on nine tenths of the training set. The held-out tenth, with correct labels, fits the temperature T of
 
     p = softmax(z / T),
 
-one number that changes how confident a network is and no answer. The test set only measures what that does.
+one number that changes how confident a network is, but none of its predictions. The test set only measures the effect.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from flatmin_lab.training.evaluation import logits_of, score_logits
 
 SHOWN_IMAGES = 12  # with a wrong label
 LINE_POINTS, LINE_IMAGES = 41, 359  # images: as many as the digits' test set has
-UNDER_LIMIT = 0.0011  # flatmin.metrics.temperature gives 0.001 where no held-out answer is wrong: nothing to fit
+UNDER_LIMIT = 0.0011  # flatmin.metrics.temperature gives 0.001 if no held-out prediction is wrong: nothing to fit
 
 
 def close_up(run: TrainedRun, data: Dataset) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def close_up(run: TrainedRun, data: Dataset) -> dict[str, Any]:
 
 
 def _digits(run: TrainedRun, data: Dataset, subject: Subject) -> list[dict[str, Any]]:
-    """The first training digits with a wrong label, in the order in which the seed drew them, and the answers."""
+    """The first training digits with a wrong label, in the order in which the seed drew them, and the predictions."""
     ready = prepare_data(run.recipe, data, run.seed)
     index = ready.wrong[:SHOWN_IMAGES]
     if not len(index):

@@ -1,10 +1,10 @@
 """A trained model in files that need no flatmin: its weights, or the whole program.
 
     model.safetensors     the state dict: for code that builds the network itself
-    model.pt2             torch.export's program, normalisation inside, for any number of images: for code that does not
+    model.pt2             a torch.export program, normalisation included, any number of images: for code that does not
 
-Beside either lies a JSON file that says what the model takes and returns, and where it comes from. A program is loaded
-again before it gets its name, and must give the logits of the model.
+A JSON file beside it says what the model takes and returns, and where it comes from. A program is loaded again and
+must reproduce the model's logits before it gets its name.
 """
 
 import copy
@@ -75,10 +75,10 @@ def _program(trained: TrainedModel) -> tuple[bytes, float]:
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     try:
         program = _traced(model, _images(trained, EXPORTED_BATCH))
-    except Exception as error:  # what a network may do has no end
+    except Exception as error:  # a network may do anything
         first = str(error).strip().partition("\n")[0]
         raise ExportError(
-            f"torch.export does not take this model for any number of images ({type(error).__name__}: {first}); "
+            f"torch.export cannot export this model for a variable number of images ({type(error).__name__}: {first}); "
             "export its weights instead, with --to NAME.safetensors"
         ) from error
     buffer = io.BytesIO()
@@ -91,7 +91,7 @@ def _traced(model: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
     for strict in (False, True):
         try:
             with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's about itself
+                warnings.simplefilter("ignore")  # torch's own, about itself
                 shapes = ({0: torch.export.Dim("batch")},)
                 return torch.export.export(model, (x,), dynamic_shapes=shapes, strict=strict)
         except Exception:
@@ -111,7 +111,7 @@ def _check(content: bytes, model: nn.Module, trained: TrainedModel) -> float:
     scale = max(1.0, *(float(ours.abs().max()) for _, ours in found))
     if not difference <= TOLERANCE * scale:
         raise ExportError(
-            f"the exported program gives other logits than the model, by up to {difference:g}; nothing was written. "
+            f"the exported program's logits differ from the model's by up to {difference:g}; nothing was written. "
             "Export the weights instead, with --to NAME.safetensors"
         )
     return difference

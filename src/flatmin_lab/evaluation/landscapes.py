@@ -18,18 +18,20 @@ from flatmin_lab.data.batches import Batches
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.system.json_data import number, numbers
 
-POINTS = 41  # along a side; odd, so that the weights themselves are one
+POINTS = 41  # along a side; odd, so that the weights themselves are a point
 REACH = 1.0  # half a side; at 1 a filter has moved by its own length
 IMAGES = 1000  # of each split
 
 
 def check_options(points: int, reach: float, images: int) -> None:
     if points < 3 or points % 2 == 0:
-        raise ValueError(f"--points must be odd and at least 3, so that the weights themselves are one, got {points}")
+        raise ValueError(
+            f"--points must be odd and at least 3, so that the weights themselves are a point, got {points}"
+        )
     if not 0 < reach < float("inf"):
         raise ValueError(f"--reach must be above 0 and finite, got {reach}")
     if images < 1:
-        raise ValueError(f"--pictures must be at least 1, got {images}")
+        raise ValueError(f"--images must be at least 1, got {images}")
 
 
 def landscape(

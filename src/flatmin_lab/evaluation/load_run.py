@@ -1,4 +1,4 @@
-"""A run that was trained: its newest checkpoint, or the one that is named, and the model with those weights.
+"""A trained run: its newest checkpoint, or a given one, and the model with those weights.
 
 `find_run` reads the folder, `subject_of` adds the data that it is evaluated on; trained_model.py needs no data.
 """
@@ -27,11 +27,11 @@ from flatmin_lab.training.build import build_network, prepare_data
 
 
 class NotInRunError(ValueError):
-    """A file that lies in no run's folder, so nothing says which model it belongs to."""
+    """A file outside any run folder, so nothing says which model it belongs to."""
 
 
 class UnfinishedError(RunError):
-    """The last checkpoint of a finished run is damaged, and it is to be resumed from the one before."""
+    """The last checkpoint of a finished run is damaged; the run must be resumed from the one before."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ class TrainedRun:
 def find_run(path: Path) -> TrainedRun:
     """The newest intact checkpoint of a folder, or the checkpoint that is named."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; give a run's folder, or one of its checkpoints")
+        raise FileNotFoundError(f"{path} does not exist; give a run folder, or one of its checkpoints")
     folder = path if path.is_dir() else path.parent
     if path.is_file() and not run_config.exists(folder):
-        raise NotInRunError(f"{path} is in no run's folder; give a run's folder, or one of its checkpoints")
+        raise NotInRunError(f"{path} is not in a run folder; give a run folder, or one of its checkpoints")
     if not run_config.exists(folder) and (inside := sorted(path.glob("*/config.json"))):
         names = ", ".join(str(config.parent) for config in inside[:3])
         raise ValueError(f"{path} holds {len(inside)} runs; name one, such as {names}")
@@ -127,7 +127,7 @@ def check_data(run: TrainedRun, data: Dataset) -> None:
     """Raise where these are not the data that the run was trained on."""
     if data.checksum != run.data_sha256:
         raise ValueError(
-            f"{run.path} was trained on {run.recipe.data} with SHA-256 {run.data_sha256}, and this {data.name} has "
+            f"{run.path} was trained on {run.recipe.data} with SHA-256 {run.data_sha256}, but this {data.name} has "
             f"{data.checksum}; give the same data with --data"
         )
 

@@ -1,8 +1,8 @@
 """Every measurement of a trained classifier, as plain numbers: error and calibration, robustness, flatness.
 
-Error, NLL and the other scores are of the test set (in a tuning run: of the held-out tenth), with bootstrap intervals.
-Attacks move the pixels of the same images. Flatness is of the training loss, without augmentation, within radius ε; the
-rise on batches is of augmented training images and of test images, in train mode, as training sees them.
+Error, NLL and the other scores are for the test set (in a tuning run: the held-out tenth), with bootstrap intervals.
+Attacks move the pixels of the same images. Flatness is that of the training loss, without augmentation, within radius
+ε; the rise on batches is for augmented training images and for test images, in train mode, as training sees them.
 """
 
 import itertools
@@ -111,7 +111,7 @@ def robustness(
 ) -> dict[str, Any]:
     """The error on images perturbed by FGSM and PGD, which know the model (white box).
 
-    Radius and step are fractions of a pixel's range. With `normalised` they are in units of the normalised inputs,
+    Radius and step are fractions of the pixel range. With `normalised` they are in units of the normalised inputs,
     about a quarter of that for CIFAR, and pixels may leave their range.
     """
     if steps < 1:
@@ -239,10 +239,10 @@ def spectrum_of(
 
 
 def rise_on_batches(subject: Subject, *, batches: int = 50, say: Say = lambda _: None) -> dict[str, Any]:
-    """The mean rise of the loss along each mini-batch's own gradient, in train mode: what AMP sees while it trains.
+    """The mean rise of the loss along each mini-batch's own gradient, in train mode: what AMP sees during training.
 
-    Batches have the training's size. Those of the training set are augmented as there, those of the other split are
-    not. The same seed gives the same batches for every network of a data set.
+    Batches have the size used in training. Those of the training set are augmented as in training, those of the other
+    split are not. The same seed gives the same batches for every network of a data set.
     """
     found: dict[str, Any] = {"batches": batches, "batch_size": subject.batch_size}
     for name, split in subject.splits().items():
@@ -252,7 +252,7 @@ def rise_on_batches(subject: Subject, *, batches: int = 50, say: Say = lambda _:
         taken = [batch for batch in itertools.islice(made.epoch(0), batches) if len(batch[0]) == size]
         found[name] = {"batches": len(taken)}
         for scale, radii in RISE_RADII.items():
-            say(f"rise on batches of {name} pictures, {scale}")
+            say(f"rise on batches of {name} images, {scale}")
             rise = flatness.batch_rise(subject.model, taken, radii=radii, scale=scale)
             found[name]["loss"] = number(rise.losses.mean())
             found[name][scale] = {f"{r:g}": number(value) for r, value in zip(radii, rise.mean, strict=True)}

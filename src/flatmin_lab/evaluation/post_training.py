@@ -1,12 +1,12 @@
-"""The measurements that follow a training run: taken from its last checkpoint, written to its result file.
+"""The measurements after a training run: taken from its last checkpoint, written to its result file.
 
 Always: the risk on the training set without augmentation, in eval mode (`clean_train_…`); for label smoothing the
-smoothed loss, which the paper's NLL of that method seems to be; and, if test images are in the training set too, the
-error without them. On request: attacks, flatness, the rise of the loss on
-batches, the landscape and, for points in a plane, the decision boundary.
+smoothed loss, which the paper's NLL of that method seems to be; and, if test images are also in the training set, the
+error without them. On request: attacks, flatness, the rise of the loss on batches, the landscape and, for points in a
+plane, the decision boundary.
 
-The paper attacks with a radius of 4 per pixel, and does not say whether before or after the normalisation. `attack`
-takes it as 4/255 of a pixel's range, `attack_normalised` as 4/255 of the normalised inputs. Both are measured.
+The paper attacks with a radius of 4 per pixel, but does not say whether before or after normalisation. `attack`
+takes it as 4/255 of the pixel range, `attack_normalised` as 4/255 of the normalised inputs. Both are measured.
 """
 
 from collections.abc import Callable
@@ -99,7 +99,7 @@ def _landscape(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
 
 
 def _boundary(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
-    """The second class's probability on a grid over the plane, for data that are points in it."""
+    """The second class's probability on a grid over the plane, for data that are points in the plane."""
     if subject.test.is_images or subject.test.shape[0] != 2:
         raise ValueError(f"a boundary is drawn between points of a plane, got {subject.test.kind}")
     side, shares = class_probabilities(subject.with_normalisation(), points=effort.boundary_points)
@@ -122,11 +122,11 @@ def measure(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _:
     return {**found, f"{part}_seconds": round(perf_counter() - begun, 3)}
 
 
-# ---- test images that are in the training set too: a network that memorised them gets them right
+# ---- test images that are also in the training set: a network that memorised them gets them right
 
 
 def find_repeated(train: Split, test: Split) -> Tensor:
-    """The indices in `test` of images or points that are in `train` too, whatever their labels.
+    """The indices in `test` of images or points that are also in `train`, whatever their labels.
 
     >>> train = Split(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]))
     >>> find_repeated(train, Split(torch.tensor([[3.0], [2.0]]), torch.tensor([0, 0])))

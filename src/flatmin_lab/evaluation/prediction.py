@@ -35,7 +35,7 @@ class Unreadable:
 
 
 def image_files(places: Sequence[Path]) -> list[Path]:
-    """The files that are named, and the images in the folders that are, each once."""
+    """The named files, and the images in the named folders, each once."""
     found: dict[Path, None] = {}
     for place in places:
         if not place.exists():

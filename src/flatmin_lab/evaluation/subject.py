@@ -24,7 +24,7 @@ class Subject:
     split_name: str = "test"
     augment: Augmentation = field(default_factory=Augmentation)  # of its training
     batch_size: int = PAPER_BATCH_SIZE  # of its training
-    notes: tuple[str, ...] = ()  # on what looks odd
+    notes: tuple[str, ...] = ()  # about what looks odd
 
     @property
     def device(self) -> torch.device:

@@ -1,11 +1,11 @@
 """A trained model to use: the network with its weights, what its inputs go through, and what its outputs mean.
 
     trained = flatmin_lab.load_run("runs/first")
-    trained.predict(images)                     names of classes, of uint8 images or of images from 0 to 1
+    trained.predict(images)                     names of classes, for uint8 images or images from 0 to 1
     trained.with_normalisation()                a plain torch.nn.Module for images from 0 to 1
 
-A run keeps the names of its classes and its normalisation in config.json, so the data it was trained on need not be
-here. Where a run has an EMA of the weights, that is what is loaded, unless the last weights are asked for.
+A run keeps the names of its classes and its normalisation in config.json, so the training data is not
+needed. If a run has an EMA of the weights, that is what is loaded, unless you ask for the last weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Inputs(TypedDict):
 
 @dataclass(frozen=True, repr=False)
 class TrainedModel:
-    """`model` is in eval mode and takes normalised inputs; `normalise` makes them of images or points."""
+    """`model` is in eval mode and takes normalised inputs; `normalise` makes them from images or points."""
 
     model: nn.Module
     normalise: Normalisation
@@ -156,7 +156,7 @@ def _inputs_of(run: TrainedRun, data_dir: Path) -> Inputs:
 
 
 def _metrics_of(run: TrainedRun, *, use_ema: bool) -> dict[str, float]:
-    """What the last epoch measured of these weights; nothing where the checkpoint was taken within an epoch."""
+    """What the last epoch measured for these weights; nothing if the checkpoint was taken within an epoch."""
     state = run.checkpoint.state
     if state["batch"] or not state["lines"]:
         return {}

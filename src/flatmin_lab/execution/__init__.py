@@ -5,8 +5,8 @@ executor.py       the interface of what executes tasks
 runner.py         recipe + seed → one result file: train, evaluate, store
 run_queue.py      many runs as tasks
 local.py          the executor in this process
-process_pool.py   the executor with several processes, of one thread each
+process_pool.py   the executor with several single-threaded processes
 close_up_task.py  the runs of the demo, two of them with a close-up of their network
-replicas.py       many training runs in one process, in turns, on one GPU
+replicas.py       many training runs in one process, taking turns, on one GPU
 cluster/          the executor on the nodes of a Ray cluster
 """

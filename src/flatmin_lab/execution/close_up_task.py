@@ -1,6 +1,6 @@
-"""A task of the demo: a run as every other, or one that ends with a close-up of its network and is thrown away.
+"""A task of the demo: an ordinary run, or one that ends with a close-up of its network and is then discarded.
 
-In a file that imports no figures, as every worker process imports it.
+This file imports no figures, because every worker process imports it.
 """
 
 from collections.abc import Iterator, Mapping

@@ -5,7 +5,7 @@
 
 `function(task, data, stop)` trains the runs of a task and yields their events. An executor takes a task from the queue
 whenever a worker is free for it, and passes on what the function yields and how the task ended. It decides nothing
-else: what is retried, what has failed, and that everything ends exactly once, is the queue's (task_queue.py).
+else: what is retried, what has failed, and that everything ends exactly once, is up to the queue (task_queue.py).
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -31,10 +31,10 @@ class Executor(Protocol):
     def hardware(self) -> str: ...
 
     def facts(self) -> Mapping[str, Any]:
-        """What a result file says of the machine."""
+        """What a result file says about the machine."""
 
     def capacity(self, tasks: int) -> tuple[int, str]:
-        """How many of so many tasks it runs at once, and that in words."""
+        """How many of these tasks it runs at once, as a number and in words."""
 
     def run(self, function: TaskFunction, queue: TaskQueue[Any]) -> Generator[tuple[Any, TaskMessage, str], None, None]:
         """Run `function` on the tasks of the queue until there are none: each message with its task and its node.

@@ -22,7 +22,7 @@ from flatmin_lab.system.threads import computing_with
 
 @dataclass(frozen=True)
 class LocalExecutor:
-    """A worker for each of the devices; a device may be there several times."""
+    """A worker for each of the devices; a device may be listed several times."""
 
     devices: Sequence[str] = ("cpu",)
     single_thread: bool = False

@@ -1,9 +1,9 @@
-"""Many training runs at once in one process, in turns: a step of the first, a step of the second, …
+"""Many training runs at once in one process, taking turns: a step of the first, a step of the second, …
 
     for number, event in train_together([Job(recipe, seed) for seed in range(8)], data, device="cuda"): ...
 
-A small network leaves most of a GPU idle. Replicas share the process and one copy of the data, and each has a CUDA
-stream, graphs and random generators of its own: the host starts a step on each in turn, and the GPU runs them in
+A small network leaves most of a GPU idle. Replicas share the process and one copy of the data, and each has its own
+CUDA stream, graphs and random generators: the host starts a step on each in turn, and the GPU runs them in
 parallel. Each is trained by the code of `train`, so its events, its folder and its bits are those of a run alone.
 
 How many at once? Replicas are added as long as each new one raises the total steps per second and there is memory for
@@ -101,7 +101,7 @@ def _check_folders(paths: Sequence[Path | str | None], count: int) -> None:
 class Replica:
     """A run with a CUDA stream of its own: taken from the `idle` ones, and returned to them at the end.
 
-    Torch has 32 streams on a device and gives them out in turn, so new ones would soon be those of running replicas.
+    Torch has 32 streams per device and hands them out in turn, so new ones would soon be those of running replicas.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ def _failed(error: Exception, step: int | None) -> Failed:
 
 
 def _is_of_gpu(error: Exception) -> bool:
-    """Torch has a type for the errors of the CUDA runtime; those of cuBLAS and cuDNN are known by their words alone."""
+    """Torch has a type for the errors of the CUDA runtime; those of cuBLAS and cuDNN are known only by their words."""
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 

@@ -31,7 +31,7 @@ class RunOptions(NamedTuple):
 
     store: ResultStore
     root: str = "data"
-    at_once: int | None = None  # runs on one device; None: on a GPU as many as make it faster
+    at_once: int | None = None  # runs on one device; None: on a GPU, as many as make it faster
     checkpoint_epochs: int = 10
     checkpoint_minutes: float = 10.0
 
@@ -79,7 +79,7 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
             check(folder, config_of(job.recipe, data, job.seed, device), resume=True)
         except (ValueError, OSError, RunError) as error:
             what = error.what if isinstance(error, OtherRunError) else str(error)
-            yield number, Failed(f"{what} Move {folder} away, or give other --runs", later=True)
+            yield number, Failed(f"{what} Move {folder} away, or choose another --runs", later=True)
         else:
             numbers.append(number)
             folders.append(folder)

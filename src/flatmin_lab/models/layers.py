@@ -1,9 +1,9 @@
 """What the networks share: activation with dropout, initial weights, the head, and checks of their arguments.
 
-`dropout` is the paper's Dropout baseline: that share of the neurons after every ReLU. (Its published code drops once a
-block and once before the classifier instead, but for VGG: a PreActResNet does so with dropout_at="block".) At 0 there
-is no dropout module at all, so no random number is drawn. A network's initial weights depend on the seed alone, not on
-its dropout.
+`dropout` is the paper's Dropout baseline: that share of the neurons after every ReLU. (Its published code drops once
+per block and once before the classifier instead, except for VGG: a PreActResNet does so with dropout_at="block".) At 0
+there is no dropout module at all, so no random number is drawn. A network's initial weights depend on the seed alone,
+not on its dropout.
 """
 
 import torch
@@ -35,7 +35,7 @@ def head(
 class PaddedConv2d(nn.Conv2d):
     """A convolution of images, which have three channels or one.
 
-    In half precision a GPU has no fast kernels for so few, so they are padded with zeros to eight: the same sums.
+    In half precision a GPU has no fast kernels for so few, so they are padded with zeros to eight: same sums.
     """
 
     def forward(self, x: Tensor) -> Tensor:

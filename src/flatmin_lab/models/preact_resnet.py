@@ -3,8 +3,8 @@
     a = ReLU(BN(x))        block(x) = F(a) + shortcut
 
 Where a block changes the shape, its shortcut is a 1 × 1 convolution of a. Where it does not, He et al. add x itself
-(`shortcut="identity"`), but in the very first block, where they add a; the published AMP code adds a in all of them
-(`"activated"`, the default, which the paper's numbers come from). Its convolutions have biases, all but the first;
+(`shortcut="identity"`), except in the very first block, where they add a; the published AMP code adds a in all of them
+(`"activated"`, the default, which the paper's numbers come from). Its convolutions have biases, except the first;
 `bias=False` leaves them out, as He et al. do.
 
 Dropout follows every ReLU, as the paper says (`dropout_at="relu"`), or as in its published code the last ReLU of a

@@ -1,13 +1,13 @@
 """Networks that are not built in: a function or class of the user's own, and timm's by name.
 
-file.py:make_model, mymodule:Net        called with what it declares of the names below
+file.py:make_model, mymodule:Net        called with those of the names below that it declares
 timm:resnet18                           timm.create_model, where timm is installed
 
 num_classes     how many logits an input has
 in_channels     of the images; for points, how many numbers a point has
 image_size      (height, width), for images alone
 input_shape     (channels, height, width), or (numbers,)
-dropout         the method's rate: 0 but for the method dropout
+dropout         the method's rate: 0 except for the method dropout
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,10 +68,10 @@ def make_user_model(
 
 
 def _materialise(model: nn.Module, shape: Sequence[int], name: str) -> None:
-    """Give lazy layers their weights, which they have after a first pass.
+    """Give lazy layers their weights, which they get in a first pass.
 
-    The pass is in eval mode, so that statistics of batch normalisation do not begin with it; layers that are used in
-    training alone need a second one.
+    The pass is in eval mode, so that batch normalisation's statistics do not include it; layers used only in training
+    need a second one.
     """
     modes = {module: module.training for module in model.modules()}
     for training in (False, True):

@@ -1,6 +1,6 @@
 """A file of weights: safetensors, or a state dict written by torch.save; no pickled code is run.
 
-Whether they fit a model is checked before one of them is assigned: keys and shapes that differ are named.
+Whether they fit a model is checked before any of them is assigned: keys and shapes that differ are named.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -70,7 +70,7 @@ def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str, 
     own = model.state_dict()
     if unknown := [prefix for prefix in without if not any(_is_under(key, prefix) for key in own)]:
         names = list(dict.fromkeys(key.partition(".")[0] for key in own))
-        raise ValueError(f"the model has nothing called {', '.join(unknown)}; it has {_few(names, 12)}")
+        raise ValueError(f"the model has no module called {', '.join(unknown)}; it has {_few(names, 12)}")
     kept = {key for key in own if any(_is_under(key, prefix) for prefix in without)}
     has = {key: tuple(value.shape) for key, value in own.items() if key not in kept}
     given = {key: tuple(value.shape) for key, value in weights.items() if not any(_is_under(key, p) for p in without)}
@@ -88,7 +88,7 @@ def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str, 
 
 
 class WeightsError(ValueError):
-    """Weights that do not fit: `of_shape` has the keys with another shape, `missing` those that the file has not."""
+    """Weights that do not fit: `of_shape` has the keys with another shape, `missing` those not in the file."""
 
     def __init__(self, text: str, of_shape: Set[str], missing: Set[str]) -> None:
         super().__init__(text)

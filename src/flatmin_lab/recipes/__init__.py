@@ -1,10 +1,10 @@
 """Recipes: what a training run computes, and the paper's tables and figures as lists of recipes.
 
 fields.py          how a field of the recipe is declared: its text, its rules, its option
-recipe.py          everything that decides what a training run computes, but the seed
+recipe.py          everything that decides what a training run computes, except the seed
 defaults.py        the default recipe for a data set
-protocols.py       how long runs are, and whose settings they have
-renamed.py         what recipes were called before
+protocols.py       how long runs are, and which settings they use
+renamed.py         former names of recipes
 optimizers.py      base optimizers by name, or the user's own
 user_files.py      the user's own files that a recipe names, and their checksums
 lr_schedules.py    learning rates as functions of the step

@@ -1,6 +1,6 @@
-"""A field of the recipe is declared once: what it is, where the command's help has it, which values it takes.
+"""A field of the recipe is declared once: what it is, where the command's help lists it, which values it takes.
 
-    lr: float = flag(0.1, "The highest learning rate.", POSITIVE)
+    lr: float = flag(0.1, "Peak learning rate.", POSITIVE)
 
 From this line the recipe checks the value, `flatmin train` and `flatmin tune` have the option --lr, and the reference
 has a row.
@@ -25,7 +25,7 @@ class Rule(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What is said of a field; without a text it has no option."""
+    """What is declared about a field; without a text it has no option."""
 
     text: str
     rules: tuple[Rule, ...]
@@ -83,7 +83,7 @@ def flag(default: T, text: str, *rules: Rule, **more: Any) -> T:
 
 
 def check(recipe: object) -> None:
-    """Raise where a value is none of its choices, or breaks a rule. A field that is None by default may be None."""
+    """Raise if a value is not one of its choices, or breaks a rule. A field that is None by default may be None."""
     kind: type = type(recipe)
     known = _declared(kind)
     for f, declared in known:
@@ -103,7 +103,7 @@ def flags(recipe: type) -> dict[str, Flag]:
 
 
 def descriptions(recipe: type) -> dict[str, str]:
-    """What the reference says of the fields: their texts and rules."""
+    """What the reference says about the fields: their texts and rules."""
     return {
         f.name: " ".join(filter(None, [declared.text, *(f"Must be {rule.text}." for rule in declared.rules)]))
         for f, declared in _declared(recipe)

@@ -32,7 +32,7 @@ def cosine(step: int, steps: int) -> float:
 
 
 def one_cycle(step: int, steps: int, *, rise: float = 0.3, start: float = 1 / 25, end: float = 1e-4 / 25) -> float:
-    """Smith's super-convergence, the numbers of torch's OneCycleLR; momentum stays as it is."""
+    """Smith's super-convergence with the numbers of torch's OneCycleLR; momentum does not change."""
     top, last = rise * steps - 1, steps - 1
     if step <= top:
         return _cosine_between(start, 1.0, step / top if top > 0 else 1.0)

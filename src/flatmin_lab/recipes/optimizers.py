@@ -1,10 +1,10 @@
 """Base optimizers: torch's by name, or a function of the user's own; AMP and RMP wrap whichever it is.
 
     sgd                         the paper's, with its momentum
-    adamw, adam, nadam, …       with torch's own rate and weight decay, where none are given
-    file.py:make_optimizer      called with what it declares of params, model, lr, weight_decay
+    adamw, adam, nadam, …       with torch's own rate and weight decay, unless given
+    file.py:make_optimizer      called with those of params, model, lr, weight_decay that it declares
 
-A schedule moves the rate of every group in proportion: groups that begin with rates of their own keep their ratio.
+A schedule scales the rate of every group: groups that start with different rates keep their ratio.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def is_known(name: str) -> bool:
 
 
 def setting_names(name: str) -> list[str]:
-    """What a named optimizer's settings may be called, beside the fields of the recipe.
+    """The names of a built-in optimizer's settings, besides the fields of the recipe.
 
     >>> setting_names("adamw")[:3]
     ['betas', 'eps', 'amsgrad']
@@ -46,7 +46,7 @@ def setting_names(name: str) -> list[str]:
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise where a named optimizer does not take these; a user's function says so itself."""
+    """Raise if a built-in optimizer does not take these; a user's function raises by itself."""
     if name not in OPTIMIZERS:
         return
     known = setting_names(name)
@@ -59,7 +59,7 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def default_fields(name: str) -> dict[str, float]:
-    """The rate and the weight decay of an optimizer where none are given; none for SGD, whose are the paper's.
+    """An optimizer's default rate and weight decay; none for SGD, which has the paper's.
 
     >>> default_fields("adamw"), default_fields("sgd")
     ({'lr': 0.001, 'weight_decay': 0.01}, {})

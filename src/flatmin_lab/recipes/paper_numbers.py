@@ -1,8 +1,8 @@
 """What the paper reports, number by number: mean and standard deviation over ten runs of 200 epochs.
 
 Zheng, Zhang and Mao, "Regularizing Neural Networks via Adversarial Model Perturbation", CVPR 2021. Errors and ECE in
-per cent, as printed. The ECE is a figure of the paper (7), without numbers or standard deviations: ours are those that
-the authors' slides print. Figures 8 and 11 have no numbers either: these were read off the drawn curves.
+per cent, as printed. The paper shows the ECE in figure 7, without numbers or standard deviations: these are from the
+authors' slides. Figures 8 and 11 have no numbers either: these were read off the curves.
 """
 
 from functools import cache
@@ -63,7 +63,7 @@ class Value(NamedTuple):
 
 
 def reported(data: str, model: str, method: str, augment: Kind = "vanilla") -> dict[str, Value]:
-    """What the paper has for a cell of its tables: error, nll, ece, fgsm_error, pgd_error, where it has them.
+    """What the paper has for a cell of its tables: error, nll, ece, fgsm_error and pgd_error, if it has them.
 
     >>> reported("cifar10", "preactresnet18", "amp")["error"]
     Value(mean=3.97, std=0.091)

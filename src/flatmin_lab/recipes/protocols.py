@@ -1,9 +1,9 @@
-"""The protocols: how long a training run is, and whose settings it has.
+"""The protocols: how long a training run is, and which settings it uses.
 
-    paper       200 epochs, as the paper's published code trains: what gave the paper's numbers
-    paper-v2    200 epochs, crops and momentum of that code's second version, the rest as the paper's text has it
-    short       60 epochs, AMP's radius at most 0.1, all else as paper-v2
-    smoke       3 epochs of narrow networks on synthetic images, else as paper
+    paper       200 epochs, as in the paper's published code: this gave the paper's numbers
+    paper-v2    200 epochs, crops and momentum of that code's second version, the rest as in the paper's text
+    short       60 epochs, AMP's radius at most 0.1, everything else as in paper-v2
+    smoke       3 epochs of narrow networks on synthetic images, otherwise as in paper
 
 The published code has two versions (https://github.com/hiyouga/AMP-Regularizer, commits 63cd647 and a9f6019). The
 networks of table 1 were most likely trained with the first: on CIFAR-100 it gives the paper's numbers, and the second
@@ -13,12 +13,12 @@ does not. The networks of table 2 are in the second alone, so `paper` follows it
     crops of CIFAR          padded by 2 with black      by 4 with grey          (not said; ours: by 4 with grey)
     momentum                0.9                         0.9, Nesterov's         (not said; ours: 0.9, Nesterov's)
     gradient of the step    clipped to a norm of 50     the same                (not said; ours: as it is)
-    SVHN is normalised by   0.5 and 0.5                 mean and deviation      mean and standard deviation
-    AMP's ball              one a tensor                one a tensor            one over all parameters
-    RMP                     a cube a tensor             a cube a tensor         uniform in one ball
-    adversarial training    1/255 of the normalised inputs, random start        1/255 of a pixel's range
+    SVHN is normalised by   0.5 and 0.5                 mean and std            mean and standard deviation
+    AMP's ball              one per tensor              one per tensor          one over all parameters
+    RMP                     a cube per tensor           a cube per tensor       uniform in one ball
+    adversarial training    1/255 of the normalised inputs, random start        1/255 of the pixel range
     label smoothing         spread over the other classes                       over all classes
-    Dropout (PreActResNet)  once a block, and before the classifier             after every ReLU
+    Dropout (PreActResNet)  once per block, and before the classifier           after every ReLU
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ PUBLISHED_CLIP_NORM = 50.0
 
 @dataclass(frozen=True)
 class FollowedProtocol:
-    """The protocol that a recipe follows, and in what it differs from a cell of it; `str()` makes the sentence.
+    """The protocol that a recipe follows, and how it differs from it; `str()` makes the sentence.
 
     >>> str(FollowedProtocol("paper", settings=("ball global",), others=("400 epochs",)))
     'paper, but ball global, 400 epochs'
@@ -93,7 +93,7 @@ OWN = FollowedProtocol("own")
 
 
 def kind_of(augment: Kind) -> Kind:
-    """What a table calls an augmentation, whichever version's crops it has.
+    """What a table calls an augmentation, whichever version of the crops it uses.
 
     >>> kind_of("vanilla_v1"), kind_of("cutout")
     ('vanilla', 'cutout')

@@ -7,7 +7,7 @@ What does not change the numbers (the device, where the files are, how often a c
 
 What all of the paper's runs share is the default: SGD with momentum 0.9, batches of 50, a rate of 0.1 divided by ten
 after epochs 100 and 150 of 200, weight decay 1e-4, crops and flips, AMP with ε = 0.5 and ζ = 1 on PreActResNet18. What
-the protocols differ in is in protocols.py; a recipe without changes is of `paper-v2`.
+the protocols differ in is in protocols.py; a recipe without changes follows `paper-v2`.
 """
 
 import json
@@ -53,15 +53,15 @@ Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
 PAPER_EPOCHS, PAPER_BATCH_SIZE = 200, 50  # the paper's
 LENGTH_FACTORS = (1, 1.25, 1.5, 2)  # of variants with more time
-LONG_EPOCHS = 150  # from so many epochs on the paper's radius pays; ε = 0.5 lost at 36 epochs, and won at 200
+LONG_EPOCHS = 150  # from this many epochs on, the paper's radius pays off; ε = 0.5 lost at 36 epochs, and won at 200
 SHORT_RADIUS = 0.1
 SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in defaults.py
 COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # arguments of every model
 SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a run computes, not what
-# younger than the first results, which have no such key: JSON has them where they are not the default
+# newer than the first results, which have no such key: in JSON only where they are not the default
 LATER_FIELDS = ("normalise", "optimizer", "optimizer_settings", "init", "init_except", "files")
 
-# in what a run may differ from a cell of a protocol and still be said to follow it, and how that is said of its value
+# how a run may differ from a cell of a protocol and still follow it, and the words for each value
 EXCEPTIONS: dict[str, Callable[[Any], str]] = {
     "augment": lambda augment: f"{'first' if augment == 'vanilla_v1' else 'second'} version's crops",
     "nesterov": lambda on: "Nesterov" if on else "no Nesterov",
@@ -86,19 +86,21 @@ class Recipe:
     model: str = field(
         metadata=declare(
             f"{', '.join(models.MODELS)}; timm:NAME; or your own, file.py:make_model",
-            otherwise="the data set's own",
+            otherwise="depends on the data set",
             panel=None,
         )
     )
     method: str = flag("erm", "", choices=methods.METHODS, otherwise="amp", panel=None, after="data")
     settings: Mapping[str, Any] = field(  # where they are not the method's defaults
         default_factory=dict,
-        metadata=declare("Any setting of the method, such as smoothing=0.1.", panel=METHOD, after="size"),
+        metadata=declare(
+            "Any setting of the method, such as smoothing=0.1; repeat for several.", panel=METHOD, after="size"
+        ),
     )
     model_settings: Mapping[str, Any] = field(
         default_factory=dict,
         metadata=declare(
-            "An argument for the model, such as width=64.",
+            "An argument for the model, such as width=64; repeat for several.",
             Rule("the model's own, without those of every model", lambda own, _: not COMMON_SETTINGS & own.keys()),
             panel=None,
             after="model",
@@ -112,7 +114,7 @@ class Recipe:
     )
     init_except: str | None = flag(
         None,
-        "Modules that --init does not load, such as the head if the classes differ: fc, or head,norm.",
+        "Modules that --init leaves out, such as the head if the classes differ: fc, or head,norm.",
         Rule("given with init", lambda _, recipe: recipe.init is not None),
         panel=None,
         after="init",
@@ -127,7 +129,7 @@ class Recipe:
         Rule("a finite mean and a standard deviation above 0", lambda pair, _: _is_normalisation(pair)),
         after="clip_norm",
     )
-    label_noise: float = flag(0.0, "Fraction of the training labels to replace by wrong ones.", FRACTION, after="ema")
+    label_noise: float = flag(0.0, "Fraction of the training labels to replace with wrong ones.", FRACTION, after="ema")
     validation: bool = flag(
         False,
         "For tuning: hold out a tenth of the training set, and evaluate on it instead of the test set.",
@@ -143,11 +145,10 @@ class Recipe:
         ),
     )
     optimizer_settings: Mapping[str, Any] = field(
-        default_factory=dict, metadata=declare("A setting of the optimizer, such as betas=0.9,0.95.")
+        default_factory=dict,
+        metadata=declare("A setting of the optimizer, such as betas=0.9,0.95; repeat for several."),
     )
-    lr: float = flag(
-        0.1, "The highest learning rate (the paper: 0.1); other optimizers have their own default.", POSITIVE
-    )
+    lr: float = flag(0.1, "Peak learning rate (the paper: 0.1); other optimizers have their own default.", POSITIVE)
     momentum: float = flag(
         0.9,
         "SGD's momentum (the paper's code: 0.9).",
@@ -158,10 +159,12 @@ class Recipe:
     )
     nesterov: bool = flag(
         True,
-        "Use Nesterov momentum or not (the first version of the paper's code does not); default: use it.",
+        "Whether to use Nesterov momentum (the first version of the paper's code does not); default: yes.",
         Rule("false where momentum is 0", lambda on, recipe: recipe.momentum > 0 or not on),
     )
-    weight_decay: float = flag(1e-4, "The paper: 1e-4; other optimizers have their own default.", NOT_NEGATIVE)
+    weight_decay: float = flag(
+        1e-4, "Weight decay (the paper: 1e-4); other optimizers have their own default.", NOT_NEGATIVE
+    )
     schedule: str = flag("multi_step", " (the paper: multi_step).", choices=SCHEDULES)
     milestones: tuple[float, ...] = flag(
         (0.5, 0.75),
@@ -179,10 +182,10 @@ class Recipe:
             "0 with one_cycle, which has its own", lambda epochs, recipe: not epochs or recipe.schedule != "one_cycle"
         ),
     )
-    clip_norm: float | None = flag(None, "Clip the gradient of the step to this norm.", POSITIVE)
+    clip_norm: float | None = flag(None, "Clip the gradient to this norm before the update.", POSITIVE)
     ema: float | None = flag(
         None,
-        "Decay of an exponential moving average (EMA) of the weights, which is evaluated as well.",
+        "Decay of an exponential moving average (EMA) of the weights, which is evaluated too.",
         Rule("above 0 and below 1", lambda decay, _: 0 < decay < 1),
     )
     precision: Precision = flag("fp32", "", choices=PRECISIONS, otherwise="fp32", panel=DEVICE)
@@ -215,7 +218,7 @@ class Recipe:
 
     @property
     def protocol(self) -> FollowedProtocol:
-        """That of the cell of the paper's tables that it is, but for precision and the like; or `own`.
+        """The protocol of the cell of the paper's tables that it is, apart from precision and the like; or `own`.
 
         Where only the method's settings and fields of `EXCEPTIONS` differ, these are its exceptions; of two protocols
         of one length it is the one with the fewer.
@@ -261,7 +264,7 @@ class Recipe:
         if missing := [name for name in ("data", "model") if name not in values]:
             raise ValueError(f"a recipe must have {' and '.join(missing)}; it may be damaged")
         if unknown := sorted(values.keys() - known):
-            raise ValueError(f"a recipe has no {', '.join(unknown)}; it may be of a newer flatmin")
+            raise ValueError(f"a recipe has no {', '.join(unknown)}; it may be from a newer flatmin")
         check_types(Recipe, values)
         return Recipe(**values)
 

@@ -47,7 +47,9 @@ def file_of(field: str, name: str) -> Path:
             f"`flatmin export {path} --to weights.safetensors`"
         )
     if not path.is_file():
-        raise FileNotFoundError(f"--init takes a file of weights, .safetensors or of torch.save: {path} does not exist")
+        raise FileNotFoundError(
+            f"--init takes a .safetensors file or one saved with torch.save, but {path} does not exist"
+        )
     return path
 
 
@@ -84,7 +86,7 @@ def check_unchanged(recipe: Recipe, *, copies: Path | None = None, without: Coll
         except FileNotFoundError as error:
             place = split_name(name, FUNCTIONS[field])[0] if field in FUNCTIONS else name
             raise FileNotFoundError(
-                f"{place} does not exist any more, and this run was started with it: {_way_out(recipe, field, copies)}"
+                f"{place} no longer exists, but this run was started with it: {_way_out(recipe, field, copies)}"
             ) from error
         if (found := checksum(path)) != recipe.files[field]:
             raise ChangedFileError(

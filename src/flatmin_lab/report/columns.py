@@ -95,12 +95,12 @@ def _landscape_rise(run: Run) -> float | None:
 
 
 def _seconds(run: Run) -> float | None:
-    """Of a run that had its device to itself: with several at once, time says nothing about the method."""
+    """The time of a run that had its device to itself: with several at once, it says nothing about the method."""
     return float(run.result["seconds"]) if run.result.get("at_once", 1) == 1 else None
 
 
 def _shared_cores(run: Run) -> bool:
-    """Was it trained on a CPU beside others? Then its own time is what it computed, not how long it took."""
+    """Was it trained on a CPU beside others? Then its CPU time counts, not how long it took."""
     return run.result.get("at_once", 1) != 1 and run.result.get("cpu_seconds") is not None
 
 
@@ -109,7 +109,7 @@ def _cpu_seconds(run: Run) -> float | None:
 
 
 def _passes(run: Run) -> float | None:
-    """Of a mean step, where they stand for the time."""
+    """Passes of a mean step, where they stand for the time."""
     if not _shared_cores(run):
         return None
     try:
@@ -176,10 +176,10 @@ def column_named(name: str) -> Column:
 
 
 def at_best_epoch(run: Run, column: Column) -> float | None:
-    """The value at the epoch with the lowest test error, of as many the one with the lowest NLL.
+    """The value at the epoch with the lowest test error, among equals the one with the lowest NLL.
 
-    So the published code reads its numbers. The epoch is chosen with the test labels: for a comparison with the paper's
-    alone. None where a run has no curves, or no curve of this measure.
+    This is how the published code reads its numbers. The epoch is chosen using the test labels: only for a comparison
+    with the paper's. None if a run has no curves, or no curve of this measure.
     """
     known = [
         line for line in run.lines if all(line.get(f"{run.split}_{name}") is not None for name in ("error", "nll"))
@@ -194,7 +194,7 @@ def at_best_epoch(run: Run, column: Column) -> float | None:
 def as_in_paper(run: Run, column: Column) -> float | None:
     """The value to compare with the paper's: for the NLL of label smoothing, the smoothed loss.
 
-    The paper has 0.998, 1.038 and 2.099 there: far above an NLL at such errors, but what the smoothed loss is.
+    The paper has 0.998, 1.038 and 2.099 there: far above an NLL at such errors, but in line with the smoothed loss.
     """
     return _smoothed_over_others(run) if is_smoothed(column, run.method) else column.value(run)
 

@@ -1,7 +1,7 @@
 """Groups of comparable runs: runs that differ only in method and seed share a table, a row per method.
 
 Every method's mean is compared with ERM's by Welch's test, column by column, with Holm's correction over the methods
-of the column; runs of the paper's tables as their family has it (paper/families.py). One of the two is called better
+of the column; for runs of the paper's tables as in their family (paper/families.py). One of the two is called better
 only if the difference is significant.
 """
 
@@ -38,7 +38,7 @@ NOT_IN_TITLE = (
     "validation",
     "data_sha256",
     "files",
-)  # the split stands for the first; the others tell a reader nothing
+)  # the split stands for the first; the others mean nothing to a reader
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def groups_of(runs: Sequence[Run], families: Families | None = None) -> list[Gro
 
 
 def _dropout_place(run: Run) -> dict[str, Any]:
-    """Where a built-in network is said to have its dropout; empty where nothing is said of it."""
+    """Where a built-in network has its dropout; empty if that is not set."""
     own = run.result.get("model_settings")
     if not isinstance(own, dict) or DROPOUT_AT not in own or not is_built_in(run.result["model"]):
         return {}
@@ -178,7 +178,7 @@ def _group(setting: dict[str, Any], runs: Sequence[Run], families: Families) -> 
         in_order = [seeded[seed] for seed in sorted(seeded)]
         rows.append(Row(method, _name(method, json.loads(settings), others), in_order))
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
-    in_folders = runs[0].path.is_dir()  # result files are of `flatmin reproduce`, which knows what is missing
+    in_folders = runs[0].path.is_dir()  # result files come from `flatmin reproduce`, which knows what is missing
     trained = {row.method for row in rows}
     untrained = suggested_commands.train_commands(setting, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
@@ -190,7 +190,7 @@ def _recipe_of(row: Row) -> str:
 
 
 def _p_values(rows: list[Row], values: list[list[float]], measure: str, families: Families) -> dict[int, float]:
-    """Of the rows below the first, which is ERM, against it; in a family of what that has planned."""
+    """The p-values of all other rows against the first, ERM; in a family, of the planned comparisons."""
     base = _recipe_of(rows[0])
     if split_name(base)[0] not in families:
         return p_values_against(values[0], dict(list(enumerate(values))[1:]))

@@ -94,7 +94,7 @@ def load_results(paths: Iterable[Path]) -> LoadedResults:
     places: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist; give folders that flatmin train made, or result files")
+            raise FileNotFoundError(f"{path} does not exist; give run folders of flatmin train, or result files")
         for place in _find_paths(path):
             places.setdefault(place.resolve(), place)
     for place in places.values():
@@ -155,7 +155,7 @@ def _is_trial(folder: Path) -> bool:
 
 
 def _is_result_or_tuning(path: Path) -> bool:
-    """A result or a tuning, or by its name meant to be one: then it is listed if it cannot be read."""
+    """Is it a result or a tuning, or named like one? Then it is listed if it cannot be read."""
     if path.name.startswith((COST, BENCH)):  # its hardware may end in a number, as a result's name does
         return False
     return path.name == result_file.FILE or bool(RESULT_NAME.fullmatch(path.name)) or _is_result(path)
@@ -187,7 +187,7 @@ def _json(text: str | bytes) -> Any:
 
 
 def _by_its_name_now(result: dict[str, Any]) -> dict[str, Any]:
-    """A result from before its recipe was renamed has the recipe's name and protocol of now."""
+    """Give a result from before its recipe was renamed the current name and protocol."""
     old = str(result.get("recipe"))
     recipe = by_name().get(name_now(old) or "")
     if recipe is None or differs(result, Job(recipe, result["seed"])):
@@ -252,9 +252,9 @@ def _unfinished(path: Path, config: Mapping[str, Any]) -> str:
         done = len(_lines(path / "metrics.jsonl"))
     recipe = config["recipe"]
     if isinstance(state.get("diverged"), str):
-        return f"this training of {recipe.get('method')} diverged, and is in no mean: {state['diverged']}"
+        return f"this run of {recipe.get('method')} diverged, and is left out of all means: {state['diverged']}"
     again = f"flatmin train --out {shlex.quote(str(path))} --resume"
-    return f"not finished, {done} of {recipe.get('epochs')} epochs; go on with: {again}"
+    return f"not finished, {done} of {recipe.get('epochs')} epochs; resume with: {again}"
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -266,6 +266,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             except ValueError as error:
                 raise ValueError(f"line {number} is not JSON") from error
             if not isinstance(content, dict) or not all(v is None or schema.is_number(v) for v in content.values()):
-                raise ValueError(f"line {number} is not of numbers")
+                raise ValueError(f"line {number} does not hold numbers")
             found.append(content)
     return found

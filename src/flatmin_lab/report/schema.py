@@ -49,7 +49,7 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(found.get(name), kind) or isinstance(found.get(name), bool):
             raise ValueError(f"it is not a result: {name} is {found.get(name)!r}")
     if found["method"] not in METHODS:
-        raise ValueError(f"it has the unknown method {found['method']!r}; it may be of another flatmin")
+        raise ValueError(f"it has the unknown method {found['method']!r}; it may be from another version of flatmin")
     split = split_of(found)
     _check(found, f"{split}_error", is_share, "a share from 0 to 1")
     for name in (f"{split}_nll", f"{split}_ece", f"{split}_smoothed_loss", "label_noise", "train_loss"):
@@ -184,12 +184,12 @@ def _batch_rise(found: Any) -> dict[str, Any]:
 
 
 def curves(found: Any, result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A number an epoch for each name, as the lines that a run's folder has."""
+    """For each name one number per epoch, turned into lines as in a run folder."""
     _object(found, "curves")
     split, epochs = split_of(result), result["epochs"]
     for name, values in found.items():
         if not isinstance(values, list) or len(values) != epochs or not all(v is None or is_number(v) for v in values):
-            raise ValueError(f"{name} must be {epochs} numbers, one an epoch")
+            raise ValueError(f"{name} must be {epochs} numbers, one per epoch")
     names = {name: f"{split}_{name}" if name in ("error", "nll", "ece") else name for name in found}
     return [{names[name]: values[epoch] for name, values in found.items()} for epoch in range(epochs)]
 
@@ -199,7 +199,7 @@ def boundary(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
     _object(found, "boundary")
     side, shares = found.get("side"), found.get("shares")
     if not isinstance(side, list) or len(side) < 3 or not all(map(is_number, side)) or side != sorted(set(side)):
-        raise ValueError("its side is not three rising numbers or more")
+        raise ValueError("its side must be at least three rising numbers")
     if not isinstance(shares, list) or len(shares) != len(side):
         raise ValueError(f"it must have {len(side)} rows")
     for row in shares:
@@ -224,7 +224,7 @@ def withdrawn(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
 
 def broken_off(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
     """The runs of planned.json that were started and given up: names, seeds, and what became of them."""
-    runs = _listed({"broken_off": [], **found}, "broken_off", "a run that was broken off")
+    runs = _listed({"broken_off": [], **found}, "broken_off", "a run that was aborted")
     for run in runs:
         _check(run, "why", lambda value: isinstance(value, str), "a text")
     return [(run["name"], run["seed"], run["why"]) for run in runs]
@@ -310,7 +310,7 @@ def landscape(found: Any, result: Mapping[str, Any]) -> dict[str, Any]:
     _object(found, "landscape")
     axis = found.get("axis")
     if not isinstance(axis, list) or len(axis) < 3 or not all(map(is_number, axis)) or axis != sorted(set(axis)):
-        raise ValueError("its axis is not three rising numbers or more")
+        raise ValueError("its axis must be at least three rising numbers")
     _check(found, "reach", is_number, "a number")
     for name in ("seed", "points"):
         _check(found, name, lambda value: isinstance(value, int), "a whole number")
@@ -343,7 +343,7 @@ def _row(row: object, points: int) -> None:
 def check_end(found: Mapping[str, Any], epochs: int) -> None:
     """Check that the last weights were measured."""
     if found.get("epoch") != epochs:
-        raise ValueError(f"it was measured after epoch {found.get('epoch')!r}, and the training ended after {epochs}")
+        raise ValueError(f"it was measured after epoch {found.get('epoch')!r}, but training ended after {epochs}")
 
 
 def _object(value: object, name: str) -> None:

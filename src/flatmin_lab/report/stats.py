@@ -29,7 +29,7 @@ class Welch(NamedTuple):
 def welch(x: Sequence[float], y: Sequence[float]) -> Welch | None:
     """Welch's test of two samples; None if either has fewer than two values, or neither has any spread.
 
-    Exact ties prove nothing: errors are fractions of few images.
+    Exact ties prove nothing: errors are fractions of a small number of images.
 
     >>> round(welch([1.0, 2.0, 3.0], [5.0, 6.0, 7.0]).p, 4)
     0.008

@@ -1,6 +1,6 @@
 """The commands that fill a report's gaps: evaluate a run like the others, train a missing method like the others.
 
-Numbers measured under different conditions do not compare: those of runs that differ from the majority are set aside.
+Numbers measured under different conditions cannot be compared: runs that differ from the majority are set aside.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
         "radius": ("--radius", measurements.ATTACK_RADIUS),
         "step_size": ("--step-size", measurements.ATTACK_STEP_SIZE),
         "steps": ("--steps", measurements.ATTACK_STEPS),
-        "pictures": ("--pictures", None),
+        "pictures": ("--images", None),
     },
-    "flatness": {"epsilon": ("--epsilon", measurements.FLATNESS_EPSILON), "pictures": ("--pictures", None)},
+    "flatness": {"epsilon": ("--epsilon", measurements.FLATNESS_EPSILON), "pictures": ("--images", None)},
 }
 MEASURED_DIFFERENTLY = "measured otherwise"
 TRAIN_FLAGS = (*(name for name, flag in flags(Recipe).items() if flag.panel == TRAINING), "precision")
@@ -60,7 +60,7 @@ def evaluate_commands(run: Run, parts: Sequence[str], usual: Mapping[str, Condit
 
 
 def _default_images(run: Run, part: str) -> int | None:
-    """The number of images without --pictures: all of the test set, counted by its bins; for flatness 1000."""
+    """The number of images without --images: the whole test set, counted by its bins; for flatness 1000."""
     bins = run.result.get("reliability")
     return measurements.FLATNESS_IMAGES if part == "flatness" else (int(sum(bins["number"])) if bins else None)
 

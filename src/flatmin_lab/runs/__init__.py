@@ -8,7 +8,7 @@ checkpoint.py         a safetensors file with a checksum
 tensorboard.py        the metrics as TensorBoard curves
 result.py             result.json, flat
 result_store.py       results/: a file for each finished run, and what is planned
-evaluation_files.py   what was measured of a run after its training
+evaluation_files.py   what was measured after a run's training
 """
 
 from flatmin_lab.runs.events import (

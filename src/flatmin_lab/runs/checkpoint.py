@@ -3,8 +3,8 @@
     checkpoint-00000390.safetensors       after step 390
 
 The state (numbers, lists, strings) is JSON in the file's header, beside a SHA-256 over it and over every tensor's name,
-type, shape and bytes. So a single rename makes a whole checkpoint appear, reading one detects damage, and nothing but
-the file is needed to resume. It holds no pickle.
+type, shape and bytes. So a single rename makes a complete checkpoint appear, reading one detects damage, and only the
+file is needed to resume. It holds no pickle.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 class DamagedError(ValueError):
-    """Not a checkpoint, or not a whole one."""
+    """Not a checkpoint, or not an intact one."""
 
 
 def name_of(step: int) -> str:
@@ -58,7 +58,7 @@ def step_of(path: Path) -> int:
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Written atomically: under its own name a checkpoint is whole."""
+    """Written atomically: under its own name a checkpoint is complete."""
     save = need("safetensors.torch", "a checkpoint").save
     tensors = unshared({name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()})
     text = json.dumps(checkpoint.state, allow_nan=False)
@@ -79,7 +79,7 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint, verified; DamagedError where it is not whole."""
+    """The checkpoint, verified; DamagedError if it is not intact."""
     load = need("safetensors.torch", "a checkpoint").load
     try:
         content = path.read_bytes()
@@ -89,7 +89,7 @@ def read(path: Path) -> Checkpoint:
         tensors = load(content)
         state = json.loads(text)
     except Exception as error:  # damaged bytes can raise anything
-        raise DamagedError(f"{path} is not a whole checkpoint ({type(error).__name__}: {error})") from error
+        raise DamagedError(f"{path} is not an intact checkpoint ({type(error).__name__}: {error})") from error
     found = digest(tensors, text)
     if found != expected:
         raise DamagedError(f"{path} was altered after it was written: its SHA-256 must be {expected}, got {found}")
@@ -106,7 +106,7 @@ def digest(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 class NewestCheckpoint(NamedTuple):
-    """The newest whole checkpoint, if there is one, and the errors of newer, damaged ones."""
+    """The newest intact checkpoint, if there is one, and the errors of newer, damaged ones."""
 
     path: Path | None
     whole: Checkpoint | None
@@ -114,7 +114,7 @@ class NewestCheckpoint(NamedTuple):
 
 
 def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> NewestCheckpoint:
-    """The first whole one of checkpoints sorted newest first; one of another run is an error."""
+    """The first intact one of checkpoints sorted newest first; one of another run is an error."""
     damaged: list[tuple[Path, DamagedError]] = []
     for path in places:
         try:

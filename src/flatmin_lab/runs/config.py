@@ -25,10 +25,10 @@ class Identity(TypedDict):
 
 
 class OtherRunError(ValueError):
-    """A folder belongs to another run: `what` names both, and the message adds what `train` can do about it."""
+    """A folder belongs to another run: `what` names both, and the message adds what to do about it with `train`."""
 
     def __init__(self, path: Path, differences: str, *, renamed: str = "") -> None:
-        self.what, self.differences = f"{path} is of another recipe: {differences}.{renamed}", differences
+        self.what, self.differences = f"{path} belongs to another recipe: {differences}.{renamed}", differences
         super().__init__(f"{self.what} Leave these flags out to resume it, or choose another folder with --out")
 
 
@@ -60,7 +60,7 @@ def recipe_of(path: Path, config: Mapping[str, Any]) -> Recipe:
         return Recipe.from_json(config["recipe"])
     except (TypeError, ValueError) as error:
         place = path / "config.json" if path.is_dir() else path
-        raise ValueError(f"{place} has no recipe of this flatmin: {error}; choose another folder") from error
+        raise ValueError(f"{place} has no recipe that this flatmin can read: {error}; choose another folder") from error
 
 
 def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int) -> None:
@@ -69,9 +69,9 @@ def check_recipe(path: Path, known: Mapping[str, Any], recipe: Recipe, seed: int
 
 
 def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise where two runs differ; they may differ in what changes no numbers: versions, machine, time."""
+    """Raise if two runs differ; they may differ in what does not change the numbers: versions, machine, time."""
     if not known:
-        raise ValueError(f"{path} does not say which run it belongs to; it may be of another flatmin")
+        raise ValueError(f"{path} does not say which run it belongs to; it may be from another version of flatmin")
     # through a Recipe, so that fields of newer versions get their defaults
     here, there = comparable(Recipe.from_json(asked["recipe"])), comparable(recipe_of(path, known))
     if name_now(there["name"]) == here["name"]:
@@ -79,7 +79,7 @@ def check_same(path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -
     apart = differences(there, here)
     apart += differences({"seed": known["seed"]}, {"seed": asked["seed"]})
     if not apart and known["data_sha256"] != asked["data_sha256"]:
-        apart = [f"the data set has another content (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
+        apart = [f"the data set has different contents (SHA-256 {known['data_sha256']}, here {asked['data_sha256']})"]
     if apart:
         raise OtherRunError(path, "; ".join(apart), renamed=_moved(there["name"], here["name"]))
 

@@ -1,7 +1,7 @@
 """The events that a training run yields; it prints nothing.
 
-`Progress` comes now and then within an epoch, `Epoch` after each, `Finished` at the end; `Stopped` instead where the
-run was asked to stop, and `Failed` where one of many runs fails and the others continue. Numbers are plain Python
+`Progress` comes now and then within an epoch, `Epoch` after each, `Finished` at the end; `Stopped` instead if the
+run was asked to stop, and `Failed` if one of many runs fails and the others continue. Numbers are plain Python
 numbers.
 """
 
@@ -86,7 +86,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The run was asked to stop; it is saved where it has a folder."""
+    """The run was asked to stop; it is saved if it has a folder."""
 
     reason: str
     step: int

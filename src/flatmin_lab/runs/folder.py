@@ -1,11 +1,11 @@
 """A run is a folder that holds everything known of the run:
 
     config.json                    the complete recipe, the seed and the data's checksum
-    metrics.jsonl                  a line an epoch
+    metrics.jsonl                  a line per epoch
     checkpoint-*.safetensors       the last two
-    state.json                     how far it is, for those who watch; never read here
+    state.json                     how far it is, for monitoring; never read here
     result.json                    when it is finished
-    validation.safetensors         before it, of a run with a validation split: error and NLL of each image of that
+    validation.safetensors         written just before it for a run with a validation split: error and NLL of each image
     evaluation.json, landscape.json    evaluations after training
     code/                          copies of the user's own model and optimizer, as they were when the run started
     tensorboard/                   the same numbers as curves, where TensorBoard is installed
@@ -95,11 +95,11 @@ class RunFolder:
         return path
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest whole checkpoint; damaged newer ones are put aside, and a note says so."""
+        """The newest intact checkpoint; damaged newer ones are put aside, and a note says so."""
         _, whole, damaged = newest_whole(checkpoint.listed(self.path), self.config)
         if damaged and whole is None:
             raise RunError(
-                f"no checkpoint in {self.path} is whole: {'; '.join(str(what) for _, what in damaged)}. "
+                f"no checkpoint in {self.path} is intact: {'; '.join(str(what) for _, what in damaged)}. "
                 "Nothing was changed. Put good copies there, or start again in another folder"
             )
         for path, what in damaged:
@@ -168,7 +168,7 @@ class RunFolder:
             return None
 
     def write_divergence(self, what: str, step: int) -> None:
-        """For those who watch: why the run stopped. A later checkpoint overwrites it."""
+        """For monitoring: why the run stopped. A later checkpoint overwrites it."""
         with suppress(OSError):
             self._write_json("state.json", {"step": step, "diverged": what, "checkpoints": self._names()})
 
@@ -196,7 +196,7 @@ class RunFolder:
             kept = self.newest_name()
             raise RunError(
                 f"{what} could not be written to {self.path}: {'the disk is full' if full else error}. "
-                f"{f'The checkpoint {kept} is whole' if kept else 'There is no checkpoint yet'}; "
+                f"{f'The checkpoint {kept} is intact' if kept else 'There is no checkpoint yet'}; "
                 f"{'make room, and ' if full else ''}resume with --resume"
             ) from error
 

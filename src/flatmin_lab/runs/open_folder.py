@@ -48,13 +48,13 @@ def check(path: Path, config: Mapping[str, Any], *, resume: bool) -> bool:
     foreign = [entry.name for entry in _entries(path) if entry.name not in known_names]
     if foreign:
         raise FileExistsError(
-            f"a run needs a folder of its own, and {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
+            f"a run needs a folder of its own, but {path} holds {', '.join(sorted(foreign)[:3])}; choose another one"
         )
     return False
 
 
 def _taken(path: Path, known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Why a new run cannot have the folder: of another run that is in it, in what it differs."""
+    """Why a new run cannot have the folder; if it holds another run, how that differs."""
     try:
         check_same(path, known, config)
     except OtherRunError as error:
@@ -74,10 +74,10 @@ def _taken(path: Path, known: Mapping[str, Any], config: Mapping[str, Any]) -> s
 def _check_path(path: Path) -> None:
     """Can the folder be made and written to? Missing folders are made in the nearest parent that exists."""
     if path.exists() and not path.is_dir():
-        raise FileExistsError(f"a run is a folder, and {path} is a file; choose another place")
+        raise FileExistsError(f"a run is a folder, but {path} is a file; choose another place")
     above = nearest_existing(path)
     if not above.is_dir():
-        raise FileExistsError(f"a run is a folder, and {path} would lie in the file {above}; choose another place")
+        raise FileExistsError(f"a run is a folder, but {path} would be inside the file {above}; choose another place")
     if not os.access(above, os.W_OK | os.X_OK):
         raise RunError(f"{path} cannot be written to (no permission in {above}); choose another folder with --out")
 
@@ -86,7 +86,7 @@ def _check_path(path: Path) -> None:
 def folder_of_runs(path: Path, what: str, *, doing: str) -> Iterator[None]:
     """Lock a folder that holds many runs, made if missing, for this process; `what` it is, as in "tuning"."""
     if exists(path):
-        raise FileExistsError(f"a {what} is a folder of runs, and {path} is a run itself; choose another with --out")
+        raise FileExistsError(f"a {what} is a folder of runs, but {path} is a run itself; choose another with --out")
     with lock_folder(path, f"another process is {doing} in"):
         remove_temporary_files(path)
         yield

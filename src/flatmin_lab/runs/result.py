@@ -1,9 +1,9 @@
 """result.json: the result of a finished run, flat, so that many of them make a table.
 
 Error, NLL and ECE (fractions) are the last epoch's: of the test set, or of the held-out tenth where the recipe is for
-tuning, and named so. `seconds` are wall-clock, `cpu_seconds` what a run on the CPU computed; of a `resumed` run
-they are those of all its parts. `best_test_epoch` is the published code's rule, chosen with the test labels: a
-comparison only.
+tuning, and named so. `seconds` are wall-clock, `cpu_seconds` what a run on the CPU computed; for a `resumed` run
+they cover all its parts. `best_test_epoch` is the published code's rule, chosen using the test labels: for comparison
+only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def build_result(
 
 
 def _best(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The epoch with the lowest test error; a tuning run has none, for it does not use the test set."""
+    """The epoch with the lowest test error; a tuning run has none, because it does not use the test set."""
     if "test_error" not in lines[0]:
         return {}
     best = min(lines, key=lambda line: line["test_error"])

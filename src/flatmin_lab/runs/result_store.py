@@ -5,7 +5,7 @@
     results/short/cost-nvidia-h200.json                       the time of a step of ERM and of AMP there
     results/bench-nvidia-h200.json                            what `flatmin bench` measured there, for the frontier
     results/planned.json                                      the planned runs, and what will be tested of them
-    runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, and not needed once all is measured
+    runs/short/cifar10-preactresnet18-amp-0/                  checkpoints: large, not needed once everything is measured
 
 A result file is result.json with the evaluations after training, and the training curves.
 """
@@ -76,19 +76,20 @@ class ResultStore:
         try:
             found = read_json(self.file(job))
         except ValueError as error:
-            raise ValueError(f"{error}, or delete it: its run's folder makes it again, if that is there") from error
+            raise ValueError(f"{error}, or delete it: the run folder makes it again, if it still exists") from error
         if not {"recipe", "seed", "method"} <= found.keys():
             raise ValueError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
         if apart := differs(found, job):
             now = name_now(str(found["recipe"]))
             moved = f", if it is of what is now {now}, to {self.results / f'{now}-{job.seed}.json'}" if now else " away"
             raise ValueError(
-                f"{self.file(job)} is of another run: {'; '.join(apart)}. Move it{moved}, or give other --results"
+                f"{self.file(job)} belongs to another run: {'; '.join(apart)}. Move it{moved}, or give "
+                "another --results"
             )
         return found
 
     def state(self, job: Job, parts: Iterable[str] = ()) -> State:
-        """How far a run is, if these parts are to be measured of it."""
+        """How far a run is, given that these parts are to be measured."""
         found = self.result(job)
         if found is not None:
             if all(part in found for part in parts):
@@ -161,7 +162,7 @@ class ResultStore:
         if late := [job for job, _ in fresh if self.state(job) != "missing"]:
             names = ", ".join(f"{job.recipe.name} with seed {job.seed}" for job in late[:3])
             raise ValueError(
-                f"a plan is written before its runs start, and {len(late)} of these have started: {names}; "
+                f"a plan must be written before its runs start, but {len(late)} of these have started: {names}; "
                 "plan the others, with --seeds or --methods"
             )
         new = [
@@ -186,7 +187,7 @@ class ResultStore:
 
 
 def _plan_text(plan: Mapping[str, Any]) -> str:
-    """A line a family and a run, so that two plans are merged line by line; the runs are last."""
+    """One line per family and per run, so that two plans are merged line by line; the runs come last."""
     parts = []
     for key in sorted(plan, key=lambda key: key == "runs"):
         if plan[key] and isinstance(plan[key], dict):
@@ -220,8 +221,8 @@ def _identity(job: Job) -> dict[str, Any]:
 
 
 def differs(found: Mapping[str, Any], job: Job) -> list[str]:
-    """In what a result differs from the requested run; how fast it was computed does not count."""
-    usual = {key: default_of(key) for key in LATER_FIELDS}  # JSON has them where they are others
+    """How a result differs from the requested run; how fast it was computed does not count."""
+    usual = {key: default_of(key) for key in LATER_FIELDS}  # in JSON only where they are not the default
     found, asked = {**usual, **found}, {**usual, **job.recipe.as_json(), **_identity(job)}
     ignored = {"name", *(key for key in SPEED if key != "precision")}
     return [

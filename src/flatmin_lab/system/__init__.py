@@ -1,6 +1,6 @@
-"""What the other packages rest on: the machine, its files, its random generators, and packages that may be missing.
+"""What the other packages build on: the machine, its files, its random generators, and packages that may be missing.
 
-cpu_clock.py       the CPU time of a run, whatever else has the cores
+cpu_clock.py       the CPU time of a run, whatever else uses the cores
 files.py           atomic writes, regular files, and locks
 json_data.py       numbers that JSON can hold, and JSON files that are objects
 json_types.py      values from JSON, checked against a dataclass's annotations

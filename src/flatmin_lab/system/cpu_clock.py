@@ -1,6 +1,6 @@
-"""The CPU time of a run: what its threads computed, however long they waited for a core that others had.
+"""The CPU time of a run: what its threads computed, however long they waited for a core.
 
-Where several runs share the cores, wall-clock time says how many there were; CPU time is each run's own.
+If several runs share the cores, wall-clock time depends on how many there are; CPU time is each run's own.
 """
 
 from collections.abc import Iterator
@@ -27,6 +27,6 @@ class CpuClock:
             self.counted, self.since = self.seconds(), None
 
     def load(self, seconds: float) -> None:
-        """Continue from so many seconds, those of a checkpoint."""
+        """Continue from the seconds of a checkpoint."""
         self.counted = seconds
         self.since = None if self.since is None else process_time()

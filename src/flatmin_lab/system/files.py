@@ -1,4 +1,4 @@
-"""Atomic writes: a file is written under a temporary name beside its target, then renamed, so it is whole or absent.
+"""Atomic writes: a file is written under a temporary name beside its target, then renamed, so it is complete or absent.
 
 A process may be killed between any two lines here, and a disk may fill up: the old content stays under its name.
 Temporary files that a killed writer left are known by their suffix; in a run's folder the next process that locks the
@@ -35,13 +35,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise where the path, or what it links to, is no regular file: a pipe blocks its reader, a device has no end."""
+    """Raise if the path, or what it links to, is not a regular file: a pipe blocks its reader, a device has no end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} must be a regular file, not a pipe, a device or a folder; remove it")
 
 
 def read_regular(path: Path, *, max_bytes: int | None = None) -> bytes:
-    """The content of a regular file of at most that many bytes; a sparse one can have any number."""
+    """The content of a regular file of at most that many bytes; a sparse file can claim any number."""
     check_regular(path)
     size = path.stat().st_size
     if max_bytes is not None and size > max_bytes:

@@ -1,6 +1,6 @@
-"""Values that were read from JSON, checked against the annotations of the dataclass that they are for.
+"""Values read from JSON, checked against the annotations of their dataclass.
 
-JSON has lists where a dataclass has tuples, and writes 1.0 as 1: both are taken. What is wrong is named by its field.
+JSON has lists where a dataclass has tuples, and writes 1.0 as 1: both are accepted. Errors name the field.
 """
 
 import math
@@ -13,7 +13,7 @@ NAMES = {str: "text", bool: "true or false", int: "a whole number", float: "a nu
 
 
 def check_types(kind: type, values: Mapping[str, Any]) -> None:
-    """Raise a TypeError where a value cannot be the field of its name; names without a field are not looked at.
+    """Raise a TypeError where a value cannot be the field of its name; names without a field are ignored.
 
     >>> from dataclasses import make_dataclass
     >>> check_types(make_dataclass("Walk", [("steps", int)]), {"steps": "many"})

@@ -30,9 +30,9 @@ def device_named(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"unknown device {name!r}; here are {', '.join(here)}") from error
+        raise ValueError(f"unknown device {name!r}; available: {', '.join(here)}") from error
     if f"{device.type}:{device.index or 0}" not in here and str(device) not in here:
-        raise ValueError(f"there is no device {name!r} here; there are {', '.join(here)}")
+        raise ValueError(f"there is no device {name!r} here; available: {', '.join(here)}")
     return device
 
 
@@ -64,9 +64,9 @@ def hardware(device: torch.device) -> str:
 
 @cache
 def commit() -> str | None:
-    """The commit of this source, marked dirty where it was changed since; None outside a checkout.
+    """The commit of this source, marked dirty if it was changed since; None outside a checkout.
 
-    Where the source comes without its history, FLATMIN_COMMIT names the commit.
+    If the source comes without its history, FLATMIN_COMMIT names the commit.
     """
     if said := os.environ.get("FLATMIN_COMMIT"):
         return said

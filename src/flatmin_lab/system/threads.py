@@ -1,7 +1,7 @@
 """How many threads of the CPU a run computes with: one where the network is small, unless told otherwise.
 
-Threads of a small network wait for each other more than they compute, and for long where something else has the cores.
-Milliseconds of a step of SGD, two cores of an AMD EPYC that other work shared, torch 2.13, commit d90c15d:
+Threads of a small network wait for each other more than they compute, and for long if something else uses the cores.
+Milliseconds of a step of SGD, two cores of an AMD EPYC shared with other work, torch 2.13, commit d90c15d:
 
     GFLOP a forward pass                       1 thread        2 threads
     0.15  convnet,  50 images of 8 × 8         9.2 to 11.2     10.9 to 151.8     5 medians of 40 steps, least to most
@@ -10,13 +10,13 @@ Milliseconds of a step of SGD, two cores of an AMD EPYC that other work shared, 
     3.5   resnet18, 50 images of 8 × 8         162             101               the least of 3 of 6 steps
 
 So below 1 GFLOP in the forward pass of a batch a second thread gained a third at best, and cost up to a factor of ten:
-there a run has one. Above, it has torch's own number. The rule counts work, not time: on every machine a recipe has the
-same answer. The work of a built-in network is counted; of any other network, which may compile itself, it is the most
-that so many weights can compute (`most_flops`). Told otherwise means `threads=` (--threads), or OMP_NUM_THREADS or
-MKL_NUM_THREADS in the environment.
+there a run has one. Above that, it has torch's own number. The rule counts work, not time: a recipe gets the same
+answer on every machine. The work of a built-in network is counted; for any other network, which may compile itself, it
+is the most that its weights can compute (`most_flops`). Told otherwise means `threads=` (--threads), or OMP_NUM_THREADS
+or MKL_NUM_THREADS in the environment.
 
-Another number of threads sums in another order: the same training up to rounding, not bit for bit. So a resumed run
-computes with the number that it began with, where this process has so many, and says so where it has not.
+A different number of threads sums in a different order: the same run up to rounding, not bit for bit. So a resumed run
+computes with the number it started with if this process has that many, and says so if it has not.
 """
 
 import math
@@ -30,14 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 SMALL_FLOPS = 1e9  # of a batch's forward pass, below which a run has one thread
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # of the environment: whoever sets one has decided
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # environment variables: whoever sets one has decided
 
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """Torch with so many threads, and with as many as before when the block ends."""
+    """Torch with that many threads, and with as many as before when the block ends."""
     before = torch.get_num_threads()
-    if threads != before:  # to set them, even to the same number, is not free
+    if threads != before:  # setting them, even to the same number, is not free
         torch.set_num_threads(threads)
     try:
         yield

@@ -5,8 +5,8 @@
 
 Without a colon the function has the default name of what it makes, such as make_model.
 
-What the function takes it declares: `call_with` gives it, of what is on offer, what it names. An error in it is the
-user's own: `user_lines` reports it with their lines, and without ours.
+The function declares what it takes: `call_with` passes it those of the offered values that it names. An error in it is
+the user's own: `user_lines` reports it with their lines, and without ours.
 """
 
 import importlib
@@ -25,7 +25,7 @@ import torch
 from flatmin.doctor import own_lines
 
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # nobody's code is to blame
-MAX_LINES = 3  # of the user's that an error shows, the innermost ones
+MAX_LINES = 3  # of the user's code that an error shows: the innermost ones
 
 
 class UserCodeError(ValueError):
@@ -125,8 +125,8 @@ def call_with(name: str, function: Callable[..., Any], offered: Mapping[str, Any
     missing = [key for key, one in declared.items() if one.default is Parameter.empty and key not in given]
     if missing:
         raise ValueError(
-            f"{name} asks for {', '.join(missing)}, and can be given {', '.join(offered)}; give the others a default, "
-            "or a value among the settings"
+            f"{name} asks for {', '.join(missing)}, but can only be given {', '.join(offered)}; "
+            "give the others a default, or a value among the settings"
         )
     with user_lines(name):
         return function(**given)
@@ -188,7 +188,7 @@ def _no_module(name: str, default: str) -> str:
 
 
 def search_beside(place: str) -> None:
-    """Let a copy of a file import what lies beside the file itself."""
+    """Let a copy of a file import what is beside the file itself."""
     if place.endswith(".py") and Path(place).parent.is_dir():
         _add_to_path(Path(place).parent)
 

@@ -19,7 +19,7 @@ from flatmin_lab.methods import Method
 from flatmin_lab.models.weights import WeightsError, load_weights
 from flatmin_lab.recipes.recipe import Recipe
 
-MAX_HEADS = 3  # modules with weights of another shape, up to which they look like a head
+MAX_HEADS = 3  # up to this many modules with weights of another shape look like a head
 
 
 class PreparedData(NamedTuple):
@@ -27,13 +27,13 @@ class PreparedData(NamedTuple):
     which: str  # "test" or "validation"
     wrong: Tensor  # indices of wrong training labels
     normalise: Normalisation
-    held_out: Tensor | None = None  # indices of training images that AMP's radius is matched with, if it is
+    held_out: Tensor | None = None  # indices of training images held out to match AMP's radius, if it is matched
 
 
 def prepare_data(recipe: Recipe, data: Dataset, seed: int) -> PreparedData:
     """Validation split, label noise and normalisation, the same for every method with that seed.
 
-    Where the radius is matched to held-out data, these are part of the training set, with its wrong labels.
+    If the radius is matched to held-out data, these are part of the training set, with its wrong labels.
     """
     which = "validation" if recipe.validation else "test"
     chosen = data.held_out(seed) if recipe.validation else data
@@ -68,7 +68,7 @@ def build_network(recipe: Recipe, shape: Sequence[int], *, num_classes: int, dro
 
 
 def load_initial_weights(recipe: Recipe, model: nn.Module) -> None:
-    """The recipe's initial weights into the model, but for the modules that keep their new ones."""
+    """Load the recipe's initial weights into the model, except for the modules that keep their new ones."""
     assert recipe.init is not None
     without = [name for part in (recipe.init_except or "").split(",") if (name := part.strip())]
     try:
@@ -78,5 +78,5 @@ def load_initial_weights(recipe: Recipe, model: nn.Module) -> None:
         if not error.of_shape or len(modules) > MAX_HEADS or "" in modules:
             raise
         raise ValueError(
-            f"{error}. To train these anew, such as a head for other classes: --init-except {','.join(modules)}"
+            f"{error}. To train these from scratch, such as a head for other classes: --init-except {','.join(modules)}"
         ) from error

@@ -31,7 +31,7 @@ class CapturedForward:
         self._captured_for: object = None  # input layout and weight addresses that the graph was captured with
 
     def prepare(self, split: Split, normalise: Normalisation) -> None:
-        """Capture now rather than at the first evaluation, so that its memory is taken from the start."""
+        """Capture now rather than at the first evaluation, so that its memory is reserved from the start."""
         if self.capture and split.x.is_cuda and len(split) >= self.batch_size:
             self(normalise(split.x[: self.batch_size]))
 

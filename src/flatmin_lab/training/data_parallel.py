@@ -1,7 +1,7 @@
 """Data parallelism: each rank computes its shard of a batch, and together they take the step of one process.
 
 Every rank has all data and the same plan of every epoch; it makes and runs its own shard of a batch. Then the ranks
-exchange their logits z, a few numbers an image, and each computes the loss J of the whole batch. Its gradient flows
+exchange their logits z, a few numbers per image, and each computes the loss J of the whole batch. Its gradient flows
 into a rank's own logits alone, R times, so that the mean that DistributedDataParallel takes is
 
     (1/R) Σᵣ R · (∂J/∂zᵣ)(∂zᵣ/∂θ) = ∇J,
@@ -13,7 +13,7 @@ the whole batch's, also where shards are unequal; and loss and error are the sam
     adversarial                  moves each image on its own (in eval mode), so each rank does its shard
     BatchNorm                    has the statistics of the shard; the running ones that count are the first rank's
     dropout                      has its own masks on each rank, which follow from the seed
-    AMP, RMP                     one Δ for all ranks; for AMP with sync_perturbation=False one a rank
+    AMP, RMP                     one Δ for all ranks; for AMP with sync_perturbation=False one per rank
 
 Random states are the same on all ranks and advance alike, except where the model itself draws.
 """
@@ -142,7 +142,7 @@ def _check_all_are_used(model: nn.Module) -> None:
     unused = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
     if unused:
         raise ValueError(
-            f"several processes need a gradient of every parameter, and the loss has none for {first_few(unused)}; "
+            f"with several processes, every parameter needs a gradient, but the loss has none for {first_few(unused)}; "
             "leave them out of the model, freeze them (requires_grad_(False)), or train in one process"
         )
 

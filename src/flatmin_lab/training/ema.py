@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 class EMA(AveragedModel):
-    """`module` is the averaged model; `update_parameters(model)` adds the model's present weights.
+    """`module` is the averaged model; `update_parameters(model)` adds the model's current weights.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> ema = EMA(model, decay=0.75)

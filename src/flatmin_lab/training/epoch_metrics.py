@@ -76,7 +76,7 @@ class EpochMetrics:
         return None
 
     def _count(self, images: int, measured: Mapping[str, float]) -> None:
-        """A step that overflowed has no norm and moved nothing: it counts in loss and error alone."""
+        """A step that overflowed has no norm and moved nothing: it counts only in loss and error."""
         skipped = measured.get("skipped", 0.0) > 0
         for name, value in measured.items():
             if name in ALWAYS_COUNTED or (math.isfinite(value) and not skipped):

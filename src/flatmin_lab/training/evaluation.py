@@ -1,4 +1,4 @@
-"""Evaluation: the logits of a whole split, in eval mode and float32, and error, NLL and ECE of them.
+"""Evaluation: the logits of a whole split, in eval mode and float32, and their error, NLL and ECE.
 
 Evaluation is at θ, never at θ + Δ, and does not depend on the precision of training. A diverged model is evaluated too:
 a row of logits without probabilities counts as wrong.
@@ -35,7 +35,7 @@ def logits_of(
     batch_size: int = EVAL_BATCH_SIZE,
     stop: Callable[[], object] = lambda: None,
 ) -> Tensor | None:
-    """The logits (N, K) of all images in order; None where `stop()` became true meanwhile.
+    """The logits (N, K) of all images in order; None if `stop()` became true meanwhile.
 
     The model is a module, or a function that sets eval mode itself (`CapturedForward`).
     """

@@ -68,7 +68,7 @@ class Learner:
         seed_generators(generator_devices(self.device), generator("training", seed).initial_seed())
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.ema = None if recipe.ema is None else EMA(self.model, decay=recipe.ema)
-        self.notes: list[str] = []  # why steps are not captured or compiled although they should be
+        self.notes: list[str] = []  # why steps are not captured or compiled, although they should be
         self.sharding: BatchSharding | None = None
         self._assemble(self.model, None)
 
@@ -76,7 +76,9 @@ class Learner:
         """Build the step of the model, which with `sharding` is wrapped in DistributedDataParallel."""
         recipe, regulariser = self.recipe, self.method.regulariser
         base = build_optimizer(recipe, self.model)
-        self.rates = [group["lr"] / recipe.lr for group in base.param_groups]  # of each group, as shares of the highest
+        self.rates = [
+            group["lr"] / recipe.lr for group in base.param_groups
+        ]  # of each group, relative to the peak rate
         wrapped = self.method.wrap(base, model)
         self.optimizer = wrapped if isinstance(wrapped, PerturbedOptimizer) else flatmin.AMP(base, epsilon=0.0)
         batch: Any = _make_batch(self.model, self.batches, regulariser, channels_last=recipe.channels_last)
@@ -103,7 +105,7 @@ class Learner:
             self.matched = MatchedRadius(self.optimizer, scheduler=self)
 
     def set_radii(self, radii: Sequence[float]) -> None:
-        """Each step has its share of these."""
+        """Each step uses a share of these."""
         self.radii = list(radii)
 
     def rehearse(self, ranks: RankGroup) -> None:
@@ -111,8 +113,8 @@ class Learner:
         if ranks.size > 1:
             if self.method.ascent_share < 1:
                 raise ValueError(
-                    "an ascent on a share of the batch is for one process, got ascent_share "
-                    f"{self.method.ascent_share} and {ranks.size} of them; leave it out"
+                    f"ascent_share works in a single process only, got ascent_share {self.method.ascent_share} and "
+                    f"{ranks.size} processes; leave it out"
                 )
             self.sharding = BatchSharding(ranks, self.device)
             self.sharding.rehearse(self.train_step.spec, *next(self.batches.parts(0)))
@@ -125,7 +127,7 @@ class Learner:
     def step(self, index: Tensor, u: Tensor, lr: float, share: float = 1.0) -> dict[str, Tensor]:
         """One step on the batch of these images, with that share of ε; what it measured, as tensors on the device.
 
-        With an ascent on less, loss and error are those at θ + Δ.
+        If the ascent uses only a share of the batch, loss and error are those at θ + Δ.
         """
         for group, share_of_lr in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = lr * share_of_lr
@@ -138,7 +140,7 @@ class Learner:
 
     def _measured(self, loss: Tensor, error: Tensor) -> dict[str, Tensor]:
         measured, last = {"loss": loss, "error": error}, self.optimizer.last
-        # RMP has no pass at θ, an ascent on less none with all images
+        # RMP has no pass at θ; an ascent on a share of the batch has none with all images
         if last.loss is not None and last.loss_perturbed is not None and isinstance(self.optimizer, flatmin.AMP):
             measured["sharpness"] = last.loss_perturbed - last.loss
         for name in ("delta_norm", "grad_norm", "on_ball", "skipped"):
@@ -203,11 +205,11 @@ class Learner:
             self.matched.load_state_dict(known)
         random = checkpoint.part("random")
         for device in generator_devices(self.device):
-            if device.type in random:  # not where training resumes on another kind of device
+            if device.type in random:  # not if training resumes on another kind of device
                 set_random_state(device, random[device.type])
 
     def _matching_rule(self) -> dict[str, int]:
-        """What a matched radius depends on beside the recipe: defaults that may be others in another version."""
+        """What a matched radius depends on besides the recipe: defaults that may differ in another version."""
         held_out = self.batches.held_out
         images, epochs = (0, 0) if held_out is None else (len(held_out.indices), held_out.epochs)
         return {"version": methods.AUTO_RULE, "held_out_images": images, "epochs": epochs}
@@ -216,12 +218,12 @@ class Learner:
         if self.matched is None:
             return
         here = self._matching_rule()
-        there = checkpoint.state["matched"].get("rule", {**here, "version": 1})  # the first recorded none
+        there = checkpoint.state["matched"].get("rule", {**here, "version": 1})  # the first version recorded none
         if here != there:
             raise ValueError(
-                f"this run matches its radius (epsilon auto) by another rule: {'; '.join(differences(there, here))}. "
-                "Resume it with the flatmin that began it, or train it anew: move its folder away, or choose another "
-                "with --out"
+                f"this run adjusts its radius (epsilon auto) by a different rule: "
+                f"{'; '.join(differences(there, here))}. Resume it with the flatmin that started it, or train it "
+                "again: move its folder away, or choose another with --out"
             )
 
     def _lay_out_moments(self) -> None:
@@ -238,13 +240,13 @@ def _typed_like(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
 
 
 def _check_plain(parts: Iterable[Mapping[str, Any]], name: str) -> None:
-    """Raise where an optimizer keeps what JSON cannot hold, beside tensors."""
+    """Raise if an optimizer keeps something other than tensors that JSON cannot hold."""
     for key, value in ((key, value) for values in parts for key, value in values.items()):
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"a checkpoint holds tensors, numbers and words, and {name} keeps {key} as a {type(value).__name__} "
+                f"a checkpoint holds tensors, numbers and words, but {name} keeps {key} as a {type(value).__name__} "
                 f"({error}); keep it as one of these in the optimizer's state"
             ) from error
 
@@ -268,7 +270,7 @@ def _make_batch(
 
 
 def _make_ascent(share: float) -> Callable[..., tuple[Any, ...]] | None:
-    """The first images of a batch, which is in random order; two at least, for BatchNorm."""
+    """The first images of a batch, which is in random order; at least two, for BatchNorm."""
     if share == 1:
         return None
 

@@ -11,7 +11,7 @@ the epoch to the last bit. On a CPU the threads are part of this: see system/thr
 Several processes can train one model (`ranks`): the same recipe, its batches sharded; the main rank has the folder.
 
 The headline is the last epoch's evaluation. The best test epoch, which the paper's published code reports, is chosen
-with the test labels: it is kept for comparison only, and named so.
+using the test labels: it is kept for comparison only, and labelled as such.
 """
 
 import math
@@ -81,9 +81,9 @@ def train(
     """Train, and yield events; with `resume`, the run in `folder` continues where its last checkpoint is.
 
     `stop` is called between steps: when it returns a reason, the run is saved and ends. On a GPU a step is the replay
-    of a CUDA graph; `capture=False` does without, to the same bits where the recipe is deterministic and in fp32. On
+    of a CUDA graph; `capture=False` does without, with the same bits if the recipe is deterministic and in fp32. On
     several `ranks`, all call it alike; the main rank's `folder` counts, and a reason to stop on one stops all.
-    While it computes torch has so many `threads`: by default one on a CPU where the network is small, as
+    While it computes, torch has this many `threads`: by default one for a small network on a CPU, as
     system/threads.py explains.
     """
     check_arguments(
@@ -116,15 +116,15 @@ def check_arguments(
 ) -> None:
     """Raise where the arguments contradict each other."""
     if threads is not None and threads < 1:
-        raise ValueError(f"a run computes with 1 or more threads, got {threads}; leave it out for the usual number")
+        raise ValueError(f"threads must be at least 1, got {threads}; leave it out for the default")
     if checkpoint_epochs < 1 or not checkpoint_minutes >= 0:
         raise ValueError(
-            "checkpoints come every 1 or more epochs and every 0 or more minutes, "
+            "a checkpoint interval must be at least 1 epoch and at least 0 minutes, "
             f"got {checkpoint_epochs} and {checkpoint_minutes}"
         )
     if recipe.compile and not capture:
         raise ValueError(
-            "what is compiled is the step that a CUDA graph captures, got compile without capture; "
+            "only a step that is captured as a CUDA graph can be compiled, got compile without capture; "
             "leave out --compile or --no-capture"
         )
 
@@ -190,7 +190,7 @@ def training_steps(
 
 
 def _threads_of(folder: Path | None) -> int | None:
-    """The threads that the run of a folder began with, if there is one."""
+    """The number of threads that the folder's run started with, if there is one."""
     if folder is None or not run_config.exists(folder):
         return None
     found = run_config.read_config(folder).get("threads")
@@ -282,7 +282,7 @@ class _TrainingRun:
                     return
                 self._step(index, u)
                 if self.step == 1 and self.keeps and self.recipe.optimizer not in OPTIMIZERS:
-                    self.learner.state()  # can a user's own be saved? better known now than after an epoch
+                    self.learner.state()  # can a user's own optimizer be saved? better to know now than after an epoch
                 yield from self._notes()
                 now = monotonic()
                 is_late, is_old = self.ranks.main_flags(
@@ -432,7 +432,7 @@ class _TrainingRun:
             yield Note(f"--compile applies on a GPU only: on {self.device.type} nothing is compiled")
         if self.uncaptured and self.device.type == "cuda":
             nothing = ", and nothing is compiled" if self.recipe.compile else ""
-            yield Note(f"among {self.ranks.size} processes steps run without CUDA graphs{nothing}")
+            yield Note(f"with {self.ranks.size} processes, steps run without CUDA graphs{nothing}")
 
     def _write_result(self, logits: Tensor) -> dict[str, Any]:
         """The result, which is written last: a run that has one is finished."""

@@ -21,7 +21,7 @@ def check_outputs(model: nn.Module, x: Tensor, kind: str, classes: int) -> list[
     _check_logits(logits, len(x), classes)
     notes = []
     if logits.shape[1] > classes:
-        notes.append(f"the model has {logits.shape[1]} outputs, and the data {classes} classes")
+        notes.append(f"the model has {logits.shape[1]} outputs, but the data has {classes} classes")
     if bool((logits >= 0).all()) and torch.allclose(logits.sum(dim=1), torch.ones_like(logits[:, 0]), atol=1e-3):
         notes.append("its outputs look like probabilities; return logits, before softmax")
     return notes
@@ -40,7 +40,7 @@ def check_training_outputs(model: nn.Module, x: Tensor, classes: int) -> None:
 
 @contextmanager
 def _telling(problem: str) -> Iterator[None]:
-    """A forward pass that raises is told as this problem, with the user's own lines where it ran any."""
+    """A forward pass that raises is reported as this problem, with the user's own lines if it ran any."""
     try:
         yield
     except Exception as error:

@@ -45,19 +45,21 @@ def _own(recipe: Recipe, model: nn.Module, params: list[nn.Parameter]) -> Optimi
     name, function = recipe.optimizer, load_function(recipe.optimizer, DEFAULT)
     declared = parameters_of(function)
     if "lr" not in declared:
-        raise ValueError(f"{name} must take lr, the highest learning rate: the schedule moves it from there")
+        raise ValueError(f"{name} must take lr, the peak learning rate, which the schedule scales")
     if "weight_decay" not in declared and recipe.weight_decay:
         raise ValueError(f"{name} takes no weight_decay, got {recipe.weight_decay}; let it take one, or leave it out")
     if recipe.clip_norm is not None:
         raise ValueError(
-            f"--clip-norm is for optimizers of torch's, got {recipe.clip_norm} and {name}; clip in its own step"
+            f"--clip-norm works only with torch's optimizers, got {recipe.clip_norm} and {name}; clip in its own step"
         )
     offered = {"params": params, "model": model, "lr": recipe.lr, "weight_decay": recipe.weight_decay}
     made = call_with(name, function, offered, recipe.optimizer_settings)
     if not isinstance(made, Optimizer):
         raise TypeError(f"{name} must make a torch.optim.Optimizer, got {type(made).__name__}")
     if isinstance(made, LBFGS):
-        raise ValueError(f"{name} must take one step a gradient, got LBFGS, which searches by itself; make another")
+        raise ValueError(
+            f"{name} must take one step per gradient, got LBFGS, which runs a search of its own; use another"
+        )
     known = {id(param) for param in model.parameters()}
     if any(id(param) not in known for group in made.param_groups for param in group["params"]):
         raise ValueError(f"{name} must step the parameters that it is given as params, got others among its groups")

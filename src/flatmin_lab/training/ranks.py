@@ -1,11 +1,11 @@
 """The ranks: processes that train one model together, each with a shard of every batch.
 
-    RankGroup()                              one process alone; it communicates with nobody
+    RankGroup()                              one process alone; no communication
     DistributedRankGroup(rank=0, size=2)     one of two, in an open process group
 
 What one process decides for itself, ranks must decide together: when to stop, when to save, whether a loss is finite. A
-rank that left while the others wait for it would block them for ever. So whatever may end a run is asked of all ranks
-at the same point, and an error of one is an error of all (`raise_together`). Clocks and files are the main rank's.
+rank that left while the others wait for it would block them forever. So whatever may end a run is asked of all ranks
+at the same point, and an error of one is an error of all (`raise_together`). The main rank's clock and files count.
 
 Every method but `shard` must be called by all ranks, in the same order.
 """
@@ -146,12 +146,12 @@ def check_batches(model: nn.Module, *, size: int, count: int, processes: int) ->
     if norms and smallest // processes < 2:
         left = left if processes > 1 else f"leaves one of {count} images alone"
         raise ValueError(
-            f"BatchNorm needs batches of two images or more, and a batch size of {size} {left}; "
+            f"BatchNorm needs at least two images per batch, but a batch size of {size} {left}; "
             "choose another --batch-size"
         )
     if smallest < processes:
         raise ValueError(
-            f"every process needs an image of every batch, and a batch size of {size} {left}; "
+            f"every process needs an image of every batch, but a batch size of {size} {left}; "
             "choose another --batch-size, or fewer processes"
         )
 
@@ -159,13 +159,13 @@ def check_batches(model: nn.Module, *, size: int, count: int, processes: int) ->
 def check_same_run(
     config: Mapping[str, Any], device: torch.device, ranks: RankGroup, *, checkpoint_epochs: int
 ) -> None:
-    """Raise where the ranks differ: versions first, for with other versions the rest may not be comparable."""
+    """Raise where the ranks differ: versions first, because with different versions the rest may not be comparable."""
     ranks.check_equal(
         {key: config[key] for key in ("flatmin", "commit", "torch")},
-        way_out="install the same on every machine (FLATMIN_COMMIT names a source that has no history with it)",
+        way_out="install the same on every machine (for a source without git history, FLATMIN_COMMIT names the commit)",
     )
     asked = {**config["recipe"], "seed": config["seed"], "checkpoint_epochs": checkpoint_epochs}
-    way_out = "call it with the same flags on every machine"
+    way_out = "use the same flags on every machine"
     ranks.check_equal({**asked, "kind of device": device.type}, way_out=way_out)
     ranks.check_equal(
         {"data set (SHA-256)": config["data_sha256"]},

@@ -39,7 +39,7 @@ class TrainState:
         self.metrics = EpochMetrics()
         self.lines: list[dict[str, Any]] = []
         self.seconds_before = 0.0  # of training, before the run was resumed
-        self.cpu_clock, self.has_cpu_time = CpuClock(), True  # of all of the run, not of a part
+        self.cpu_clock, self.has_cpu_time = CpuClock(), True  # of the whole run, not of a part
         self.resumed = 0  # how often
         self.since = self.saved_at = monotonic()
 
@@ -80,14 +80,16 @@ class TrainState:
         self.seconds_before, self.since = saved.state["seconds"], monotonic()
         self.has_cpu_time = "cpu_seconds" in saved.state  # earlier checkpoints have none
         self.cpu_clock.load(saved.state.get("cpu_seconds", 0.0))
-        is_over = self.epoch == self.learner.recipe.epochs  # its result alone is made again
+        is_over = self.epoch == self.learner.recipe.epochs  # only its result is made again
         self.resumed = saved.state.get("resumed", 0) + (not is_over)
 
     def _note_other_machine(self, before: Mapping[str, Any]) -> Iterator[Event]:
         then, now = ({"ranks": 1, **known} for known in (before, run_facts(self.device, self.ranks)))
         apart = [f"{key} {then[key]} then, {now[key]} now" for key in SAME_BITS if then.get(key) != now[key]]
         if apart:
-            yield Note(f"resumed elsewhere ({'; '.join(apart)}): correct, but perhaps not bit for bit")
+            yield Note(
+                f"resumed under other conditions ({'; '.join(apart)}): correct, but perhaps not bit for bit the same"
+            )
 
     def save(self, folder: RunFolder) -> Saved:
         """Write a checkpoint, between two steps."""

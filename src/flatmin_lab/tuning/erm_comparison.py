@@ -4,7 +4,7 @@ All trials share the seed and the n validation images. With ℓᵢ the error (0 
 
     dᵢⱼ = ℓᵢ(ERM) − ℓᵢ(j)        gainⱼ = Σᵢ dᵢⱼ / n        zⱼ = Σᵢ dᵢⱼ / √Σᵢ dᵢⱼ²
 
-If a trial were no better, it and ERM could change places at any image: dᵢⱼ would be as likely as −dᵢⱼ. So random signs
+If a trial were no better, it and ERM could be swapped on any image: dᵢⱼ would be as likely as −dᵢⱼ. So random signs
 sᵢ, the same for all trials, show what chance alone does. The best of m was chosen on these very images, which makes its
 gain optimistic; so it must exceed what the best of m reaches by chance (Westfall and Young 1993):
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEVEL = 0.05  # how often a trial that is no better may pass for better
+LEVEL = 0.05  # how often a trial that is no better may be taken for better
 SIGN_DRAWS = 4999
 DRAWS_AT_ONCE = 100  # bounds the memory: 40 MB for 50 000 images
 

@@ -1,8 +1,8 @@
 """What a tuning found: its trials, which of them is chosen, and the command that trains with its values.
 
 The chosen trial is the method's finished one with the lowest measure on the validation split; among several with the
-same one (an error is a whole number of images), the one with the lowest NLL. ERM's trial is what it is compared with,
-and is never chosen itself.
+same one (an error is a whole number of images), the one with the lowest NLL. It is compared with ERM's trial,
+which is never chosen itself.
 """
 
 import json
@@ -67,7 +67,7 @@ class Tuning:
 
     @property
     def hyper_parameters(self) -> tuple[HyperParameter, ...]:
-        """With the ranges that were searched."""
+        """The hyper-parameters, with the ranges that were searched."""
         known = hyper_parameters_of(self.method, list(self.space))
         return tuple(replace(parameter, **self.space[parameter.name]) for parameter in known)
 
@@ -82,7 +82,7 @@ class Tuning:
 
     @property
     def erm(self) -> Trial | None:
-        """ERM's trial; a tuning of ERM itself has none, nor has one that was begun without."""
+        """ERM's trial; a tuning of ERM itself has none, nor does one that was started without it."""
         return next((trial for trial in self.trials if trial.is_erm), None)
 
     @property

@@ -27,13 +27,13 @@ def read(path: Path) -> Tuning:
     """The file, or the one in that folder; checked, since anyone may have written it."""
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; give the {FILE} that `flatmin tune` wrote")
+        raise FileNotFoundError(f"{path} does not exist; give the {FILE} that `flatmin tune` wrote")
     found = read_json(path)
     try:
         return _tuning(found)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path} is not a tuning of this flatmin: {why}") from error
+        raise ValueError(f"{path} is not a tuning that this flatmin can read: {why}") from error
 
 
 def _tuning(found: dict[str, Any]) -> Tuning:
@@ -60,7 +60,7 @@ def _tuning(found: dict[str, Any]) -> Tuning:
     against_erm = _comparison(found.get("against_erm"), trials)
     facts = {key: value for key, value in found.items() if key not in known}
     tuning = Tuning(**values, recipe=recipe, trials=trials, against_erm=against_erm, facts=facts)
-    hyper_parameters_of(recipe.method, list(tuning.space))  # raises if they are not the method's
+    hyper_parameters_of(recipe.method, list(tuning.space))  # raises if these are not settings of the method
     return tuning
 
 
@@ -90,12 +90,12 @@ def _trial(found: dict[str, Any], names: Any) -> Trial:
         or not isinstance(trial.seed, int)
         or not isinstance(trial.why, str)
     ):
-        raise ValueError(f"its trial {found} makes no sense")
+        raise ValueError(f"its trial {found} is inconsistent")
     return trial
 
 
 def _comparison(found: Any, trials: Sequence[Trial]) -> Comparison | None:
-    if found is None:  # a file from before there was one has none
+    if found is None:  # older files have none
         return None
     if not isinstance(found, dict):
         raise TypeError(f"against_erm must be an object, got a {type(found).__name__}: {found!r:.80}")

@@ -10,11 +10,11 @@
     any, if named      lr from 0.005 to 1, weight_decay from 1e-5 to 1e-2; ERM has nothing else
 
 The ranges of lr and weight_decay are SGD's, whose defaults are 0.1 and 1e-4; another optimizer's lie around its own
-defaults as these do. So AdamW's decay, which is decoupled from the gradient, is searched from 0.001 to 1. An optimizer
-whose default is no decay adds it to the gradient as SGD does, and has SGD's range.
+defaults in the same way. So AdamW's decay, which is decoupled from the gradient, is searched from 0.001 to 1. An
+optimizer whose default is no decay adds it to the gradient as SGD does, and has SGD's range.
 
 Smoothing and rate are drawn uniformly, all others log-uniformly. Values are rounded to three digits: more would mean
-nothing, and fewer are easier to read.
+nothing and be harder to read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ SYMBOLS = {"epsilon": "ε", "inner_lr": "ζ"}
 
 @dataclass(frozen=True, kw_only=True)
 class HyperParameter:
-    """A number of the method or of the recipe, searched from `low` to `high`; its digits are counted in `unit`."""
+    """A number of the method or the recipe, searched from `low` to `high`; rounded and shown in multiples of `unit`."""
 
     name: str
     low: float
@@ -82,7 +82,7 @@ def hyper_parameters_of(
     optimizer: str = "sgd",
     optimizer_settings: Mapping[str, Any] | None = None,
 ) -> tuple[HyperParameter, ...]:
-    """The method's own, or the named ones; without those that are fixed.
+    """The method's own, or the named ones, without those that are fixed.
 
     >>> [parameter.name for parameter in hyper_parameters_of("amp")]
     ['epsilon', 'inner_lr']
@@ -143,7 +143,7 @@ def without_auto(
 ) -> tuple[dict[str, Any], str]:
     """The settings of every trial, and which were dropped: a radius that is tuned is not matched to held-out data.
 
-    Those of a matched radius go with it, but what the user has given stays, and is refused.
+    Settings of a matched radius are dropped with it, but what the user has given stays, and is refused.
 
     >>> without_auto({"epsilon": "auto", "release": 0.5, "inner_lr": 2.0}, hyper_parameters_of("amp", ["epsilon"]))
     ({'inner_lr': 2.0}, 'epsilon auto, release 0.5')
@@ -176,7 +176,7 @@ class SearchSpace:
         if self.measure not in get_args(Measure):
             raise ValueError(f"unknown measure {self.measure!r}; choose from {', '.join(get_args(Measure))}")
         if not self.recipe.validation:
-            raise ValueError("a tuning must not look at the test set, got a recipe without validation=True")
+            raise ValueError("a tuning must not use the test set, got a recipe without validation=True")
         if self.recipe.is_matched and "epsilon" in self.ranges():
             raise ValueError("epsilon is either auto or tuned, got both; leave it out of the recipe's settings")
 

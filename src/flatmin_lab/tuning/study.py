@@ -2,7 +2,7 @@
 
 TPE draws the trials. What it draws depends on the seed, the trial's number and the trials that have ended, and on no
 state of this process: a resumed study draws what it would have drawn anyway. The first trial is ERM's, which has no
-hyper-parameter, the second has the values that would be used without tuning. A study that was begun without ERM's
+hyper-parameter, the second has the values that would be used without tuning. A study that was started without ERM's
 trial gets it as the next one.
 
 A trial is pruned if, past half of its epochs, its best measure is worse than the median of the finished trials after
@@ -33,7 +33,7 @@ STATES: dict[str, State] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": 
 
 
 class OtherTuningError(ValueError):
-    """The study is of another tuning."""
+    """The study belongs to another tuning."""
 
 
 class Draw(NamedTuple):
@@ -117,7 +117,7 @@ class Study:
         here, there = ({**one.pop("recipe", {}), **one} for one in (dict(identity), dict(known)))
         if differing := differences(there, here):
             raise OtherTuningError(
-                f"the study {self.study.study_name} is of another tuning: {'; '.join(differing)}. "
+                f"the study {self.study.study_name} belongs to another tuning: {'; '.join(differing)}. "
                 "Give the same flags to resume it, or choose another folder with --out"
             )
 
@@ -161,7 +161,7 @@ class Study:
     # ---- results
 
     def should_prune(self, number: int, epoch: int, value: float | None) -> bool:
-        """Report the measure after an epoch; is the trial to be pruned? One that is not finite is not reported."""
+        """Report the measure after an epoch, if it is finite; should the trial be pruned?"""
         trial = self.running[number]
         if value is not None and epoch not in self.study.get_trials(deepcopy=False)[number].intermediate_values:
             trial.report(value, epoch)

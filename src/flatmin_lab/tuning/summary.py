@@ -27,7 +27,7 @@ def describe_choice(found: Tuning) -> str:
     if best is None:
         return f"Nothing is chosen: no trial of {found.method} has finished. There are {where}.{_others(own)}"
     same = [trial for trial in own if trial.state == "finished" and trial.value == best.value]
-    tie = f" ({_trials(len(same))} have it; this one has the lowest NLL of them)" if len(same) > 1 else ""
+    tie = f" ({_trials(len(same))} tie; this one has the lowest NLL)" if len(same) > 1 else ""
     return (
         f"Chosen: {describe_settings(found.method, best.settings)} (trial {best.number}), which has the lowest "
         f"{MEASURES[found.measure]}, {format_measure(found.measure, best.value)}{tie}, of {where}.{_others(own)}"
@@ -40,7 +40,7 @@ def describe_gain(found: Tuning) -> str:
     if best is None or found.method == "erm":
         return ""
     if erm is None:
-        return "This tuning has no trial of ERM to compare with; a further trial (--trials) would be it."
+        return "This tuning has no trial of ERM to compare with; one more trial (--trials) would be ERM's."
     if erm.state != "finished" or erm.value is None or best.value is None:
         how = f"has failed ({erm.why})" if erm.state == "failed" else "has not finished"
         return f"ERM's trial {how}, so there is nothing to compare with."
@@ -51,16 +51,16 @@ def describe_gain(found: Tuning) -> str:
         words = f"{who} is no better than {named}."
     elif compared is None:
         words = (
-            f"{who} gains {gain} over {named}. Whether that is more than chance is not known: the scores of each "
-            f"image, {VALIDATION} in the trials' folders, are missing."
+            f"{who} gains {gain} over {named}. Whether that is more than chance is not known: the scores of the "
+            f"images, {VALIDATION} in the trials' folders, are missing."
         )
     elif compared.is_better:
-        words = f"{who} is better than {named}: it gains {gain}, and {_by_chance(found.measure, compared)}."
+        words = f"{who} is better than {named}: it gains {gain}, while {_by_chance(found.measure, compared)}."
         if compared.trials > 1:
             words += " Expect a smaller gain on other images, since it was chosen on these."
     else:
         words = (
-            f"{who} is no better than {named}, as far as {compared.images} images can tell: it gains {gain}, and "
+            f"{who} is not significantly better than {named} on {compared.images} images: it gains {gain}, but "
             f"{_by_chance(found.measure, compared)}."
         )
     return f"{words}{_untuned(found)}"
@@ -80,14 +80,14 @@ def _untuned(found: Tuning) -> str:
     """Numbers of the recipe that were tuned for the method and not for ERM."""
     names = [parameter.name for parameter in RECIPE_FIELDS if parameter.name in found.space]
     what = "a tuned one" if len(names) == 1 else "tuned ones"
-    return f" ERM was trained with the usual {' and '.join(names)}, not {what}." if names else ""
+    return f" ERM was trained with the default {' and '.join(names)}, not {what}." if names else ""
 
 
 def _others(trials: Sequence[Trial]) -> str:
     """How many were pruned or failed."""
     pruned, failed = (sum(trial.state == state for trial in trials) for state in ("pruned", "failed"))
     words = [f"{pruned} {_were(pruned)} pruned"] * bool(pruned) + [f"{failed} failed"] * bool(failed)
-    return f" Of them {' and '.join(words)}." if words else ""
+    return f" Of these, {' and '.join(words)}." if words else ""
 
 
 def describe_end(trial: Trial, found: Tuning) -> str:

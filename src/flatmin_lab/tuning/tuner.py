@@ -3,7 +3,7 @@
     for draw, event in tune(search, data, folder=Path("tuning/digits"), trials=20): ...
     result_file.read(Path("tuning/digits/tuning.json")).chosen
 
-A trial is a training run with one choice of the hyper-parameters, as long as the final training, because the best
+A trial is a training run with one choice of the hyper-parameters, as long as the final run, because the best
 radius grows with the length. It has a run folder of its own, so a killed tuning can be resumed: trials that have ended
 stay, unfinished ones are resumed, and no more are started than were asked for.
 
@@ -111,14 +111,14 @@ class _TrialTracker:
         return f"validation_{self.study.search.measure}"
 
     def check(self) -> None:
-        """Read tuning.json; raise if it has trials that the study does not know: they would be overwritten."""
+        """Read tuning.json; raise if it has trials that the study does not have: they would be overwritten."""
         path = self.folder / FILE
         found = result_file.read(path) if path.exists() else None
         self.against_erm = None if found is None else found.against_erm
         there = set() if found is None else {trial.number for trial in found.trials}
         if missing := there - {trial.number for trial in self.study.all_trials()}:
             raise FileExistsError(
-                f"{path} has {len(missing)} trials that its study does not know; "
+                f"{path} has {len(missing)} trials that its study does not have; "
                 "give the --storage it was made with, or choose another folder with --out"
             )
 
@@ -152,7 +152,7 @@ class _TrialTracker:
     # ---- events
 
     def receive(self, task: TrialTask, event: Event) -> Event | None:
-        """The event as it counts: a trial may be pruned before its run knows, and what comes after that is None."""
+        """The event as it counts: a trial may be pruned before its run knows, and later events become None."""
         number = task.draw.number
         if isinstance(event, Epoch):
             if number in self.pruned:
@@ -210,7 +210,7 @@ class _TrialTracker:
         result_file.write(self.folder, replace(tuning, against_erm=self.against_erm))
 
     def _compare(self, tuning: Tuning) -> Comparison | None:
-        """The chosen trial with ERM's. Where the folders are gone, what was found before stays."""
+        """The chosen trial against ERM's. If the folders are gone, the earlier result stays."""
         chosen, erm = tuning.chosen, tuning.erm
         if chosen is None or erm is None or erm.state != "finished":
             return None

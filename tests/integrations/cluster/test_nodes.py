@@ -119,7 +119,7 @@ def test_an_address_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gpus", "0.5"], "a worker takes 1 CPU and 0.5 GPU of one node, and none of the cluster's 2 nodes"),
+        (["--gpus", "0.5"], "a worker takes 1 CPU and 0.5 GPU of one node, but none of the cluster's 2 nodes"),
         (["--device", "cuda"], "a worker takes 1 CPU and 1 GPU of one node"),
         (["--gpus", "2"], "a worker takes one GPU or a fraction of one, above 0 and up to 1, got --gpus 2"),
         (["--gpus", "0.5", "--device", "cpu"], "--gpus belongs to runs on GPUs"),

@@ -57,14 +57,14 @@ def test_what_a_method_costs_is_passes_and_cpu_time_since_two_train_at_once(page
     passes = {method: row(method, [run for run in runs if run["method"] == method])["passes"] for method in METHODS}
     assert passes == {method: [2 if method in ("amp", "adversarial") else 1] for method in METHODS}
     assert all(run["cpu_seconds"] > 0 for run in runs)
-    assert "passes a step CPU seconds" in shown
+    assert "passes per step CPU seconds" in shown
 
 
 def test_the_page_says_plainly_what_was_done_to_the_labels(page: Path) -> None:
     shown = text_of(page.read_text())
-    assert "20 % of the training labels were replaced at random by a wrong one" in shown
-    assert "test digits are true" in shown
-    assert "2 seeds (0 to 1, not chosen)" in shown
+    assert "20 % of the training labels were replaced at random with a wrong one" in shown
+    assert "test digits are correct" in shown
+    assert "2 seeds (0 to 1, not selected)" in shown
     assert "flatmin demo --noise 0" in shown
 
 
@@ -108,7 +108,7 @@ def test_two_networks_answer_a_dozen_wrong_labels_that_were_not_chosen(page: Pat
         }
     shown = text_of(page.read_text())
     assert f"label {given[0]}, truth {found['erm']['digits'][0]['true']}" in shown
-    assert "They are the first 12 that the seed drew, not chosen." in shown
+    assert "They are the first 12 that the seed drew, not a selection." in shown
 
 
 def test_the_temperature_never_sees_the_test_labels(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_sentences_follow_the_numbers(page: Path) -> None:
 
 def test_flooding_that_never_flooded_is_called_erm(page: Path) -> None:
     """Two epochs: the loss is far above its level."""
-    assert "Flooding's curves lie on ERM's" in text_of(page.read_text())
+    assert "Flooding's curves coincide with ERM's" in text_of(page.read_text())
     changed = numbers(page)
     for run in changed["runs"]:
         if run["method"] == "flooding":
@@ -180,7 +180,7 @@ def test_what_the_run_does_not_show_is_not_said(page: Path) -> None:
     changed = numbers(page)
     for run in changed["runs"]:
         run["memorised"] = 0.1
-    assert "too short, or there were too few" in text_of(demo_page(changed))
+    assert "too short, or too few labels were wrong" in text_of(demo_page(changed))
     for run in changed["runs"]:
         run["memorised"] = 0.7 if run["method"] == "erm" else 0.1
         run["lines"][-1]["train_loss"] = 0.3
@@ -188,7 +188,7 @@ def test_what_the_run_does_not_show_is_not_said(page: Path) -> None:
         run["test_error"] = 0.02
     shown = text_of(demo_page(changed))
     assert "ends up repeating 70 % of them" in shown
-    assert "Look twice at ECE" in shown
+    assert "Look closely at the ECE" in shown
 
 
 def test_without_noise_the_page_says_so(page: Path) -> None:
@@ -196,7 +196,7 @@ def test_without_noise_the_page_says_so(page: Path) -> None:
     for run in clean["runs"]:
         run.pop("memorised")
     shown = text_of(demo_page(clean))
-    assert "true labels" in shown
+    assert "correct labels" in shown
     assert "memorised, %" not in shown
 
 

@@ -145,8 +145,8 @@ def test_signatures_are_as_they_are_meant(site: Path) -> None:
     laboratory = words(site / "reference" / "laboratory.html")
     assert "lr: float = 0.1," in laboratory
     assert (
-        "weight_decay The paper: 1e-4; other optimizers have their own default. Must be at least 0 and finite."
-        in laboratory
+        "weight_decay Weight decay (the paper: 1e-4); other optimizers have their own default. Must be at least 0 and "
+        "finite." in laboratory
     )
     assert "flatmin.flatness.Trace.value" not in (site / "reference" / "flatness.html").read_text(encoding="utf-8")
 

@@ -111,7 +111,7 @@ def test_stopped_by_one_rank_they_go_on_to_the_same_bits(found: Seen) -> None:
 
 def test_gone_on_with_by_another_number_they_say_so(two: Seen) -> None:
     first, other = (rank["resumes as one"] for rank in two)
-    note = "resumed elsewhere (ranks {} then, {} now): correct, but perhaps not bit for bit"
+    note = "resumed under other conditions (ranks {} then, {} now): correct, but perhaps not bit for bit the same"
     assert first["notes"] == [note.format(2, 1), note.format(1, 2)]
     assert other["notes"] == [note.format(1, 2)]
     for ours in first["weights"][:2]:
@@ -140,7 +140,7 @@ REFUSED = {
     "data": "same data set (SHA-256)",
     "epochs": "same checkpoint_epochs, got 1 on rank 0 and 2 on rank 1",
     "model": "32",
-    "folder": "would lie in the file",
+    "folder": "would be inside the file",
     "small": "a batch size of 1 leaves one of 2 processes 0 of the 1 images of a batch",
     "norm": "a batch size of 41 leaves one of 2 processes 1 of the 3 images of a batch",
     "inputs": "adversarial training takes inputs of 0.4 to 0.6",
@@ -263,7 +263,7 @@ WRONG = {
     "version": (2, "all ranks must have the same flatmin, got"),
     "data": (2, "all ranks must have the same data set (SHA-256), got"),
     "missing": (2, "rank 1 of 2: "),
-    "folder": (2, "would lie in the file"),
+    "folder": (2, "would be inside the file"),
     "small": (2, "a batch size of 1 leaves one of 2 processes 0 of the 1 images"),
     "held": (2, "already holds this run, finished"),
 }

@@ -304,9 +304,9 @@ def test_the_tables_have_a_row_for_each_form_and_one_for_each_model() -> None:
         "| VGG16 | 128 | 3.50 | 1.75 | 0.50 | 10.00 | 0.35 |",
     ):
         assert line in text.splitlines()
-    assert "takes 25.00 ms in plain PyTorch, where AMP's takes 20.00; AMP's compiled one is 7.14 times faster" in text
+    assert "takes 25.00 ms in plain PyTorch, and AMP's 20.00; AMP's compiled step is 7.14 times as fast" in text
     assert "NVIDIA H200, torch 2.11.0, commit abc1234" in text
-    assert "medians over 10 blocks of 10 steps each, in turns, quartiles at most 2.0 % apart, those of plain" in text
+    assert "medians over 10 blocks of 10 steps each, in turn, quartiles at most 2.0 % apart, those of plain" in text
 
 
 def test_every_row_of_a_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,7 +350,7 @@ def test_the_page_is_written_once_and_then_up_to_date(tmp_path: Path) -> None:
     assert [program("--check"), program(), program("--check"), program()] == [1, 0, 0, 0]
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n| PreActResNet18")
-    assert text.endswith(f"Memory is the peak of a model's steps.\n{END}\nafter\n")
+    assert text.endswith(f"Memory is the peak during a model's steps.\n{END}\nafter\n")
     page.write_text("no markers")
     assert program() == 2
 

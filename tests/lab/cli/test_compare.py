@@ -56,16 +56,14 @@ def test_it_ends_with_a_table_and_the_sentence_and_leaves_a_page(data: Path, tmp
     *table, sentence = done.stdout.strip().splitlines()
     assert sentence == content["sentence"]
     assert sentence.startswith("Cannot tell after 2 seeds")
-    assert (
-        words(table[0]) == "seeds passes error NLL ECE error less plain's (95 %, points) less plain's of as many passes"
-    )
+    assert words(table[0]) == "seeds passes error NLL ECE error vs. plain (95 %, points) vs. plain with as many passes"
     names = ["plain", "plain, 2 times as long", "AMP, ε = 0.1", "AMP, ε found while training"]
     assert all(line.startswith(name) for line, name in zip(table[1:], names, strict=True))
     said = words(done.stderr)
-    assert "2 seeds of 4 trainings" in said
+    assert "2 seeds of 4 training runs each" in said
     assert "measured on 12 of 120 training images, drawn anew with each seed and not trained on" in said
     assert said.count("seed 1 ") == 4
-    assert "a seed, " in said
+    assert " per seed, " in said
     assert sentence in (tmp_path / "out" / "comparison.html").read_text().replace("&#39;", "'")
     assert content["command"].startswith(f"flatmin compare --data {data} --model mlp")
     assert content["command"].endswith(f"--workers 1 --seeds 2 --radii 0.1 --out {tmp_path / 'out'}")
@@ -77,7 +75,7 @@ def test_it_ends_with_a_table_and_the_sentence_and_leaves_a_page(data: Path, tmp
         *("compare", "--data", data, *QUICK, "--seeds", 2, "--out", tmp_path / "out", "--label-noise", 0.1),
         *("--measure", "nll"),
     )
-    assert "NLL less plain's (95 %)" in words(measured.stdout)
+    assert "NLL vs. plain (95 %)" in words(measured.stdout)
 
 
 def test_too_few_minutes_are_explained_and_no_error(data: Path, tmp_path: Path) -> None:
@@ -107,17 +105,17 @@ def test_a_changed_file_of_ones_own_is_refused(data: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "compare takes --data, a data set"),
+        ([], "compare needs --data with a data set"),
         (
             ["digits"],
             "compare takes mymodule:make_training or file.py:make_training, got 'digits'; a data set is named",
         ),
-        (["--data", "digits", "--measure", "brier"], "--measure is one of error, nll, ece, got 'brier'"),
+        (["--data", "digits", "--measure", "brier"], "--measure must be one of error, nll, ece, got 'brier'"),
         (["--data", "digits", "--minutes", 0], "--minutes must be above 0, got 0"),
         (["--data", "digits", "--radii", "0.1,0.1"], "the radii must differ"),
         (["--data", "digits", "--radii", "many"], "numbers must be separated by commas"),
         (["--data", "digits", "--set", "epsilon=0.1"], "name them with --radii"),
-        (["mine.py:make_training", "--lr", 0.1], "has its own data, model and optimizer, got --lr beside"),
+        (["mine.py:make_training", "--lr", 0.1], "has its own data, model and optimizer, got --lr as well as"),
     ],
     ids=str,
 )
@@ -145,7 +143,7 @@ def test_a_training_of_ones_own_has_the_same_table_page_and_file(own: Path, tmp_
     assert "seed 1  AMP, ε = 0.1: error" in done.stderr
     assert (tmp_path / "out" / "comparison.html").exists()
     again = flatmin(*asked, "--measure", "nll")
-    assert again.stderr.count(", of an earlier call") == 6
+    assert again.stderr.count(" (from an earlier call)") == 6
     assert without_times(tmp_path / "out")["rows"] == content["rows"]
 
 

@@ -62,10 +62,10 @@ def test_evaluate_keeps_what_it_finds_and_adds_to_it(own: Path) -> None:
     plain = evaluated(own / "erm")
     assert {"error", "nll", "ece", "adaptive_ece", "brier", "intervals", "scaled", "reliability"} <= plain.keys()
     assert not {"attack", "flatness"} & plain.keys()
-    attacked = evaluated(own / "erm", "--attack", "--pictures", 50)
+    attacked = evaluated(own / "erm", "--attack", "--images", 50)
     assert attacked["attack"]["radius"] == 4 / 255
     assert attacked["attack"]["pictures"] == 50
-    flat = evaluated(own / "erm", "--flatness", "--pictures", 50, "--epsilon", 0.05)
+    flat = evaluated(own / "erm", "--flatness", "--images", 50, "--epsilon", 0.05)
     assert flat["flatness"]["epsilon"] == 0.05
     kept = json.loads((own / "erm" / "evaluation.json").read_text())
     assert kept["attack"] == attacked["attack"]
@@ -78,13 +78,13 @@ def test_the_spectrum_is_kept_beside_the_flatness_and_drawn_in_the_report(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measurements, "spectrum_of", partial(measurements.spectrum_of, steps=4, probes=2))
-    flat = evaluated(own / "erm", "--flatness", "--pictures", 20)
-    found = evaluated(own / "erm", "--spectrum", "--pictures", 20)
+    flat = evaluated(own / "erm", "--flatness", "--images", 20)
+    found = evaluated(own / "erm", "--spectrum", "--images", 20)
     assert "flatness" not in found
     kept = json.loads((own / "erm" / "evaluation.json").read_text())
     assert (kept["spectrum"], kept["flatness"]) == (found["spectrum"], flat["flatness"])
     assert kept["spectrum"]["products"] == 8
-    shown = words(flatmin("evaluate", own / "erm", "--spectrum", "--pictures", 20, "--device", "cpu").stdout)
+    shown = words(flatmin("evaluate", own / "erm", "--spectrum", "--images", 20, "--device", "cpu").stdout)
     for text in ("spectrum, 20 training images", "smallest and largest eigenvalue", "negative curvature", "8 products"):
         assert text in shown
     assert flatmin("report", own, "--out", tmp_path / "report.html").exit_code == 0
@@ -93,7 +93,7 @@ def test_the_spectrum_is_kept_beside_the_flatness_and_drawn_in_the_report(
 
 def test_the_line_between_two_runs_is_a_page_with_the_barrier_in_words(own: Path, tmp_path: Path) -> None:
     out = tmp_path / "between.html"
-    asked = ["--between", "--points", 5, "--pictures", 40, "--device", "cpu", "--out", out]
+    asked = ["--between", "--points", 5, "--images", 40, "--device", "cpu", "--out", out]
     result = flatmin("landscape", own / "erm", own / "amp", *asked)
     assert result.exit_code == 0, result.output
     said = words(result.stdout)
@@ -109,8 +109,22 @@ def test_the_line_between_two_runs_is_a_page_with_the_barrier_in_words(own: Path
     assert not (own / "erm" / "landscape.json").exists()  # it is about two runs
 
 
+def test_images_may_still_be_called_pictures(own: Path) -> None:
+    new, old = (evaluated(own / "erm", "--attack", flag, 30)["attack"] for flag in ("--images", "--pictures"))
+    assert new == old
+    assert new["pictures"] == 30
+    for command in ("evaluate", "landscape"):
+        help_text = flatmin(command, "--help").stdout
+        assert "--images" in help_text
+        assert "--pictures" not in help_text
+    page = own / "page.html"
+    asked = ["--points", 3, "--device", "cpu", "--out", page, "--lines-only"]
+    assert flatmin("landscape", own / "erm", *asked, "--pictures", 10).exit_code == 0
+    assert "10 training" in page.read_text()
+
+
 def test_what_was_kept_of_another_checkpoint_is_not_mixed_in(own: Path) -> None:
-    evaluated(own / "erm", "--attack", "--pictures", 20)
+    evaluated(own / "erm", "--attack", "--images", 20)
     newest, older = checkpoint.listed(own / "erm")
     before = (own / "erm" / "evaluation.json").read_bytes()
     evaluated(older)  # not the newest: nothing is kept
@@ -121,9 +135,7 @@ def test_what_was_kept_of_another_checkpoint_is_not_mixed_in(own: Path) -> None:
 
 
 def test_evaluate_shows_tables_that_can_be_read(own: Path) -> None:
-    shown = words(
-        flatmin("evaluate", own / "amp", "--attack", "--flatness", "--pictures", 30, "--device", "cpu").stdout
-    )
+    shown = words(flatmin("evaluate", own / "amp", "--attack", "--flatness", "--images", 30, "--device", "cpu").stdout)
     for text in ("95 % interval", "Brier score", "error, PGD, 10 steps", "largest eigenvalues", "from random points"):
         assert text in shown
 
@@ -233,7 +245,7 @@ def test_weights_of_ones_own_are_loaded_and_those_of_another_model_refused(user:
     other = flatmin("evaluate", "other.pt", *asked)
     assert other.exit_code == 2
     assert "holds the weights of another model: without 0.bias" in words(other.stderr)
-    page = flatmin("landscape", "good.pt", *asked, "--points", 3, "--pictures", 20, "--out", "page.html")
+    page = flatmin("landscape", "good.pt", *asked, "--points", 3, "--images", 20, "--out", "page.html")
     assert page.exit_code == 0, page.output
     assert "good.pt, training" in (user / "page.html").read_text()
 
@@ -242,7 +254,7 @@ def test_a_model_that_looks_odd_is_measured_and_what_is_odd_is_said(user: Path) 
     result = flatmin("evaluate", "--model", "mymodule:wide", "--data", "own.npz", "--device", "cpu")
     assert result.exit_code == 0, result.output
     said = words(result.stderr)
-    assert "note: the model has 12 outputs, and the data 10 classes" in said
+    assert "note: the model has 12 outputs, but the data has 10 classes" in said
     assert "look like probabilities" in said
     assert "mymodule:wide on own, as built by its function, without a file of weights" in words(result.stdout)
 
@@ -250,7 +262,7 @@ def test_a_model_that_looks_odd_is_measured_and_what_is_odd_is_said(user: Path) 
 def test_runs_that_would_have_one_name_are_told_apart_by_their_folders_or_epochs(own: Path, tmp_path: Path) -> None:
     shutil.copytree(own / "erm", own / "other")
     out = tmp_path / "page.html"
-    asked = ["--points", 3, "--pictures", 10, "--device", "cpu", "--out", out, "--lines-only"]
+    asked = ["--points", 3, "--images", 10, "--device", "cpu", "--out", out, "--lines-only"]
     result = flatmin("landscape", own / "erm", own / "other", *asked)
     assert result.exit_code == 0, result.output
     assert '"other": [' in data_of(out.read_text())
@@ -267,7 +279,7 @@ def data_of(page: str) -> str:
 
 def test_landscapes_of_several_runs_lie_along_the_same_directions(own: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "landscape.html"
-    asked = ["--points", 5, "--pictures", 40, "--device", "cpu", "--out", out]
+    asked = ["--points", 5, "--images", 40, "--device", "cpu", "--out", out]
     result = flatmin("landscape", own / "erm", own / "amp", *asked)
     assert result.exit_code == 0, result.output
     assert str(out) in words(result.stdout)
@@ -283,7 +295,7 @@ def test_landscapes_of_several_runs_lie_along_the_same_directions(own: Path, tmp
 
 
 def test_the_report_is_made_from_what_was_kept(own: Path, tmp_path: Path) -> None:
-    evaluated(own / "amp", "--attack", "--pictures", 20)
+    evaluated(own / "amp", "--attack", "--images", 20)
     result = flatmin("report", own, "--out", tmp_path / "report.html")
     assert result.exit_code == 0, result.output
     page = (tmp_path / "report.html").read_text()
@@ -310,8 +322,8 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
         ),
         (["evaluate", "--model", "convnet", "--data", "own.npz"], "is named by its run's folder"),
         (["evaluate", "RUN", "--normalised"], "--normalised belongs to --model"),
-        (["evaluate", "RUN", "--attack", "--pictures", 0], "--pictures must be at least 1, got 0"),
-        (["evaluate", "RUN", "--pictures", 5], "--pictures belongs to --attack, --flatness and --spectrum"),
+        (["evaluate", "RUN", "--attack", "--images", 0], "--images must be at least 1, got 0"),
+        (["evaluate", "RUN", "--images", 5], "--images belongs to --attack, --flatness and --spectrum"),
         (["landscape", "RUN", "--between"], "--between needs two run folders, checkpoints or files of weights, got 1"),
         (["landscape", "RUN", "RUN", "--between", "--lines-only"], "--between has none"),
         (["landscape", "RUN", "RUN", "--between", "--reach", 2], "--between has none"),
@@ -332,7 +344,7 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
         (["evaluate", "RUN", "--model", "mymodule:make_model", "--data", "own.npz"], "is a folder"),
         (
             ["evaluate", "--model", "mymodule:needy", "--data", "own.npz"],
-            "asks for width, and can be given num_classes",
+            "asks for width, but can only be given num_classes",
         ),
         (["landscape", "RUN", "--points", 4], "--points must be odd"),
         (["landscape", "RUN", "--reach", 0], "--reach must be above 0"),
@@ -357,7 +369,7 @@ def test_a_training_that_diverged_is_a_result_of_its_method(tmp_path: Path) -> N
     for method, rate in (("erm", 0.1), ("amp", 1e9)):
         flatmin(*FAST, "--method", method, "--epochs", 1, "--lr", rate, "--out", tmp_path / "runs" / method)
     result = flatmin("report", tmp_path / "runs", "--out", tmp_path / "report.html")
-    assert "this training of amp diverged, and is in no mean" in words(result.stderr)
+    assert "this run of amp diverged, and is left out of all means" in words(result.stderr)
     assert "diverged" in (tmp_path / "report.html").read_text()
 
 

@@ -52,7 +52,7 @@ def test_a_filled_table_says_what_was_chosen_and_what_is_smoothed(tmp_path: Path
     text = shown("table1", "--data", "cifar10", "--methods", "erm,label_smoothing")
     assert "0.350 (smoothed: 1.050)" in text
     assert "smoothed: the loss smoothed over the other classes" in text
-    assert "short: as paper-v2 but for the length, with AMP's radius chosen for it" in text
+    assert "short: paper-v2 with fewer epochs and AMP's radius chosen for them" in text
     assert "smoothed:" not in shown("table1", "--data", "cifar100", "--methods", "erm")
     swept = [recipe for recipe in EXPERIMENTS["sweep"]("short").recipes if recipe.data == "cifar10"]
     for recipe in swept:
@@ -132,7 +132,7 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
             "--measure takes attack, batch_rise, boundary, flatness, landscape, got speed",
         ),
         (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
-        (["table1", "--seeds", "3-1"], "--seeds must name one at least"),
+        (["table1", "--seeds", "3-1"], "--seeds must name at least one"),
         (["table1", "--device", "cpu,cpu"], "--device takes GPUs, each once, or cpu alone"),
         (["table1", "--seeds", "0", "--data", "svhn"], "svhn was not found"),
     ],
@@ -151,7 +151,7 @@ def test_what_failed_is_told_and_tried_again_when_asked(tmp_path: Path) -> None:
     failure.write_text(json.dumps({"name": recipe.name, "seed": 0, "error": "no memory"}))
     arguments = ["reproduce", "table1", *SOME, "--methods", "erm", "--seeds", "0", *places(tmp_path)]
     shown = flatmin(*arguments)
-    assert "1 failed before (retry them with --retry)" in shown.stderr
+    assert "1 failed before (retry with --retry)" in shown.stderr
     assert failure.exists()
     again = flatmin(*arguments, "--retry", "--workers", "1")
     assert again.exit_code == 0, again.output

@@ -41,7 +41,7 @@ def test_training_on_digits_just_works(tmp_path: Path) -> None:
     assert "‖Δ‖" in result.stderr
     assert "; 1 thread" in words(result.stderr)
     assert "test, last epoch" in result.stdout
-    assert "chosen with the test labels" in result.stdout
+    assert "chosen using the test labels" in result.stdout
     config = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
     assert config["model"] == "convnet"
     assert config["settings"] == {"epsilon": 0.3, "inner_lr": 1.0}
@@ -245,7 +245,7 @@ def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
         (["--seeds", "0"], "--seeds"),
         (["--together", "2"], "--together needs --seeds 2 or more"),
         (["--seeds", "2", "--together", "0"], "--together"),
-        (["--seeds", "2", "--batch-size", "1437"], "BatchNorm needs batches of two"),
+        (["--seeds", "2", "--batch-size", "1437"], "BatchNorm needs at least two images"),
         (["--compile", "--no-capture"], "leave out --compile or --no-capture"),
     ],
     ids=str,
@@ -387,7 +387,7 @@ def test_evaluate_says_what_is_wrong(tmp_path: Path, trained: Path) -> None:
     (copy / newest.name).write_bytes(newest.read_bytes()[:-9])
     torn = flatmin("evaluate", copy)
     assert torn.exit_code == 1
-    assert "not a whole checkpoint" in words(torn.stderr)
+    assert "not an intact checkpoint" in words(torn.stderr)
 
 
 def test_evaluate_without_an_average_says_so(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_seeds_are_trained_as_long_as_there_is_time(data: Path, tmp_path: Path) 
         (entry.contender.key, seed) for entry in found.entries for seed in (0, 1)
     }
     assert clock.now == 140
-    assert found.stopped.startswith("2 of 3 seeds were trained in 2.7 minutes, since a seed of all 4 contenders")
+    assert found.stopped.startswith("2 of 3 seeds were trained in 2.7 minutes, because one seed of all 4 contenders")
     assert found.verdict().seeds == 2
     again = finish(comparison_of(data, tmp_path / "out", seeds=3, epochs=1))
     assert (len(again.outcomes), again.stopped) == (12, "")
@@ -188,7 +188,7 @@ def test_a_first_seed_that_does_not_fit_is_explained_after_its_first_training(da
     found = finish_in(comparison_of(data, tmp_path / "out", budget=budget), clock, seconds_a_pass=50)
     assert [one.contender for one in found.outcomes] == [PLAIN]
     assert found.stopped == (
-        "Not even one seed fits into 60 seconds: a seed of all 4 contenders takes about 5.8 minutes. Give more "
+        "Not even one seed fits into 60 seconds: one seed of all 4 contenders takes about 5.8 minutes. Give more "
         "--minutes, lower --epochs (now 2), or name fewer --radii."
     )
     assert found.verdict().answer == "cannot tell"
@@ -277,7 +277,7 @@ def test_other_data_are_refused(done: Comparison, tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_refused(data: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(FileExistsError, match=r"needs a folder of its own, and .* holds thesis.txt"):
+    with pytest.raises(FileExistsError, match=r"needs a folder of its own, but .* holds thesis.txt"):
         finish(comparison_of(data, tmp_path))
 
 

@@ -124,7 +124,7 @@ def test_the_module_describes_a_data_set(
     monkeypatch.setattr(sys, "argv", ["flatmin_lab.data", "cifar10", "--root", str(tmp_path)])
     data_command.main()
     shown = capsys.readouterr()
-    for fact in ("50 to train on, 10 to test with, images of 3 × 32 × 32, 10 classes", "mean", "sha256", "MB"):
+    for fact in ("50 for training, 10 for testing, images of 3 × 32 × 32, 10 classes", "mean", "sha256", "MB"):
         assert fact in shown.out
     assert shown.err == ""
     monkeypatch.setattr(sys, "argv", ["flatmin_lab.data", "cifar10", "--root", str(tmp_path / "empty")])

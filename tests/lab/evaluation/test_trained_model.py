@@ -136,7 +136,7 @@ def test_what_cannot_be_loaded_is_told_why(trained: Path, tmp_path: Path) -> Non
 
 def test_a_file_in_no_runs_folder_is_told_what_the_command_takes(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(b"")
-    rule = "is in no run's folder; give a run's folder, or one of its checkpoints"
+    rule = "is not in a run folder; give a run folder, or one of its checkpoints"
     for command, more, own in (("export", ["--to", tmp_path / "a.pt2"], False), ("evaluate", [], True)):
         result = flatmin(command, tmp_path / "w.safetensors", *more)
         assert result.exit_code == 2
@@ -257,7 +257,7 @@ def test_a_program_with_other_logits_gets_no_name(
     loaded: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "TOLERANCE", -1.0)
-    with pytest.raises(ExportError, match=r"gives other logits than the model, by up to .*; nothing was written"):
+    with pytest.raises(ExportError, match=r"logits differ from the model's by up to .*; nothing was written"):
         export(loaded, tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 

@@ -194,7 +194,7 @@ def test_gpus_are_used_where_there_are_some() -> None:
     assert nodes.choose_device([plain, with_gpus], None, 0.25) == ("cuda:0", Share(gpus=0.25))
     assert nodes.choose_device([plain, with_gpus], "cpu", None) == ("cpu", Share())
     assert nodes.describe_nodes([plain, with_gpus]) == "2 nodes with 8 CPUs and 2 GPUs"
-    with pytest.raises(ValueError, match="takes 1 CPU and 1 GPU of one node, and none of the cluster's 1 node"):
+    with pytest.raises(ValueError, match="takes 1 CPU and 1 GPU of one node, but none of the cluster's 1 node"):
         nodes.choose_device([plain], "cuda", None)
 
 

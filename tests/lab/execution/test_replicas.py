@@ -265,7 +265,7 @@ def test_what_makes_no_sense_is_refused_before_anything_begins(tmp_path: Path, m
         with pytest.raises(ValueError, match=f"a folder of its own, .*{message}"):
             train_together(JOBS, tiny_data(), folders=wrong)
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError, match="would lie in the file"):
+    with pytest.raises(FileExistsError, match="would be inside the file"):
         train_together(JOBS, tiny_data(), folders=[*folders(tmp_path)[:3], tmp_path / "file" / "run"])
     with pytest.raises(ValueError, match="--no-capture"):
         train_together([*JOBS, Job(tiny_recipe(compile=True), 4)], tiny_data(), capture=False)

@@ -87,7 +87,7 @@ def test_a_folder_of_another_recipe_fails_alone(store: ResultStore) -> None:
     ends = here([one, other], store)
     assert isinstance(ends[0], Failed)
     assert "lr is 0.2 there" in ends[0].what
-    assert "give other --runs" in ends[0].what
+    assert "choose another --runs" in ends[0].what
     assert not store.failure(one).exists()  # nothing is wrong with it
     assert isinstance(ends[1], Finished)
 

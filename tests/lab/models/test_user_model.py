@@ -137,7 +137,11 @@ def test_a_function_is_given_what_it_declares(declaring: str) -> None:
     ("function", "more", "text"),
     [
         ("some", {"depth": 2}, "takes width, got depth"),
-        ("needy", {}, "asks for depth, and can be given num_classes, in_channels, image_size, input_shape, dropout"),
+        (
+            "needy",
+            {},
+            "asks for depth, but can only be given num_classes, in_channels, image_size, input_shape, dropout",
+        ),
         ("some", {"dropout": 0.1}, "the method dropout needs a network with dropout: let .* take dropout"),
         ("broken", {}, r"line 38, in broken\n    return layer.no_such_thing\nAttributeError: 'Linear' object has no"),
     ],
@@ -261,7 +265,7 @@ def test_named_modules_keep_their_own_weights(tmp_path: Path) -> None:
     head = fresh.state_dict()["head.weight"].clone()
     with pytest.raises(weights.WeightsError, match=r"head.weight is \(10, 4\), not \(2, 4\)"):
         weights.load_weights(fresh, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match="nothing called hat; it has body, head"):
+    with pytest.raises(ValueError, match="no module called hat; it has body, head"):
         weights.load_weights(fresh, tmp_path / "w.pt", without=["hat"])
     weights.load_weights(fresh, tmp_path / "w.pt", without=["head"])
     assert torch.equal(fresh.state_dict()["body.weight"], saved.state_dict()["body.weight"])

@@ -25,10 +25,10 @@ def network(answer: int, *, plain: float, scaled: float | None) -> dict[str, Any
 @pytest.mark.parametrize(
     ("amp", "said"),
     [
-        ((0.2, 0.01), "Only until it is scaled"),
+        ((0.2, 0.01), "Only before scaling"),
         ((0.2, 0.05), "before and after scaling"),
         ((0.05, 0.01), "not worse calibrated"),
-        ((0.05, 0.05), "Only after scaling"),
+        ((0.05, 0.05), "only after scaling"),
         ((0.2, None), ""),
     ],
 )

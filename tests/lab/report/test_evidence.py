@@ -119,7 +119,7 @@ def test_ours_stand_beside_the_paper_s_with_their_agreement(page: str) -> None:
     assert "AMP (ball global) 1 4.18" in text
     assert "protocol “short”" in text
     assert "24.31 ± 0.30" not in text  # of another length
-    assert "No number of the paper stands here: all of them are of 200 epochs." in text
+    assert "The paper's numbers are not shown here, because they are all for 200 epochs." in text
     assert "VGG16" not in text.partition("The paper's tables, protocol")[2].replace("with VGG16 on", "").replace(
         "(VGG16: after", ""
     )  # nothing of it was trained, but the paper says something
@@ -137,10 +137,10 @@ def test_five_sentences_come_first_and_are_made_from_the_numbers(page: str) -> N
     holds = f"{claims} (error, %: 3.99 ± 0.03 and 5.01 ± 0.04, n = 3 and 3)"
     assert agrees.startswith("Agrees with the paper. At the paper's length of 200 epochs")
     assert holds in agrees
-    assert "comparisons with a mean of the paper" in beside
+    assert "comparisons with the paper's means" in beside
     assert "No tested claim is contradicted" in differs
     assert "No claim has been tested with shorter runs." in shorter
-    assert "among them all on SVHN" in missing
+    assert "including all on SVHN" in missing
 
 
 def test_sentences_turn_with_the_numbers(tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def test_sentences_turn_with_the_numbers(tmp_path: Path) -> None:
             write_result(tmp_path, cell("paper", "cifar10", "preactresnet18", method), seed, error)
     told = {result.topic: result.sentence for result in key_results_of(tmp_path)}
     assert "none of" in told["Agrees with the paper"]
-    assert told["Does not agree, or is not shown"].startswith("Contradicted: AMP has a lower error, a lower NLL")
-    assert "do not agree: ERM on CIFAR-10 under “paper”" in told["Beside the paper's numbers"]
+    assert told["Contradicted or undecided"].startswith("Contradicted: AMP has a lower error, a lower NLL")
+    assert "do not agree: ERM on CIFAR-10 under “paper”" in told["Compared with the paper's numbers"]
 
 
 def test_with_shorter_runs_alone_nothing_is_said_of_the_paper_s_length(tmp_path: Path) -> None:
@@ -250,12 +250,9 @@ def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
     assert "AMP has a lower error than ERM on CIFAR-10 holds" in text
     assert "AMP has a lower error than ERM on CIFAR-10 (" not in text
     assert "Tested together: CIFAR-10 with PreActResNet18, 14 comparisons" in text
-    assert "1 run was broken off; none of their numbers is here" in text
-    assert "in its first minute" in text.partition("broken off")[2]
-    assert (
-        "5 training runs were planned and written down before they ran; 3 of them are done, 1 failed, 1 was with"
-        in text
-    )
+    assert "1 run was aborted; its numbers are not used" in text
+    assert "in its first minute" in text.partition("aborted")[2]
+    assert "5 training runs were planned and recorded before they ran; 3 of them are done, 1 failed, 1 was with" in text
     assert "it would take too long" in text
     assert "are not done yet" not in text  # one failed, three are done
     assert "the loss of step 9 is nan <b>" in text
@@ -267,22 +264,22 @@ def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
 
 def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp_path: Path) -> None:
     text = text_of(page)
-    assert "Trials: 1 to 3 of each, where the paper has 10." in text
+    assert "Trials: 1 to 3 of each; the paper has 10." in text
     assert re.search(r"Not trained or not measured yet: \d+ more", text)
     assert "MixUp has a lower error than AMP with VGG16 on CIFAR-10" in text  # by name
-    assert "86 of the training and 23 of the test images of CIFAR-10 are copies through JPEG" in text
-    assert "SVHN was cut again" not in text
+    assert "86 training and 23 test images of CIFAR-10 are JPEG copies" in text
+    assert "SVHN was cropped anew" not in text
     assert "Precision: bf16." in text
-    assert "60 epochs in place of 200" in text
-    assert "10 test images of CIFAR-100 are in its training set too" in text
+    assert "60 epochs instead of 200" in text
+    assert "10 test images of CIFAR-100 are also in its training set" in text
     assert "at most 0.020 percentage points" in text
     assert "error, % without repeated images, % NLL" in text
     assert "ERM 1 25.00 25.02" in text
     only = tmp_path / "only"
     write_result(only, cell("paper", "cifar10", "preactresnet18", "erm"), 0, 0.05)
     alone = text_of(report_page(load_results([only])))
-    assert "60 epochs in place of 200" not in alone
-    assert "copies through JPEG" not in alone
+    assert "60 epochs instead of 200" not in alone
+    assert "JPEG copies" not in alone
 
 
 def test_runs_of_one_s_own_have_no_such_part(tmp_path: Path) -> None:
@@ -354,7 +351,7 @@ def test_a_part_of_a_result_that_makes_no_sense_is_left_out_alone(
 
 def test_the_page_says_that_the_spiral_was_chosen_where_there_is_one(page: str, tmp_path: Path) -> None:
     write_result(tmp_path, EXPERIMENTS["spiral"]("paper").recipes[0], 0, 0.05)
-    chosen = "That problem and AMP's radius in it were chosen because the two methods differ there"
+    chosen = "The problem and AMP's radius were chosen because the two methods differ there"
     assert chosen in text_of(report_page(load_results([tmp_path])))
     assert chosen not in text_of(page)
 

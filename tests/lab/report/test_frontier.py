@@ -112,9 +112,7 @@ def test_the_cost_is_measured_where_the_machine_that_trained_was_timed(tmp_path:
         assert frontier.is_measured == (None not in costs)
         said = text_of(report_page(found))
         assert ("time, captured" in said) == (costs[0] is not None)
-        assert ("measured in turns by flatmin bench (a machine, torch 2.11.0, commit abc1234)" in said) == bool(
-            costs[0]
-        )
+        assert ("measured in turn by flatmin bench (a machine, torch 2.11.0, commit abc1234)" in said) == bool(costs[0])
         assert ("not every mode was timed" in said) == (costs[1] is None and costs[0] is not None)
         assert ("has not been measured on the machine that trained these" in said) == (costs[0] is None)
 

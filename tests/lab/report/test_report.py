@@ -61,9 +61,9 @@ def test_the_words_and_the_table_are_made_from_the_numbers(whole: str) -> None:
     shown = text_of(whole)
     assert "PreActResNet18 on CIFAR-10" in shown
     assert "Test error: AMP 4.00 %, ERM 5.05 %; significantly lower (n = 4 and 4, p < 0.001)." in shown
-    assert "AMP took 2.00 times the time of ERM." in shown
+    assert "AMP took 2.00 times as much time as ERM." in shown
     assert "5.05 ± 0.13" in shown
-    assert "Rise of the loss to there: AMP 0.300, ERM 0.300; no spread among the seeds to judge by" in shown
+    assert "Rise to the worst loss: AMP 0.300, ERM 0.300; the seeds do not differ, so there is no test" in shown
     assert "L∞, radius 4/255; PGD: 10 steps of 1/255, no random start; 100 test examples" in shown
 
 
@@ -109,7 +109,7 @@ def test_the_papers_values_stand_beside_ours(whole: str) -> None:
     assert "paper 0.239 ± 0.009" in shown  # ERM's NLL
     assert "paper 1.25" in shown  # AMP's ECE
     assert "paper 49.7 ± 0.8" not in shown  # under PGD, of another radius
-    assert "10 runs of the method with 200 epochs" in shown
+    assert "means over 10 runs of 200 epochs" in shown
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_the_best_radius_is_in_the_words_and_drawn(swept: str) -> None:
     assert "Reliability of AMP (ε 0.12), n = 1" in swept
     assert "Reliability of AMP (ε 0.03)" not in swept
     assert "What the radius does" in text_of(swept)
-    assert "of as many the one with the lowest mean validation error" in text_of(swept)
+    assert "of several with as many, the one with the lowest mean validation error" in text_of(swept)
 
 
 def test_of_several_settings_the_one_with_the_most_trainings_is_drawn(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_runs_beside_others_on_a_cpu_have_cpu_seconds_and_passes_in_place_of_sec
     assert [(row.cells["seconds"].values, row.cells["passes"].values[0]) for row in (erm, amp)] == [([], 1), ([], 1.5)]
     shown = text_of(page_of(tmp_path))
     assert "CPU seconds passes a step" in shown
-    assert "AMP took 1.50 times the CPU time of ERM." in shown
+    assert "AMP took 1.50 times as much CPU time as ERM." in shown
 
 
 def test_a_run_alone_has_its_seconds(whole: str) -> None:
@@ -228,7 +228,7 @@ def test_trainings_that_all_end_at_chance_are_not_called_the_same(tmp_path: Path
 def test_a_method_that_never_took_effect_is_said_to_be_erm(tmp_path: Path) -> None:
     for method in ("erm", "amp", "flooding"):
         write(tmp_path / method, result(method, 0, 0.04 if method == "amp" else 0.05))
-    assert "The numbers of flooding are ERM's, digit for digit" in text_of(page_of(tmp_path))
+    assert "ERM and flooding have exactly the same numbers" in text_of(page_of(tmp_path))
 
 
 def test_one_training_each_is_too_few_to_mark_anything(tmp_path: Path) -> None:
@@ -245,14 +245,14 @@ def test_runs_of_different_settings_are_never_averaged(runs: Path) -> None:
     groups = groups_of(load_results([runs]).runs)
     assert [len(group.rows) for group in groups] == [3, 1, 1]
     shown = text_of(page_of(runs))
-    assert "20 % of the training labels replaced by wrong ones" in shown
+    assert "20 % of the training labels replaced with wrong ones" in shown
     assert "For a comparison, train both erm and amp." in shown
 
 
 def test_a_seed_that_is_there_twice_counts_once(runs: Path) -> None:
     write(runs / "erm-again", result("erm", 0, 0.9))
     assert len(only_group(runs).rows[0].runs) == 4
-    assert f"that method and seed are there already: {runs / 'erm-again'}" in text_of(page_of(runs))
+    assert f"another run has the same method and seed: {runs / 'erm-again'}" in text_of(page_of(runs))
     assert len(load_results([runs, runs, runs / "erm-0"]).runs) == 13
 
 
@@ -265,7 +265,7 @@ def test_what_was_measured_otherwise_is_not_compared(runs: Path) -> None:
     assert len(row.cells["pgd_error"].values) == 3
     assert row.cells["pgd_error"].measured_differently
     assert row.cells["pgd_error"].missing == [f"flatmin evaluate {runs / 'amp-0'} --attack"]
-    assert ">measured otherwise</a>" in page_of(runs)
+    assert ">measured differently</a>" in page_of(runs)
     assert len(row.cells["rise"].values) == 4
 
 
@@ -276,7 +276,7 @@ def test_several_radii_have_rows_of_their_own_and_a_sweep(runs: Path) -> None:
             write(runs / f"sweep-{number}-{seed}", result("amp", seed, 0.045, **changes))
     shown = text_of(page_of(runs))
     assert "AMP (ε 0.1)" in shown
-    assert "Of 3 settings of AMP it has the lowest test error: chosen with the labels." in shown
+    assert "Of AMP's 3 settings, it has the lowest test error, and was chosen for that." in shown
     assert "What the radius does" in shown
 
 
@@ -322,12 +322,12 @@ def test_the_command_measures_a_run_as_the_others_were_measured(runs: Path) -> N
     (runs / "amp-0" / "evaluation.json").unlink()
     row = only_group(runs).row("amp")
     assert row is not None
-    asked = f"flatmin evaluate {runs / 'amp-0'} --attack --norm l2 --radius 0.5 --pictures 64"
+    asked = f"flatmin evaluate {runs / 'amp-0'} --attack --norm l2 --radius 0.5 --images 64"
     assert row.cells["pgd_error"].missing == [asked]
-    assert row.cells["rise"].missing == [f"flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50"]
+    assert row.cells["rise"].missing == [f"flatmin evaluate {runs / 'amp-0'} --flatness --images 50"]
     shown = text_of(page_of(runs))
     assert (
-        f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --pictures 50" in shown
+        f"{asked} flatmin evaluate {runs / 'amp-0'} --flatness --images 50" in shown
     )  # two commands: on different numbers of images
 
 
@@ -424,7 +424,7 @@ def test_landscapes_that_were_computed_otherwise_are_not_shown_beside_one_anothe
     page = page_of(runs)
     assert "ERM, training" in page
     assert "MixUp, training" not in page
-    assert "Computed otherwise, and not shown: MixUp." in text_of(page)
+    assert "Computed with other settings, and not shown: MixUp." in text_of(page)
 
 
 # ---- what is damaged
@@ -443,13 +443,13 @@ DAMAGES: dict[str, tuple[str, str, str]] = {
     "no seed": ("result.json", json.dumps({**result("erm", 0, 0.1), "seed": None}), "seed is None"),
     "a config that is text": ("config.json", "hello", "damaged"),
     "curves that are noise": ("metrics.jsonl", "\x00\xff", "no curves of this run: line 1 is not JSON"),
-    "curves of words": ("metrics.jsonl", '{"train_loss": "low"}', "line 1 is not of numbers"),
+    "curves of words": ("metrics.jsonl", '{"train_loss": "low"}', "line 1 does not hold numbers"),
     "an evaluation of words": ("evaluation.json", json.dumps(evaluation(attack={"pgd_error": "x"})), "not used"),
     "an evaluation of a list": ("evaluation.json", "[1]", "not used"),
     "an evaluation of another epoch": (
         "evaluation.json",
         json.dumps(evaluation(epoch=2)),
-        "after epoch 2, and the training ended after 3",
+        "after epoch 2, but training ended after 3",
     ),
     "a landscape without an axis": ("landscape.json", '{"splits": {}}', "not used"),
     "a landscape of another size": ("landscape.json", json.dumps(landscape(points=5)), "must have 5 points"),
@@ -504,7 +504,7 @@ def test_a_pipe_among_the_files_does_not_stop_the_report(runs: Path, name: str) 
 def test_a_run_that_is_not_finished_says_how_to_go_on(runs: Path) -> None:
     (runs / "erm-0" / "result.json").unlink()
     shown = text_of(page_of(runs))
-    assert f"not finished, 3 of 3 epochs; go on with: flatmin train --out {runs / 'erm-0'} --resume" in shown
+    assert f"not finished, 3 of 3 epochs; resume with: flatmin train --out {runs / 'erm-0'} --resume" in shown
 
 
 def test_where_nothing_can_be_read_there_is_still_a_page(runs: Path) -> None:

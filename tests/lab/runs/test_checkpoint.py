@@ -47,7 +47,7 @@ def test_cut_anywhere_it_is_found_out(written: Path) -> None:
     content = written.read_bytes()
     for length in sorted({0, 1, 7, 8, 9, len(content) // 2, len(content) - 1, *range(0, len(content), 97)}):
         written.write_bytes(content[:length])
-        with pytest.raises(DamagedError, match="not a whole checkpoint"):
+        with pytest.raises(DamagedError, match="not an intact checkpoint"):
             checkpoint.read(written)
     written.write_bytes(content + b"\0")
     with pytest.raises(DamagedError):

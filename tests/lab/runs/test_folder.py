@@ -232,7 +232,7 @@ def test_a_folder_of_a_renamed_recipe_is_resumed_and_one_of_its_namesake_says_wh
 def test_a_recipe_that_kept_its_name_is_not_said_to_be_renamed(tmp_path: Path) -> None:
     kept = replace(tiny_recipe(), name="paper/spiral-mlp-erm")
     run(kept, tmp_path / "run", stop=after(3))
-    with pytest.raises(ValueError, match=r"is of another recipe") as caught:
+    with pytest.raises(ValueError, match=r"belongs to another recipe") as caught:
         run(replace(kept, lr=0.02), tmp_path / "run", resume=True)
     assert "renamed" not in str(caught.value)
 
@@ -245,7 +245,7 @@ def test_another_recipe_seed_or_data_set_is_refused_by_name(tmp_path: Path) -> N
         run(tiny_recipe(lr=0.2, momentum=0.5), folder, resume=True)
     with pytest.raises(ValueError, match="seed is 0 there and 1 here"):
         run(tiny_recipe(), folder, resume=True, seed=1)
-    with pytest.raises(ValueError, match="another content"):
+    with pytest.raises(ValueError, match="different contents"):
         list(train(tiny_recipe(), tiny_data(test=29), folder=folder, resume=True))
     assert contents(folder) == before
 
@@ -319,7 +319,7 @@ def test_where_no_checkpoint_is_whole_nothing_is_changed(tmp_path: Path) -> None
     for path in checkpoint.listed(folder):
         path.write_bytes(path.read_bytes()[:50])
     before = contents(folder)
-    with pytest.raises(RunError, match=r"no checkpoint in .* is whole") as caught:
+    with pytest.raises(RunError, match=r"no checkpoint in .* is intact") as caught:
         run(tiny_recipe(), folder, resume=True)
     assert all(path.name in str(caught.value) for path in checkpoint.listed(folder))
     assert contents(folder) == before

@@ -59,7 +59,7 @@ def test_the_caller_has_its_own_number_after_an_error() -> None:
 
 def test_a_number_that_is_asked_for_is_taken() -> None:
     assert threads_of(threads=2) == 2
-    with pytest.raises(ValueError, match="1 or more threads, got 0"):
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
         threads_of(threads=0)
 
 

@@ -317,7 +317,7 @@ def test_an_overflow_in_fp16_is_counted_and_spoils_no_mean(
 def test_what_cannot_be_trained_is_refused_before_it_begins() -> None:
     with pytest.raises(ValueError, match="the recipe is for digits, got the data set tiny"):
         list(train(replace(tiny_recipe(), data="digits"), tiny_data()))
-    with pytest.raises(ValueError, match="BatchNorm needs batches of two"):
+    with pytest.raises(ValueError, match="BatchNorm needs at least two images"):
         run(tiny_recipe(batch_size=43))
     with pytest.raises(ValueError, match="32"):
         run(tiny_recipe(model="vgg16", model_settings={}))
@@ -525,14 +525,14 @@ def test_a_matched_radius_is_resumed_by_the_rule_it_began_with(tmp_path: Path, m
     for name, value, apart in (("AUTO_RULE", 3, "version is 2 there and 3 here"), ("AUTO_RELEASE", 1.0, "epochs is 4")):
         with monkeypatch.context() as patched:
             patched.setattr(methods, name, value)
-            with pytest.raises(ValueError, match=f"by another rule: {apart}.*choose another with --out"):
+            with pytest.raises(ValueError, match=f"by a different rule: {apart}.*choose another with --out"):
                 run(recipe, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
     (newest, *_) = checkpoint.listed(tmp_path / "run")
     saved = checkpoint.read(newest)
     first = {key: value for key, value in saved.state["matched"].items() if key != "rule"}
     checkpoint.write(newest, checkpoint.Checkpoint(saved.tensors, {**saved.state, "matched": first}))
-    with pytest.raises(ValueError, match=r"by another rule: version is 1 there and 2 here\."):
+    with pytest.raises(ValueError, match=r"by a different rule: version is 1 there and 2 here\."):
         run(recipe, tmp_path / "run", resume=True)
 
 

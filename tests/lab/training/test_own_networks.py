@@ -107,9 +107,9 @@ def test_settings_of_an_optimizer_are_checked_before_anything_else() -> None:
 
 
 OPTIMIZER_ERRORS = {
-    "def make_optimizer(params): ...": "must take lr, the highest learning rate",
+    "def make_optimizer(params): ...": "must take lr, the peak learning rate",
     "def make_optimizer(params, lr): ...": "must make a torch.optim.Optimizer, got NoneType",
-    "def make_optimizer(params, lr, depth): ...": "asks for depth, and can be given params, model, lr, weight_decay",
+    "def make_optimizer(params, lr, depth): ...": "asks for depth, but can only be given params, model, lr, ",
     "def make_optimizer(params, lr):\n    return params.nothing": "line 2, in make_optimizer",
     "import torch\ndef make_optimizer(params, lr):\n    return torch.optim.LBFGS(params, lr=lr)": "got LBFGS",
     "import torch\ndef make_optimizer(params, lr):\n    return torch.optim.SGD([torch.zeros(1)], lr=lr)": "got others",
@@ -213,14 +213,12 @@ def test_a_file_that_is_gone_is_told_and_the_runs_copy_resumes(tmp_path: Path, m
     known = Recipe.from_json(json.loads((tmp_path / "run" / "config.json").read_text())["recipe"])
     mine.unlink()
     copy = tmp_path / "run" / "code" / "model" / mine.name
-    with pytest.raises(FileNotFoundError, match=f"does not exist any more.* resume with --model {copy}:make_model"):
+    with pytest.raises(FileNotFoundError, match=f"no longer exists.* resume with --model {copy}:make_model"):
         run(known, tmp_path / "run", resume=True)
     asked = replace(known, model=f"{copy}:make_model")
     assert isinstance(run(asked, tmp_path / "run", resume=True)[-1], Finished)
     copy.write_text("")
-    with pytest.raises(
-        FileNotFoundError, match=f"{mine} does not exist any more.*: put the old file back, or train anew"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"{mine} no longer exists.*: put the old file back, or train anew"):
         run(known, tmp_path / "run", resume=True)
 
 

@@ -120,7 +120,7 @@ def test_a_tuning_of_erm_has_no_such_trial(data: Path, tmp_path: Path) -> None:
 
 def test_where_the_rate_is_tuned_too_it_is_said_that_erms_is_not(data: Path, tmp_path: Path) -> None:
     said = tuned(data, tmp_path / "out", "--knobs", "epsilon,lr", "--trials", 2)
-    assert "ERM was trained with the usual lr, not a tuned one." in said
+    assert "ERM was trained with the default lr, not a tuned one." in said
 
 
 def test_it_is_never_chosen(out: Path) -> None:
@@ -149,10 +149,10 @@ def test_amp_is_better_on_digits_with_wrong_labels_and_no_better_on_clean_ones(
     assert (compared["trial"], compared["images"], compared["trials"]) == (found.chosen.number, 144, 2)
     assert compared["is_better"] is better
     assert compared["gain"] == pytest.approx((found.erm.error or 0) - (found.chosen.error or 0), abs=1e-6)
-    assert f"Trial {found.chosen.number} is {'' if better else 'no '}better than ERM (trial 0, " in said
+    assert f"Trial {found.chosen.number} is {'' if better else 'not significantly '}better than ERM (trial 0, " in said
     assert ("since it was chosen on these" in said) is better
     page = report_page(load_results([tmp_path / "out"]))
-    assert f"is {'' if better else 'no '}better than ERM (trial 0, " in page
+    assert f"is {'' if better else 'not significantly '}better than ERM (trial 0, " in page
     trained = flatmin("train", "--tuned", tmp_path / "out" / FILE, "--epochs", 1, "--out", tmp_path / "run")
     assert trained.exit_code == 0, trained.output
     assert ("the tuned amp was no better than ERM" in words(trained.stderr)) is not better

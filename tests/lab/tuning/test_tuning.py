@@ -450,7 +450,7 @@ def test_a_pruned_trial_is_known_by_its_last_event(data: Path, tmp_path: Path) -
     ends = [event for _, event in tune(search, pictures_of, folder=tmp_path / "out", trials=2)]
     assert sum(isinstance(event, Finished) for event in ends) == 2
     assert not any(isinstance(event, Pruned) for event in ends)
-    with pytest.raises(ValueError, match="must not look at the test set"):
+    with pytest.raises(ValueError, match="must not use the test set"):
         SearchSpace(
             recipe=default_recipe(str(data), pictures_of, model="mlp", method="amp", epochs=1),
             hyper_parameters=hyper_parameters_of("amp"),
@@ -477,7 +477,7 @@ def test_a_folder_belongs_to_one_tuning(data: Path, tmp_path: Path, out: Path) -
         assert (out / FILE).read_bytes() == before
     elsewhere = flatmin(*asked(data, out, "--measure", "nll", "--storage", f"sqlite:///{tmp_path / 'other.db'}"))
     assert elsewhere.exit_code == 2
-    assert "has 4 trials that its study does not know" in words(elsewhere.stderr)
+    assert "has 4 trials that its study does not have" in words(elsewhere.stderr)
     run = flatmin(*asked(data, out / "trial-0"))
     assert run.exit_code == 2
     assert "is a run itself" in words(run.stderr)
@@ -625,7 +625,7 @@ def test_a_run_that_contradicts_its_tuning_is_refused(out: Path, tmp_path: Path)
         assert not (tmp_path / "run").exists()
     missing = flatmin("train", "--tuned", tmp_path / FILE)
     assert missing.exit_code == 2
-    assert "is not there" in words(missing.stderr)
+    assert "does not exist; give the tuning.json" in words(missing.stderr)
 
 
 def test_a_file_that_is_not_a_tuning_is_not_believed(out: Path, tmp_path: Path) -> None:
@@ -724,7 +724,7 @@ def test_what_was_pruned_and_what_failed_is_said_in_the_report(out: Path, tmp_pa
     (tmp_path / FILE).write_text(json.dumps({**content, "wanted": 9}))
     page = report_page(load_results([tmp_path]))
     assert "3 of 8 trials so far of amp" in page
-    assert "Of them 1 was pruned and 1 failed." in page
+    assert "Of these, 1 was pruned and 1 failed." in page
     assert "failed: its loss is &lt;nan&gt;" in page
     for one in trials:
         one |= {"state": "failed", "value": None, "error": None, "nll": None}

@@ -40,19 +40,24 @@ def bench(
     batch_size: Annotated[Names, option(f"Images per step; default: {_list_of(DEFAULT_BATCH_SIZES)}.")] = None,
     methods: Annotated[Names, option(f"{', '.join(METHODS + MODES)}; default: {_list_of(METHODS)}.")] = None,
     forms: Annotated[Names, option(f"{', '.join(FORMS)}; default: all.")] = None,
-    at_once: Annotated[Names, option(f"How many models step at once; default: {_list_of(DEFAULT_AT_ONCE)}.")] = None,
-    steps: Annotated[int, typer.Option(help="At most this many steps of each are timed.")] = DEFAULT_STEPS,
+    at_once: Annotated[Names, option(f"How many models to step at once; default: {_list_of(DEFAULT_AT_ONCE)}.")] = None,
+    steps: Annotated[int, typer.Option(help="Maximum number of steps to time per row.")] = DEFAULT_STEPS,
     precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}; default: bf16 on a GPU, fp32 on a CPU.")] = None,
     augment: Annotated[str, typer.Option(help=f"How a step augments its images: {', '.join(KINDS)}.")] = "vanilla",
-    quick: Annotated[bool, option("Only preactresnet18 with batches of 50, as always on a CPU.", "--quick")] = False,
+    quick: Annotated[
+        bool, option("Only preactresnet18 with batches of 50, unless you name others (always so on a CPU).", "--quick")
+    ] = False,
     device: Device = None,
-    json_file: Annotated[Path, typer.Option("--json", help="The file for all numbers.")] = Path("out/bench.json"),
+    json_file: Annotated[Path, typer.Option("--json", help="File for all the numbers.")] = Path("out/bench.json"),
     debug: Debug = False,
 ) -> None:
-    """Time a training step, eager and as a CUDA graph, with SGD, AMP and SAM. Separate lists with commas.
+    """Time a training step, eager and as a CUDA graph, with SGD, AMP and SAM.
 
-    amp-idle, amp-quarter and amp-half are AMP without a perturbation, with Δ from a quarter of the batch, and with Δ
-    from images of half the size. A report shows what these modes cost if --json is results/bench-MACHINE.json.
+    To give an option several values, repeat it or separate them with commas.
+
+    amp-idle never perturbs; amp-quarter computes Δ on a quarter of the batch, amp-half on images of half the size.
+
+    If --json is results/bench-MACHINE.json, the report shows what these modes cost.
     """
     with report_errors(debug), exit_on_signals():
         where = device_named(device)

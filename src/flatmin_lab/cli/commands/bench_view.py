@@ -24,7 +24,7 @@ COLUMNS = ("ms", "quartiles", "steps", "floors", "ready", "MiB", "beyond ERM")
 def table(result: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Print the table of one model and batch size."""
     console = Console(highlight=False, soft_wrap=True)
-    say(console, f"{found['model']}, batches of {found['batch_size']}, {result['precision']}: a step of a model")
+    say(console, f"{found['model']}, batches of {found['batch_size']}, {result['precision']}: per step and model")
     shown = Table("", *COLUMNS, box=None, pad_edge=False)
     shown.columns[0].no_wrap = True
     for row in found["rows"]:
@@ -82,7 +82,7 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _data(part: Mapping[str, Any]) -> str:
-    """The data's share of a step: the time with them less that without, if the blocks tell the two apart.
+    """The data's share of a step: the time with data minus the time without, if that is more than the noise.
 
     >>> _data({"ms": -0.31, "ms_quartiles": [-1.25, 0.42], "share": -0.02})
     'less than the noise (at most 0.42 ms in three quarters of the blocks, none in a quarter)'

@@ -1,6 +1,6 @@
-"""`flatmin compare`: does AMP help? On the laboratory's data, or in a training of one's own. Flags and output alone.
+"""`flatmin compare`: does AMP help? On the laboratory's data, or in the user's own code. Flags and output alone.
 
-The trainings on the laboratory's data are in comparing/, those of one's own in `flatmin.compare`.
+Runs on the laboratory's data are in comparing/, those of the user's own code in `flatmin.compare`.
 """
 
 import shlex
@@ -47,14 +47,22 @@ from flatmin_lab.comparing.training_task import MEASURES
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.models.user_model import short_name
+from flatmin_lab.recipes.fields import METHOD
 from flatmin_lab.system.machine import device_named, facts
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.user_code import UserCodeError, is_user_code, load_function, located
 
-HOW = "How they run"
+HOW = "Execution"
 COMPARISONS = Path("comparisons")
 PAGE = "comparison.html"
-OF_BOTH = ("epochs", "seeds", "minutes", "measure", "radii", "out")  # flags that a training of one's own has too
+OF_BOTH = (
+    "epochs",
+    "seeds",
+    "minutes",
+    "measure",
+    "radii",
+    "out",
+)  # flags that also apply to the user's own training code
 
 
 @recipe_options(
@@ -66,25 +74,31 @@ def compare(
         str | None, typer.Argument(help="Your own training code: mymodule:make_training or file.py:make_training.")
     ] = None,
     seeds: Annotated[
-        int, typer.Option(help="How many seeds to train in all, including those of earlier calls.", min=1)
+        int, typer.Option(help="How many seeds to train in total, including those of earlier calls.", min=1)
     ] = 3,
     minutes: Annotated[
         float | None, option("Start only what would finish within this many minutes; default: no limit.")
     ] = None,
     radii: Annotated[
-        str | None, option("AMP's radii, such as 0.03,0.1,0.3; default: three around a suitable one.")
+        str | None, option("AMP's radii, such as 0.03,0.1,0.3; default: three around a suitable value.")
     ] = None,
     measure: Annotated[
         str | None,
-        option("What decides: error, nll, ece, or a measure of your own; default: error, or the first of yours."),
+        option("The measure that decides: error, nll, ece, or one of your own; default: error, or your first."),
     ] = None,
-    out: Annotated[Path | None, option("The comparison's folder; default: comparisons/DATA-MODEL-LENGTH.")] = None,
+    out: Annotated[Path | None, option("Folder for the comparison; default: comparisons/DATA-MODEL-LENGTH.")] = None,
     config: ConfigFile = None,
+    settings: Annotated[
+        list[str] | None,
+        option("Any setting of AMP, such as inner_iter=2; repeat for several.", "--set", panel=METHOD),
+    ] = None,
     device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
     workers: Annotated[
         int | None,
         option(
-            "On a CPU: how many runs train at once, each in its own process; default: one per core.", min=1, panel=HOW
+            "On a CPU: how many runs to train at once, each in its own process; default: one per core.",
+            min=1,
+            panel=HOW,
         ),
     ] = None,
     checkpoint_epochs: Annotated[int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=HOW)] = 1,
@@ -93,14 +107,16 @@ def compare(
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Does AMP help here? Trains with it, without it, and without it for as long; says yes, no, or cannot tell.
+    """Does AMP help? Train with it, without it, and without it at equal cost; answer yes, no, or cannot tell.
 
-    On a data set (--data), with the flags of train, or in your own training code. If killed, the same command resumes.
+    It trains on a data set (--data, with the flags of train) or runs your own training code.
+
+    To resume, repeat the command.
     """
     with report_errors(debug):
         page: Any = need("flatmin_lab.report.pages.compare", "flatmin compare")
         given = {"seeds": seeds, "minutes": minutes, "radii": radii, "measure": measure, "out": out}
-        of_lab = {**flags, "config": config, "device": device, "workers": workers}
+        of_lab = {**flags, "settings": settings, "config": config, "device": device, "workers": workers}
         if minutes is not None and not minutes > 0:
             raise ValueError(f"--minutes must be above 0, got {minutes:g}; leave it out to train all seeds")
         chosen = None if radii is None else parse_numbers(radii)
@@ -137,7 +153,7 @@ def compare(
 
 
 def _command(given: Mapping[str, Any]) -> str:
-    """The command with these flags; those without a value were not given."""
+    """The command with these flags; flags without a value were not given."""
     words = ["flatmin", "compare"]
     for name, value in given.items():
         flag = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
@@ -172,11 +188,11 @@ def _comparison(
     data = flags["data"] or start.data
     if data is None:
         raise ValueError(
-            f"compare takes --data, a data set ({', '.join(DATA_SETS)}, or a path), or a training of your own, as in "
-            "flatmin compare mymodule:make_training"
+            f"compare needs --data with a data set ({', '.join(DATA_SETS)}, or a path), or your own training code, as "
+            "in flatmin compare mymodule:make_training"
         )
     if given["measure"] not in (None, *MEASURES):
-        raise ValueError(f"--measure is one of {', '.join(MEASURES)}, got {given['measure']!r}")
+        raise ValueError(f"--measure must be one of {', '.join(MEASURES)}, got {given['measure']!r}")
     dataset = read_data(data, data_dir, download=download, size=changes.get("size"))
     changes = {key: value for key, value in changes.items() if key not in ("validation", "ema")}
     entries = entries_for(
@@ -196,7 +212,7 @@ def _comparison(
     )
 
 
-# ---- a training of one's own
+# ---- the user's own training code
 
 
 def _check_own(training: str, flags: Mapping[str, Any]) -> None:
@@ -207,8 +223,8 @@ def _check_own(training: str, flags: Mapping[str, Any]) -> None:
         )
     if foreign := [name for name, value in flags.items() if value is not None and name not in OF_BOTH]:
         raise ValueError(
-            f"a training of your own has its own data, model and optimizer, got --{foreign[0].replace('_', '-')} "
-            f"beside {training}; leave out one of the two"
+            f"your own training code has its own data, model and optimizer, got --{foreign[0].replace('_', '-')} "
+            f"as well as {training}; leave out one of the two"
         )
 
 
@@ -225,7 +241,7 @@ def _compare_own(
     chosen = None if radii is None else tuple(radii)
     watch = compare_view.OwnProgress(console, given["seeds"], len(chosen or RADII))
     display.say(
-        console, f"{training}: {given['seeds']} seed{'s' if given['seeds'] > 1 else ''}; the doctor looks first"
+        console, f"{training}: {given['seeds']} seed{'s' if given['seeds'] > 1 else ''}; the doctor checks it first"
     )
     try:
         with exit_on_signals():
@@ -246,7 +262,7 @@ def _compare_own(
         display.say(console, f"note: {finding.name}: {finding.seen} → {finding.change}", style="yellow")
     about = About(
         title=training,
-        what=f"{training}, as it is, with the plain optimizer and with AMP around it",
+        what=f"{training}, with its own optimizer and with AMP around it",
         held_out="what make_training returns as held_out or evaluate",
         wanted=given["seeds"],
         identity={"training": training},

@@ -1,4 +1,4 @@
-"""The output of `flatmin compare`: what is trained and about how long, a line a training, the table, and the answer."""
+"""The output of `flatmin compare`: what is trained and about how long, a line per run, the table, and the answer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,14 +23,14 @@ from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Starte
 
 def headline(about: About, entries: Sequence[Entry], where: str) -> str:
     names = "; ".join(entry.contender.name for entry in entries)
-    count = f"{about.wanted} seed{'s' if about.wanted > 1 else ''} of {len(entries)} trainings"
+    count = f"{about.wanted} seed{'s' if about.wanted > 1 else ''} of {len(entries)} training runs each"
     return f"{about.what}, on {where}\n{count}: {names}\nmeasured on {about.held_out}"
 
 
 def follow(
     events: Iterable[tuple[Training, Event]], console: Console, comparison: Comparison, executor: Executor
 ) -> None:
-    """Show the trainings until all have ended, a line for each."""
+    """Show the runs until all have ended, a line for each."""
     total = sum(entry.recipe.epochs for entry in comparison.entries) * comparison.about.wanted
     done: dict[tuple[str, int], int] = {}
     estimated = False
@@ -69,7 +69,7 @@ def _name(training: Training) -> str:
 
 
 def outcome_line(name: str, outcome: Outcome) -> str:
-    """What a training came to."""
+    """The result of a run."""
     who = f"seed {outcome.seed}  {name}"
     if outcome.failed is not None:
         return f"{who}: diverged: {outcome.failed}"
@@ -78,7 +78,7 @@ def outcome_line(name: str, outcome: Outcome) -> str:
 
 
 class OwnProgress:
-    """Shows the trainings of a user's own loop as they end, and after the first about how long all take."""
+    """Shows the runs of a user's own loop as they end, and after the first about how long all of them take."""
 
     def __init__(self, console: Console, seeds: int, radii: int) -> None:
         self.console, self.seeds, self.radii, self.estimated = console, seeds, radii, False
@@ -86,7 +86,7 @@ class OwnProgress:
     def show(self, event: Progress) -> None:
         if event.outcome is None:
             return
-        earlier = ", of an earlier call" if event.was_there else ""
+        earlier = " (from an earlier call)" if event.was_there else ""
         display.say(self.console, f"{outcome_line(event.contender.name, event.outcome)}{earlier}")
         if not self.estimated and event.contender.key == PLAIN and event.outcome.failed is None:
             self.estimated = True
@@ -96,14 +96,14 @@ class OwnProgress:
 
 
 def duration_line(seconds: float, seeds: int) -> str:
-    return f"about {minutes(seconds)} a seed, {minutes(seconds * seeds)} for all {seeds} from the start"
+    return f"about {minutes(seconds)} per seed, {minutes(seconds * seeds)} in total"
 
 
 # ---- the answer
 
 
 def show(content: Mapping[str, Any]) -> None:
-    """The table; why it has fewer seeds than wanted; and the answer, last."""
+    """The table, then why it has fewer seeds than asked for, then the answer."""
     console = Console(highlight=False, soft_wrap=True)
     if content["rows"]:
         wide().print(table(content))
@@ -113,7 +113,7 @@ def show(content: Mapping[str, Any]) -> None:
 
 
 def table(content: Mapping[str, Any]) -> Table:
-    """A row a contender: its measures, and in the one that decides its differences from the plain trainings."""
+    """A row per contender: its measures, and the differences from the plain runs in the measure that decides."""
     rows, decides = content["rows"], content["measure"]
     title, unit = TITLES.get(decides, decides), ", points" if decides in PERCENT else ""
     found = Table(
@@ -121,8 +121,8 @@ def table(content: Mapping[str, Any]) -> Table:
         "seeds",
         "passes",
         *(TITLES.get(measure, measure) for measure in rows),
-        f"{title} less plain's (95 %{unit})",
-        "less plain's of as many passes",
+        f"{title} vs. plain (95 %{unit})",
+        "vs. plain with as many passes",
         box=None,
         pad_edge=False,
     )

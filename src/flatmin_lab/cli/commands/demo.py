@@ -1,8 +1,8 @@
 """`flatmin demo`: the idea in a minute and a half on a laptop. Eight methods on handwritten digits, some labels wrong.
 
 The data are scikit-learn's 1,438 training digits, a fifth of them with a wrong label: a network that memorises these
-labels gets test digits wrong. The labels of the 359 test digits are true. For each of the seeds 0, 1, 2, … all methods
-start from the same weights and see the same batches. The output is a table, a page, and the numbers behind both.
+labels gets test digits wrong. The labels of the 359 test digits are correct. For each of the seeds 0, 1, 2, … all
+methods start from the same weights and see the same batches. It makes a table, a page, and a file with their numbers.
 """
 
 import json
@@ -38,7 +38,7 @@ COLUMNS = {
     "passes": "passes",
     "cpu_seconds": "CPU s",
 }
-DIGITS = {"nll": 2, "passes": 0}  # of others: 1
+DIGITS = {"nll": 2, "passes": 0}  # the others: 1
 
 
 def run_demo(out: Path, *, seeds: int, noise: float, epochs: int, workers: int | None, console: Console) -> Path:

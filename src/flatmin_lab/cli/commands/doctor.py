@@ -1,8 +1,8 @@
-"""`flatmin doctor`: versions, devices, data sets, and a check of a model or of the user's own training.
+"""`flatmin doctor`: versions, devices, data sets, and a check of a model or of the user's own training code.
 
-A model is checked in a training that is made for it. A user's own model is a function or class, `file.py:make_model` or
-`mymodule:make_model`, called with what it declares (models/user_model.py); a user's own training is a function that
-returns `(model, optimizer, closure)`. The checks are in `flatmin.doctor`.
+A model is checked in a training loop made for it. A user's own model is a function or class, `file.py:make_model` or
+`mymodule:make_model`, called with what it declares (models/user_model.py); the user's own training code is a function
+that returns `(model, optimizer, closure)`. The checks are in `flatmin.doctor`.
 """
 
 import importlib.metadata
@@ -34,7 +34,7 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "red", "cannot tell": "di
 
 
 def run(model: str, shape: Sequence[int], data_dir: Path, device: torch.device) -> bool:
-    """Print what is installed, and the doctor's findings on a training of that model; true if there is no error."""
+    """Print what is installed, and the doctor's findings about training that model; true if there is no error."""
     console = Console(highlight=False, soft_wrap=True)
     for title, rows in (("versions", versions()), ("devices", devices()), ("data sets", data_sets(data_dir))):
         console.print(_table(title, rows))
@@ -90,7 +90,7 @@ def data_sets(root: Path) -> list[tuple[str, str]]:
 
 
 def model_training(name: str, shape: Sequence[int], device: torch.device) -> MakeTraining:
-    """A training of that model, with AMP around SGD, on random inputs of that shape."""
+    """A training loop for that model, with AMP around SGD, on random inputs of that shape."""
     with torch.random.fork_rng([]):
         model = make_model(name, shape).to(device).train()
     x = torch.randn(BATCH, *shape, generator=generator("doctor")).to(device)
@@ -131,11 +131,11 @@ def make_model(name: str, shape: Sequence[int]) -> nn.Module:
     return models.build_for(name, shape, num_classes=CLASSES, settings=models.settings_for(name, shape))
 
 
-# ---- the user's own training, and the findings
+# ---- the user's own training code, and the findings
 
 
 def examine_user_training(name: str) -> list[Finding]:
-    """The doctor's findings on `mymodule:make_training`."""
+    """The doctor's findings about `mymodule:make_training`."""
     if not is_user_code(name):
         raise ValueError(f"doctor takes mymodule:make_training or file.py:make_training, got {name!r}")
     try:

@@ -26,18 +26,18 @@ Model = Annotated[
 Data = Annotated[
     str | None,
     option(
-        "With --model: a data set, an .npz file or a folder. For a run: where your own data are, if they have moved."
+        "With --model: a data set, an .npz file or a folder. For a run: where your own data is now, if it has moved."
     ),
 ]
 Normalised = Annotated[
     bool,
     option(
-        "It takes images normalised by the training set's mean and standard deviation; default: from 0 to 1.",
+        "Its inputs are normalised by the training set's mean and standard deviation; default: from 0 to 1.",
         "--normalised",
         panel=OWN,
     ),
 ]
-Averaged = Annotated[bool, option("The EMA of the weights (train --ema).", "--averaged")]
+Averaged = Annotated[bool, option("Use the EMA of the weights (train --ema).", "--averaged")]
 
 
 def evaluate(
@@ -47,9 +47,9 @@ def evaluate(
             help="A run folder, one of its checkpoints, or with --model a file of weights.", show_default=False
         ),
     ] = None,
-    attack: Annotated[bool, option("Also the error under FGSM and PGD.", "--attack")] = False,
+    attack: Annotated[bool, option("Also measure the error under FGSM and PGD.", "--attack")] = False,
     flatness: Annotated[
-        bool, option("Also the worst and mean loss around the weights, and the Hessian.", "--flatness")
+        bool, option("Also measure the worst and mean loss around the weights, and the Hessian.", "--flatness")
     ] = False,
     spectrum: Annotated[
         bool, option(f"Also the density of the Hessian's eigenvalues, from {PRODUCTS} products with it.", "--spectrum")
@@ -65,17 +65,17 @@ def evaluate(
     images: Annotated[
         int | None,
         option(
-            "How many test images to attack (default: all), and training images for flatness and spectrum "
+            "Number of test images to attack (default: all), or of training images for flatness and spectrum "
             "(default: 1000).",
-            "--pictures",
+            "--images",
         ),
     ] = None,
     radius: Annotated[
         str | None,
-        option("Radius of the ball around an image, in units of a pixel's range; default: 4/255.", panel=ATTACK),
+        option("Radius of the ball around an image, as a fraction of the pixel range; default: 4/255.", panel=ATTACK),
     ] = None,
-    step_size: Annotated[str | None, option("The step size of PGD; default: 1/255.", panel=ATTACK)] = None,
-    steps: Annotated[int | None, option("The steps of PGD; default: 10.", panel=ATTACK)] = None,
+    step_size: Annotated[str | None, option("PGD's step size; default: 1/255.", panel=ATTACK)] = None,
+    steps: Annotated[int | None, option("Number of PGD steps; default: 10.", panel=ATTACK)] = None,
     norm: Annotated[str | None, option("The ball's norm: linf or l2; default: linf.", panel=ATTACK)] = None,
     epsilon: Annotated[
         float | None, option("Radius of the ball around the weights; default: 0.1.", panel=FLATNESS)
@@ -86,16 +86,16 @@ def evaluate(
     as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a trained model: error, calibration, robustness, flatness. The run folder stores it for the report."""
+    """Measure a trained model: error, calibration, robustness, flatness. flatmin report shows the results."""
     with report_errors(debug), exit_on_signals():
         lengths = {"radius": model_source.parse_length(radius), "step_size": model_source.parse_length(step_size)}
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
         flat = _given(flatness, "--flatness", {"epsilon": epsilon})
         if images is not None and not (attack or flatness or spectrum):
             raise ValueError(
-                "--pictures belongs to --attack, --flatness and --spectrum; everything else uses the whole test set"
+                "--images belongs to --attack, --flatness and --spectrum; everything else uses the whole test set"
             )
-        model_source.check_count("--pictures", images)
+        model_source.check_count("--images", images)
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         (evaluated,) = source.models([checkpoint])
         others = list(source.outside(outside or [], evaluated.subject))  # a bar of its own, and errors at once
@@ -126,17 +126,19 @@ def landscape(
         typer.Argument(help="Run folders, checkpoints, or with --model files of weights.", show_default=False),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("out/landscape.html"),
-    points: Annotated[int, typer.Option(help="How many points a side of the plane has; odd.")] = landscapes.POINTS,
+    points: Annotated[int, typer.Option(help="Points along each side of the plane (odd).")] = landscapes.POINTS,
     reach: Annotated[
-        float, typer.Option(help="Half a side of the plane; at 1 a filter has moved by its own length.")
+        float, typer.Option(help="Half the side of the plane; at 1, a filter has moved by its own length.")
     ] = landscapes.REACH,
     images: Annotated[
-        int, typer.Option("--pictures", help="How many images of each split the loss is computed on.")
+        int, typer.Option(help="Number of images of each split to compute the loss on.")
     ] = landscapes.IMAGES,
-    seed: Annotated[int, typer.Option(help="Seed of the two directions, which all models share.")] = 0,
-    lines_only: Annotated[bool, option("Only the line through the weights, no plane.", "--lines-only")] = False,
+    seed: Annotated[int, typer.Option(help="Seed for the two directions, which all models share.")] = 0,
+    lines_only: Annotated[
+        bool, option("Measure only a line through the weights, not a plane.", "--lines-only")
+    ] = False,
     between: Annotated[
-        bool, option("Instead of a plane, the loss and the error on the line between two models.", "--between")
+        bool, option("Measure the loss and the error on the line between two models instead.", "--between")
     ] = False,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -148,7 +150,7 @@ def landscape(
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the loss around the weights of trained models, all along the same directions; write a page in 3D."""
+    """Measure the loss around the weights of trained models, in the same directions; write a page with 3D plots."""
     with report_errors(debug), exit_on_signals():
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin landscape")
@@ -218,7 +220,7 @@ def report(
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
-    """Report finished runs on one page: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
+    """Write one page about finished runs: tables, tests, calibration, robustness, landscapes, curves, cost, tuning."""
     with report_errors(debug):
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin report")
@@ -239,14 +241,14 @@ def theory(
     in_browser: OpenPage = False,
     debug: Debug = False,
 ) -> None:
-    """Write a page on why flat minima win: set radius and minima with sliders, and see which one AMP chooses."""
+    """Write a page on why flat minima win: change the radius and the minima, and see which one AMP chooses."""
     with report_errors(debug):
         need("jinja2", "flatmin theory")
         _write(out, need("flatmin_lab.report.pages.theory", "flatmin theory").theory_page(), in_browser=in_browser)
 
 
 def _given(wanted: bool, flag: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; an error if they belong to a flag that was not."""
+    """The options that were given; an error if the flag they belong to was not."""
     given = {name: value for name, value in options.items() if value is not None}
     if given and not wanted:
         raise ValueError(f"--{next(iter(given)).replace('_', '-')} belongs to {flag}; add it, or leave this out")

@@ -1,4 +1,4 @@
-"""`flatmin train`: flags turned into a plan, and what is shown when it has ended."""
+"""`flatmin train`: flags turned into a plan, and what is shown at the end."""
 
 import shlex
 from pathlib import Path
@@ -42,27 +42,30 @@ def train(
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     seed: Annotated[
-        int | None, option("Seed of the initial weights, the data order and the noise; default: 0.", panel=TRAINING)
+        int | None, option("Seed for the initial weights, the data order and the noise; default: 0.", panel=TRAINING)
     ] = None,
     seeds: Annotated[
         int, option("Train this many seeds, starting at --seed, each in its own folder.", min=1, panel=TRAINING)
     ] = 1,
-    out: Annotated[Path | None, option("The run folder; default: runs/DATA-MODEL-METHOD-SEED.")] = None,
+    out: Annotated[Path | None, option("Run folder; default: runs/DATA-MODEL-METHOD-SEED.")] = None,
     resume: Annotated[
         bool,
-        option("Resume the run in --out, with its own settings; if there is none, start it (with --data).", "--resume"),
+        option(
+            "Resume the run in --out, with the settings it started with; if there is none, start one (needs --data).",
+            "--resume",
+        ),
     ] = False,
     tuned: Annotated[
         Path | None,
         option(
-            "The tuning.json of flatmin tune: use its data, method, model, length, chosen values; flags override them.",
+            "tuning.json from flatmin tune: use its data, method, model, epochs and values; flags override them.",
             panel=METHOD,
         ),
     ] = None,
     together: Annotated[
         int | None,
         option(
-            "With --seeds: how many train at once; default on a GPU: as many as raise the throughput.",
+            "With --seeds: how many to train at once; default on a GPU: as many as increase the throughput.",
             min=1,
             panel=DEVICE,
         ),
@@ -71,7 +74,7 @@ def train(
     no_capture: Annotated[bool, option("Do not use CUDA graphs.", "--no-capture", panel=DEVICE)] = False,
     threads: Annotated[
         int | None,
-        option("CPU threads; default: one for a small network, otherwise torch's own number.", min=1, panel=DEVICE),
+        option("CPU threads; default: one for a small network, otherwise torch's default.", min=1, panel=DEVICE),
     ] = None,
     checkpoint_epochs: Annotated[
         int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=SAVING)
@@ -82,7 +85,7 @@ def train(
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Train a model with the paper's protocol; kill it at any time, and resume it with --resume.
+    """Train a model with the paper's protocol. A killed run can be resumed with --resume.
 
     Under torchrun (torchrun --nproc-per-node 2 -m flatmin_lab train …) several processes train one model together.
     """
@@ -153,7 +156,7 @@ def _train(plan: Plan, ranks: RankGroup, console: Console, **how: Any) -> Finish
 
 
 def _saved_text(ended: Stopped, plan: Plan, ranks: RankGroup, data_dir: Path) -> str:
-    """How far the run came, and the command that resumes it."""
+    """How far the run got, and the command that resumes it."""
     if not ended.step:
         return "before its first step"
     again = [

@@ -1,4 +1,4 @@
-"""`flatmin train --seeds N`: one recipe with several seeds, at once where that is faster, and its output."""
+"""`flatmin train --seeds N`: one recipe with several seeds, at once if that is faster, and its output."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -50,7 +50,7 @@ from flatmin_lab.tuning.study import Draw, default_name
 from flatmin_lab.tuning.trial import Pruned
 from flatmin_lab.tuning.tuner import tune as tuning
 
-HOW = "How they run"
+HOW = "Execution"
 TUNING = Path("tuning")
 
 
@@ -63,9 +63,7 @@ def tune(
     method: Annotated[str | None, option(f"{', '.join(all_methods.METHODS)}; default: amp.")] = None,
     trials: Annotated[
         int,
-        typer.Option(
-            help="How many runs to train in all, including ERM, the first, and those of earlier calls.", min=1
-        ),
+        typer.Option(help="How many trials in total, including ERM's (the first) and those of earlier calls.", min=1),
     ] = 20,
     measure: Annotated[
         str, typer.Option(help="What to minimise: error or nll on the validation split after the last epoch.")
@@ -74,26 +72,29 @@ def tune(
         str | None,
         option("What to tune, such as epsilon or lr,weight_decay; default: all hyper-parameters of the method."),
     ] = None,
-    out: Annotated[Path | None, option("The tuning's folder; default: tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
+    out: Annotated[Path | None, option("Folder for the tuning; default: tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
     epochs: Annotated[
         int | None,
         option(
-            "As many as you will train for: the best radius grows with them. Default: the data set's own.",
+            "As many as you will train for, since the best radius grows with them; default: depends on the data set.",
             panel=TRAINING,
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        option("A setting of the method that is fixed, not tuned, such as inner_iter=2.", "--set", panel=TRAINING),
+        option(
+            "A setting of the method to keep fixed, such as inner_iter=2; repeat for several.", "--set", panel=TRAINING
+        ),
     ] = None,
     seed: Annotated[
         int,
         typer.Option(
-            help="Seed of the sampled values, and of the split and initial weights of all trials.", rich_help_panel=HOW
+            help="Seed for the sampled values, and for the split and initial weights of all trials.",
+            rich_help_panel=HOW,
         ),
     ] = 0,
     no_pruning: Annotated[
-        bool, option("Train every trial to its end, even bad ones.", "--no-pruning", panel=HOW)
+        bool, option("Train every trial to the end, even bad ones.", "--no-pruning", panel=HOW)
     ] = False,
     device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
     workers: Annotated[
@@ -105,7 +106,7 @@ def tune(
         ),
     ] = None,
     storage: Annotated[
-        str | None, option("Where Optuna keeps the study; default: sqlite:///OUT/study.db.", panel=HOW)
+        str | None, option("Where Optuna stores the study; default: sqlite:///OUT/study.db.", panel=HOW)
     ] = None,
     checkpoint_epochs: Annotated[
         int, typer.Option(help="Epochs between checkpoints of a trial.", min=1, rich_help_panel=HOW)
@@ -118,7 +119,7 @@ def tune(
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Tune AMP's ε and ζ, or another method's settings, without the test set. If killed, the same command resumes."""
+    """Tune AMP's ε and ζ, or another method's settings, without the test set. To resume, repeat the command."""
     with report_errors(debug):
         optuna: Any = need("optuna", "flatmin tune")
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # this command reports instead
@@ -130,7 +131,7 @@ def tune(
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
         given = [*fixed, *asked]
-        asked = start.changes(asked)  # a file's values are the first trial's
+        asked = start.changes(asked)  # a file's values go to the first trial
         asked.pop("validation", None)
         optimizer = {key: asked[key] for key in ("optimizer", "optimizer_settings") if key in asked}
         tuned_for = hyper_parameters_of(method, names, fixed=given, **optimizer)
@@ -213,7 +214,7 @@ def follow(events: Iterable[tuple[Draw, Event]], console: Console, search: Searc
 
 
 def event_lines(event: Event, last: Mapping[str, Any], epochs: int) -> Iterator[tuple[str, str]]:
-    """The lines that an event is worth, and their colours."""
+    """The lines to print for an event, and their colours."""
     match event:
         case Started() if event.step:
             yield f"resumed after step {event.step} of {event.steps}", ""
@@ -250,7 +251,7 @@ def table(found: Tuning) -> Table:
     symbols = (parameter.symbol for parameter in found.hyper_parameters)
     shown = Table("trial", *symbols, "validation error", "NLL", "epochs", "seconds", "", box=None, pad_edge=False)
     for trial in found.ranked():
-        drawn = trial.settings  # a trial that was killed while values were drawn may lack some
+        drawn = trial.settings  # a trial that was killed while its values were drawn may lack some
         settings = (p.formatted(drawn[p.name]) if p.name in drawn else "" for p in found.hyper_parameters)
         shown.add_row(
             str(trial.number),

@@ -23,7 +23,7 @@ from flatmin_lab.system.machine import device_named
 COLUMNS = ("file", "class", "probability", "runner-up", "its probability")
 Run = Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.", show_default=False)]
 WeightsOption = Annotated[
-    str | None, option("ema or last; default: the EMA of the weights where the run has one (train --ema).")
+    str | None, option("ema or last; default: the EMA of the weights if the run has one (train --ema).")
 ]
 
 
@@ -31,7 +31,7 @@ def predict(
     run: Run,
     places: Annotated[
         list[Path],
-        typer.Argument(help="Image files, and folders of them.", metavar="IMAGES...", show_default=False),
+        typer.Argument(help="Image files, or folders of them.", metavar="IMAGES...", show_default=False),
     ],
     out: Annotated[Path | None, option("Also write the table to this CSV file.")] = None,
     weights: WeightsOption = None,
@@ -67,8 +67,8 @@ def export(
     to: Annotated[
         Path,
         typer.Option(
-            help="NAME.safetensors: the weights, a plain state dict; NAME.pt2: a program of torch.export, "
-            "normalisation inside. A JSON file beside it describes it.",
+            help="NAME.safetensors for the weights alone, a plain state dict; NAME.pt2 for a torch.export program, "
+            "normalisation included. A JSON file beside it describes it.",
             show_default=False,
         ),
     ],

@@ -14,14 +14,14 @@ from types import FrameType
 
 
 class StopSignal(str, Enum):
-    """A signal that stops a run, in words; as a run's reason to stop it may come from another rank."""
+    """A signal that stops a run, in words; it may have arrived at another rank."""
 
     SIGINT = "Ctrl-C"
     SIGTERM = "SIGTERM"
     SIGHUP = "a closed terminal"
 
     def __format__(self, spec: str) -> str:
-        return format(self.value, spec)  # Python's versions differ in what an Enum's own does
+        return format(self.value, spec)  # Python's versions differ in what an Enum's own __str__ does
 
     @property
     def exit_code(self) -> int:
@@ -30,7 +30,7 @@ class StopSignal(str, Enum):
 
 
 def exit_code(reason: str) -> int:
-    """The command's, after runs that were stopped for that reason."""
+    """The command's exit code after runs that were stopped for that reason."""
     return reason.exit_code if isinstance(reason, StopSignal) else 1
 
 

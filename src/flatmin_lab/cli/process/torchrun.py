@@ -4,7 +4,7 @@
 
 torchrun gives each process its rank in environment variables. The process group is open while the command runs. An
 error on one rank is reported once, by the first rank, and every rank exits; an error in the middle of a step, when the
-other ranks wait, is reported by the rank that has it.
+other ranks are waiting, is reported by the rank where it occurs.
 """
 
 import os
@@ -27,7 +27,7 @@ PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @contextmanager
 def among_ranks() -> Iterator[RankGroup]:
-    """The team that torchrun started this process in; alone, where it did not, or has started no other."""
+    """The group of processes that torchrun started; a single process otherwise."""
     place = {name: os.environ.get(name) for name in PLACE}
     if None in place.values() or int(place["WORLD_SIZE"] or 1) == 1:
         yield RankGroup()
@@ -86,7 +86,7 @@ def device_of(name: str | None, ranks: RankGroup) -> torch.device:
     device = device_named(name)
     if ranks.size == 1 or device.type != "cuda":
         return device
-    if device != torch.device("cuda"):  # it has a number
+    if device != torch.device("cuda"):  # it names a GPU
         raise ValueError(
             f"each of {ranks.size} processes has a GPU of its own, got --device {name}; write --device cuda"
         )
@@ -107,7 +107,7 @@ def plan_of(request: Request, ranks: RankGroup) -> Plan:
     """
     asked = {"method": request.method, "seed": request.seed, "resume": request.resume}
     flags = {**asked, "recipe's flags": dict(request.changes), "method's settings": dict(request.settings)}
-    ranks.check_equal(flags, way_out="call it with the same flags on every machine")
+    ranks.check_equal(flags, way_out="use the same flags on every machine")
     with ranks.raise_together():
         plan = request.plan() if ranks.is_main else None
     mine = None if plan is None else (plan.recipe.as_json(), plan.seed, plan.folder)

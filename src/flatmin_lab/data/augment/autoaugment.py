@@ -1,4 +1,4 @@
-"""AutoAugment for a whole batch on its device: every image its own sub-policy, no branch, no copy to the host.
+"""AutoAugment for a whole batch on its device: each image has its own sub-policy; no branch, no copy to the host.
 
 An image draws five numbers: its sub-policy, and for each of the two operations whether it is applied and with which
 sign. They give a row number; every row of a stage has its own map of source pixels, table of grey levels and factor,
@@ -86,7 +86,7 @@ class _Stage:
     names: frozenset[str]
     probability: Tensor  # (P,)
     is_a: dict[str, Tensor]  # name -> (R,) bool
-    places: tuple[Tensor, ...]  # (R, H·W): four where a row shears, else the nearest alone
+    places: tuple[Tensor, ...]  # (R, H·W): four if a row shears, else only the nearest
     weights: tuple[Tensor, ...]  # (R, H·W) each, as many
     levels: Tensor  # (R, 256) uint8
     factor: Tensor  # (R,)

@@ -23,7 +23,7 @@ SubPolicy = tuple[Operation, Operation]
 
 
 def _policy(text: str) -> tuple[SubPolicy, ...]:
-    """A line a sub-policy: operation, probability in tenths, level, and the same again."""
+    """One line per sub-policy: operation, probability in tenths, level, and the same again."""
 
     def pair(line: str) -> SubPolicy:
         first, p, level, second, q, strength = line.split()

@@ -1,7 +1,7 @@
 """Augmentation of whole batches on their device: each image has its own random numbers, drawn beforehand.
 
 A stage is a pure function of uint8 images x (B, C, H, W) and of numbers u (B, draws), uniform in [0, 1). Whoever
-calls it makes the numbers, a row an image, so the same row gives the same image in any batch, on any device. A stage
+calls it makes the numbers, one row per image, so the same row gives the same image in any batch, on any device. A stage
 never reads values on the host, and its shapes depend on no value: an `Augmentation` can be captured in a CUDA graph.
 
     augment = augmentation("cutout", data)
@@ -87,7 +87,7 @@ class Cutout:
     def check(self, shape: torch.Size) -> None:
         if self.length > min(shape[1:]):
             raise ValueError(
-                f"Cutout's length must be at most the image's side, or nothing may be left of it: "
+                f"Cutout's length must be at most the image's side, or it could cover the whole image: "
                 f"got {self.length} for images of {shape[1]} by {shape[2]}"
             )
 
@@ -143,17 +143,17 @@ class Augmentation:
 CROPS = {"cifar10": Crop(4), "cifar100": Crop(4), "svhn": Crop(2), "digits": Crop(1, fill=0)}
 CUTOUTS = {"cifar10": Cutout(16), "cifar100": Cutout(8), "svhn": Cutout(20), "digits": Cutout(4)}
 SHAPES = {"cifar10": (3, 32, 32), "cifar100": (3, 32, 32), "svhn": (3, 32, 32), "digits": (1, 8, 8)}
-NOT_FLIPPED = ("svhn", "digits")  # a mirrored digit is another character, or none
+NOT_FLIPPED = ("svhn", "digits")  # a mirrored digit is another character, or not one at all
 
 
 def augmentation(kind: Kind, data: Dataset | str) -> Augmentation:
     """The paper's augmentations, with what its published code adds: padding, fill, lengths, and no flips for digits.
 
-    "none" is nothing, "vanilla" is crop and flip, "cutout" adds the hole, "autoaugment" adds the policy before the
+    "none" does nothing, "vanilla" is crop and flip, "cutout" adds the hole, "autoaugment" adds the policy before the
     hole, on SVHN in place of the crop. "vanilla_v1" is crop and flip as in the first version of the published code:
-    padded by 2 with black, where later versions pad CIFAR by 4 with grey. A data set of one's own is taken as
-    photographs: padded by an eighth of the side (v1: a sixteenth), with a hole of half of it, and with the CIFAR-10
-    policy.
+    padded by 2 with black, where later versions pad CIFAR by 4 with grey. A user's own data set is treated
+    as photographs: padded by an eighth of the side (v1: a sixteenth), with a hole of half the side, and with the
+    CIFAR-10 policy.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown augmentation {kind!r}; choose from {', '.join(KINDS)}")

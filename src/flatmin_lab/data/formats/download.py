@@ -1,7 +1,7 @@
 """Download of the official archives: resumed where it stopped, and accepted only if the checksum matches.
 
 A file grows as `NAME.part` and gets its name once its SHA-256 is the published one, so a file under its own name is
-whole. When the connection breaks, the next try (in the same call, or days later) asks for the rest only; received
+complete. When the connection breaks, the next try (in the same call, or days later) asks for the rest only; received
 bytes are never thrown away for fewer.
 """
 
@@ -66,13 +66,13 @@ REMOTE: dict[str, list[Remote]] = {
 
 
 def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pause: float = 1.0) -> Path:
-    """The file in that folder, fetched if it is not there; `pause` seconds between tries."""
+    """The file in that folder, downloaded if it is not there; `pause` seconds between tries."""
     target, part = folder / remote.name, folder / f"{remote.name}.part"
     if not target.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with part.open("ab") as file:
-                lock(file, f"another process is fetching {part}; wait for it to end")  # until the file is renamed
+                lock(file, f"another process is downloading {part}; wait for it to end")  # until the file is renamed
                 if not target.exists():  # another process may have fetched it since
                     _fetch_all(remote, file, progress or (lambda *_: None), pause)
                     _verify_and_rename(remote, part, target)
@@ -84,15 +84,17 @@ def fetch(remote: Remote, folder: Path, *, progress: Progress | None = None, pau
         except OSError as error:
             raise OSError(
                 f"{part} could not be written ({error}); it needs {remote.size / 1e6:.0f} MB in a folder of your own. "
-                "What came is kept, and the next try resumes from it"
+                "What was received is kept, and the next try resumes from it"
             ) from error
-    _verify(target, remote, f"{target} is there but is not the official file; move it away to fetch that")
+    _verify(target, remote, f"{target} exists but is not the official file; move it away to download that")
     return target
 
 
 def _verify_and_rename(remote: Remote, part: Path, target: Path) -> None:
     try:
-        _verify(part, remote, f"what came from {remote.url} is not the official file and was deleted; try again")
+        _verify(
+            part, remote, f"what was received from {remote.url} is not the official file and was deleted; try again"
+        )
     except ValueError:
         part.unlink()
         raise
@@ -118,10 +120,10 @@ def _fetch_all(remote: Remote, file: BinaryIO, progress: Progress, pause: float)
             there = file.tell()
             if not there:
                 Path(file.name).unlink()
-            kept = f"The {there} bytes that came are kept, and the next try resumes from them. " if there else ""
-            asked = "" if isinstance(lost, urllib.error.HTTPError) else "Is there a network here? "
+            kept = f"The {there} bytes received so far are kept, and the next try resumes from them. " if there else ""
+            asked = "" if isinstance(lost, urllib.error.HTTPError) else "Is there a network connection? "
             raise ConnectionError(
-                f"{remote.url} could not be fetched ({lost}). {asked}{kept}"
+                f"{remote.url} could not be downloaded ({lost}). {asked}{kept}"
                 f"Try again, or get {remote.name} by other means and put it into {Path(file.name).parent}"
             ) from lost
         time.sleep(pause)
@@ -139,7 +141,7 @@ def _fetch_rest(remote: Remote, file: BinaryIO, progress: Progress) -> None:
             raise ConnectionError(f"the server answered with the wrong part, {given}")
         whole = response.headers.get("Content-Length")
         if response.status == 200 and whole is not None and whole != str(remote.size):
-            raise ConnectionError(f"the server answered with {whole} bytes, and the file has {remote.size}")
+            raise ConnectionError(f"the server answered with {whole} bytes, but the file has {remote.size}")
         over = 0 if response.status == 206 else there
         while chunk := _read(response, min(CHUNK_BYTES, remote.size - there + over)):
             file.write(chunk[over:])

@@ -12,7 +12,7 @@ from flatmin_lab.data.formats.download import Progress
 
 @contextmanager
 def download_bar() -> Iterator[Progress]:
-    """A bar a file, for `load("cifar10", download=True, progress=progress)`."""
+    """One bar per file, for `load("cifar10", download=True, progress=progress)`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -25,7 +25,7 @@ def download_bar() -> Iterator[Progress]:
 
     def progress(name: str, there: int, size: int) -> None:
         if name not in tasks:
-            bars.start()  # not before: where nothing is fetched, nothing is shown
+            bars.start()  # not before: if nothing is downloaded, nothing is shown
             tasks[name] = bars.add_task(name, total=size)
         bars.update(tasks[name], completed=there)
 

@@ -32,7 +32,7 @@ MAX_SIDES = 32  # as many as numpy 1 can have
 def load(content: bytes, wanted: tuple[str, ...]) -> dict[str, Array]:
     """The wanted matrices that the file holds; ValueError where the file is inconsistent."""
     if content[:10] == b"MATLAB 7.3" or content[:8] == b"\x89HDF\r\n\x1a\n":
-        raise ValueError("it is of version 7.3, which is HDF5; save it with -v7, or use the official file")
+        raise ValueError("it is version 7.3, which is HDF5; save it with -v7, or use the official file")
     order = {b"IM": "<", b"MI": ">"}.get(content[126:128])
     if order is None:
         raise ValueError("it has no MATLAB header")
@@ -75,7 +75,7 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
             kind, start = first, place + 8
             after = start + length + (-length % 8 if kind != COMPRESSED else 0)
         if start + length > len(content):
-            raise ValueError(f"an element must have {length} bytes, and {len(content) - start} are left")
+            raise ValueError(f"an element must have {length} bytes, but {len(content) - start} are left")
         yield kind, content[start : start + length]
         place = after
     raise ValueError(f"it has more than {MAX_ELEMENTS} elements")

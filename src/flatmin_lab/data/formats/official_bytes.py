@@ -1,8 +1,8 @@
 """Are unpacked files the official ones, byte for byte?
 
-An archive has a checksum of its own, an unpacked file has none: a byte that a disk or a copy has altered would train
-along unseen. So files of a data set that is complete are compared with the published checksums, and a warning names
-those that differ. Other people's versions of a data set (converted, cleaned, a part of it) stay usable.
+An archive has a checksum of its own, an unpacked file has none: a byte altered on disk or in a copy would go
+unnoticed. So the files of a complete data set are compared with the published checksums, and a warning names those that
+differ. Other people's versions of a data set (converted, cleaned, a part of it) stay usable.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ SHA256 = {
 
 
 class NotOfficialWarning(UserWarning):
-    """A complete data set in the official layout, but not of the official bytes."""
+    """A complete data set in the official layout, but not with the official bytes."""
 
 
 def warn_unless_official(version: str, files: Mapping[str, bytes], where: str) -> None:
@@ -46,7 +46,7 @@ def warn_unless_official(version: str, files: Mapping[str, bytes], where: str) -
     ]
     if others:
         warnings.warn(
-            f"{where}: not the official bytes in {', '.join(others)}; if these should be the official files, fetch "
+            f"{where}: not the official bytes in {', '.join(others)}; if these should be the official files, download "
             "them again",
             NotOfficialWarning,
             stacklevel=2,

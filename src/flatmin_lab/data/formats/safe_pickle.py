@@ -83,7 +83,7 @@ class ArrayStandIn:
 def _call(what: Any, arguments: Any) -> Any:
     """The value that calling `what` would give."""
     if not isinstance(what, GlobalStandIn) or not isinstance(arguments, tuple):
-        raise ForbiddenError("it calls something that is no function")
+        raise ForbiddenError("it calls something that is not a function")
     if what.meaning == "kind":
         return DtypeStandIn(arguments[0])
     if what.meaning == "empty array":
@@ -142,17 +142,17 @@ class _Machine:
 
     def push_global(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):  # not shown: 300 bytes can double to 2⁶⁰ brackets
-            raise ForbiddenError("it asks for something by what is no name, and a batch may hold nothing but arrays")
+            raise ForbiddenError("it asks for something by what is not a name, but a batch may hold only arrays")
         meaning = MEANINGS.get(f"{module} {name}")
         if meaning is None:
-            raise ForbiddenError(f"it asks for {module:.99}.{name:.99}, and a batch may hold nothing but arrays")
+            raise ForbiddenError(f"it asks for {module:.99}.{name:.99}, but a batch may hold only arrays")
         self.stack.append(GlobalStandIn(meaning))
 
     def put_items(self, pairs: list[Any]) -> None:
         """Into the dictionary at the top of the stack, as `add_items` into a list."""
         target = self.stack[-1]
         if not isinstance(target, dict) or len(pairs) % 2:
-            raise ForbiddenError("it sets items of what is no dictionary")
+            raise ForbiddenError("it sets items of something that is not a dictionary")
         if not all(isinstance(key, str | bytes) for key in pairs[::2]):
             raise ForbiddenError("a dictionary's keys must be strings")
         target.update(zip(pairs[::2], pairs[1::2], strict=True))
@@ -160,7 +160,7 @@ class _Machine:
     def add_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if not isinstance(target, list):
-            raise ForbiddenError("it appends to what is no list")
+            raise ForbiddenError("it appends to something that is not a list")
         target.extend(items)
 
     def do_mark(self, _: Any) -> None:
@@ -220,7 +220,7 @@ class _Machine:
     def do_build(self, _: Any) -> None:
         (state,) = self.last(1)
         if not isinstance(self.stack[-1], DtypeStandIn | ArrayStandIn) or not isinstance(state, tuple):
-            raise ForbiddenError("it sets the state of what is no array")
+            raise ForbiddenError("it sets the state of something that is not an array")
         self.stack[-1].build(state)
 
 

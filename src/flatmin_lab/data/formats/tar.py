@@ -87,5 +87,7 @@ def _from_archive(source: Path, folder: str, names: set[str]) -> dict[str, bytes
             while stream.read(1 << 20):  # to the checksum at the end
                 pass
     except Exception as error:  # a damaged archive can raise anything
-        raise ValueError(f"{source} is not a whole .tar.gz archive ({error}); delete it and fetch it again") from error
+        raise ValueError(
+            f"{source} is not an intact .tar.gz archive ({error}); delete it and fetch it again"
+        ) from error
     return found

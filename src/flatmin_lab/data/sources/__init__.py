@@ -5,6 +5,6 @@ digits.py            scikit-learn's digits, embedded
 spiral.py            points in the plane
 synthetic.py         random images in the shape of an official data set
 npz.py               arrays in one file
-image_folder.py      a folder of images, one folder a class
+image_folder.py      a folder of images, one folder per class
 torch_dataset.py     any torch.utils.data.Dataset
 """

@@ -12,7 +12,7 @@ from flatmin_lab.system.rng import generator
 
 
 def load() -> Dataset:
-    """The embedded data set, 1,438 digits to train on and 359 to test with."""
+    """The embedded data set, 1,438 digits for training and 359 for testing."""
     digits = need("sklearn.datasets", "the data set digits").load_digits()
     x = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)[:, None]
     y = torch.from_numpy(digits.target).long()

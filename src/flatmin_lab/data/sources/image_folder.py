@@ -1,4 +1,4 @@
-"""A folder of images: one folder a class, under `train` and `test`, or split by a seed where there are none.
+"""A folder of images: one folder per class, under `train` and `test`, or split by a seed where there are none.
 
     pets/train/cat/1.png   pets/train/dog/2.jpg   pets/test/cat/3.png   …       or   pets/cat/1.png   pets/dog/2.jpg   …
 
@@ -67,7 +67,7 @@ def _classes(folders: Sequence[Path]) -> list[str]:
         for folder in folders
     ]
     if not sets[0]:
-        raise FileNotFoundError(f"{folders[0]} must hold a folder of images a class, got no folder in it")
+        raise FileNotFoundError(f"{folders[0]} must hold one folder of images per class, got no folder in it")
     if any(names != sets[0] for names in sets):
         odd = sorted(set(sets[0]) ^ set(sets[1]))
         raise ValueError(f"train and test must have the same classes; only one of them has {', '.join(odd)}")
@@ -141,7 +141,7 @@ def _check_total(path: Path, headers: Sequence[Header], size: tuple[int, int] | 
 def check_eight_bits(mode: str, what: str) -> str:
     """The mode, if its values go from 0 to 255; others would be truncated by the conversion."""
     if mode not in (*GREY_MODES, *COLOUR_MODES):
-        raise ValueError(f"images must have 8 bits a channel, got mode {mode} in {what}; convert it first")
+        raise ValueError(f"images must have 8 bits per channel, got mode {mode} in {what}; convert it first")
     return mode
 
 

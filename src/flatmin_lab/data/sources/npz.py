@@ -55,7 +55,7 @@ def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -
     missing = [key for key in keys if key not in arrays]
     if missing:
         raise ValueError(
-            f"{path} must hold {', '.join(keys)}; missing: {', '.join(missing)}, there: {', '.join(there) or 'nothing'}"
+            f"{path} must hold {', '.join(keys)}; missing: {', '.join(missing)}, found: {', '.join(there) or 'nothing'}"
         )
     return arrays
 
@@ -66,7 +66,7 @@ def _as_value_error(path: Path) -> Iterator[None]:
         yield
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(
-            f"{path} is not a whole .npz file of plain arrays ({error!s:.200}); delete it and make it again"
+            f"{path} is not an intact .npz file of plain arrays ({error!s:.200}); delete it and make it again"
         ) from error
 
 
@@ -107,8 +107,8 @@ def _channels_last(shape: tuple[int, ...], what: str) -> bool:
         first, last = shape[2] == shape[3], shape[1] == shape[2]
     if first == last:
         raise ValueError(
-            f"{what}: images need 1, 3 or 4 channels, second or last, and {'both' if first else 'neither'} could be "
-            f"them in shape {shape}; use (N, C, H, W)"
+            f"{what}: images need 1, 3 or 4 channels, second or last, but in shape {shape} "
+            f"{'both' if first else 'neither'} could be them; use (N, C, H, W)"
         )
     return last
 
@@ -120,7 +120,7 @@ def _names(names: Array, what: str) -> list[str]:
         codes = np.frombuffer(names.astype(names.dtype.newbyteorder("=")).tobytes(), np.uint32)
         if ((codes > sys.maxunicode) | ((codes >= 0xD800) & (codes < 0xE000))).any():
             raise ValueError(
-                f"{what}: names must be valid Unicode, got numbers that are no characters; save them again"
+                f"{what}: names must be valid Unicode, got numbers that are not characters; save them again"
             )
     return [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in names.tolist()]
 

@@ -1,6 +1,6 @@
-"""Two spiral arms in the plane, after the paper's figure of a decision boundary: points, not images.
+"""Two spiral arms in the plane, as in the paper's figure of a decision boundary: points, not images.
 
-A share of the training labels can be flipped, so that a network that memorises them gives itself away.
+A share of the training labels can be flipped, so that memorising them shows.
 """
 
 import math

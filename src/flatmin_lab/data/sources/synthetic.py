@@ -1,4 +1,4 @@
-"""Synthetic images in the shape of the paper's data sets: to see that everything runs, not to measure.
+"""Synthetic images in the shape of the paper's data sets: to check that everything runs, not to measure.
 
 Every class is a smooth random pattern, drawn once; an image is its class's pattern, shifted, with noise. The images
 depend on the name alone, so their checksum is the same everywhere.

@@ -121,7 +121,7 @@ def _probe(split: Any, which: str) -> str:
     try:
         count = len(split)
     except TypeError as error:
-        raise TypeError(f"the {which} set must know its length; make a list of an iterable data set first") from error
+        raise TypeError(f"the {which} set must know its length; turn an iterable data set into a list first") from error
     if count == 0:
         raise ValueError(f"the {which} set must have at least one image, got none")
     text = str(count)

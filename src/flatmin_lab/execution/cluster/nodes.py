@@ -1,7 +1,7 @@
 """Which nodes a Ray cluster has, how many workers fit on each, and why one was lost.
 
 A worker takes one CPU, or on GPUs one CPU and a GPU or a fraction of one; how many share a GPU follows from that. Ray
-accounts for CPUs and GPUs only: that the memory does not suffice shows when a worker runs out of it.
+accounts for CPUs and GPUs only: that there is too little memory shows only when a worker runs out of it.
 """
 
 import os
@@ -107,7 +107,7 @@ def _check_http2(host: str, port: int) -> None:
 
 
 def _init_ray(ray: Any, address: str) -> None:
-    """Join the cluster there, or start one here: more than once, since two that start at a time may want one port."""
+    """Join the cluster there, or start one here: with retries, since two that start at once may want the same port."""
     started: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     for left in reversed(range(LOCAL_STARTS if address == "local" else 1)):
         try:
@@ -115,7 +115,7 @@ def _init_ray(ray: Any, address: str) -> None:
             with _without_variable("RAY_ADDRESS"), _signal_ignored("SIGHUP"):
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
             return
-        except Exception as error:  # of many kinds: not Ray, or another version of it
+        except Exception as error:  # many kinds: not Ray, or another version of it
             if not left:
                 raise RunError(_no_cluster(address, error)) from error
             with suppress(Exception):  # what has started of it
@@ -127,11 +127,11 @@ def _no_cluster(address: str, error: Exception) -> str:
     if address == "local":
         return (
             f"no Ray cluster can be started on this machine ({reason}, {LOCAL_STARTS} times); its logs are in Ray's "
-            "temporary folder, mostly /tmp/ray/session_latest/logs. Leave out --executor ray to do without"
+            "temporary folder, usually /tmp/ray/session_latest/logs. Leave out --executor ray to do without"
         )
     return (
-        f"no Ray cluster can be joined at {address} ({reason}); where it asks for a token, set RAY_AUTH_MODE=token "
-        "and have the same token here; else see `ray status` there, or leave out --address to start one here"
+        f"no Ray cluster can be joined at {address} ({reason}); if it asks for a token, set RAY_AUTH_MODE=token "
+        "and use the same token here; otherwise see `ray status` there, or leave out --address to start one here"
     )
 
 
@@ -189,14 +189,14 @@ def choose_device(nodes: Sequence[Node], device: str | None, gpus: float | None)
     if gpus is not None and not 0 < gpus <= 1:
         raise ValueError(f"a worker takes one GPU or a fraction of one, above 0 and up to 1, got --gpus {gpus:g}")
     if gpus is not None and device == "cpu":
-        raise ValueError("--gpus belongs to runs on GPUs, and --device is cpu; leave out one of the two")
+        raise ValueError("--gpus belongs to runs on GPUs, but --device is cpu; leave out one of the two")
     there = any(node.gpus > 0 for node in nodes)
     where = device or ("cuda" if there or gpus is not None else "cpu")
     share = Share() if where == "cpu" else Share(gpus=gpus or 1.0)
     if not any(node.room(share) for node in nodes):
         raise ValueError(
-            f"a worker takes {share} of one node, and none of the cluster's {describe_nodes(nodes)} has that; "
-            f"{'give --device cpu, or ' if where == 'cuda' else ''}add nodes that have"
+            f"a worker takes {share} of one node, but none of the cluster's {describe_nodes(nodes)} has that; "
+            f"{'give --device cpu, or ' if where == 'cuda' else ''}add nodes that do"
         )
     return ("cpu" if where == "cpu" else "cuda:0"), share
 

@@ -62,7 +62,7 @@ class ClusterRunQueue(RunQueue):
                 self.locks[number] = lock_folder(folder)
         except (ValueError, OSError, RunError) as error:
             what = error.what if isinstance(error, OtherRunError) else str(error)
-            way_out = "" if isinstance(error, RunError) else f" Move {folder} away, or give other --runs"
+            way_out = "" if isinstance(error, RunError) else f" Move {folder} away, or choose another --runs"
             failed = Failed(f"{what}{way_out}", later=True, busy=isinstance(error, BusyError))
             self.refused.append(self.end(number, failed))
             return False

@@ -28,7 +28,7 @@ from flatmin_lab.runs.events import Event, Failed, Finished, Measured, Note, Pro
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.threads import computing_with
 
-FOLDER_PREFIX = "flatmin-worker-"  # then this node, and the number of the process there
+FOLDER_PREFIX = "flatmin-worker-"  # followed by the node and the process id there
 
 
 class FileChanges(NamedTuple):
@@ -129,7 +129,7 @@ def _remove_leftovers() -> None:
 
 @cache
 def this_node() -> str:
-    """Where a process's number means a process: a machine since it was started, and a container on it."""
+    """Where a process id is unique: a machine since its last boot, and a container on it."""
     known = [platform.node()]
     with suppress(OSError):  # not Linux
         known += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]

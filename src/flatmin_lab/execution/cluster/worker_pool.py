@@ -1,7 +1,7 @@
 """The worker pool: starts workers on nodes with room, checks that each has this flatmin, and stops them.
 
 A worker counts once it has answered and its source is the same as here. So a node that is full, has just died or has
-another version holds nothing up. A node where a worker was lost gets no new workers for a while, as long as there are
+another version delays nothing. A node where a worker was lost gets no new workers for a while, as long as there are
 other nodes; one that other jobs fill gets none until the first of ours has room there; one with another source is
 excluded.
 """
@@ -19,8 +19,8 @@ from flatmin_lab.execution.task_queue import NoWorkerError
 from flatmin_lab.system.machine import commit
 from flatmin_lab.system.optional_deps import need
 
-POLL_SECONDS = 1.0  # between two looks at the nodes
-START_TIMEOUT_SECONDS = 15.0  # then a worker that has not answered no longer counts: its node may be full
+POLL_SECONDS = 1.0  # between two checks of the nodes
+START_TIMEOUT_SECONDS = 15.0  # after this, a worker that has not answered no longer counts: its node may be full
 NODE_WAIT_SECONDS = 60.0  # without any usable node, before giving up: one may be starting
 COOLDOWN_SECONDS = 30.0  # without new workers for a node that lost one; doubled with every loss
 MAX_COOLDOWN_SECONDS = 600.0
@@ -54,8 +54,8 @@ class WorkerHandle:
 class NodeHistory:
     """How often workers were lost on a node, and until when it gets no new ones.
 
-    Ray knows dead nodes (`alive_nodes`), but not those that live and kill every worker, as for want of memory: it would
-    start the next one there again.
+    Ray knows dead nodes (`alive_nodes`), but not those that are alive and kill every worker, for instance for lack of
+    memory: it would start the next one there again.
     """
 
     losses: int = 0
@@ -85,7 +85,7 @@ class WorkerPool:
     histories: dict[str, NodeHistory] = field(default_factory=dict)  # by node
     polled_at: float = float("-inf")
     usable_at: float = field(default_factory=monotonic)  # when there was last a usable node
-    has_said_waiting: bool = False  # was it said that there is no room?
+    has_said_waiting: bool = False  # has it been reported that there is no room?
 
     @property
     def hardware(self) -> str:
@@ -180,11 +180,13 @@ class WorkerPool:
             self._lose_early(worker.node, error)
             return
         if info.source != ours.source:
-            self._exclude(worker.node, f"it has {info.version}, and here is {ours.version}; install the same one there")
+            self._exclude(
+                worker.node, f"it has {info.version}, but this machine has {ours.version}; install the same one there"
+            )
             return
         here, there = ours.facts["torch"], info.facts["torch"]
         if here != there and not any(worker.node.key == other.node.key and other.info for other in self.workers):
-            self.say(f"note: node {worker.node.name} has torch {there}, and here is {here}: not the same bits")
+            self.say(f"note: node {worker.node.name} has torch {there}, but this machine has {here}: not the same bits")
         worker.info, worker.pending = info, None
         self.history(worker.node).early = 0
 

@@ -18,7 +18,7 @@ AUTO_RADII = (0.03, 0.06, 0.12, 0.25, 0.5)
 
 
 def rivals(protocol: Protocol) -> Experiment:
-    """What else lowers the error on CIFAR-10, and does it with AMP: five times the weight decay, averaged weights."""
+    """What else lowers the error on CIFAR-10, and does it help AMP? Five times the weight decay, averaged weights."""
     recipes = []
     for method in ("erm", "amp"):
         recipes.append(cell(protocol, "cifar10", RESNET, method))
@@ -30,10 +30,10 @@ def rivals(protocol: Protocol) -> Experiment:
 def frontier(protocol: Protocol) -> Experiment:
     """AMP's gain at less than its cost: perturb late, or not in every step, beside ERM with as much time.
 
-    A step without a perturbation costs one pass, so `start` s and `every` k cost 1 + (1 − s)/k passes a step. In the
+    A step without a perturbation costs one pass, so `start` s and `every` k cost 1 + (1 − s)/k passes per step. In the
     last quarter the rate is 0.001 and the weights hardly move: `drop` lowers it later, and ERM has the same rates.
 
-    Left out after the first numbers on CIFAR-10 at 60 epochs, one training each, to spend the time on others: thinner
+    Left out after the first numbers on CIFAR-10 at 60 epochs, one run each, to spend the time on others: thinner
     perturbations (`every` 5, and 2 with a later drop), since every second step of the second half keeps about as
     much as every step of the last quarter, at the same cost; and twice the radius, since 0.25 has a higher NLL than
     0.12 in the sweep, which has N = 2 (docs/cheaper.md).
@@ -56,7 +56,7 @@ def frontier(protocol: Protocol) -> Experiment:
 
 
 def auto(protocol: Protocol) -> Experiment:
-    """A radius that nobody chooses beside five that are fixed: how much of the best one's gain is lost?
+    """A radius that adjusts itself beside five fixed ones: how much of the best one's gain is lost?
 
     The radius is matched to a held-out part of the training set; the fixed ones train on all of it.
     """
@@ -74,7 +74,7 @@ def auto(protocol: Protocol) -> Experiment:
             named = name.format(f"amp-{radius if radius == AUTO else f'radius-{radius}'}")
             settings = {"epsilon": radius, "inner_lr": 1.0}
             recipes.append(Recipe(**small, label_noise=noise, method="amp", settings=settings, name=named))
-    return experiment_of("auto", "a radius that nobody chooses", protocol, recipes, trials=3)
+    return experiment_of("auto", "a radius that adjusts itself", protocol, recipes, trials=3)
 
 
 def _times(factor: float, protocol: Protocol) -> int:

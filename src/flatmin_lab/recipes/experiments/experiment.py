@@ -31,7 +31,7 @@ SMOKE_MODEL_SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A table or a figure: `parts` is what is measured of its networks beside error, NLL and calibration.
+    """A table or a figure: `parts` is what is measured besides error, NLL and calibration.
 
     One without trials times a few steps, and trains no network to the end.
     """
@@ -50,7 +50,7 @@ class Experiment:
         return frozenset(recipe.name for recipe in (*self.recipes, *self.beside))
 
     def jobs(self, seeds: tuple[int, ...] | None = None) -> list[Job]:
-        """Seed by seed, so that an interrupted CPU has complete tables; a GPU goes data set by data set."""
+        """Seed by seed, so that an interrupted CPU leaves complete tables; a GPU goes data set by data set."""
         chosen = (seeds or range(self.trials)) if self.trials else ()
         return [Job(recipe, seed) for seed in chosen for recipe in self.recipes]
 

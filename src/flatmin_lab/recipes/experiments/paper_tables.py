@@ -1,4 +1,4 @@
-"""The paper's tables and figures as experiments: which runs each needs under a protocol, and what is measured of them.
+"""The paper's tables and figures as experiments: which runs each needs under a protocol, and what is measured.
 
     experiment = EXPERIMENTS["table1"]("short")
     experiment.recipes[0].name                  short/svhn-preactresnet18-erm
@@ -7,14 +7,14 @@ The paper's own numbers are in `paper_numbers.py`.
 
     paper       200 epochs, the rate divided by ten after 100 and 150, 10 trials, as the published code trains; a
                 PreActResNet18 takes an H200 some 6 minutes with ERM and 11 with AMP
-    paper-v2    the same length, after the second version of that code and the paper's text
+    paper-v2    the same length, as in the second version of that code and the paper's text
     short       60 epochs, divided after 30 and 45, 3 trials, AMP with a radius of at most 0.1: a large one needs a long
-                run. All else as `paper-v2`, not as `paper`
-    smoke       3 epochs of narrow networks on 200 synthetic images, 3 trials: seconds on a CPU, and no evidence. Else
-                as `paper`
+                run. Everything else as in `paper-v2`, not `paper`
+    smoke       3 epochs of narrow networks on 200 synthetic images, 3 trials: seconds on a CPU, and not evidence.
+                Otherwise as `paper`
 
-Runs are in bf16, channels-last and compiled. What the protocols differ in is in protocols.py. The spiral and the digits
-have no crops and recipes of their own: `paper-v2` shares those of `paper`.
+Runs are in bf16, channels-last and compiled. How the protocols differ is in protocols.py. The spiral and the digits
+have no crops, and recipes of their own: `paper-v2` shares those of `paper`.
 """
 
 from dataclasses import replace

@@ -7,7 +7,7 @@ from flatmin_lab.recipes.protocols import PROTOCOLS, Protocol, method_settings, 
 
 
 def ball(protocol: Protocol) -> Experiment:
-    """AMP on CIFAR-10 with one ball over all parameters (the paper) and one a tensor (its published code)."""
+    """AMP on CIFAR-10 with one ball over all parameters (the paper) and one per tensor (its published code)."""
     usual = cell(protocol, "cifar10", RESNET, "amp")
     other = "global" if usual.settings.get("ball") == "tensor" else "tensor"
     recipes = [usual, cell(protocol, "cifar10", RESNET, "amp", variant=other, settings={"ball": other})]
@@ -15,9 +15,9 @@ def ball(protocol: Protocol) -> Experiment:
 
 
 def adversary(protocol: Protocol) -> Experiment:
-    """Adversarial training on CIFAR-10 with the step of 1 as 1/255 of a pixel's range, and of the normalised inputs.
+    """Adversarial training on CIFAR-10 with the step of 1 as 1/255 of the pixel range, and of the normalised inputs.
 
-    The latter, which the published code takes, is a quarter of the former: 0.00095 to 0.00103 of the range, by colour.
+    The latter, as in the published code, is a quarter of the former: 0.00095 to 0.00103 of the range, by colour.
     That code also starts at random, as `paper` does; the others take 0.001 of the range from the image itself.
     """
     published = PROTOCOLS[protocol].published
@@ -32,11 +32,11 @@ def adversary(protocol: Protocol) -> Experiment:
 
 
 def first_version(protocol: Protocol) -> Experiment:
-    """ERM and AMP after the first version of the published code and after the second, and one change at a time.
+    """ERM and AMP as in the first version of the published code, as in the second, and with one change at a time.
 
-    Is the paper's table 1 of the first? On CIFAR-100 the paper has 24.31 % and an NLL of 1.056 for ERM, 21.51 % and
-    0.774 for AMP. `paper` is the first version; `paper-v2` has ERM with its crops alone and without Nesterov's alone
-    too, and so has `short`, with the first version whole.
+    Is the paper's table 1 from the first? On CIFAR-100 the paper has 24.31 % and an NLL of 1.056 for ERM, 21.51 % and
+    0.774 for AMP. `paper` is the first version; `paper-v2` also has ERM with only its crops, and with only its
+    momentum, and so does `short`, with the complete first version too.
     """
     recipes, beside = [], []
     for data in ("cifar10", "cifar100"):
@@ -69,7 +69,7 @@ def compute(protocol: Protocol) -> Experiment:
 def precision(protocol: Protocol) -> Experiment:
     """AMP on CIFAR-10 in float32 beside bfloat16: is the perturbation lost in rounding? Is ERM over-confident?
 
-    ERM's NLL on CIFAR-100 is well above the paper's. A GPU that has TF32 convolves in it, which is torch's default.
+    ERM's NLL on CIFAR-100 is well above the paper's. On a GPU with TF32, convolutions use it, which is torch's default.
     """
     recipes = []
     for data, method in (("cifar10", "amp"), ("cifar100", "erm")):

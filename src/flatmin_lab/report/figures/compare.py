@@ -1,4 +1,4 @@
-"""Figures of `flatmin compare`: the differences from the plain trainings with their intervals, and the curves."""
+"""Figures of `flatmin compare`: the differences from the plain runs with their intervals, and the curves."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -18,11 +18,11 @@ RADIUS_STYLES: tuple[tuple[str, Dash], ...] = (
     ("#cc79a7", (0, (1, 1))),
     ("#e69f00", (0, (3, 1.5, 1, 1.5))),
 )  # of AMP's radii in their order, from the first again if there are more
-SHOWN_FROM = 0.5  # the share of a training after which its curve must fit into the figure
+SHOWN_FROM = 0.5  # the share of a run after which its curve must fit into the figure
 
 
 class Gap(NamedTuple):
-    """A contender's difference from the plain training, and from the one of as many passes: mean, low, high."""
+    """A contender's difference from the plain run, and from the one with as many passes: mean, low, high."""
 
     name: str
     from_plain: tuple[float, float | None, float | None] | None
@@ -52,7 +52,7 @@ def sample_of(style: tuple[str, Dash]) -> str:
 
 
 def forest(title: str, gaps: Sequence[Gap]) -> DrawnFigure:
-    """A row a contender: dots are differences from the plain training, squares from the one of as many passes."""
+    """A row per contender: dots are differences from the plain run, squares from the one with as many passes."""
     with styled():
         figure = Figure(figsize=(3.6, 0.9 + 0.36 * len(gaps)), layout="constrained")
         axes = figure.subplots()
@@ -75,11 +75,11 @@ def forest(title: str, gaps: Sequence[Gap]) -> DrawnFigure:
         axes.locator_params(axis="x", nbins=5)
         axes.set_title(title)
     data = {gap.name: {"from plain": gap.from_plain, "from as many passes": gap.from_longer} for gap in gaps}
-    return DrawnFigure(figure, {"gaps": data}, f"{title}: the difference from the plain trainings, with 95 % intervals")
+    return DrawnFigure(figure, {"gaps": data}, f"{title}: the difference from the plain run, with 95 % intervals")
 
 
 def seed_curves(title: str, curves: Sequence[Curve]) -> DrawnFigure:
-    """The mean over the seeds as a line, single seeds pale behind it."""
+    """The mean over the seeds as a line, single seeds faint behind it."""
     styles = styles_of([curve.key for curve in curves])
     with styled():
         figure = Figure(figsize=(3.6, 2.7), layout="constrained")
@@ -114,7 +114,7 @@ def _lines(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[flo
 
 
 def _extreme(curves: Sequence[Curve], choose: Any) -> float:
-    """The lowest or highest value after the first part of the trainings, whose heights would hide the rest."""
+    """The lowest or highest value after the first part of the runs, whose heights would hide the rest."""
     late = [
         y
         for curve in curves

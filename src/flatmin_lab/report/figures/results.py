@@ -149,16 +149,16 @@ def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, met
         _diagram(axes, parts, LINE_STYLES[method][0])
         axes.set_title(title)
         axes.set_xlabel("confidence", fontsize=9.5)
-        axes.set_ylabel("share right", fontsize=9.5)
+        axes.set_ylabel("accuracy", fontsize=9.5)
     data = {name: list(values) for name, values in parts.items()}
-    return DrawnFigure(figure, data, f"Reliability of {title}: the share of right answers over confidence")
+    return DrawnFigure(figure, data, f"Reliability of {title}: accuracy over confidence")
 
 
 def _diagram(axes: Axes, parts: Mapping[str, Sequence[float]], colour: str) -> None:
     count = len(parts["number"])
     total = max(sum(parts["number"]), 1)
     middles = [(i + 0.5) / count for i in range(count)]
-    # a bin with few predictions is drawn pale: its height says little
+    # a bin with few predictions is drawn faint: its height says little
     for middle, number, accuracy in zip(middles, parts["number"], parts["accuracy"], strict=True):
         if number:
             strength = min(1.0, 0.4 + 5 * number / total)

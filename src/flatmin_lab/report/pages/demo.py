@@ -19,7 +19,7 @@ METHOD_DESCRIPTIONS = {
     "label_smoothing": "0.2 of the target spread over all classes",
     "flooding": "the loss kept above 0.02",
     "mixup": "pairs of images and labels mixed",
-    "adversarial": "pixels moved by 1/255 against the answer",
+    "adversarial": "pixels moved by 1/255 so that the loss rises",
     "dropout": "a tenth of the neurons dropped",
     "rmp": "random weights in a ball of radius 0.1",
 }
@@ -116,7 +116,7 @@ def summary_sentence(demo: Mapping[str, Any], runs: Mapping[str, Sequence[Mappin
     if demo["noise"] == 0:
         low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
         return (
-            f"With true labels the eight mean errors lie between {percent(means[low], 2)} ({NAMES[low]}) and "
+            f"With correct labels, the eight mean errors lie between {percent(means[low], 2)} ({NAMES[low]}) and "
             f"{percent(means[high], 2)} ({NAMES[high]}); one test digit is {percent(1 / demo['test'], 2)}."
         )
     sentence = (

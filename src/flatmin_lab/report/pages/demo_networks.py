@@ -76,7 +76,7 @@ def _digit(place: int, found: Mapping[str, Mapping[str, Any]]) -> ShownDigit:
 
 
 def drawn_digit(pixels: list[list[int]]) -> Markup:
-    """Ink on the page's own ground, a square a pixel: it follows light and dark."""
+    """Ink on the page's own background, one square per pixel: it follows light and dark mode."""
     squares = "".join(
         f'<rect x="{x}" y="{y}" width="1.02" height="1.02" opacity="{value / 255:.2f}"/>'
         for y, row in enumerate(pixels)
@@ -123,11 +123,11 @@ def _answer(found: Mapping[str, Calibration]) -> str:
         return ""
     before, after = plain[0] > plain[1], scaled[0] > scaled[1]  # type: ignore[operator]
     if before and not after:
-        return "Is AMP worse calibrated? Only until it is scaled: with one number each, its ECE is the lower."
+        return "Is AMP worse calibrated? Only before scaling; afterwards its ECE is the lower one."
     if before:
-        return "Is AMP worse calibrated? Here it is, before and after scaling."
+        return "Is AMP worse calibrated? Here, yes, both before and after scaling."
     return (
         "AMP is not worse calibrated here, even before scaling."
         if not after
-        else "Only after scaling is AMP's ECE the higher."
+        else "AMP's ECE is the higher one only after scaling."
     )

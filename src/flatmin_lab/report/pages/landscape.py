@@ -99,14 +99,14 @@ def _settings_key(found: Mapping[str, Any]) -> str:
 
 
 def _caption(found: Mapping[str, Any], pictures: str, seeds: str, lost: Sequence[str], others: Sequence[str]) -> str:
-    apart = f" Computed otherwise, and not shown: {', '.join(others)}." if others else ""
+    apart = f" Computed with other settings, and not shown: {', '.join(others)}." if others else ""
     nowhere = f" {' and '.join(lost)}: the loss is not finite at the weights themselves." if lost else ""
     of = f" Shown: {seeds}." if seeds else ""
     return (
-        f"The loss at θ + x·d₁ + y·d₂ on {pictures} examples, in eval mode, at {found['points']} points a side. The "
-        f"directions are random (seed {found['seed']}, the same noise for every model), each filter as long as that "
-        f"filter of the weights; biases and BatchNorm stay. At 1 a filter has moved by its own "
-        f"length.{of}{nowhere}{apart}"
+        f"The loss at θ + x·d₁ + y·d₂ on {pictures} examples, in eval mode, with {found['points']} points per "
+        f"side. The directions are random (seed {found['seed']}, the same noise for every model) and scaled to each "
+        f"filter of the weights: at 1, a filter has moved by its own length. Biases and BatchNorm are not "
+        f"moved.{of}{nowhere}{apart}"
     )
 
 

@@ -98,7 +98,7 @@ def report_page(found: LoadedResults) -> str:
 
 
 def _families(found: LoadedResults) -> Families:
-    """Of the paper's tables; none where there are only runs of one's own."""
+    """The families of the paper's tables; none if there are only the user's own runs."""
     names = {str(run.result.get("recipe") or "") for run in found.runs}
     known = families_with({name: Family(*family) for name, family in found.families.items()})
     return known if names & by_name().keys() else {}
@@ -215,11 +215,12 @@ def _conditions(group: Group) -> list[str]:
             f"{attack['pictures']:,} {group.split} examples."
         )
     if any("attack_normalised" in e for e in evaluations):
-        found.append("Small radius: radius and step in units of the normalised inputs, not of a pixel's range.")
+        found.append("Small radius: radius and step are in units of the normalised inputs, not of the pixel range.")
     flat = next((e["flatness"] for e in evaluations if "epsilon" in e.get("flatness", {})), None)
     if flat:
         found.append(
-            f"Flatness: of the training loss on {flat['pictures']:,} examples without augmentation, BatchNorm fixed. "
+            f"Flatness is that of the training loss on {flat['pictures']:,} examples, without augmentation and "
+            f"with BatchNorm fixed. "
             f"The worst loss is a lower bound, found by ascent in the ball of radius {flat['epsilon']:g} around θ."
         )
     adaptive = next((e["flatness"] for e in evaluations if "adaptive_epsilon" in e.get("flatness", {})), None)

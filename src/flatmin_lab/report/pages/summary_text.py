@@ -14,7 +14,7 @@ SENTENCE_MEASURES = {
     "fgsm_error": ("error under FGSM", "{:.1f}\u00a0%"),
     "pgd_error": ("error under PGD", "{:.1f}\u00a0%"),
     "worst_case_loss": ("worst training loss nearby", "{:.3f}"),
-    "rise": ("rise of the loss to there", "{:.3f}"),
+    "rise": ("rise to the worst loss", "{:.3f}"),
     "eigenvalue": ("largest eigenvalue of the Hessian", "{:.3g}"),
 }
 
@@ -30,13 +30,13 @@ def summary(group: Group) -> list[str]:
     amp = min(amps, key=error_of)
     chosen = ""
     if len(amps) > 1:
-        chosen = f" Of {len(amps)} settings of AMP it has the lowest {group.split} error: chosen with the labels."
+        chosen = f" Of AMP's {len(amps)} settings, it has the lowest {group.split} error, and was chosen for that."
     sentences = _comparisons(erm, amp, group.split)
     best = _best(group)
     if all(row.method not in ("amp", "erm") for row in best):
         sentences.append(_lowest(group, best))
     sentences += [
-        f"The numbers of {row.name} are ERM's, digit for digit: its setting never took effect."
+        f"ERM and {row.name} have exactly the same numbers: the setting of {row.name} never took effect."
         for row in group.rows
         if row is not erm and _same_numbers(row, erm)
     ]
@@ -100,7 +100,7 @@ def _are_timed_alike(erm: Row, amp: Row, name: str) -> bool:
 
 def _cost(erm: Row, amp: Row, name: str, what: str) -> str:
     slower = mean(amp.cells[name].values) / max(mean(erm.cells[name].values), 1e-9)
-    return f"AMP took {slower:.2f} times the {what} of ERM."
+    return f"AMP took {slower:.2f} times as much {what} as ERM."
 
 
 def _too_few(erm: Row, amp: Row, name: str) -> bool:
@@ -125,7 +125,7 @@ def _verdict(erm: Cell, amp: Cell) -> str:
     if not amp.planned:
         return f"not among the planned comparisons, so not tested ({n})"
     if amp.p is None:
-        return f"no spread among the seeds to judge by ({n})"
+        return f"the seeds do not differ, so there is no test ({n})"
     if amp.p >= LEVEL:
         return f"no significant difference ({n}, p\u00a0{format_p(amp.p)})"
     return f"significantly {'lower' if amp.better else 'higher'} ({n}, p\u00a0{format_p(amp.p)})"

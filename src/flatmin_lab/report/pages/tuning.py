@@ -39,8 +39,8 @@ def tuning_section(path: Path, found: Tuning) -> TuningSection:
         [(_cells(trial, found), trial == found.chosen) for trial in found.ranked()],
         _figure(found),
         shlex.join(found.command()) if found.chosen else "",
-        f"All trials have the seed {found.seed}: the same split, first weights and order of images. The test set was "
-        "not looked at.",
+        f"All trials have the seed {found.seed}: the same split, initial weights and order of images. The test set was "
+        "not used.",
     )
 
 
@@ -85,4 +85,4 @@ def _figure(found: Tuning) -> DrawnFigure | None:
 
 
 def _label(parameter: HyperParameter) -> str:
-    return parameter.symbol if parameter.unit == 1 else f"{parameter.symbol}, in 255ths of a pixel's range"
+    return parameter.symbol if parameter.unit == 1 else f"{parameter.symbol}, in 255ths of the pixel range"

@@ -2,8 +2,8 @@
 
 A claim that one method has a lower value than another is tested by Welch's test if there are three runs of each, and
 corrected for the size of its family (families.py). With fewer runs there is no test, only whether every value of one
-method lies below every value of the other. That a method has the lowest value of all holds if it does against each
-other: its p is the largest of theirs, and needs no further correction (an intersection-union test).
+method lies below every value of the other. A method has the lowest value of all if it has a lower one than each
+other method: its p is the largest of theirs, and needs no further correction (an intersection-union test).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ POINTS_THAT_WAY, OVERLAPS, POINTS_OTHER_WAY = "points that way", "the runs overl
 MEASURES = {"error": "a lower error", "nll": "a lower NLL", "ece": "better calibration"}
 FLATNESS_MEASURES = {
     "landscape_rise": "the training loss one filter's length away",
-    "worst_at_half": "the worst training loss within the radius 0.5",
+    "worst_at_half": "the worst training loss within a radius of 0.5",
     "eigenvalue": "largest eigenvalue of the training loss",
 }
 
@@ -55,7 +55,7 @@ class Claim:
     lower: str  # these are names of recipes
     higher: tuple[str, ...]
     no_better: bool = False
-    ours: bool = False  # not in the paper, but a reader will ask
+    ours: bool = False  # not in the paper, but readers will ask
 
     @property
     def comparison(self) -> str:
@@ -159,7 +159,7 @@ def _check_claim(claim: Claim, runs: Runs, family: Family) -> ClaimVerdict:
     known = {name: values for name, values in others.items() if values}
     if not lower or len(known) < len(others):
         return ClaimVerdict(claim.says, NO_DATA, "", ours=claim.ours, claim=claim)
-    name = min(known, key=lambda name: mean(known[name]))  # the one that is the hardest to be below
+    name = min(known, key=lambda name: mean(known[name]))  # the one that is hardest to beat
     numbers = f"{mean_and_std(lower, digits)} and {mean_and_std(known[name], digits)}".replace(" ± ", "\u00a0±\u00a0")
     numbers += f", n\u00a0=\u00a0{len(lower)}\u00a0and\u00a0{len(known[name])}"
     numbers += f", the lowest of the others, {NAMES_OF_METHODS[split_name(name)[1]]}" if len(known) > 1 else ""
@@ -183,7 +183,7 @@ def _verdict(claim: Claim, lower: list[float], others: list[list[float]], family
         return NOT_PLANNED, None
     against = [test.p for test, is_below in tests if test is not None and not is_below]
     for_it = [test.p for test, is_below in tests if test is not None and is_below]
-    # lower than all: as sure as the least sure; not the lowest: one of several suffices, so these are corrected for
+    # lower than all: as certain as the least certain; not the lowest: one of several suffices, hence the correction
     p = corrected(min(against) * len(others), family) if against else corrected(max(for_it), family)
     if claim.no_better:
         return FAILS if p < LEVEL and not against else NOT_CONTRADICTED, p

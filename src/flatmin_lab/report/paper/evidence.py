@@ -43,7 +43,7 @@ class ProtocolEvidence:
     claims: list[ClaimVerdict]
     waiting: list[ClaimVerdict]  # claims with a side that is not trained or measured yet
     settings: list[str]  # of the methods, per network and augmentation
-    frontiers: list[Frontier]  # what cheaper trainings keep of AMP's gain
+    frontiers: list[Frontier]  # what cheaper training modes keep of AMP's gain
     figure_8: list[Point]
     figure_11: list[Point]
     families: Mapping[str, NamedFamily]  # of what was tested
@@ -129,7 +129,7 @@ def _is_in_table_1(row: Row) -> bool:
 def _without_empty(table: FilledTable) -> FilledTable:
     """The table without empty rows and columns, and without data sets and networks that have no run.
 
-    In pairwise tables, a data set is kept only if all its rows have runs; and no block of which table 1 has all.
+    In pairwise tables, a data set is kept only if all its rows have runs and it is not complete in table 1.
     """
     rows = table.rows
     if table.experiment.name in PAIRS:

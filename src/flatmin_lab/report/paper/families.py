@@ -6,11 +6,11 @@ to be lower than whose, by the ends of the recipes' names:
     paper/cifar10-preactresnet18       nll: amp < erm
                                        error: amp < erm, dropout, label_smoothing, flooding, mixup, adversarial, rmp
 
-A comparison's p is Welch's times the size of the family (Bonferroni's correction). So it stays as it is when something
-else is trained; Holm's correction over all that happens to be there does not. What is in no family is not tested.
+A comparison's p is Welch's times the size of the family (Bonferroni's correction). So it does not change when something
+else is trained, unlike Holm's correction over whatever happens to be there. What is in no family is not tested.
 
-planned.json holds the families of what was planned, and the day they were fixed. Where it has none of a name, the
-family is made of the paper's claims (claims.py).
+planned.json holds the families of what was planned, and the day they were fixed. If it has none of a given name, the
+family is made from the paper's claims (claims.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,7 +88,7 @@ def p_of_pair(
 ) -> float | None:
     """The corrected p of two recipes; None if their family has no such comparison, or there is no such family.
 
-    Nor is there a p of fewer than three runs, or of runs without any spread.
+    Nor is there a p for fewer than three runs, or for runs without any spread.
     """
     family = families.get(split_name(names[0])[0])
     if family is None or not is_pair_planned(families, measure, names) or min(len(values), len(base)) < MIN_RUNS:

@@ -1,4 +1,4 @@
-"""What share of AMP's gain over ERM a cheaper training keeps, and what it costs.
+"""What share of AMP's gain over ERM a cheaper training mode keeps, and what it costs.
 
     kept = (ERM − mode) / (ERM − AMP)          of error, NLL or ECE, means over the seeds
 
@@ -82,7 +82,7 @@ def kept_share(erm: Sequence[float], amp: Sequence[float], mode: Sequence[float]
 
 
 def frontiers(table: FilledTable, times: Sequence[StepTimes] = ()) -> list[Frontier]:
-    """Of each data set that has runs of ERM, AMP and a mode; `times` of steps give the measured costs."""
+    """One for each data set with runs of ERM, AMP and a mode; `times` of steps give the measured costs."""
     found = []
     for place in dict.fromkeys(row.place for row in table.rows):
         rows = [row for row in table.rows if row.place == place and row.has_values and not row.at_best_epoch]

@@ -34,8 +34,8 @@ def key_results(found: Evidence) -> list[KeyResult]:
     claims = _one_each(full or judged)
     return [
         KeyResult("Agrees with the paper", _agrees(claims, full)),
-        KeyResult("Beside the paper's numbers", _beside(full)),
-        KeyResult("Does not agree, or is not shown", _differs(claims, full)),
+        KeyResult("Compared with the paper's numbers", _beside(full)),
+        KeyResult("Contradicted or undecided", _differs(claims, full)),
         KeyResult("With shorter runs", _shorter([protocol for protocol in judged if protocol not in full])),
         KeyResult("Missing", _missing(claims, found)),
     ]
@@ -58,9 +58,9 @@ def _agrees(claims: Sequence[ClaimVerdict], full: Sequence[ProtocolEvidence]) ->
     tested = _tested(claims) if full else []
     epochs = PROTOCOLS["paper"].epochs
     if not tested:
-        return f"At the paper's length of {epochs} epochs nothing can be tested yet: it takes three runs on each side."
+        return f"At the paper's length of {epochs} epochs, nothing can be tested yet: a test needs three runs per side."
     holding = [claim for claim in tested if claim.verdict == HOLDS]
-    head = f"At the paper's length of {epochs} epochs {_share(len(holding), len(tested))} claims that can be tested"
+    head = f"At the paper's length of {epochs} epochs, {_share(len(holding), len(tested))} claims that can be tested"
     return f"{head} hold{': ' if holding else ''}{_listed(_merged(holding))}."
 
 
@@ -75,7 +75,7 @@ def _beside(full: Sequence[ProtocolEvidence]) -> str:
                     if not cell.agrees:
                         who = f"{NAMES[row.recipe.method]} on {TITLES.get(row.data, row.data)} under “{protocol.name}”"
                         theirs = as_printed(cell.paper, column.digits)
-                        numbers = f"{column.label} {mean_and_std(cell.values, column.digits)} beside {theirs}"
+                        numbers = f"{column.label}: {mean_and_std(cell.values, column.digits)}, the paper {theirs}"
                         apart.setdefault(who, []).append(numbers)
                     elif len(cell.values) > 1:
                         yes += 1
@@ -83,9 +83,9 @@ def _beside(full: Sequence[ProtocolEvidence]) -> str:
                         single += 1
     no = sum(map(len, apart.values()))
     if not yes + single + no:
-        return "No mean of ours can be compared with the paper's yet."
-    words = f"Of {yes + single + no} comparisons with a mean of the paper, {yes} agree"
-    words += f", {single} {'are' if single != 1 else 'is'} not contradicted by a single run" if single else ""
+        return "None of our means can be compared with the paper's yet."
+    words = f"Of {yes + single + no} comparisons with the paper's means, {yes} agree"
+    words += f", {single} {'are' if single != 1 else 'is'} not contradicted by our single run" if single else ""
     rows = [f"{who} ({_listed(numbers)})" for who, numbers in apart.items()]
     return f"{words}, and {no} do{'es' if no == 1 else ''} not agree{': ' if no else ''}{_listed(rows)}."
 
@@ -109,7 +109,7 @@ def _shorter(protocols: Sequence[ProtocolEvidence]) -> str:
         kinds = {HOLDS: "hold", UNDECIDED: "no significant difference", FAILS: "contradicted"}
         by_kind = {kind: [claim for claim in tested if claim.verdict == kind] for kind in kinds}
         epochs = next(length.epochs for name, length in PROTOCOLS.items() if name == protocol.name)
-        words = f"With {epochs} epochs (“{protocol.name}”) {_share(len(by_kind[HOLDS]), len(tested))} tested claims"
+        words = f"With {epochs} epochs (“{protocol.name}”), {_share(len(by_kind[HOLDS]), len(tested))} tested claims"
         lists = [
             f"{word}: {_listed(_merged(by_kind[kind], with_numbers=False))}"
             for kind, word in kinds.items()
@@ -129,12 +129,12 @@ def _missing(claims: Sequence[ClaimVerdict], found: Evidence) -> str:
     if few:
         towards = sum(claim.verdict == POINTS_THAT_WAY for claim in few)
         parts.append(
-            f"{len(few)} of the paper's {len(claims)} claims have too few runs for a test, fewer than three on a side; "
+            f"{len(few)} of the paper's {len(claims)} claims have too few runs for a test (fewer than three per side); "
             f"{towards} of them point the paper's way"
         )
     if none:
         where = _without_any(claims)
-        parts.append(f"{len(none)} claims have no runs yet{f', among them all {where}' if where else ''}")
+        parts.append(f"{len(none)} claims have no runs yet{f', including all {where}' if where else ''}")
     return f"{'; '.join(parts)}." if parts else "Nothing: every claim of the paper has been tested."
 
 

@@ -1,6 +1,6 @@
 """Figures 8 and 11 of the paper as numbers, beside ours; both are of CIFAR-10.
 
-The paper prints no numbers of them: these were read off its figures, and are as exact as a drawn line is.
+The paper prints no numbers for them: these were read off its figures, and are as exact as a drawn line can be.
 
     figure 8     the test NLL over the radius ε, with N = 2 and ζ = 2
     figure 11    the training loss over the epochs, as means over some of them; AMP's is the loss at θ + Δ
@@ -23,7 +23,7 @@ Runs = Mapping[str, Sequence[Run]]
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured, the paper's number, and ours, one a run."""
+    """What is measured, the paper's number, and ours, one per run."""
 
     label: str
     paper: float | None

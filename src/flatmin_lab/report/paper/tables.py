@@ -1,8 +1,8 @@
 """A table or figure of the paper, filled with our results beside the paper's.
 
-Rows are the experiment's recipes, cells the values of all seeds that are there. Where the length is the paper's own,
-its numbers stand beside ours, and a cell tells whether the two agree (stats.py). The paper's are of the best test
-epoch, which its published code reports: so they stand in a row with ours of that epoch, below that of the last.
+Rows are the experiment's recipes, cells the values of all seeds that are there. At the paper's own length,
+its numbers are shown beside ours, and a cell says whether the two agree (stats.py). The paper's are from the best test
+epoch, which its published code reports: so they are in a row with ours from that epoch, below the last epoch's row.
 """
 
 from collections import Counter
@@ -100,7 +100,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The method, and where it differs from the paper's."""
+        """The method, and how it differs from the paper's."""
         protocol, settings = self.recipe.protocol, self.recipe.settings
         own = [f"epsilon {settings['epsilon']}"] if protocol == OWN and "epsilon" in settings else []
         if self.at_best_epoch:
@@ -220,7 +220,7 @@ def _with_tests(rows: list[Row], columns: list[Column], families: Families) -> l
 def runs_by_recipe(runs: Iterable[Run], unusable: list[UnusableFile]) -> dict[str, list[Run]]:
     """Runs of the paper's recipes by name, sorted by seed; those that do not match their recipe are left out.
 
-    A seed counts once: the same run again is no further evidence. If a data set comes with several checksums, only the
+    A seed counts once: the same run again is not further evidence. If a data set comes with several checksums, only the
     most common one counts.
     """
     known = by_name()

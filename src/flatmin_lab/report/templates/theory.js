@@ -1,4 +1,4 @@
-// The theorems and their pictures. The first part is flatmin/theory in another language, and is tested against it;
+// The theorems and their figures. The first part is flatmin/theory in another language, and is tested against it;
 // the second draws. One state, one draw(): every slider changes the state and everything is drawn again.
 "use strict";
 window.flatminTheory = (() => {
@@ -305,7 +305,7 @@ window.flatminTheory = (() => {
     say("surface-says",
       `The risk at θ is ${value(exponent(d, variances))}, ` +
       `the worst in the ball is <b>${value(exponent(far, variances))}</b>. ` +
-      `Theorem 1’s least, at θ = μ, is <span class="formula">1 − exp(−ε²/2σ²)</span> = <b>${two(least)}</b>, with ` +
+      `The least possible, at θ = μ by Theorem 1, is <span class="formula">1 − exp(−ε²/2σ²)</span> = <b>${two(least)}</b>, with ` +
       `σ² = ${Math.min(...variances).toPrecision(2)} the smaller of the two variances ` +
       `${variances.map((v) => v.toPrecision(2)).join(" and ")}.`);
     surfaceChart = show(c, "Contours of an inverted Gaussian, the ball around θ and its worst point");
@@ -347,7 +347,7 @@ window.flatminTheory = (() => {
       ? "With ε = 0 there is no step up and no penalty: AMP is ordinary training."
       : `The step is cut to length ε = ${two(epsilon)} where the gradient is longer than <b>ε/ζ = ${two(knee)}</b>. ` +
         `Below, AMP’s Ω is ${small(zeta / 2)}·‖∇J‖²; above, it is ${two(epsilon)}·‖∇J‖ − ` +
-        `${small(epsilon ** 2 / (2 * zeta))}, which joins on without a kink.`);
+        `${small(epsilon ** 2 / (2 * zeta))}, which continues it without a kink.`);
   };
 
   // ---- 5. the kinked loss --------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_a_page_in_place_of_the_file_costs_nothing_that_came(tmp_path: Path, ser
     for page in (b"<html>log in</html>", CONTENT * 3):
         Handler.content = page
         with pytest.raises(
-            ConnectionError, match=f"answered with {len(page)} bytes, and the file has 3000000.*are kept"
+            ConnectionError, match=f"answered with {len(page)} bytes, but the file has 3000000.*are kept"
         ):
             fetch(remote(server), tmp_path, pause=0)
         assert part.read_bytes() == CONTENT[:900_000]
@@ -188,7 +188,7 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path, server: str) -> Non
     while not (part.exists() and part.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(BlockingIOError, match="another process is fetching"):
+    with pytest.raises(BlockingIOError, match="another process is downloading"):
         fetch(remote(server), tmp_path)
     Handler.slow = False
     first.join()
@@ -204,7 +204,7 @@ def test_who_comes_second_while_nothing_has_come_yet_spoils_nothing(tmp_path: Pa
     while not part.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(BlockingIOError, match="another process is fetching"):
+    with pytest.raises(BlockingIOError, match="another process is downloading"):
         fetch(remote(server), tmp_path)
     first.join()
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
@@ -259,7 +259,7 @@ def test_the_second_of_two_files_is_fetched_when_the_first_is_there(
 
 def test_a_file_of_that_name_that_is_another_one_is_left_alone(tmp_path: Path, server: str) -> None:
     (tmp_path / "file.bin").write_bytes(b"mine")
-    with pytest.raises(ValueError, match="move it away to fetch that"):
+    with pytest.raises(ValueError, match="move it away to download that"):
         fetch(remote(server), tmp_path)
     assert (tmp_path / "file.bin").read_bytes() == b"mine"
 
@@ -271,7 +271,7 @@ def test_without_a_network_it_says_where_to_put_the_file(tmp_path: Path, server:
     for part in ("http://127.0.0.1:9/file.bin", "network", f"put it into {tmp_path}"):
         assert part in str(error.value)
     Handler.breaks_after = [1_000_000, 0, 0, 0, 0]
-    with pytest.raises(ConnectionError, match="1000000 bytes that came are kept"):
+    with pytest.raises(ConnectionError, match="1000000 bytes received so far are kept"):
         fetch(remote(server), tmp_path, pause=0)
     assert (tmp_path / "file.bin.part").stat().st_size == 1_000_000
 

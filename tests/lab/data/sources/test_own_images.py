@@ -50,7 +50,7 @@ class TestNpz:
         assert shape(4, 4, 3) == (3, 4, 4)
         assert shape(3, 4, 4) == (3, 4, 4)
         for sides in ((3, 3, 3), (3, 5, 4)):
-            with pytest.raises(ValueError, match=r"both could be them .*use \(N, C, H, W\)"):
+            with pytest.raises(ValueError, match=r"both could be them; use \(N, C, H, W\)"):
                 shape(*sides)
 
     def test_points(self, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ class TestNpz:
             with suppress(ValueError):
                 load(tmp_path / "x.npz")
         (tmp_path / "x.npz").write_bytes(content[: len(content) // 2])
-        with pytest.raises(ValueError, match=r"not a whole \.npz"):
+        with pytest.raises(ValueError, match=r"not an intact \.npz"):
             load(tmp_path / "x.npz")
 
     def test_what_the_arrays_take_is_checked_before_one_is_read(self, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ class TestFolder:
 
     def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
-        with pytest.raises(FileNotFoundError, match="a folder of images a class"):
+        with pytest.raises(FileNotFoundError, match="one folder of images per class"):
             load(tmp_path / "empty")
         root = self.write(tmp_path / "pets")
         (root / "cat" / "3.png").write_bytes(b"no image")
@@ -207,7 +207,7 @@ class TestFolder:
             load(root)
         (root / "cat" / "3.png").unlink()
         Image.fromarray(np.zeros((7, 9), np.uint16)).save(root / "cat" / "deep.png")
-        with pytest.raises(ValueError, match=r"8 bits a channel, got mode I;16 in .*deep\.png"):
+        with pytest.raises(ValueError, match=r"8 bits per channel, got mode I;16 in .*deep\.png"):
             load(root)
         few = self.write(tmp_path / "few", count=2)
         with pytest.raises(ValueError, match="at least 3 images"):

@@ -83,7 +83,7 @@ def test_a_broken_cache_and_a_file_of_another_kind_are_named(tmp_path: Path) -> 
     cache = tmp_path / "mine.npz"
     from_torch(train, test, name="mine", cache=cache)
     cache.write_bytes(cache.read_bytes()[:500])
-    with pytest.raises(ValueError, match=r"mine\.npz is not a whole \.npz"):
+    with pytest.raises(ValueError, match=r"mine\.npz is not an intact \.npz"):
         from_torch(train, test, name="mine", cache=cache)
     arrays = {"x_train": train.x, "y_train": train.y, "x_test": test.x, "y_test": test.y}
     np.savez(cache, **{key: value.numpy() for key, value in arrays.items()})  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def test_other_shapes_of_a_data_set_are_refused() -> None:
         from_torch([(torch.zeros(7, 9, 11), 0)], test, name="mine")
     with pytest.raises(ValueError, match=r"uint8, or floats from 0 to 1, got torch\.int64 at 0"):
         from_torch([(torch.zeros(3, 9, 11, dtype=torch.int64), 0)], test, name="mine")
-    with pytest.raises(ValueError, match="8 bits a channel, got mode I;16 in item 0"):
+    with pytest.raises(ValueError, match="8 bits per channel, got mode I;16 in item 0"):
         from_torch([(Image.fromarray(np.zeros((4, 4), np.uint16)), 0)], test, name="mine")
     with pytest.raises(ValueError, match="a point must be finite"):
         from_torch([(torch.tensor([1.0, torch.nan]), 0)], test, name="mine")

@@ -48,8 +48,8 @@ from flatmin_lab.system.machine import hardware
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.threads import computing_with
 
-WHICH, HOW = "Which runs", "How they run"
-SMOKE = Path("out/smoke")  # kept apart: these results are no evidence
+WHICH, HOW = "Which runs", "Execution"
+SMOKE = Path("out/smoke")  # kept apart: these results are not evidence
 COST_STEPS = 100  # in a block, on a GPU
 
 
@@ -67,39 +67,37 @@ def reproduce(
     ] = None,
     list_: Annotated[bool, option("List all tables and figures, what is done, and what is missing.", "--list")] = False,
     dry_run: Annotated[bool, option("Show what would run, and how long it would take.", "--dry-run")] = False,
-    planned: Annotated[bool, option("Execute the planned runs that are not done, in order.", "--planned")] = False,
-    plan: Annotated[bool, option("Record in RESULTS/planned.json what will be run, and exit.", "--plan")] = False,
-    seeds: Annotated[
-        str | None, option("Seeds, such as 0,1 or 0-9; default: as many as the protocol has.", panel=WHICH)
-    ] = None,
+    planned: Annotated[bool, option("Execute the planned runs that are not done yet, in order.", "--planned")] = False,
+    plan: Annotated[bool, option("Record the runs in RESULTS/planned.json as planned, and exit.", "--plan")] = False,
+    seeds: Annotated[str | None, option("Seeds, such as 0,1 or 0-9; default: the protocol's.", panel=WHICH)] = None,
     methods: Annotated[
-        str | None, option("Methods, such as erm,amp; default: all of the experiment's.", panel=WHICH)
+        str | None, option("Methods, such as erm,amp; default: all in the experiment.", panel=WHICH)
     ] = None,
     data: Annotated[
-        str | None, option("Data sets, such as cifar10,svhn; default: all of the experiment's.", panel=WHICH)
+        str | None, option("Data sets, such as cifar10,svhn; default: all in the experiment.", panel=WHICH)
     ] = None,
-    models: Annotated[
-        str | None, option("Models, such as vgg16; default: all of the experiment's.", panel=WHICH)
-    ] = None,
+    models: Annotated[str | None, option("Models, such as vgg16; default: all in the experiment.", panel=WHICH)] = None,
     measure: Annotated[
         str | None,
-        option(f"Also measure any of these, with commas: {', '.join(post_training.PARTS)}.", panel=WHICH),
+        option(f"What else to measure, separated by commas: {', '.join(post_training.PARTS)}.", panel=WHICH),
     ] = None,
     limit: Annotated[int | None, option("Execute at most this many runs now.", min=1, panel=WHICH)] = None,
     retry: Annotated[bool, option("Retry failed runs.", "--retry", panel=WHICH)] = False,
     results: Annotated[
-        Path | None, option("The folder for result files; default: results, for smoke out/smoke/results.", panel=HOW)
+        Path | None, option("Folder for result files; default: results, or out/smoke/results for smoke.", panel=HOW)
     ] = None,
     runs: Annotated[
         Path | None,
-        option("The folder for the runs and their checkpoints; default: runs, for smoke out/smoke/runs.", panel=HOW),
+        option("Folder for the runs and their checkpoints; default: runs, or out/smoke/runs for smoke.", panel=HOW),
     ] = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
     device: Annotated[str | None, option("cpu, cuda:0, or cuda:0,cuda:2; default: all GPUs.", panel=HOW)] = None,
     together: Annotated[
         int | None,
-        option("How many runs train at once on a GPU; default: as many as raise the throughput.", min=1, panel=HOW),
+        option(
+            "How many runs to train at once on a GPU; default: as many as increase the throughput.", min=1, panel=HOW
+        ),
     ] = None,
     workers: Annotated[
         int | None,
@@ -115,7 +113,7 @@ def reproduce(
     gpus: Gpus = None,
     debug: Debug = False,
 ) -> None:
-    """Reproduce the paper's tables and figures, next to its own numbers. If killed, the same command resumes."""
+    """Reproduce the paper's tables and figures, next to its own numbers. To resume, repeat the command."""
     with report_errors(debug):
         need("flatmin_lab.report.paper.tables", "flatmin reproduce")
         above = SMOKE if protocol == "smoke" else Path()
@@ -190,7 +188,7 @@ def _dry_run(
 ) -> None:
     """Show what would run, and how long it would take, estimated from a few steps of each kind."""
     for one in selection.measured:
-        typer.echo(f"{one.name}: some steps of {' and '.join(r.method for r in one.recipes)}, no training run")
+        typer.echo(f"{one.name}: a few steps of {' and '.join(r.method for r in one.recipes)}, no training run")
     if not selection.runs:
         return
     known = [run.job for run in todo if selection.state(run.job) != "unmeasured"]
@@ -212,7 +210,7 @@ def _dry_run(
         display.say(
             console,
             f"estimated from a few steps each, one run at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
-            "resumed runs take less, and measuring comes on top",
+            "resumed runs take less, and measurements are extra",
         )
 
 
@@ -221,7 +219,7 @@ def follow(
 ) -> tuple[int, str | None]:
     """Show all runs until they have ended; how many failed, and what stopped them.
 
-    What happens `first` is said until an epoch has ended.
+    `first` says what happens until an epoch has ended.
     """
     failed, reason = 0, None
     if not todo:

@@ -1,4 +1,4 @@
-"""Which runs `flatmin reproduce` means: those of some tables and figures, or the planned ones, or a subset."""
+"""Which runs `flatmin reproduce` executes: those of some tables and figures, the planned ones, or a subset."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from flatmin_lab.runs.result_store import ResultStore, State
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Experiments, and their runs with what is to be measured of each."""
+    """Experiments, and their runs with what is to be measured for each."""
 
     experiments: Sequence[Experiment]
     runs: Sequence[Run]
@@ -99,7 +99,7 @@ def select_runs(
 
 
 def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:
-    """Each run once, with everything that is to be measured of it."""
+    """Each run once, with everything that is to be measured for it."""
     parts: dict[tuple[str, int], set[str]] = {}
     for run in runs:
         parts.setdefault(run.job.key, set(asked)).update(run.parts)
@@ -124,7 +124,7 @@ def _planned(store: ResultStore) -> list[Run]:
     found = []
     for run in (run for run in store.planned() if "withdrawn" not in run):
         if run["name"] not in by_name():
-            raise ValueError(f"planned.json names {run['name']!r}, and there is no such recipe; correct it there")
+            raise ValueError(f"planned.json names {run['name']!r}, but there is no such recipe; correct it there")
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))
     if not found:
         raise ValueError(f"{store.results} has no plan; record one with --plan")
@@ -161,5 +161,5 @@ def _seeds(text: str | None) -> tuple[int, ...] | None:
             raise ValueError(f"--seeds takes whole numbers, as in 0,1 or 0-9, got {text!r}")
         found += range(int(first), int(last if dash else first) + 1)
     if not found:
-        raise ValueError(f"--seeds must name one at least, got {text!r}")
+        raise ValueError(f"--seeds must name at least one, got {text!r}")
     return tuple(dict.fromkeys(found))

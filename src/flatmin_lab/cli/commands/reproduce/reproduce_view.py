@@ -50,8 +50,8 @@ def show_states(console: Console, selection: Selection, *, retry: bool) -> None:
         "unmeasured": "to be measured",
         "begun": "to be resumed",
         "missing": "to be trained",
-        "failed": f"failed before ({'retried' if retry else 'retry them with --retry'})",
-        "without weights": "done, but their weights are not in --runs (to measure them, name the folder that has them)",
+        "failed": f"failed before ({'retried now' if retry else 'retry with --retry'})",
+        "without weights": "done, but their weights are not in --runs (to measure them, name the folder they are in)",
     }
     said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])
     if selection.runs:
@@ -66,14 +66,14 @@ def duration_text(seconds: float) -> str:
 
 
 def _time_text(result: Mapping[str, Any]) -> str:
-    """The seconds of a run; beside others on a CPU, those that it computed."""
+    """The seconds of a run; if it shared a CPU with others, its CPU time."""
     if result.get("at_once", 1) == 1 or "cpu_seconds" not in result:
         return f"{result['seconds']:.0f} s"
     return f"{result['cpu_seconds']:.0f} s of CPU time"
 
 
 def event_lines(event: Event, run: Run) -> Iterator[tuple[str, str]]:
-    """The lines that an event is worth, and their colours."""
+    """The lines to print for an event, and their colours."""
     epochs = run.job.recipe.epochs
     match event:
         case Started() if event.step:
@@ -122,14 +122,16 @@ def show_table(experiment: Experiment, store: ResultStore, selection: Selection)
     display.say(console, f"\n{experiment.name}: {experiment.title}; protocol {experiment.protocol}")
     console.print(table)
     if any(cell.better is not None for row in rows for cell in row.cells):
-        display.say(console, "▼ ▲: significantly below or above ERM's (Welch's test, corrected for what was planned)")
+        display.say(
+            console, "▼ ▲: significantly below or above ERM's (Welch's test, corrected for the planned comparisons)"
+        )
     if any(cell.smoothed(0) for row in rows for cell in row.cells):
         display.say(console, "smoothed: the loss smoothed over the other classes, as the paper's NLL seems to be")
     if experiment.protocol == "short" and any(row.recipe.protocol == FollowedProtocol("short") for row in rows):
-        what = "as paper-v2 but for the length, with AMP's radius chosen for it"
-        display.say(console, f"short: {what}, unless a row says otherwise; the paper has no numbers of this length")
+        what = "paper-v2 with fewer epochs and AMP's radius chosen for them"
+        display.say(console, f"short: {what}, unless a row says otherwise; the paper has no numbers for this length")
     if experiment.protocol == "smoke":
-        display.say(console, "smoke: synthetic images, narrow networks, 3 epochs. These numbers are no evidence")
+        display.say(console, "smoke: synthetic images, narrow networks, 3 epochs. These numbers are not evidence")
     display.say(console, f"tests, claims and figures: flatmin report {shlex.quote(str(store.results))}")
 
 
@@ -160,7 +162,7 @@ def show_dry_run(todo: Sequence[Run], selection: Selection, seconds: Mapping[tup
 
 def show_costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
     """Milliseconds per step and hours of ERM and AMP, beside the paper's."""
-    table = Table("", "ms a step", "quartiles", "hours", "paper, hours (V100)", box=None, pad_edge=False)
+    table = Table("", "ms per step", "quartiles", "hours", "paper, hours (V100)", box=None, pad_edge=False)
     for method, one in found["methods"].items():
         low, high = one["ms_quartiles"]
         hours = f"{one['hours']:.3g}"
