@@ -167,7 +167,7 @@ def curves(protocol: Protocol) -> Experiment:
 def landscape(protocol: Protocol) -> Experiment:
     """The loss around the weights along random directions, on training and test images: AMP's is flatter."""
     recipes = _resnets(protocol, ("erm", "amp"))
-    return _experiment("landscape", "landscapes of the loss", protocol, recipes, trials=1, parts=("landscape",))
+    return _experiment("landscape", "loss landscapes", protocol, recipes, trials=1, parts=("landscape",))
 
 
 def flatness(protocol: Protocol) -> Experiment:
@@ -263,7 +263,7 @@ def precision(protocol: Protocol) -> Experiment:
     for data, method in (("cifar10", "amp"), ("cifar100", "erm")):
         recipes.append(cell(protocol, data, RESNET, method))
         recipes.append(cell(protocol, data, RESNET, method, variant="fp32", precision="fp32"))
-    return _experiment("precision", "float32 beside bfloat16", protocol, recipes, trials=1)
+    return _experiment("precision", "float32 and bfloat16", protocol, recipes, trials=1)
 
 
 def rivals(protocol: Protocol) -> Experiment:
@@ -277,7 +277,7 @@ def rivals(protocol: Protocol) -> Experiment:
 
 
 def frontier(protocol: Protocol) -> Experiment:
-    """AMP's gain at less than its cost: perturb late, or not in every step, beside ERM with as much time.
+    """AMP's gain at lower cost: perturb late, or not in every step, beside ERM with as much time.
 
     A step without a perturbation costs one pass, so `start` s and `every` k cost 1 + (1 − s)/k passes per step. In the
     last quarter the rate is 0.001 and the weights hardly move: `drop` lowers it later, and ERM has the same rates.
@@ -301,7 +301,7 @@ def frontier(protocol: Protocol) -> Experiment:
             recipes.append(late("amp", variant=f"drop-{drop}-start-{start}", settings={"start": start}, **rates))
         for name, settings in LATER_DROP.items():
             recipes.append(late("amp", variant=f"drop-0.9-{name}", settings=settings, milestones=(0.5, 0.9)))
-    return _experiment("frontier", "AMP's gain at less than its cost", protocol, recipes, trials=3)
+    return _experiment("frontier", "AMP's gain at lower cost", protocol, recipes, trials=3)
 
 
 def auto(protocol: Protocol) -> Experiment:
