@@ -34,10 +34,10 @@ PROTOCOLS = {
 MORE_MEASURES = {"adaptive_ece": "ECE, bins of equal size", "brier": "Brier score"}
 FLATNESS_LABELS = {
     "loss": "training loss",
-    "gradient_norm": "its gradient's norm",
-    "sharpness": "its rise along the gradient, to radius {epsilon:g}",
+    "gradient_norm": "norm of its gradient",
+    "sharpness": "its rise along the gradient, at radius {epsilon:g}",
     "mean_loss": "mean loss in the ball of radius {epsilon:g}",
-    "worst_case_loss": "worst loss found in it",
+    "worst_case_loss": "worst loss found there",
     "adaptive_mean_loss": "mean loss in the adaptive ball ‖Δ ⊘ |θ|‖ ≤ {adaptive_epsilon:g}",
     "adaptive_worst_case_loss": "worst loss found in the adaptive ball",
 }
@@ -159,7 +159,7 @@ def follow(events: Iterable[Event], console: Console, headline: str, *, first_st
                         task, total=event.steps, completed=event.step, description=epoch, numbers=first_steps
                     )  # earlier steps do not count for the speed
                     compiling = f"; {COMPILING}" if first_steps == COMPILING else ""
-                    say(console, f"{event.parameters:,} parameters, {steps:,} steps an epoch{compiling}")
+                    say(console, f"{event.parameters:,} parameters, {steps:,} steps per epoch{compiling}")
                     if event.step:
                         say(console, f"resumed after step {event.step} of {event.steps}")
                 case Done() if event.step > warm:
@@ -297,7 +297,7 @@ def _show_outside(console: Console, found: Mapping[str, Mapping[str, Any]], kind
 def _show_attack(console: Console, found: Mapping[str, Any], kind: str) -> None:
     table = _table("", f"attacked, {found['pictures']} {kind}")
     for name, label in {
-        "clean": "error, not attacked",
+        "clean": "error without attack",
         "fgsm": "error, FGSM",
         "pgd": f"error, PGD, {found['steps']} steps",
     }.items():
@@ -354,8 +354,8 @@ def outcome(result: Mapping[str, Any], folder: Path) -> None:
     if "best_test_epoch" in result and result["epochs"] > 1:
         say(
             console,
-            f"for comparison only: the best test epoch, {result['best_test_epoch']}, had "
-            f"{number('error', result['best_test_epoch_error'])}; chosen using the test labels",
+            f"for comparison only: the best test epoch ({result['best_test_epoch']}) had "
+            f"{number('error', result['best_test_epoch_error'])}, but was chosen using the test labels",
         )
     took = f"{epochs_text(result['epochs'])} in {result['seconds']:.0f} s on {result['hardware']}"
     say(console, f"{took}; everything is in {folder}")

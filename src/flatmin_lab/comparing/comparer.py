@@ -53,7 +53,7 @@ def about_entries(entries: Sequence[Entry], data: Dataset, *, seeds: int) -> Abo
             f"{recipe.batch_size}, {recipe.precision}"
         ),
         held_out=(
-            f"{count} of {len(data.train)} training {'images' if data.train.is_images else 'points'}, drawn anew with "
+            f"{count} of {len(data.train)} training {'images' if data.train.is_images else 'points'}, drawn anew for "
             "each seed and not trained on; the test set is not used"
         ),
         wanted=seeds,

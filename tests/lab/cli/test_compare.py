@@ -61,7 +61,7 @@ def test_it_ends_with_a_table_and_the_sentence_and_leaves_a_page(data: Path, tmp
     assert all(line.startswith(name) for line, name in zip(table[1:], names, strict=True))
     said = words(done.stderr)
     assert "2 seeds of 4 training runs each" in said
-    assert "measured on 12 of 120 training images, drawn anew with each seed and not trained on" in said
+    assert "measured on 12 of 120 training images, drawn anew for each seed and not trained on" in said
     assert said.count("seed 1 ") == 4
     assert " per seed, " in said
     assert sentence in (tmp_path / "out" / "comparison.html").read_text().replace("&#39;", "'")

@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(own: Path, monkeyp
     monkeypatch.setattr("flatmin_lab.runs.evaluation_files.write_evaluation", full)
     result = flatmin("evaluate", own / "erm", "--device", "cpu")
     assert result.exit_code == 0
-    assert "not kept" in words(result.stderr)
+    assert "not saved" in words(result.stderr)
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_without_a_terminal_there_are_lines_alone_which_say_how_long_is_left() -
     assert isinstance(console.file, io.StringIO)
     assert "\x1b" not in console.file.getvalue()
     headline, begin, *epochs = frames(console)
-    assert (headline, begin) == ("headline", f"16,794 parameters, 10 steps an epoch; {COMPILING}")
+    assert (headline, begin) == ("headline", f"16,794 parameters, 10 steps per epoch; {COMPILING}")
     assert len(epochs) == EPOCHS
     assert all(re.search(r"2 s, about 0:00:\d\d left$", line) for line in epochs[:-1])
     assert epochs[-1].endswith("2 s")

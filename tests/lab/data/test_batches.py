@@ -146,7 +146,7 @@ class TestBatches:
     def test_other_objects_are_refused_with_the_way_out(self) -> None:
         data = images()
         normalise = Normalisation.of(data.train)
-        with pytest.raises(TypeError, match=r"split must be a Split, got Dataset; take data\.train"):
+        with pytest.raises(TypeError, match=r"split must be a Split, got Dataset; use data\.train"):
             Batches(split=data, batch_size=5, normalise=normalise)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"split must be a Split, got DataLoader; .*from_torch"):
             Batches(split=DataLoader([1]), batch_size=5, normalise=normalise)  # type: ignore[arg-type]

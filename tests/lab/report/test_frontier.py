@@ -78,7 +78,7 @@ def test_the_page_has_figure_and_table(tmp_path: Path) -> None:
     assert shares == pytest.approx([0, 0.21, 0.8, 1], abs=0.005)
     page = report_page(found)
     said = text_of(page)
-    assert "AMP's gain at less than its cost: CIFAR-10, PreActResNet18" in said
+    assert "AMP's gain at lower cost: CIFAR-10, PreActResNet18" in said
     assert re.search(r"80 % \(7\d to 8\d\) kept", said)
     assert "frontier-short-cifar10.json" in page
 

@@ -261,15 +261,15 @@ def _keep(evaluated: EvaluatedModel, file: str, found: dict[str, Any]) -> None:
     if evaluated.run is None:
         return
     if not evaluated.run.is_newest:
-        display.say(console, "not kept for the report: these are not the run's newest weights")
+        display.say(console, "not saved for the report: these are not the run's newest weights")
         return
     try:
         kept = evaluation_files.write_evaluation(
             evaluated.run.folder, file, {**found, "checkpoint": evaluated.run.path.name}
         )
-        display.say(console, f"kept in {kept}")
+        display.say(console, f"saved in {kept}")
     except OSError as error:
-        display.say(console, f"note: not kept in {evaluated.run.folder}: {error}", style="yellow")
+        display.say(console, f"note: not saved in {evaluated.run.folder}: {error}", style="yellow")
 
 
 def _write(path: Path, page: str, *, in_browser: bool) -> None:

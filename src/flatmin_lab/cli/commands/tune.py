@@ -183,7 +183,7 @@ def tune(
 def headline(search: SearchSpace, trials: int, hardware: str) -> str:
     recipe = search.recipe
     ranges = (f"{p.symbol} from {p.formatted(p.low)} to {p.formatted(p.high)}" for p in search.hyper_parameters)
-    erm = ", the first of ERM" if search.has_erm_trial else ""
+    erm = ", the first with ERM" if search.has_erm_trial else ""
     return (
         f"{recipe.method}, {' and '.join(ranges)}: {trials} trials of {display.epochs_text(recipe.epochs)}{erm}, "
         f"{recipe.model} on {recipe.data}, measured on a held-out tenth of the training set, {recipe.precision} on "
@@ -242,7 +242,7 @@ def outcome(found: Tuning, folder: Path, data_dir: Path) -> None:
         display.say(console, gain, style="yellow" if found.is_better_than_erm is False else "")
     if found.chosen is not None:
         place = [] if data_dir == DEFAULT_DATA_DIR else ["--data-dir", str(data_dir)]
-        display.say(console, f"Train with it, on the whole training set:\n  {shlex.join([*found.command(), *place])}")
+        display.say(console, f"To train with it on the whole training set:\n  {shlex.join([*found.command(), *place])}")
         display.say(console, f"or\n  {shlex.join(['flatmin', 'train', '--tuned', str(folder / FILE), *place])}")
     display.say(console, f"everything is in {folder}; flatmin report {shlex.quote(str(folder))} shows it")
 

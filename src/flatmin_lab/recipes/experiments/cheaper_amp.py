@@ -28,7 +28,7 @@ def rivals(protocol: Protocol) -> Experiment:
 
 
 def frontier(protocol: Protocol) -> Experiment:
-    """AMP's gain at less than its cost: perturb late, or not in every step, beside ERM with as much time.
+    """AMP's gain at lower cost: perturb late, or not in every step, beside ERM with as much time.
 
     A step without a perturbation costs one pass, so `start` s and `every` k cost 1 + (1 − s)/k passes per step. In the
     last quarter the rate is 0.001 and the weights hardly move: `drop` lowers it later, and ERM has the same rates.
@@ -52,7 +52,7 @@ def frontier(protocol: Protocol) -> Experiment:
             recipes.append(late("amp", variant=f"drop-{drop}-start-{start}", settings={"start": start}, **rates))
         for name, settings in LATER_DROP.items():
             recipes.append(late("amp", variant=f"drop-0.9-{name}", settings=settings, milestones=(0.5, 0.9)))
-    return experiment_of("frontier", "AMP's gain at less than its cost", protocol, recipes, trials=3)
+    return experiment_of("frontier", "AMP's gain at lower cost", protocol, recipes, trials=3)
 
 
 def auto(protocol: Protocol) -> Experiment:

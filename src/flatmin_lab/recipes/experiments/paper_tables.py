@@ -90,7 +90,7 @@ def curves(protocol: Protocol) -> Experiment:
 def landscape(protocol: Protocol) -> Experiment:
     """The loss around the weights along random directions, on training and test images: AMP's is flatter."""
     recipes = _resnets(protocol, ("erm", "amp"))
-    return experiment_of("landscape", "landscapes of the loss", protocol, recipes, trials=1, parts=("landscape",))
+    return experiment_of("landscape", "loss landscapes", protocol, recipes, trials=1, parts=("landscape",))
 
 
 def flatness(protocol: Protocol) -> Experiment:

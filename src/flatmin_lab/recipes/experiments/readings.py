@@ -75,4 +75,4 @@ def precision(protocol: Protocol) -> Experiment:
     for data, method in (("cifar10", "amp"), ("cifar100", "erm")):
         recipes.append(cell(protocol, data, RESNET, method))
         recipes.append(cell(protocol, data, RESNET, method, variant="fp32", precision="fp32"))
-    return experiment_of("precision", "float32 beside bfloat16", protocol, recipes, trials=1)
+    return experiment_of("precision", "float32 and bfloat16", protocol, recipes, trials=1)

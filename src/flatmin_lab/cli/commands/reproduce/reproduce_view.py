@@ -178,4 +178,4 @@ def show_costs(found: Mapping[str, Any], protocol: str, where: str) -> None:
         f"AMP takes {longer:.2f} times as long as ERM (the paper: {paper_numbers.COST_RATIO}), "
         f"a step {found['ratio']:.2f}",
     )
-    display.say(console, f"kept in {where}")
+    display.say(console, f"saved in {where}")
