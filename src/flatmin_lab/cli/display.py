@@ -36,7 +36,7 @@ FLATNESS_LABELS = {
     "gradient_norm": "norm of its gradient",
     "sharpness": "its rise along the gradient, at radius {epsilon:g}",
     "mean_loss": "mean loss in the ball of radius {epsilon:g}",
-    "worst_case_loss": "worst loss found there",
+    "worst_case_loss": "worst loss found in it",
 }
 IN_PERCENT = ("error", "ece", "memorised")
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's control characters, direction marks, surrogates and line ends

@@ -7,6 +7,6 @@ prediction.py      classes of image files
 export.py          a trained model in files that need no flatmin
 measurements.py    every measurement, as plain numbers
 landscapes.py      the loss over a plane through the weights
-close_up.py        two networks of the demo: predictions for wrong labels, the loss around them, temperature scaling
-post_training.py   the measurements after a training run that go into its result file
+close_up.py        two networks of the demo: answers to wrong labels, the loss around them, temperature scaling
+post_training.py   the measurements that follow a training run and go into its result file
 """

@@ -14,7 +14,7 @@ from flatmin_lab.data.sources.image_folder import find_images, read_header, read
 from flatmin_lab.evaluation.trained_model import TrainedModel
 
 IMAGES_AT_ONCE = 64
-MODES = {1: "L", 3: "RGB"}  # by number of channels
+MODES = {1: "L", 3: "RGB"}  # of so many channels
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,8 @@ def landscape(
     images: Annotated[
         int, typer.Option(help="Number of images of each split to compute the loss on.")
     ] = landscapes.IMAGES,
-    seed: Annotated[int, typer.Option(help="Seed for the two directions, which all models share.")] = 0,
-    lines_only: Annotated[
-        bool, option("Measure only a line through the weights, not a plane.", "--lines-only")
-    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the two directions, which all models share.")] = 0,
+    lines_only: Annotated[bool, option("Only the line through the weights, no plane.", "--lines-only")] = False,
     data: Data = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     download: Download = False,
