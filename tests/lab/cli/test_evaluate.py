@@ -109,20 +109,6 @@ def test_the_line_between_two_runs_is_a_page_with_the_barrier_in_words(own: Path
     assert not (own / "erm" / "landscape.json").exists()  # it is about two runs
 
 
-def test_images_may_still_be_called_pictures(own: Path) -> None:
-    new, old = (evaluated(own / "erm", "--attack", flag, 30)["attack"] for flag in ("--images", "--pictures"))
-    assert new == old
-    assert new["pictures"] == 30
-    for command in ("evaluate", "landscape"):
-        help_text = flatmin(command, "--help").stdout
-        assert "--images" in help_text
-        assert "--pictures" not in help_text
-    page = own / "page.html"
-    asked = ["--points", 3, "--device", "cpu", "--out", page, "--lines-only"]
-    assert flatmin("landscape", own / "erm", *asked, "--pictures", 10).exit_code == 0
-    assert "10 training" in page.read_text()
-
-
 def test_what_was_kept_of_another_checkpoint_is_not_mixed_in(own: Path) -> None:
     evaluated(own / "erm", "--attack", "--images", 20)
     newest, older = checkpoint.listed(own / "erm")
@@ -308,6 +294,20 @@ def test_the_theory_page_is_written(tmp_path: Path) -> None:
     result = flatmin("theory", "--out", tmp_path / "theory.html")
     assert result.exit_code == 0
     assert (tmp_path / "theory.html").read_text() == theory_page()
+
+
+def test_images_may_still_be_called_pictures(own: Path) -> None:
+    new, old = (evaluated(own / "erm", "--attack", flag, 30)["attack"] for flag in ("--images", "--pictures"))
+    assert new == old
+    assert new["pictures"] == 30
+    for command in ("evaluate", "landscape"):
+        help_text = flatmin(command, "--help").stdout
+        assert "--images" in help_text
+        assert "--pictures" not in help_text
+    page = own / "page.html"
+    asked = ["--points", 3, "--device", "cpu", "--out", page, "--lines-only"]
+    assert flatmin("landscape", own / "erm", *asked, "--pictures", 10).exit_code == 0
+    assert "10 training" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_run_is_resumed_from_another_folder_and_with_its_file_elsewhere(
     (here / "own.py").rename(here / "other" / "renamed.py")
     gone = flatmin("train", "--out", "../run", "--resume")
     assert gone.exit_code == 2
-    assert "own.py does not exist" in words(gone.stderr)
+    assert "own.py no longer exists" in words(gone.stderr)
     assert flatmin("train", "--out", "../run", "--resume", "--model", "renamed.py:ResNet").exit_code == 0
     (here / "run" / "result.json").unlink()
     other = flatmin("train", "--out", "../run", "--resume", "--model", "renamed.py:ViT")

@@ -81,7 +81,7 @@ def test_the_file_of_the_network_may_have_changed_or_gone(tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "run")
     assert torch.equal(flatmin_lab.load_run(moved).logits(tiny_data().test.x), expected)
     shutil.rmtree(moved / "code")
-    with pytest.raises(FileNotFoundError, match=r"mine_gone.py does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"mine_gone.py no longer exists"):
         flatmin_lab.load_run(moved)
 
 

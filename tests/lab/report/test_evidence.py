@@ -78,7 +78,7 @@ def test_a_comparison_is_shown_for_the_data_of_which_both_sides_are_trained(tmp_
     def table() -> str:
         return (
             text_of(report_page(load_results([tmp_path])))
-            .partition("Float32 beside bfloat16")[2]
+            .partition("Float32 and bfloat16")[2]
             .partition("How to read the tables Mean")[0]
         )
 
@@ -323,7 +323,7 @@ def test_a_result_that_cannot_be_read_does_not_vanish(tmp_path: Path, content: b
 
 def test_the_two_readings_of_the_ball_have_a_table_of_their_own(page: str) -> None:
     assert "The two readings of the ball" in text_of(page)
-    assert "Float32 beside bfloat16" not in text_of(page)  # one of two
+    assert "Float32 and bfloat16" not in text_of(page)  # one of two
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@
 experiment.py      what an experiment is: its recipes, and what is measured of its networks
 paper_tables.py    the paper's tables and figures
 readings.py        readings of its text and code, equal compute, precision
-cheaper_amp.py     rivals of AMP, its gain for less than its cost, a radius that nobody chooses
+cheaper_amp.py     rivals of AMP, its gain at lower cost, a radius that adjusts itself
 beyond_paper.py    other recipes and networks than the paper's
 """
 

@@ -1,4 +1,4 @@
-"""What else lowers the error, AMP's gain for less than its cost, and a radius that nobody chooses."""
+"""What else lowers the error, AMP's gain at lower cost, and a radius that adjusts itself."""
 
 import math
 from functools import partial
