@@ -48,7 +48,7 @@ class Comparison:
         if not rows:
             return
         unit = ", points" if self.verdict.measure in PERCENT else ""
-        titles = ["", "seeds", "passes", *rows, f"{self.verdict.measure} less plain's (95 %{unit})"]
+        titles = ["", "seeds", "passes", *rows, f"{self.verdict.measure} vs. plain (95 %{unit})"]
         lines = [titles]
         for number, contender in enumerate(self.contenders):
             of = {name: found[number] for name, found in rows.items()}
