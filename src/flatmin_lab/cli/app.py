@@ -45,7 +45,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for demo.html and demo.json.")] = Path("out/demo"),
     seeds: Annotated[int, typer.Option(help="Training runs per method, with seeds 0, 1, 2, …")] = 5,
     noise: Annotated[float, typer.Option(help="Fraction of the training labels to replace with wrong ones.")] = 0.2,
-    epochs: Annotated[int, typer.Option(help="Epochs per run.")] = 20,
+    epochs: Annotated[int, typer.Option(help="Epochs per run.")] = 18,
     workers: Annotated[int | None, option("How many runs to train at once; default: one per core.")] = None,
     in_browser: OpenPage = False,
     debug: Debug = False,
