@@ -35,13 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
     (Path(folder) / "tmp").mkdir()
     os.environ.update({FOLDER: folder, "TMPDIR": f"{folder}/tmp", "HF_HOME": f"{folder}/huggingface"})
     # Ray keeps the first token that a process has seen: with another one its next cluster would not answer. Without one
-    # it would write one into the home folder. And it would put a function of its own in the place of print.
+    # it would write one into the home folder. It would put a function of its own in the place of print, and give its
+    # workers a thirtieth of what a process gets that is not nice: beside busy loops they would hardly run.
     ray = {
         "TMPDIR": folder,
         "AUTH_MODE": "token",
         "AUTH_TOKEN": secrets.token_hex(32),
         "TQDM_PATCH_PRINT": "0",
         "USAGE_STATS_ENABLED": "0",
+        "worker_niceness": "0",
     }
     os.environ.update({f"RAY_{name}": value for name, value in ray.items()})
     # A process that is started keeps what is ignored, and has the default for what is handled.
