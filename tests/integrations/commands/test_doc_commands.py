@@ -135,6 +135,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def shortened(recipe: Recipe) -> None:
         if MOST_EPOCHS < recipe.epochs < ENDLESS:  # digits keep theirs, which is in a folder's name
             object.__setattr__(recipe, "epochs", EPOCHS)
+        object.__setattr__(recipe, "warmup", min(recipe.warmup, recipe.epochs - 1))
         check(recipe)
 
     monkeypatch.setattr(Recipe, "__post_init__", shortened)
