@@ -141,7 +141,7 @@ def test_signatures_are_as_they_are_meant(site: Path) -> None:
     assert "perturbed(*, scaler: GradScaler | None = None) -> Iterator[None]" in optimizers
     assert "misplaced" not in optimizers
     assert "Trace(value: Tensor, error: Tensor, products: int)" in flatness_
-    assert "delta where it was found, a tensor per parameter" in flatness_
+    assert "delta where it was found, one tensor per parameter" in flatness_
     laboratory = words(site / "reference" / "laboratory.html")
     assert "lr: float = 0.1," in laboratory
     assert (
