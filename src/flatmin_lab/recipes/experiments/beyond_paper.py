@@ -15,7 +15,7 @@ from flatmin_lab.recipes.protocols import PROTOCOLS, Protocol
 from flatmin_lab.recipes.recipe import Recipe
 
 WARM_UP = 1 / 12  # of a run: 5 of 60 epochs
-VIT_RADII = (0.05, 0.1, 0.2, 0.5)  # tried; published ones for SAM and transformers are 0.1 to 0.3
+VIT_RADII = (0.05, 0.1, 0.2, 0.5)
 BEST_RADII = (0.05, 0.1, 0.2)
 BEST_TRIES: dict[str, dict[str, Any]] = {  # changes to the recipe below, one at a time
     "decay-1e-3": {"weight_decay": 1e-3},
