@@ -94,10 +94,8 @@ def _lanczos(
     diagonal: list[float] = []
     off_diagonal: list[float] = []
     while True:
-        w = product(basis[-1])
-        diagonal.append(float(dot(w, basis[-1])))
-        w = orthogonal(w, basis)
-        left = float(length(w))
+        entry, w, left = lanczos_step(product, basis)
+        diagonal.append(entry)
         values, turned = tridiagonal_eigenvectors(diagonal, off_diagonal)
         errors = left * turned[-1].abs()
         reach = rounding * float(values.abs().max())  # differences below this are rounding
@@ -114,6 +112,14 @@ def _lanczos(
         vectors.append(_shaped(flat, weights.tensors))
     found, near = (numbers[:k].to(random.home, random.dtype) for numbers in (values, errors))
     return Eigenvalues(found, near, vectors, len(diagonal))
+
+
+def lanczos_step(product: Product, basis: Sequence[Tensor]) -> tuple[float, Tensor, float]:
+    """The next diagonal entry of T; then the part of H times the last vector beyond the basis, and its length."""
+    w = product(basis[-1])
+    entry = float(dot(w, basis[-1]))
+    beyond = orthogonal(w, basis)
+    return entry, beyond, float(length(beyond))
 
 
 def tridiagonal_eigenvectors(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatmin.flatness.hessian import Product, RandomVectors, dot, hessian_products, length, orthogonal
-from flatmin.flatness.lanczos import tridiagonal_eigenvectors
+from flatmin.flatness.hessian import Product, RandomVectors, hessian_products, length
+from flatmin.flatness.lanczos import lanczos_step, tridiagonal_eigenvectors
 from flatmin.flatness.risk import Loss, parts_of
 from flatmin.flatness.weights import Weights
 
@@ -170,10 +170,8 @@ def quadrature(product: Product, start: Tensor, steps: int) -> tuple[Tensor, Ten
     diagonal: list[float] = []
     off_diagonal: list[float] = []
     while True:
-        w = product(basis[-1])
-        diagonal.append(float(dot(w, basis[-1])))
-        w = orthogonal(w, basis)
-        left = float(length(w))
+        entry, w, left = lanczos_step(product, basis)
+        diagonal.append(entry)
         # H maps the span to itself. If rounding hides that, only products are lost: what follows has no weight
         ended = not left > rounding * _largest(diagonal, off_diagonal)  # nan ends it too
         if ended or len(diagonal) == steps:

@@ -96,11 +96,12 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
         ("outside", _outside),
     ):
         if (part := found.get(name)) is not None:
-            parts[name] = check(part)
+            check(part)
+            parts[name] = part
     return parts
 
 
-def _flatness(flat: Any) -> dict[str, Any]:
+def _flatness(flat: Any) -> None:
     """Losses around the weights and the Hessian; the adaptive ball is not in every file."""
     _object(flat, "flatness")
     _check(flat, "epsilon", is_number, "a number")
@@ -114,11 +115,9 @@ def _flatness(flat: Any) -> dict[str, Any]:
     farther = flat.get("worst_by_radius", {})
     if not isinstance(farther, dict) or not all(value is None or is_number(value) for value in farther.values()):
         raise ValueError(f"worst_by_radius is {farther!r}, not numbers")
-    checked: dict[str, Any] = flat
-    return checked
 
 
-def _spectrum(found: Any) -> dict[str, Any]:
+def _spectrum(found: Any) -> None:
     """Ritz values and weights of each probe, and what they give."""
     _object(found, "spectrum")
     for name in ("pictures", "parameters"):
@@ -136,11 +135,9 @@ def _spectrum(found: Any) -> dict[str, Any]:
         raise ValueError("a value of the spectrum must have a weight")
     if not all(abs(sum(row) - 1) < 0.01 for row in found["weights"]):
         raise ValueError("the weights of a probe must add up to 1")
-    checked: dict[str, Any] = found
-    return checked
 
 
-def _selective(found: Any) -> dict[str, Any]:
+def _selective(found: Any) -> None:
     """AURC, and the curve of risk over coverage."""
     _object(found, "selective")
     for name in ("aurc", "e_aurc"):
@@ -151,11 +148,9 @@ def _selective(found: Any) -> dict[str, Any]:
             raise ValueError(f"{name} is {values!r:.80}, not shares from 0 to 1")
     if len(coverage) != len(risk) or coverage != sorted(set(coverage)):
         raise ValueError("coverage must rise, and have a risk each")
-    checked: dict[str, Any] = found
-    return checked
 
 
-def _outside(found: Any) -> dict[str, Any]:
+def _outside(found: Any) -> None:
     """By outside data set and score, AUROC and FPR95."""
     _object(found, "outside")
     for name, detected in found.items():
@@ -166,11 +161,9 @@ def _outside(found: Any) -> dict[str, Any]:
             _object(detected.get(score), score)
             for part in ("auroc", "fpr95"):
                 _check(detected[score], part, is_share, "a share from 0 to 1")
-    checked: dict[str, Any] = found
-    return checked
 
 
-def _batch_rise(found: Any) -> dict[str, Any]:
+def _batch_rise(found: Any) -> None:
     """By split and scale, the rise at each radius."""
     _object(found, "batch_rise")
     for split in (split for split in ("training", "test", "validation") if split in found):
@@ -179,8 +172,6 @@ def _batch_rise(found: Any) -> dict[str, Any]:
             rises = found[split].get(scale)
             if not isinstance(rises, dict) or not all(v is None or is_number(v) for v in rises.values()):
                 raise ValueError(f"batch_rise has {rises!r} for {scale}, not numbers")
-    checked: dict[str, Any] = found
-    return checked
 
 
 def curves(found: Any, result: Mapping[str, Any]) -> list[dict[str, Any]]:
