@@ -16,7 +16,7 @@ from flatmin_lab.recipes.user_files import FIELDS, located_name
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.system.json_types import check_types
 
-OF_OPTIMIZER = ("optimizer", "optimizer_settings", "lr", "weight_decay", "momentum", "nesterov")
+OF_OPTIMIZER = ("optimizer", "optimizer_settings", "lr", "weight_decay", "momentum", "nesterov", "exempt_norms")
 SETTINGS = ("model_settings", "optimizer_settings")
 NOT_TAKEN = ("name", "files")  # of a table of the paper; of contents that may have changed since
 

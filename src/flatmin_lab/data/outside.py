@@ -55,7 +55,7 @@ def load_outside(
     here = OutsideData(found.name, found.split.to(like.x.device), found.converted_from)
     if torch.equal(here.split.x, like.x):
         raise ValueError(
-            f"the outside data must be others than the model's own, got {name} for both; name another data set"
+            f"the outside data must differ from the model's own, got {name} for both; name another data set"
         )
     return here
 

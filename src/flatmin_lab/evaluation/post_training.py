@@ -2,8 +2,9 @@
 
 Always: the risk on the training set without augmentation, in eval mode (`clean_train_…`); for label smoothing the
 smoothed loss, which the paper's NLL of that method seems to be; and, if test images are also in the training set, the
-error without them. On request: attacks, flatness, the rise of the loss on batches, the landscape and, for points in a
-plane, the decision boundary.
+error without them. On request: attacks, flatness, the rise of the loss on batches, the density of the Hessian's
+eigenvalues, the risk of the most confident answers, the detection of another data set's images, the landscape and, for
+points in a plane, the decision boundary.
 
 The paper attacks with a radius of 4 per pixel, but does not say whether before or after normalisation. `attack`
 takes it as 4/255 of the pixel range, `attack_normalised` as 4/255 of the normalised inputs. Both are measured.
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from flatmin_lab.data.dataset import Split
-from flatmin_lab.evaluation import landscapes, measurements
+from flatmin_lab.data.outside import load_outside
+from flatmin_lab.data.sources.synthetic import original_name
+from flatmin_lab.evaluation import confidence, landscapes, measurements
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.system.json_data import number, numbers
@@ -25,6 +28,9 @@ from flatmin_lab.training.build import build_method
 from flatmin_lab.training.evaluation import logits_of, score_logits
 
 PLANE_REACH, GRID_POINTS = 1.2, 241  # the grid of a decision boundary: half its side, and points along it
+
+# data from outside, for those that have some: other objects of the same size, and house numbers
+OUTSIDE = {"cifar10": ("svhn", "cifar100"), "cifar100": ("svhn", "cifar10"), "svhn": ("cifar10", "cifar100")}
 
 Say = Callable[[str], object]
 
@@ -39,14 +45,34 @@ class Effort(NamedTuple):
     landscape_points: int = 25  # along a side
     boundary_points: int = 61  # along a side
     batches: int = 50  # of which the rise of the loss is measured
+    spectrum_steps: int = measurements.SPECTRUM_STEPS
+    spectrum_probes: int = measurements.SPECTRUM_PROBES
 
 
 EFFORTS = {
     "paper": Effort(),
     "paper-v2": Effort(),
     "short": Effort(restarts=1, with_trace=False, radii=(0.5,)),
-    "smoke": Effort(images=50, restarts=1, with_trace=False, landscape_points=5, boundary_points=21, batches=3),
+    "smoke": Effort(
+        images=50,
+        restarts=1,
+        with_trace=False,
+        landscape_points=5,
+        boundary_points=21,
+        batches=3,
+        spectrum_steps=5,
+        spectrum_probes=1,
+    ),
 }
+
+
+class Conditions(NamedTuple):
+    """What a measurement needs to know besides the model and its data."""
+
+    effort: Effort
+    data: str  # the name of the data set
+    root: str = "data"  # the folder with data sets: others are measured too
+    say: Say = lambda _: None
 
 
 def measure_every_run(subject: Subject, recipe: Recipe) -> dict[str, Any]:
@@ -69,56 +95,97 @@ def measure_every_run(subject: Subject, recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-def _attack(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
+def _attack(subject: Subject, how: Conditions) -> dict[str, Any]:
     return {
-        "attack": measurements.robustness(subject, images=effort.images, say=say),
-        "attack_normalised": measurements.robustness(subject, images=effort.images, normalised=True, say=say),
+        "attack": measurements.robustness(subject, images=how.effort.images, say=how.say),
+        "attack_normalised": measurements.robustness(subject, images=how.effort.images, normalised=True, say=how.say),
     }
 
 
-def _flatness(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
+def _flatness(subject: Subject, how: Conditions) -> dict[str, Any]:
     found = measurements.flatness_of(
         subject,
-        images=effort.images,
-        restarts=effort.restarts,
-        with_trace=effort.with_trace,
-        radii=effort.radii,
-        say=say,
+        images=how.effort.images,
+        restarts=how.effort.restarts,
+        with_trace=how.effort.with_trace,
+        radii=how.effort.radii,
+        say=how.say,
     )
     return {"flatness": found}
 
 
-def _batch_rise(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
-    return {"batch_rise": measurements.rise_on_batches(subject, batches=effort.batches, say=say)}
+def _batch_rise(subject: Subject, how: Conditions) -> dict[str, Any]:
+    return {"batch_rise": measurements.rise_on_batches(subject, batches=how.effort.batches, say=how.say)}
 
 
-def _landscape(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
-    say("loss landscape")
-    images = effort.images or landscapes.IMAGES
-    return {"landscape": landscapes.landscape(subject, points=effort.landscape_points, images=images)}
+def _spectrum(subject: Subject, how: Conditions) -> dict[str, Any]:
+    found = measurements.spectrum_of(
+        subject,
+        images=how.effort.images,
+        steps=how.effort.spectrum_steps,
+        probes=how.effort.spectrum_probes,
+        say=how.say,
+    )
+    return {"spectrum": found}
 
 
-def _boundary(subject: Subject, effort: Effort, say: Say) -> dict[str, Any]:
+def _selective(subject: Subject, how: Conditions) -> dict[str, Any]:
+    how.say("risk over coverage")
+    return {"selective": confidence.risk_over_coverage(measurements.logits_on_test(subject), subject.test.y)}
+
+
+def _outside(subject: Subject, how: Conditions) -> dict[str, Any]:
+    inside, found = measurements.logits_on_test(subject), {}
+    for name in outside_names(how.data):
+        how.say(f"comparing with {name}")
+        found[name] = confidence.detection(subject, inside, load_outside(name, how.root, like=subject.test))
+    return {"outside": found}
+
+
+def outside_names(data: str) -> tuple[str, ...]:
+    """The data sets that a network trained on this one is tested with, generated ones for generated ones.
+
+    >>> outside_names("cifar10")
+    ('svhn', 'cifar100')
+    >>> outside_names("cifar10-made")
+    ('svhn-made', 'cifar100-made')
+    """
+    original = original_name(data)
+    if original not in OUTSIDE:
+        raise ValueError(f"outside data are known for {', '.join(OUTSIDE)}, got {data}; use flatmin evaluate --outside")
+    return tuple(f"{name}{data.removeprefix(original)}" for name in OUTSIDE[original])
+
+
+def _landscape(subject: Subject, how: Conditions) -> dict[str, Any]:
+    how.say("loss landscape")
+    images = how.effort.images or landscapes.IMAGES
+    return {"landscape": landscapes.landscape(subject, points=how.effort.landscape_points, images=images)}
+
+
+def _boundary(subject: Subject, how: Conditions) -> dict[str, Any]:
     """The second class's probability on a grid over the plane, for data that are points in the plane."""
     if subject.test.is_images or subject.test.shape[0] != 2:
         raise ValueError(f"a boundary is drawn between points of a plane, got {subject.test.kind}")
-    side, shares = class_probabilities(subject.with_normalisation(), points=effort.boundary_points)
+    side, shares = class_probabilities(subject.with_normalisation(), points=how.effort.boundary_points)
     return {"boundary": {"side": numbers(side), "shares": numbers(shares)}}
 
 
-PARTS: dict[str, Callable[[Subject, Effort, Say], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Subject, Conditions], dict[str, Any]]] = {
     "attack": _attack,
     "flatness": _flatness,
     "batch_rise": _batch_rise,
+    "spectrum": _spectrum,
+    "selective": _selective,
+    "outside": _outside,
     "landscape": _landscape,
     "boundary": _boundary,
 }
 
 
-def measure(subject: Subject, part: str, effort: Effort, *, say: Say = lambda _: None) -> dict[str, Any]:
+def measure(subject: Subject, part: str, how: Conditions) -> dict[str, Any]:
     """One of PARTS, and the seconds it took."""
     begun = perf_counter()
-    found = PARTS[part](subject, effort, say)
+    found = PARTS[part](subject, how)
     return {**found, f"{part}_seconds": round(perf_counter() - begun, 3)}
 
 

@@ -116,12 +116,13 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
             known = _write_merged(store, job, known, post_training.measure_every_run(subject, job.recipe))
             yield Measured("always")
         effort = post_training.EFFORTS.get(job.recipe.name.partition("/")[0], post_training.Effort())
+        how = post_training.Conditions(effort, job.recipe.data, options.root)
         for part in run.parts:
             if stop():
                 yield Stopped(stop() or "", 0)
                 return
             if part not in known:
-                known = _write_merged(store, job, known, post_training.measure(subject, part, effort))
+                known = _write_merged(store, job, known, post_training.measure(subject, part, how))
                 yield Measured(part)
         remove_old_checkpoints(folder, weights.path)
         yield Finished(known)

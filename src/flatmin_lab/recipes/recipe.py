@@ -59,7 +59,7 @@ SMALL_DATA_RADIUS = {"digits": 0.3, "spiral": 0.2}  # AMP's, at the lengths in d
 COMMON_SETTINGS = {"num_classes", "in_channels", "dropout"}  # arguments of every model
 SPEED = ("precision", "channels_last", "compile", "deterministic")  # how fast a run computes, not what
 # newer than the first results, which have no such key: in JSON only where they are not the default
-LATER_FIELDS = ("normalise", "optimizer", "optimizer_settings", "init", "init_except", "files")
+LATER_FIELDS = ("normalise", "optimizer", "optimizer_settings", "exempt_norms", "init", "init_except", "files")
 
 # how a run may differ from a cell of a protocol and still follow it, and the words for each value
 EXCEPTIONS: dict[str, Callable[[Any], str]] = {
@@ -164,6 +164,14 @@ class Recipe:
     )
     weight_decay: float = flag(
         1e-4, "Weight decay (the paper: 1e-4); other optimizers have their own default.", NOT_NEGATIVE
+    )
+    exempt_norms: bool = flag(
+        False,
+        "Leave biases and the parameters of norms, all with at most one dimension, out of the weight decay.",
+        Rule(
+            "left out where the optimizer is your own, which makes its own groups",
+            lambda on, recipe: not on or recipe.optimizer in optimizers.OPTIMIZERS,
+        ),
     )
     schedule: str = flag("multi_step", " (the paper: multi_step).", choices=SCHEDULES)
     milestones: tuple[float, ...] = flag(

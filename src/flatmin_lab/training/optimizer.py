@@ -31,14 +31,22 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     if recipe.optimizer == "sgd":
         settings |= {"momentum": recipe.momentum, "nesterov": recipe.nesterov}
     kind: Any = OPTIMIZERS[recipe.optimizer]
+    groups = _groups(params) if recipe.exempt_norms else params
     try:
         if recipe.clip_norm is None:
-            made: Optimizer = kind(params, **settings)
+            made: Optimizer = kind(groups, **settings)
         else:
-            made = _clipped(kind)(params, clip_norm=recipe.clip_norm, **settings)
+            made = _clipped(kind)(groups, clip_norm=recipe.clip_norm, **settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{recipe.optimizer} does not take {dict(recipe.optimizer_settings)}: {error}") from error
     return made
+
+
+def _groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Those with a weight decay, and those of norms and biases without one; no group is empty."""
+    decayed, exempt = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def _own(recipe: Recipe, model: nn.Module, params: list[nn.Parameter]) -> Optimizer:

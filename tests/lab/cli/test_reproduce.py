@@ -121,6 +121,10 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
         (["--planned", "--plan"], "leave out tables, figures, --protocol and --plan, or leave out --planned"),
         (["cost", "--methods", "erm"], "this trains nothing: leave out --seeds, --methods"),
         (["table1", "--measure", "boundary", "--protocol", "smoke"], "--measure boundary is for points of a plane"),
+        (
+            ["spiral", "--measure", "outside", "--protocol", "smoke"],
+            "outside data are known for cifar10, cifar100, svhn",
+        ),
         (["table1", "--runs", str(ROOT / "README.md" / "runs")], "choose other places with --results and --runs"),
         ([], "name a table or a figure: table1"),
         (["table9"], "unknown table or figure 'table9'; choose from table1"),
@@ -129,7 +133,7 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
         (["table1", "--data", "mnist"], "--data takes cifar10, cifar100, svhn, got mnist"),
         (
             ["table1", "--measure", "speed"],
-            "--measure takes attack, batch_rise, boundary, flatness, landscape, got speed",
+            "--measure takes attack, batch_rise, boundary, flatness, landscape, outside, selective, spectrum, got",
         ),
         (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
         (["table1", "--seeds", "3-1"], "--seeds must name at least one"),

@@ -75,7 +75,7 @@ def test_the_checksum_is_that_of_what_the_model_sees(tmp_path: Path) -> None:
 
 
 def test_the_models_own_images_are_not_outside() -> None:
-    with pytest.raises(ValueError, match="must be others than the model's own, got digits for both; name another"):
+    with pytest.raises(ValueError, match="must differ from the model's own, got digits for both; name another"):
         load_outside("digits", like=load("digits").test)
 
 

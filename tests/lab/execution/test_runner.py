@@ -19,6 +19,8 @@ from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_d
 from flatmin_lab.execution.task_queue import Slot, TaskEnd, TaskFailure, TaskMessage
 from flatmin_lab.recipes.experiments.experiment import cell
 from flatmin_lab.recipes.recipe import Job
+from flatmin_lab.report.columns import column_named
+from flatmin_lab.report.loader import read_result
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Event, Failed, Finished, Started, Stopped
 from flatmin_lab.runs.open_folder import open_run_folder
@@ -125,6 +127,18 @@ def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultSt
     assert stored["clean_train_nll"] < 10
 
 
+def test_the_spectrum_confidence_and_outside_data_are_stored_as_the_report_reads_them(store: ResultStore) -> None:
+    ends = here([Job(QUICK, 3)], store, "spectrum", "selective", "outside")
+    assert isinstance(ends[0], Finished)
+    stored = json.loads(store.file(Job(QUICK, 3)).read_text())
+    run = read_result(store.file(Job(QUICK, 3)))
+    assert run.evaluation.keys() == {"spectrum", "selective", "outside"}
+    assert run.evaluation["outside"].keys() == {"svhn-made", "cifar100-made"}
+    assert stored["spectrum"]["smallest"] <= stored["spectrum"]["largest"]
+    for name in ("aurc", "fpr95_svhn", "fpr95_cifar", "spectrum_largest", "spectrum_trace", "negative_curvature"):
+        assert column_named(name).value(run) is not None
+
+
 def test_the_weights_of_another_run_are_not_measured_for_a_result(store: ResultStore) -> None:
     """A result that came from elsewhere, and a folder of the same name that was trained here."""
     job = Job(QUICK, 0)
@@ -140,9 +154,9 @@ def test_what_two_processes_measure_of_one_run_is_all_kept(store: ResultStore, m
     here([job], store)
     real = post_training.measure
 
-    def meanwhile(subject: Any, part: str, effort: Any) -> dict[str, Any]:
+    def meanwhile(subject: Any, part: str, how: Any) -> dict[str, Any]:
         store.write(job, {**(store.result(job) or {}), "flatness": {"by": "another process"}})
-        return real(subject, part, effort)
+        return real(subject, part, how)
 
     monkeypatch.setattr(post_training, "measure", meanwhile)
     here([job], store, "attack")

@@ -33,7 +33,7 @@ from flatmin_lab.report.paper.claims import (
 )
 from flatmin_lab.report.paper.deviations import HELD_OUT, deviations
 from flatmin_lab.report.paper.families import Family
-from flatmin_lab.report.paper.tables import Cell, cell_of, fill_table, read_all, runs_by_recipe
+from flatmin_lab.report.paper.tables import Cell, Place, cell_of, fill_table, read_all, runs_by_recipe
 from flatmin_lab.report.stats import agrees, tolerance
 from flatmin_lab.runs.result_store import ResultStore
 from tests.support.report_files import evaluation, write_result
@@ -364,7 +364,11 @@ def test_rows_beside_come_where_they_belong_and_only_if_trained(store: ResultSto
     write_result(store.results, other, 0, 0.041)
     rows = fill_table(table1("paper"), read_all(store)).rows
     place = next(number for number, row in enumerate(rows) if row.name == "AMP (ball global)")
-    assert rows[place].place == rows[place - 1].place == ("cifar10", "preactresnet18", "vanilla", 0.0)
+    assert (
+        rows[place].place
+        == rows[place - 1].place
+        == Place("cifar10", "preactresnet18", "vanilla", 0.0, validation=False)
+    )
     assert rows[place].cells[0].paper is None
     (single,) = [recipe for recipe in table1("paper").beside if recipe.name.endswith("amp-fp32")]
     before = {row.recipe.method: row.cells[0].p for row in rows if row.main}

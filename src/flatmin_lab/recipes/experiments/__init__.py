@@ -44,6 +44,8 @@ EXPERIMENTS: dict[str, Callable[[Protocol], Experiment]] = {
         cheaper_amp.auto,
         beyond_paper.vit,
         beyond_paper.best,
+        beyond_paper.length,
+        beyond_paper.examine,
     )
 }
 

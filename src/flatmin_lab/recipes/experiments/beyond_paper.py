@@ -10,18 +10,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from flatmin_lab.recipes.experiments.experiment import RESNET, Experiment, cell, experiment_of
+from flatmin_lab.recipes.experiments.experiment import RESNET, Experiment, Measurement, cell, experiment_of
 from flatmin_lab.recipes.protocols import PROTOCOLS, Protocol
 from flatmin_lab.recipes.recipe import Recipe
 
 WARM_UP = 1 / 12  # of a run: 5 of 60 epochs
 VIT_RADII = (0.05, 0.1, 0.2, 0.5)
 BEST_RADII = (0.05, 0.1, 0.2)
+TRIED_RADIUS = 0.1  # of AMP with one of these changes
 BEST_TRIES: dict[str, dict[str, Any]] = {  # changes to the recipe below, one at a time
     "decay-1e-3": {"weight_decay": 1e-3},
     "batch-50": {"batch_size": 50, "lr": 0.05},
     "ema": {"ema": 0.999},
+    "exempt-norms": {"exempt_norms": True},
 }
+LENGTHS: dict[str, tuple[float, ...]] = {
+    "erm": (1 / 20, 1 / 8, 1 / 4, 1 / 2, 1, 2),
+    "amp": (1 / 20, 1 / 8, 1 / 4, 1 / 2, 1),
+}  # of the protocol's
 
 
 def vit(protocol: Protocol) -> Experiment:
@@ -59,18 +65,40 @@ def best(protocol: Protocol) -> Experiment:
         train = _modern(protocol, data, RESNET, weight_decay=5e-4)
         held_out = partial(train, validation=True)
         recipes += [held_out("erm"), *(held_out("erm", name, **changes) for name, changes in BEST_TRIES.items())]
-        for radius in BEST_RADII:
-            chosen = {"epsilon": radius}
-            recipes.append(held_out("amp", f"radius-{radius}", chosen))
-            recipes.append(held_out("amp", f"radius-{radius}-start-0.5", {**chosen, "start": 0.5}))
-            for beside in ("label_smoothing", "mixup"):
-                recipes.append(held_out("amp", f"radius-{radius}-{beside}", {**chosen, "regulariser": beside}))
-            recipes += [
-                held_out("amp", f"radius-{radius}-{name}", chosen, **changes) for name, changes in BEST_TRIES.items()
-            ]
+        recipes += [held_out("amp", f"radius-{radius}", {"epsilon": radius}) for radius in BEST_RADII]
+        named, chosen = f"radius-{TRIED_RADIUS}", {"epsilon": TRIED_RADIUS}
+        recipes.append(held_out("amp", f"{named}-start-0.5", {**chosen, "start": 0.5}))
+        for beside in ("label_smoothing", "mixup"):
+            recipes.append(held_out("amp", f"{named}-{beside}", {**chosen, "regulariser": beside}))
+        recipes += [held_out("amp", f"{named}-{name}", chosen, **changes) for name, changes in BEST_TRIES.items()]
         recipes += [train("erm"), train("erm", "twice", epochs=2 * PROTOCOLS[protocol].epochs)]
         recipes += [train("amp", f"radius-{radius}", {"epsilon": radius}) for radius in BEST_RADII]
     return experiment_of("best", "a recipe of today", protocol, recipes, trials=3)
+
+
+def length(protocol: Protocol) -> Experiment:
+    """When does AMP begin to pay? The recipe of `best`, from a twentieth of the protocol's length to twice that.
+
+    The time of each run says what it costs, so these are trained one after the other: `--together 1`.
+    """
+    recipes, epochs = [], PROTOCOLS[protocol].epochs
+    for data in ("cifar10", "cifar100"):
+        train = _modern(protocol, data, RESNET, weight_decay=5e-4)
+        for method, shares in LENGTHS.items():
+            lengths = {max(round(share * epochs), 1): share for share in shares}  # of equal ones, the last
+            for number, share in lengths.items():
+                words = [] if method == "erm" else [f"radius-{TRIED_RADIUS}"]
+                words += {1.0: [], 2.0: ["twice"]}.get(share, [f"length-{share:g}"])
+                settings = {} if method == "erm" else {"epsilon": TRIED_RADIUS}
+                recipes.append(train(method, "-".join(words), settings, epochs=number))
+    return experiment_of("length", "error over the time of training", protocol, recipes, trials=3)
+
+
+def examine(protocol: Protocol) -> Experiment:
+    """ERM's and AMP's networks of table 1: the Hessian's eigenvalues, confident mistakes, data from outside."""
+    recipes = [cell(protocol, data, RESNET, method) for data in ("cifar10", "cifar100") for method in ("erm", "amp")]
+    parts: tuple[Measurement, ...] = ("spectrum", "selective", "outside")
+    return experiment_of("examine", "spectrum, confidence, data from outside", protocol, recipes, trials=3, parts=parts)
 
 
 def _modern(protocol: Protocol, data: str, model: str, **usual: Any) -> Callable[..., Recipe]:

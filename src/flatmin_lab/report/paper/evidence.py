@@ -30,6 +30,10 @@ TABLES = (
     "flatness",
     "spiral",
     "auto",
+    "vit",
+    "best",
+    "length",
+    "examine",
     *PAIRS,
 )  # the rest is in the figures below
 
@@ -114,8 +118,8 @@ def _settings(tables: Sequence[FilledTable]) -> list[str]:
     """Of the runs in the two large tables, per network and augmentation."""
     trained: dict[str, list[Run]] = {}
     for row in (row for table in tables if table.experiment.name in ("table1", "table2") for row in table.rows):
-        _, model, augment, _ = row.place
-        name = TITLES[model] if augment == "vanilla" else f"{TITLES[model]} with {TITLES[augment]}"
+        model, augment = TITLES[row.place.model], row.place.augment
+        name = model if augment == "vanilla" else f"{model} with {TITLES[augment]}"
         if row.main:
             trained.setdefault(name, []).extend(row.runs)
     knobs = {name: settings_of([(run.method, run.result["settings"]) for run in own]) for name, own in trained.items()}

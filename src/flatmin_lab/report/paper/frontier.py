@@ -94,7 +94,7 @@ def frontiers(table: FilledTable, times: Sequence[StepTimes] = ()) -> list[Front
             modes.sort(key=lambda mode: mode.cost)
             labels = [column.label for column in table.columns]
             is_timed = timed is not None and any(cost is not None for mode in modes for cost in mode.measured)
-            found.append(Frontier(place[0], place[1], labels, modes, timed.source if timed and is_timed else None))
+            found.append(Frontier(place.data, place.model, labels, modes, timed.source if timed and is_timed else None))
     return found
 
 

@@ -6,16 +6,17 @@ epoch, which its published code reports: so they are in a row with ours from tha
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import mean
+from typing import Any, NamedTuple
 
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes.experiments import Experiment, by_name
 from flatmin_lab.recipes.paper_numbers import Value, reported
 from flatmin_lab.recipes.protocols import OWN, PAPER_LENGTH, kind_of
-from flatmin_lab.recipes.recipe import Job, Recipe
+from flatmin_lab.recipes.recipe import EXCEPTIONS, Job, Recipe
 from flatmin_lab.report import schema
 from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, column_named
 from flatmin_lab.report.figures.style import NAMES
@@ -38,8 +39,18 @@ COLUMNS = {
     "landscape": ("landscape_rise",),
     "adversary": ("error", "nll", "fgsm_normalised", "pgd_normalised"),
     "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace", "batch_rise", "batch_rise_test"),
+    "length": ("error", "nll", "ece", "seconds"),
+    "examine": ("aurc", "fpr95_svhn", "fpr95_cifar", "spectrum_largest", "spectrum_trace", "negative_curvature"),
 }
 DEFAULT_COLUMNS = ("error", "nll", "ece")
+USUAL_SETTINGS = ("ball", "inner_lr")  # the same in all rows of AMP that follow no protocol
+# how rows that follow no protocol may differ from ERM's among them
+DIFFERENCES: dict[str, Callable[[Any], str]] = {
+    **EXCEPTIONS,
+    "batch_size": lambda size: f"batches of {size}",
+    "lr": lambda rate: f"rate {rate:g}",
+    "exempt_norms": lambda _: "norms exempt from decay",
+}
 BESIDE_PAPER = ("table1", "table2", "table3", "ece", "first_version")  # the others compare ours with ours
 
 
@@ -64,6 +75,16 @@ class Cell:
         """The value that compares with the paper's, if methods are compared by another."""
         apart = self.values and self.values != self.compared
         return f"(smoothed: {mean_and_std(self.values, digits)})" if apart else ""
+
+
+class Place(NamedTuple):
+    """What the rows of a block share."""
+
+    data: str
+    model: str
+    augment: str
+    label_noise: float  # the share of wrong labels
+    validation: bool  # are the images held out of the training set?
 
 
 @dataclass(frozen=True)
@@ -94,15 +115,15 @@ class Row:
         return split_name(self.recipe.name)[0]
 
     @property
-    def place(self) -> tuple[str, str, str, float]:
-        """What the rows of a block share: data, model, augmentation, the share of wrong labels."""
-        return self.data, self.recipe.model, kind_of(self.recipe.augment), self.recipe.label_noise
+    def place(self) -> Place:
+        recipe = self.recipe
+        return Place(self.data, recipe.model, kind_of(recipe.augment), recipe.label_noise, recipe.validation)
 
     @property
     def name(self) -> str:
         """The method, and how it differs from the paper's."""
         protocol, settings = self.recipe.protocol, self.recipe.settings
-        own = [f"epsilon {settings['epsilon']}"] if protocol == OWN and "epsilon" in settings else []
+        own = [f"{key} {settings[key]}" for key in settings if protocol == OWN and key not in USUAL_SETTINGS]
         if self.at_best_epoch:
             return "at the best test epoch"
         apart = ", ".join(filter(None, [self.variant, *protocol.exceptions, *own]))
@@ -174,8 +195,20 @@ def _without_paper(row: Row) -> Row:
 def _variant(recipe: Recipe, experiment: Experiment) -> str:
     protocol, usual = recipe.name.partition("/")[0], experiment.recipes[0]
     elsewhere = f"protocol {protocol}" if recipe in experiment.beside and protocol != experiment.protocol else ""
-    same = recipe.precision == usual.precision or recipe.protocol == OWN  # small data sets have their own
-    return elsewhere or ("" if same else recipe.precision)
+    if recipe.protocol == OWN:  # small data sets have their own
+        return ", ".join(_differences(recipe, experiment))
+    return elsewhere or ("" if recipe.precision == usual.precision else recipe.precision)
+
+
+def _differences(recipe: Recipe, experiment: Experiment) -> list[str]:
+    """From the experiment's first recipe of ERM on this data set that follows no protocol either."""
+    beside = (
+        one
+        for one in experiment.recipes
+        if (one.method, one.data, one.protocol) == ("erm", recipe.data, OWN) and one.validation == recipe.validation
+    )
+    base = next(beside, recipe)
+    return [say(value) for key, say in DIFFERENCES.items() if (value := getattr(recipe, key)) != getattr(base, key)]
 
 
 def _readings(row: Row, columns: Sequence[Column]) -> list[Row]:

@@ -137,7 +137,7 @@ def reproduce(
         asked: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
         with open_executor(executor, **asked, console=console, default_workers=cores) as there:
             # a missing file is reported now, not in hours
-            sets, lacking = _read_all({run.job.recipe.data for run in todo}, data_dir, download=download)
+            sets, lacking = _read_all(_data_names(todo), data_dir, download=download)
             if lacking and not dry_run:
                 raise FileNotFoundError("; ".join(lacking))
             for text in lacking:
@@ -159,6 +159,12 @@ def reproduce(
             _cost(one, store, torch.device(there.device_here), data_dir, download, console)
         if failed:
             raise typer.Exit(1)
+
+
+def _data_names(runs: Sequence[Run]) -> set[str]:
+    """The data sets that the runs train on, and those that their networks are tested with."""
+    measured = [post_training.outside_names(run.job.recipe.data) for run in runs if "outside" in run.parts]
+    return {run.job.recipe.data for run in runs}.union(*measured)
 
 
 def _read_all(names: set[str], root: Path, *, download: bool) -> tuple[dict[str, Dataset], list[str]]:

@@ -107,6 +107,9 @@ def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:
         raise ValueError(
             "--measure boundary is for points of a plane: name only the experiment spiral, or leave it out"
         )
+    for run in runs:
+        if "outside" in parts[run.job.key]:
+            post_training.outside_names(run.job.recipe.data)
     jobs = {run.job.key: run.job for run in runs}
     return [Run(job, tuple(p for p in post_training.PARTS if p in parts[name])) for name, job in jobs.items()]
 

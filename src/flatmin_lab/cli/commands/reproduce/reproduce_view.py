@@ -112,9 +112,9 @@ def show_table(experiment: Experiment, store: ResultStore, selection: Selection)
     for row in rows:
         if row.place != before:
             before = row.place
-            *names, noise = row.place
-            words = [name for name in names if name not in ("vanilla", "none")]
-            words += [f"{noise:.0%} of the labels wrong"] if noise else []
+            words = [name for name in before[:3] if name not in ("vanilla", "none")]
+            words += [f"{before.label_noise:.0%} of the labels wrong"] if before.label_noise else []
+            words += ["held-out images"] if before.validation else []
             table.add_row(Text(", ".join(words), style="bold"))
         indent = "    " if row.at_best_epoch else "  "
         table.add_row(f"{indent}{row.name}", str(row.count), *_cells(found, row, page))
