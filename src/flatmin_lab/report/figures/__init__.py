@@ -13,10 +13,12 @@ with needed_by("flatmin_lab.report.figures"):  # matplotlib
     from flatmin_lab.report.figures.landscapes import between, contours, lines, surfaces
     from flatmin_lab.report.figures.results import (
         FrontierPoint,
+        TimedPoint,
         bars,
         curves,
         epsilon_sweep,
         frontier,
+        over_time,
         reliability_diagram,
     )
     from flatmin_lab.report.figures.selective import RiskCurve, risk_over_coverage
@@ -35,6 +37,7 @@ __all__ = [
     "DrawnFigure",
     "FrontierPoint",
     "RiskCurve",
+    "TimedPoint",
     "bars",
     "between",
     "boundaries",
@@ -48,6 +51,7 @@ __all__ = [
     "kinked_losses",
     "lines",
     "operational_region",
+    "over_time",
     "reliability_diagram",
     "risk_and_amp_risk",
     "risk_over_coverage",

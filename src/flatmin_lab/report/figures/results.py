@@ -38,6 +38,15 @@ class FrontierPoint(NamedTuple):
 Values = Mapping[str, Sequence[float]]  # method -> a number per run, or per epoch
 
 
+class TimedPoint(NamedTuple):
+    """Runs of one length: how long they took on average, and their errors in per cent."""
+
+    method: str
+    epochs: int
+    minutes: float
+    errors: Sequence[float]
+
+
 def curves(title: str, lines: Values, *, count: Mapping[str, int] | None = None) -> DrawnFigure:
     """A line per method, a point per epoch; the methods in BOLD are drawn over the others."""
     with styled():
@@ -139,6 +148,27 @@ def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str
         panels[0].set_ylabel("of AMP's gain kept, %")
     data = {"measures": list(measures), "modes": [point._asdict() for point in points]}
     return DrawnFigure(figure, data, f"{title}: the share of AMP's gain that each mode keeps, over its cost in {unit}")
+
+
+def over_time(title: str, points: Sequence[TimedPoint]) -> DrawnFigure:
+    """The error over the minutes of training, a line per method; means, with the lowest and the highest run."""
+    with styled():
+        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+        axes = figure.subplots()
+        for method in dict.fromkeys(point.method for point in points):
+            own = sorted((point for point in points if point.method == method), key=lambda point: point.minutes)
+            colour, dashes = LINE_STYLES[method]
+            times, means = [point.minutes for point in own], [mean(point.errors) for point in own]
+            axes.plot(times, means, marker="o", ms=4, color=colour, ls=dashes, label=NAMES[method])
+            for point, height in zip(own, means, strict=True):
+                axes.plot([point.minutes] * 2, [min(point.errors), max(point.errors)], color=colour, lw=1.2, alpha=0.6)
+                where = (point.minutes, height)
+                axes.annotate(str(point.epochs), where, xytext=(0, 6), textcoords="offset points", fontsize=9)
+        axes.set(xscale="log", xlabel="minutes of training", ylabel="test error, %", title=title)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.legend()
+    data = {"points": [point._asdict() for point in points]}
+    return DrawnFigure(figure, data, f"{title}: test error over the minutes of training; the numbers are epochs")
 
 
 def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, method: str) -> DrawnFigure:

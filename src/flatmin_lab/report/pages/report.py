@@ -16,7 +16,7 @@ from flatmin_lab.methods import NOT_IN_PAPER
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.experiments import by_name
 from flatmin_lab.report import figures
-from flatmin_lab.report.columns import COLUMNS, Column
+from flatmin_lab.report.columns import COLUMNS, Column, column_named
 from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of
 from flatmin_lab.report.figures import decision_boundary
 from flatmin_lab.report.figures.style import DrawnFigure, legend_sample, svg
@@ -28,9 +28,12 @@ from flatmin_lab.report.paper.claims import families_with
 from flatmin_lab.report.paper.evidence import Evidence, evidence
 from flatmin_lab.report.paper.families import Families, Family, NamedFamily
 from flatmin_lab.report.paper.key_results import key_results
+from flatmin_lab.report.paper.tables import Row as TableRow
 from flatmin_lab.report.schema import is_number
 from flatmin_lab.report.stats import LEVEL
 from flatmin_lab.tuning.result import Tuning
+
+TIMED = ("seconds", "error")  # what a figure of error over time reads
 
 
 class PageFigure(NamedTuple):
@@ -82,6 +85,7 @@ def report_page(found: LoadedResults) -> str:
         evidence=shown_evidence,
         key_results=key_results(shown_evidence) if shown_evidence else [],
         frontier_figures=_frontier_figures(shown_evidence),
+        length_figures=_length_figures(shown_evidence),
         unusable=unusable,
         tunings=[_tuning_with_figure(*one) for one in found.tunings],
         runs=len(found.runs),
@@ -123,6 +127,24 @@ def _frontier_figures(found: Evidence | None) -> dict[tuple[str, str], PageFigur
             file = f"frontier-{protocol.name}-{one.data}"
             drawn[protocol.name, one.data] = page_figure(figures.frontier(title, points, one.columns), file)
     return drawn
+
+
+def _length_figures(found: Evidence | None) -> dict[str, list[PageFigure]]:
+    """By protocol: the error over the time of training, for each data set with runs that had their device alone."""
+    drawn: dict[str, list[PageFigure]] = {}
+    for protocol in found.protocols if found else ():
+        rows = [row for table in protocol.tables if table.experiment.name == "length" for row in table.trained]
+        for data in dict.fromkeys(row.data for row in rows):
+            points = [point for row in rows if row.data == data and (point := _timed_point(row))]
+            if points:
+                shown = figures.over_time(TITLES[data], points)
+                drawn.setdefault(protocol.name, []).append(page_figure(shown, f"length-{protocol.name}-{data}"))
+    return drawn
+
+
+def _timed_point(row: TableRow) -> figures.TimedPoint | None:
+    seconds, errors = ([v for run in row.runs if (v := column_named(n).value(run)) is not None] for n in TIMED)
+    return figures.TimedPoint(row.recipe.method, row.recipe.epochs, mean(seconds) / 60, errors) if seconds else None
 
 
 def _short(key: str, value: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.recipes.experiments import Experiment, by_name
 from flatmin_lab.recipes.paper_numbers import Value, reported
-from flatmin_lab.recipes.protocols import OWN, PAPER_LENGTH, kind_of
+from flatmin_lab.recipes.protocols import OWN, PAPER_LENGTH, PROTOCOLS, kind_of
 from flatmin_lab.recipes.recipe import EXCEPTIONS, Job, Recipe
 from flatmin_lab.report import schema
 from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, column_named
@@ -201,13 +201,14 @@ def _variant(recipe: Recipe, experiment: Experiment) -> str:
 
 
 def _differences(recipe: Recipe, experiment: Experiment) -> list[str]:
-    """From the experiment's first recipe of ERM on this data set that follows no protocol either."""
-    beside = (
+    """From the experiment's first recipe of ERM with these data that follows no protocol either but has its length."""
+    alike = [
         one
         for one in experiment.recipes
-        if (one.method, one.data, one.protocol) == ("erm", recipe.data, OWN) and one.validation == recipe.validation
-    )
-    base = next(beside, recipe)
+        if (one.method, one.data, one.validation, one.protocol) == ("erm", recipe.data, recipe.validation, OWN)
+    ]
+    usual = PROTOCOLS[experiment.protocol].epochs
+    base = next((one for one in alike if one.epochs == usual), alike[0] if alike else recipe)
     return [say(value) for key, say in DIFFERENCES.items() if (value := getattr(recipe, key)) != getattr(base, key)]
 
 

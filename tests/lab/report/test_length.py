@@ -1,0 +1,53 @@
+"""Error over the time of training: runs that shared their device have no time, and no point in the figure."""
+
+import json
+import re
+from pathlib import Path
+
+from flatmin_lab.recipes.experiments import EXPERIMENTS
+from flatmin_lab.report import figures
+from flatmin_lab.report.loader import load_results
+from flatmin_lab.report.pages.report import report_page
+from tests.support.pages import text_of
+from tests.support.report_files import write_result
+
+RECIPES = [recipe for recipe in EXPERIMENTS["length"]("paper").recipes if recipe.data == "cifar10"]
+
+
+def page(results: Path) -> str:
+    return report_page(load_results([results]))
+
+
+def test_the_page_shows_the_lengths_with_their_times(tmp_path: Path) -> None:
+    for recipe in RECIPES:
+        for seed in (0, 1):
+            time = recipe.epochs * (2.0 if recipe.method == "amp" else 1.0)
+            write_result(tmp_path, recipe, seed, 0.05 + 1 / recipe.epochs + 0.001 * seed, seconds=time, at_once=1)
+    shown = page(tmp_path)
+    words = text_of(shown)
+    assert "Error over the time of training" in words
+    assert "ERM (10 epochs)" in words
+    assert "AMP (25 epochs, ε 0.1)" in words
+    assert 'download="length-paper-cifar10.json"' in shown
+    assert len(re.findall("over the minutes of training; the numbers are epochs", shown)) >= 1
+
+
+def test_runs_that_shared_their_device_have_no_point(tmp_path: Path) -> None:
+    for recipe in RECIPES:
+        write_result(tmp_path, recipe, 0, 0.05, seconds=10.0, at_once=4)
+    shown = page(tmp_path)
+    assert "ERM (10 epochs)" in text_of(shown)
+    assert "length-paper-cifar10.json" not in shown
+
+
+def test_a_figure_has_the_numbers_it_shows() -> None:
+    points = [figures.TimedPoint("erm", 10, 0.5, [7.0, 7.5]), figures.TimedPoint("amp", 10, 1.0, [6.0])]
+    drawn = figures.over_time("CIFAR-10", points)
+    assert json.loads(json.dumps(drawn.data))["points"][0] == {
+        "method": "erm",
+        "epochs": 10,
+        "minutes": 0.5,
+        "errors": [7.0, 7.5],
+    }
+    (axes,) = drawn.figure.axes
+    assert axes.get_xscale() == "log"
