@@ -152,7 +152,8 @@ def test_mixup_takes_a_generator_of_the_device() -> None:
 @pytest.mark.parametrize("network", MODELS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_few_steps_lower_the_loss_in_full_size(method: str, network: str) -> None:
-    before, after = losses_of(method, network, device="cuda", steps=40, lr=0.005)
+    steps = 120 if network == "vit" else 40  # a transformer learns slowly with SGD
+    before, after = losses_of(method, network, device="cuda", steps=steps, lr=0.005)
     assert after < before
 
 

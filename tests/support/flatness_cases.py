@@ -55,7 +55,7 @@ class Case:
     def __init__(self, name: str, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float64) -> None:
         torch.manual_seed(seed)
         make, shape = CASES[name]
-        self.model: Any = make().to(device, dtype)
+        self.model: Any = make().to(dtype)
         self.x = torch.randn(12, *shape, dtype=dtype).to(device)
         self.y = torch.randint(0, 3, (12,)).to(device)
         for module in self.model.modules():
@@ -64,6 +64,7 @@ class Case:
                 assert module.running_var is not None
                 nn.init.uniform_(module.running_mean, -1, 1)
                 nn.init.uniform_(module.running_var, 0.5, 2)
+        self.model.to(device)  # drawn on the CPU, so that all devices have the same
         self.loss = flatness.empirical_risk(self.x, self.y, batch_size=5)
 
     def at(self, theta: Tensor) -> Tensor:

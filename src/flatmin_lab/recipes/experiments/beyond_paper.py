@@ -52,7 +52,7 @@ def vit(protocol: Protocol) -> Experiment:
             for radius in VIT_RADII
             if not validation
         ]
-    return experiment_of("vit", "a vision transformer", protocol, recipes, trials=3)
+    return experiment_of("vit", "a vision transformer: AdamW, cosine, batches of 128", protocol, recipes, trials=3)
 
 
 def best(protocol: Protocol) -> Experiment:
@@ -73,7 +73,9 @@ def best(protocol: Protocol) -> Experiment:
         recipes += [held_out("amp", f"{named}-{name}", chosen, **changes) for name, changes in BEST_TRIES.items()]
         recipes += [train("erm"), train("erm", "twice", epochs=2 * PROTOCOLS[protocol].epochs)]
         recipes += [train("amp", f"radius-{radius}", {"epsilon": radius}) for radius in BEST_RADII]
-    return experiment_of("best", "a recipe of today", protocol, recipes, trials=3)
+    return experiment_of(
+        "best", "a recipe of today: cosine, batches of 128, weight decay 5e-4", protocol, recipes, trials=3
+    )
 
 
 def length(protocol: Protocol) -> Experiment:
@@ -91,7 +93,9 @@ def length(protocol: Protocol) -> Experiment:
                 words += {1.0: [], 2.0: ["twice"]}.get(share, [f"length-{share:g}"])
                 settings = {} if method == "erm" else {"epsilon": TRIED_RADIUS}
                 recipes.append(train(method, "-".join(words), settings, epochs=number))
-    return experiment_of("length", "error over the time of training", protocol, recipes, trials=3)
+    return experiment_of(
+        "length", "error over the time of training, with the recipe of today", protocol, recipes, trials=3
+    )
 
 
 def examine(protocol: Protocol) -> Experiment:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from flatmin_lab.report.figures.style import (
     BOLD,
@@ -150,25 +150,38 @@ def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str
     return DrawnFigure(figure, data, f"{title}: the share of AMP's gain that each mode keeps, over its cost in {unit}")
 
 
-def over_time(title: str, points: Sequence[TimedPoint]) -> DrawnFigure:
+def over_time(panels: Mapping[str, Sequence[TimedPoint]]) -> DrawnFigure:
     """The error over the minutes of training, a line per method; means, with the lowest and the highest run."""
     with styled():
-        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
-        axes = figure.subplots()
-        for method in dict.fromkeys(point.method for point in points):
-            own = sorted((point for point in points if point.method == method), key=lambda point: point.minutes)
-            colour, dashes = LINE_STYLES[method]
-            times, means = [point.minutes for point in own], [mean(point.errors) for point in own]
-            axes.plot(times, means, marker="o", ms=4, color=colour, ls=dashes, label=NAMES[method])
-            for point, height in zip(own, means, strict=True):
-                axes.plot([point.minutes] * 2, [min(point.errors), max(point.errors)], color=colour, lw=1.2, alpha=0.6)
-                where = (point.minutes, height)
-                axes.annotate(str(point.epochs), where, xytext=(0, 6), textcoords="offset points", fontsize=9)
-        axes.set(xscale="log", xlabel="minutes of training", ylabel="test error, %", title=title)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.legend()
-    data = {"points": [point._asdict() for point in points]}
-    return DrawnFigure(figure, data, f"{title}: test error over the minutes of training; the numbers are epochs")
+        figure = Figure(figsize=(4.4 * len(panels), 3.1), layout="constrained")
+        for axes, (title, points) in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+        ):
+            for method in dict.fromkeys(point.method for point in points):
+                _timed_line(axes, [point for point in points if point.method == method])
+            axes.set(xscale="log", xlabel="minutes of training", ylabel="test error, %", title=title)
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.margins(0.08, 0.12)
+            axes.legend()
+    data = {title: [point._asdict() for point in points] for title, points in panels.items()}
+    return DrawnFigure(figure, data, "Test error over the minutes of training; the numbers are epochs")
+
+
+def _timed_line(axes: Axes, points: Sequence[TimedPoint]) -> None:
+    """Its epochs stand above it for ERM, and below it for others."""
+    method = points[0].method
+    colour, dashes = LINE_STYLES[method]
+    own = sorted((point.minutes, mean(point.errors), point) for point in points)
+    axes.plot(
+        [x for x, _, _ in own], [y for _, y, _ in own], marker="o", ms=4, c=colour, ls=dashes, label=NAMES[method]
+    )
+    for x, y, point in own:
+        axes.plot([x, x], [min(point.errors), max(point.errors)], color=colour, lw=1.2, alpha=0.6)
+        above = method == "erm"
+        place: dict[str, Any] = {"xytext": (0, 5 if above else -5), "va": "bottom" if above else "top"}
+        axes.annotate(str(point.epochs), (x, y), textcoords="offset points", c=colour, fontsize=9, ha="center", **place)
 
 
 def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, method: str) -> DrawnFigure:

@@ -129,16 +129,17 @@ def _frontier_figures(found: Evidence | None) -> dict[tuple[str, str], PageFigur
     return drawn
 
 
-def _length_figures(found: Evidence | None) -> dict[str, list[PageFigure]]:
-    """By protocol: the error over the time of training, for each data set with runs that had their device alone."""
-    drawn: dict[str, list[PageFigure]] = {}
+def _length_figures(found: Evidence | None) -> dict[str, PageFigure]:
+    """By protocol: the error over the time of training, of runs that had their device to themselves."""
+    drawn = {}
     for protocol in found.protocols if found else ():
         rows = [row for table in protocol.tables if table.experiment.name == "length" for row in table.trained]
-        for data in dict.fromkeys(row.data for row in rows):
-            points = [point for row in rows if row.data == data and (point := _timed_point(row))]
-            if points:
-                shown = figures.over_time(TITLES[data], points)
-                drawn.setdefault(protocol.name, []).append(page_figure(shown, f"length-{protocol.name}-{data}"))
+        panels: dict[str, list[figures.TimedPoint]] = {}
+        for row in rows:
+            if point := _timed_point(row):
+                panels.setdefault(TITLES[row.data], []).append(point)
+        if panels:
+            drawn[protocol.name] = page_figure(figures.over_time(panels), f"length-{protocol.name}")
     return drawn
 
 
