@@ -13,6 +13,7 @@ PAGES = {  # where each part is
     "cost table": ROOT / "docs/speed.md",
     "results table": ROOT / "docs/findings.md",
     "gain table": ROOT / "README.md",
+    "frontier table": ROOT / "docs/cheaper.md",
 }
 
 

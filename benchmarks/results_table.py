@@ -3,7 +3,8 @@
     python benchmarks/results_table.py [--results results] [--page PAGE] [--check]
 
 For docs/findings.md one for each data set with runs of the paper's length, with a row for each method and protocol; for
-the README a small one with what AMP gains and costs. The rest is on the report's page. It replaces what is between two
+the README a small one with what AMP gains and costs; for docs/cheaper.md one for each data set with what cheaper modes
+keep of that gain. The rest is on the report's page. It replaces what is between two
 markers in the page; with --check nothing is written, and the exit code is 1 if a page is out of date.
 """
 
@@ -23,13 +24,14 @@ from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, colum
 from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.html import as_printed, mean_and_std
 from flatmin_lab.report.labels import TITLES
-from flatmin_lab.report.loader import Run
+from flatmin_lab.report.loader import Run, load_results
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
+from flatmin_lab.report.paper.evidence import evidence
+from flatmin_lab.report.paper.frontier import Frontier, Kept
 from flatmin_lab.report.paper.tables import read_all
 from flatmin_lab.runs.result_store import ResultStore
 
 RESULTS = Path(__file__).parent.parent / "results"
-PART, GAIN = "results table", "gain table"
 COLUMNS = ("error", "nll", "ece")
 COMMIT_DIGITS = 7  # of a commit
 
@@ -83,6 +85,40 @@ def gain(results: Path) -> str:
     )
 
 
+def frontier(results: Path) -> str:
+    """For each protocol and data set with cheaper modes: what they cost, and what they keep of AMP's gain."""
+    found = load_results([results])
+    shown = evidence(found, [])
+    parts = [
+        f"{TITLES[one.data]}, protocol `{protocol.name}`:\n\n{_modes(one)}"
+        for protocol in (shown.protocols if shown else ())
+        for one in protocol.frontiers
+    ]
+    if not parts:
+        raise ValueError(f"there is no cheaper mode beside ERM and AMP in {results}; see flatmin reproduce frontier")
+    return "\n\n".join(parts)
+
+
+def _modes(found: Frontier) -> str:
+    head = ["mode", "passes", "time", "n"]
+    head += [label for column in found.columns for label in (column, "kept")]
+    rows = []
+    for mode in found.modes:
+        time = mode.measured[0]
+        row = [mode.row.name, f"{mode.cost:.2f}", "" if time is None else f"{time:.2f}", str(mode.row.count)]
+        for values, kept, name in zip(mode.row.cells, mode.kept, COLUMNS, strict=True):
+            row += [_shown(values.compared, column_named(name)), _kept(kept)]
+        rows.append(row)
+    return page_parts.markdown(head, rows)
+
+
+def _kept(kept: Kept | None) -> str:
+    if kept is None:
+        return ""
+    share, low, high = ("" if value is None else f"{round(100 * value)}".replace("-", "−") for value in kept)
+    return f"{share} % ({low} to {high})" if low else f"{share} %"
+
+
 def _table(data: str, rows: Sequence[tuple[Recipe, Sequence[Run]]]) -> str:
     columns = [column_named(name) for name in COLUMNS]
     head = [f"{TITLES[data]}, {TITLES[RESNET]}, 200 epochs", "protocol", "n"]
@@ -131,5 +167,7 @@ def _measured(runs: Sequence[Run]) -> str:
     )
 
 
+MAKERS = {"results table": rendered, "gain table": gain, "frontier table": frontier}
+
 if __name__ == "__main__":
-    page_parts.command(__doc__, "results", RESULTS, {PART: rendered, GAIN: gain})
+    page_parts.command(__doc__, "results", RESULTS, MAKERS)
