@@ -109,16 +109,27 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
     assert "smoke/cifar10-vgg16-mixup" in rest.stdout
 
 
+def test_of_a_plan_one_experiment_or_protocol_can_be_carried_out(tmp_path: Path) -> None:
+    for experiment, protocol in (("spiral", "smoke"), ("spiral", "paper"), ("frontier", "short")):
+        arguments = [experiment, "--protocol", protocol, "--methods", "erm", "--seeds", "0", "--plan"]
+        assert flatmin("reproduce", *arguments, *places(tmp_path)).exit_code == 0
+    planned = [*places(tmp_path), "--planned", "--dry-run"]
+    assert "1 run: 1 to be trained" in flatmin("reproduce", "spiral", "--protocol", "smoke", *planned).stderr
+    both = flatmin("reproduce", "spiral", "frontier", "--protocol", "short", *planned)
+    assert "short/cifar10-preactresnet18-erm-drop-0.9" in both.stdout
+    assert "paper/spiral-mlp-erm" not in both.stdout
+    assert "paper/spiral-mlp-erm" in flatmin("reproduce", "--protocol", "paper", *planned).stdout
+    none = flatmin("reproduce", "table2", "--protocol", "short", *planned)
+    assert none.exit_code == 2
+    assert "nothing of table2 is planned under short" in words(none.stderr)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--planned"], "has no plan; record one with --plan"),
-        (["table1", "--planned"], "leave out tables, figures, --protocol and --plan, or leave out --planned"),
-        (
-            ["--planned", "--protocol", "short"],
-            "leave out tables, figures, --protocol and --plan, or leave out --planned",
-        ),
-        (["--planned", "--plan"], "leave out tables, figures, --protocol and --plan, or leave out --planned"),
+        (["table1", "--planned"], "has no plan; record one with --plan"),
+        (["--planned", "--plan"], "--plan records runs and --planned executes the recorded ones; leave out one"),
         (["cost", "--methods", "erm"], "this trains nothing: leave out --seeds, --methods"),
         (["table1", "--measure", "boundary", "--protocol", "smoke"], "--measure boundary is for points of a plane"),
         (

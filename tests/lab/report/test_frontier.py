@@ -31,6 +31,7 @@ RECIPES = {
         ("amp-start-0.75", 1.25),
         ("amp-start-0.9", 1.1),
         ("amp-start-0.5-every-2", 1.25),
+        ("amp-every-4", 1.25),
         ("amp-start-0.5-ascent-0.25", 1.125),
         ("amp-drop-0.9-start-0.75-ascent-0.25", 1.0625),
         ("erm-times-1.25", 1.25),

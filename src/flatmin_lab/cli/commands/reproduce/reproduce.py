@@ -67,7 +67,9 @@ def reproduce(
     ] = None,
     list_: Annotated[bool, option("List all tables and figures, what is done, and what is missing.", "--list")] = False,
     dry_run: Annotated[bool, option("Show what would run, and how long it would take.", "--dry-run")] = False,
-    planned: Annotated[bool, option("Execute the planned runs that are not done yet, in order.", "--planned")] = False,
+    planned: Annotated[
+        bool, option("Execute the planned runs (of these tables) that are not done yet.", "--planned")
+    ] = False,
     plan: Annotated[bool, option("Record the runs in RESULTS/planned.json as planned, and exit.", "--plan")] = False,
     seeds: Annotated[str | None, option("Seeds, such as 0,1 or 0-9; default: the protocol's.", panel=WHICH)] = None,
     methods: Annotated[

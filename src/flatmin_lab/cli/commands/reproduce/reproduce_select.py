@@ -70,16 +70,14 @@ def select_runs(
     measure: str | None,
 ) -> Selection:
     """The selected runs, each once, with their states."""
-    if planned and (experiments or protocol or plan):
-        raise ValueError(
-            "--planned executes planned.json; leave out tables, figures, --protocol and --plan, or leave out --planned"
-        )
+    if planned and plan:
+        raise ValueError("--plan records runs and --planned executes the recorded ones; leave out one of them")
     if not planned and not experiments:
         raise ValueError(
             f"name a table or a figure: {', '.join(EXPERIMENTS)}; see them with --list, or execute a plan with "
             "--planned"
         )
-    known = _planned(store) if planned else _of(experiments, _seeds(seeds))
+    known = _planned(store, experiments, protocol) if planned else _of(experiments, _seeds(seeds))
     if not known and any((seeds, methods, data, models, measure)):
         raise ValueError("this trains nothing: leave out --seeds, --methods, --data, --models and --measure")
     recipes = [run.job.recipe for run in known]
@@ -122,8 +120,8 @@ def _of(experiments: Sequence[Experiment], seeds: tuple[int, ...] | None) -> lis
     return [Run(job, experiment.parts) for experiment in experiments for job in experiment.jobs(seeds)]
 
 
-def _planned(store: ResultStore) -> list[Run]:
-    """The runs of planned.json, in its order, without those that were withdrawn."""
+def _planned(store: ResultStore, experiments: Sequence[Experiment], protocol: str | None) -> list[Run]:
+    """The runs of planned.json, in its order, without those that were withdrawn; of these experiments, or protocol."""
     found = []
     for run in (run for run in store.planned() if "withdrawn" not in run):
         if run["name"] not in by_name():
@@ -131,6 +129,16 @@ def _planned(store: ResultStore) -> list[Run]:
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))
     if not found:
         raise ValueError(f"{store.results} has no plan; record one with --plan")
+    if experiments:
+        names = frozenset[str]().union(*(experiment.names for experiment in experiments))
+        found = [run for run in found if run.job.recipe.name in names]
+    elif protocol is not None:
+        found = [run for run in found if run.job.recipe.name.startswith(f"{protocol}/")]
+    if not found:
+        asked = " and ".join(experiment.name for experiment in experiments) or "it"
+        raise ValueError(
+            f"nothing of {asked} is planned under {protocol or 'paper'}; name another --protocol, or --plan"
+        )
     return found
 
 
