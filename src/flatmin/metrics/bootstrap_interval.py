@@ -57,9 +57,9 @@ def bootstrap(
     random = _generator(generator)
     found = []
     for _ in range(samples):
-        drawn = _drawn_rows(logits, random)
+        drawn = drawn_rows(logits, random)
         found.append(measure(logits[drawn], labels[drawn]))
-    return _interval(measure(logits, labels), found, level)
+    return percentile_interval(measure(logits, labels), torch.stack(found), level)
 
 
 @torch.no_grad()
@@ -88,10 +88,8 @@ def two_sample_bootstrap(
         if not rows.ndim or not len(rows):
             raise ValueError(f"{name} must have at least one row, got shape {tuple(rows.shape)}")
     random = _generator(generator)
-    found = [
-        measure(inside[_drawn_rows(inside, random)], outside[_drawn_rows(outside, random)]) for _ in range(samples)
-    ]
-    return _interval(measure(inside, outside), found, level)
+    found = [measure(inside[drawn_rows(inside, random)], outside[drawn_rows(outside, random)]) for _ in range(samples)]
+    return percentile_interval(measure(inside, outside), torch.stack(found), level)
 
 
 def _check_settings(samples: int, level: float) -> None:
@@ -105,12 +103,13 @@ def _generator(given: torch.Generator | None) -> torch.Generator:
     return torch.Generator().manual_seed(0) if given is None else given
 
 
-def _drawn_rows(rows: Tensor, random: torch.Generator) -> Tensor:
+def drawn_rows(rows: Tensor, random: torch.Generator) -> Tensor:
     """The indices of as many rows, drawn with replacement."""
     return torch.randint(len(rows), (len(rows),), generator=random, device=random.device).to(rows.device)
 
 
-def _interval(value: Tensor, found: list[Tensor], level: float) -> Interval:
-    ordered = torch.stack(found).sort(dim=0).values
+def percentile_interval(value: Tensor, found: Tensor, level: float) -> Interval:
+    """The value, and the middle ones of those found for the resamples, (samples, …)."""
+    ordered = found.sort(dim=0).values
     tail = int((1 - level) / 2 * (len(found) - 1))
     return Interval(value, ordered[tail], ordered[len(found) - 1 - tail])

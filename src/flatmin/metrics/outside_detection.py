@@ -47,12 +47,12 @@ def fpr_at_tpr(inside: Tensor, outside: Tensor, *, tpr: float = 0.95) -> Tensor:
     if not 0 < tpr <= 1:
         raise ValueError(f"tpr must be above 0 and at most 1, got {tpr}; 0.95 is 95 %")
     inside, outside = _checked(inside, outside)
-    threshold = inside.sort(descending=True).values[_needed(tpr, len(inside)) - 1]
+    threshold = inside.sort(descending=True).values[accepted_of(tpr, len(inside)) - 1]
     return _share((outside >= threshold).sum(), len(outside), like=outside)
 
 
-def _needed(share: float, of: int) -> int:
-    """The smallest k with k / of ≥ share; share · of alone may round to just above a whole number."""
+def accepted_of(share: float, of: int) -> int:
+    """How many must be accepted, the smallest k with k / of ≥ share; share · of may round to just above a whole one."""
     k = ceil(share * of)
     return k - 1 if k > 1 and (k - 1) / of >= share else k
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from flatmin import metrics
 from flatmin.core.tensors import widest_dtype
 from flatmin_lab.data.outside import OutsideData
+from flatmin_lab.evaluation.resampling import aurc_interval, detection_interval
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.system.json_data import number, numbers
 from flatmin_lab.training.evaluation import logits_of
@@ -29,8 +30,8 @@ def risk_over_coverage(logits: Tensor, labels: Tensor) -> dict[str, Any]:
     The curve has the risk at every hundredth of the predictions, or at every one of fewer than a hundred.
     """
     exact = logits.to(widest_dtype(logits))
-    interval = metrics.bootstrap(_area, exact, labels, samples=BOOTSTRAP_SAMPLES, level=CONFIDENCE_LEVEL)
-    confidence, wrong = _answers(exact, labels)
+    confidence, wrong = metrics.max_probability(exact), exact.argmax(dim=1) != labels
+    interval = aurc_interval(confidence, wrong, samples=BOOTSTRAP_SAMPLES, level=CONFIDENCE_LEVEL)
     curve, count = metrics.risk_coverage(confidence, wrong), len(labels)
     points = min(CURVE_POINTS, count)
     shown = (torch.arange(1, points + 1, device=labels.device) * count + points - 1) // points - 1
@@ -43,27 +44,12 @@ def risk_over_coverage(logits: Tensor, labels: Tensor) -> dict[str, Any]:
     }
 
 
-def _answers(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The confidence of each prediction, and whether it is wrong."""
-    return metrics.max_probability(logits), logits.argmax(dim=1) != labels
-
-
-def _area(logits: Tensor, labels: Tensor) -> Tensor:
-    return metrics.aurc(*_answers(logits, labels))
-
-
 def detection(subject: Subject, inside: Tensor, outside: OutsideData) -> dict[str, Any]:
     """AUROC and the FPR at 95 % TPR with intervals, for each score; `inside` are the logits of the test set."""
     logits = logits_of(subject.model, outside.split, subject.normalise)
     assert logits is not None
-    scores = [_scores(own) for own in (inside, logits)]
-
-    def measure(near: Tensor, far: Tensor) -> Tensor:
-        pairs = list(zip(near.unbind(dim=1), far.unbind(dim=1), strict=True))
-        areas, rates = [metrics.auroc(*pair) for pair in pairs], [metrics.fpr_at_tpr(*pair, tpr=TPR) for pair in pairs]
-        return torch.stack([torch.stack(areas), torch.stack(rates)])
-
-    found = metrics.two_sample_bootstrap(measure, *scores, samples=BOOTSTRAP_SAMPLES, level=CONFIDENCE_LEVEL)
+    near, far = _scores(inside), _scores(logits)
+    found = detection_interval(near, far, tpr=TPR, samples=BOOTSTRAP_SAMPLES, level=CONFIDENCE_LEVEL)
     values: dict[str, dict[str, Any]] = {name: {} for name in metrics.CONFIDENCE_SCORES}
     for row, kind in enumerate(("auroc", "fpr95")):
         for column, name in enumerate(values):
