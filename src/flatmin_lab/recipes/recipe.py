@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from flatmin_lab import methods, models
@@ -224,7 +225,7 @@ class Recipe:
         """Is AMP's radius matched to held-out data?"""
         return self.method == "amp" and self.settings.get("epsilon") == methods.AUTO
 
-    @property
+    @cached_property
     def protocol(self) -> FollowedProtocol:
         """The protocol of the cell of the paper's tables that it is, apart from precision and the like; or `own`.
 
