@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flatmin_lab.data import DATA_SETS, Dataset, Split, augmentation, load
 from flatmin_lab.data import __main__ as data_command
+from flatmin_lab.data.sources import digits
 from flatmin_lab.data.sources.spiral import Spiral
 from flatmin_lab.data.sources.spiral import load as load_spiral
 from tests.support import official_files
@@ -113,6 +114,7 @@ def test_paths_of_the_home_folder_and_paths_that_are_not_there(tmp_path: Path, m
 
 def test_a_missing_package_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    digits.all_digits.cache_clear()
     with pytest.raises(ImportError, match=r"the data set digits needs sklearn, .*pip install 'flatmin\[lab\]'"):
         load("digits")
 

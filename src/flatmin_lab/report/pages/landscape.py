@@ -116,7 +116,8 @@ def surface_script() -> Markup:
 
 def height_colours() -> list[str]:
     """The colours of heights, from low to high."""
-    return [to_hex(mpl.colormaps["cividis"](step / 32)) for step in range(33)]
+    colours = mpl.colormaps["cividis"]  # a copy each time
+    return [to_hex(colours(step / 32)) for step in range(33)]
 
 
 def landscape_page(landscapes: Sequence[tuple[str, str | None, Mapping[str, Any]]]) -> str:
