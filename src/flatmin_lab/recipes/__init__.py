@@ -6,6 +6,7 @@ defaults.py        the default recipe for a data set
 protocols.py       how long runs are, and which settings they use
 renamed.py         former names of recipes
 optimizers.py      base optimizers by name, or the user's own
+muon.py            a base optimizer that torch has for matrices alone
 user_files.py      the user's own files that a recipe names, and their checksums
 lr_schedules.py    learning rates as functions of the step
 experiments        tables and figures, the paper's and others, each a function that lists its recipes

@@ -2,6 +2,7 @@
 
     sgd                         the paper's, with its momentum
     adamw, adam, nadam, …       with torch's own rate and weight decay, unless given
+    muon                        orthogonal momentum for matrices and filters, SGD for the rest (muon.py)
     file.py:make_optimizer      called with those of params, model, lr, weight_decay that it declares
 
 A schedule scales the rate of every group: groups that start with different rates keep their ratio.
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from flatmin_lab.recipes.muon import Muon
 from flatmin_lab.system.user_code import is_user_code, load_function, parameters_of
 
 DEFAULT = "make_optimizer"
@@ -25,6 +27,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamax": Adamax,
     "adagrad": Adagrad,
     "rmsprop": RMSprop,
+    "muon": Muon,
 }
 FIELDS = {"lr", "weight_decay"}  # of the recipe, for every optimizer
 SGD_FIELDS = {"momentum", "nesterov"}  # of the recipe, for SGD alone

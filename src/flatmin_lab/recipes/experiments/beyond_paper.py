@@ -23,6 +23,7 @@ BEST_TRIES: dict[str, dict[str, Any]] = {  # changes to the recipe below, one at
     "batch-50": {"batch_size": 50, "lr": 0.05},
     "ema": {"ema": 0.999},
     "exempt-norms": {"exempt_norms": True},
+    "muon": {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.005},
 }
 LENGTHS: dict[str, tuple[float, ...]] = {
     "erm": (1 / 20, 1 / 8, 1 / 4, 1 / 2, 1, 2),
@@ -67,7 +68,8 @@ def best(protocol: Protocol) -> Experiment:
         recipes += [held_out("erm"), *(held_out("erm", name, **changes) for name, changes in BEST_TRIES.items())]
         recipes += [held_out("amp", f"radius-{radius}", {"epsilon": radius}) for radius in BEST_RADII]
         named, chosen = f"radius-{TRIED_RADIUS}", {"epsilon": TRIED_RADIUS}
-        recipes.append(held_out("amp", f"{named}-start-0.5", {**chosen, "start": 0.5}))
+        for start in (0.5, 0.75):
+            recipes.append(held_out("amp", f"{named}-start-{start}", {**chosen, "start": start}))
         for beside in ("label_smoothing", "mixup"):
             recipes.append(held_out("amp", f"{named}-{beside}", {**chosen, "regulariser": beside}))
         recipes += [held_out("amp", f"{named}-{name}", chosen, **changes) for name, changes in BEST_TRIES.items()]

@@ -49,6 +49,7 @@ DIFFERENCES: dict[str, Callable[[Any], str]] = {
     **EXCEPTIONS,
     "batch_size": lambda size: f"batches of {size}",
     "lr": lambda rate: f"rate {rate:g}",
+    "optimizer": lambda name: name,
     "exempt_norms": lambda _: "norms exempt from decay",
 }
 BESIDE_PAPER = ("table1", "table2", "table3", "ece", "first_version")  # the others compare ours with ours
