@@ -300,7 +300,7 @@ class _Decision:
 
     def _time(self, more: int) -> str:
         seconds = (self.seconds_a_seed or self.table.seconds_a_seed()) * more
-        return "" if not seconds else f" That is {_duration(seconds)} more at the pace so far."
+        return "" if not seconds else f" That is {duration(seconds)} more at the pace so far."
 
 
 def show(measure: str, value: float) -> str:
@@ -329,12 +329,14 @@ def _rounded(number: float) -> str:
     return f"{round(number, -digits):,.0f}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """How long, in words.
 
-    >>> _duration(40), _duration(1500), _duration(20000)
-    ('40 seconds', '25 minutes', '5.6 hours')
+    >>> duration(1), duration(40), duration(150), duration(1500), duration(20000)
+    ('1 second', '40 seconds', '2.5 minutes', '25 minutes', '5.6 hours')
     """
     if seconds < 90:
         return "1 second" if seconds < 1.5 else f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 60:.1f} minutes" if seconds < 600 else f"{seconds / 60:.0f} minutes"

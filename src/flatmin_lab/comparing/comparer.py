@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from flatmin.comparison import Outcome, Verdict, judge, read_outcome
+from flatmin.comparison.verdict import duration
 from flatmin_lab.comparing import comparison_file
 from flatmin_lab.comparing.comparison_file import About
 from flatmin_lab.comparing.contender_recipes import Entry
@@ -156,8 +157,8 @@ class Comparison:
     def _explain(self, executor: Executor) -> str:
         """What did not fit into the time, and what would."""
         seconds, done = self.seconds_a_seed(executor) or 0.0, self.verdict().seeds
-        given = minutes(self.budget.seconds or 0.0)
-        whole = f"one seed of all {len(self.entries)} contenders takes about {minutes(seconds)}"
+        given = duration(self.budget.seconds or 0.0)
+        whole = f"one seed of all {len(self.entries)} contenders takes about {duration(seconds)}"
         if done:
             return f"{done} of {self.about.wanted} seeds were trained in {given}, because {whole}."
         epochs = self.entries[0].recipe.epochs
@@ -165,14 +166,3 @@ class Comparison:
             f"Not even one seed fits into {given}: {whole}. Give more --minutes, lower --epochs (now "
             f"{epochs}), or name fewer --radii."
         )
-
-
-def minutes(seconds: float) -> str:
-    """Seconds in a suitable unit.
-
-    >>> minutes(1), minutes(20), minutes(150), minutes(36000)
-    ('1 second', '20 seconds', '2.5 minutes', '10.0 hours')
-    """
-    if seconds < 100:
-        return "1 second" if seconds < 1.5 else f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.1f} minutes" if seconds < 6000 else f"{seconds / 3600:.1f} hours"

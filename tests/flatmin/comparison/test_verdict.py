@@ -167,7 +167,7 @@ def test_new_examples_with_every_seed_make_more_seeds_worth_it() -> None:
 def test_the_time_of_a_seed_may_be_known_better_than_by_the_sum_of_its_trainings() -> None:
     found = outcomes({}, seeds=1)
     assert "That is 10 minutes more" in judge(CONTENDERS, found).sentence  # five trainings of a minute, twice
-    assert "That is 4 minutes more" in judge(CONTENDERS, found, seconds_a_seed=120.0).sentence
+    assert "That is 4.0 minutes more" in judge(CONTENDERS, found, seconds_a_seed=120.0).sentence
 
 
 def test_where_no_error_is_left_there_is_nothing_to_gain() -> None:

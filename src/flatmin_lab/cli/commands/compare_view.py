@@ -10,10 +10,10 @@ from flatmin.comparison import PLAIN, Outcome
 from flatmin.comparison import show as shown
 from flatmin.comparison.contenders import PASSES
 from flatmin.comparison.run_comparison import Progress
-from flatmin.comparison.verdict import PERCENT
+from flatmin.comparison.verdict import PERCENT, duration
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands.reproduce.reproduce_view import wide
-from flatmin_lab.comparing.comparer import Comparison, minutes
+from flatmin_lab.comparing.comparer import Comparison
 from flatmin_lab.comparing.comparison_file import TITLES, About, interval_text
 from flatmin_lab.comparing.contender_recipes import Entry
 from flatmin_lab.comparing.training_queue import Training
@@ -96,7 +96,7 @@ class OwnProgress:
 
 
 def duration_line(seconds: float, seeds: int) -> str:
-    return f"about {minutes(seconds)} per seed, {minutes(seconds * seeds)} in total"
+    return f"about {duration(seconds)} per seed, {duration(seconds * seeds)} in total"
 
 
 # ---- the answer
