@@ -94,9 +94,10 @@ def frontier(results: Path) -> str:
         for protocol in (shown.protocols if shown else ())
         for one in protocol.frontiers
     ]
+    runs = [run for protocol in (shown.protocols if shown else ()) for one in protocol.frontiers for run in one.runs]
     if not parts:
         raise ValueError(f"there is no cheaper mode beside ERM and AMP in {results}; see flatmin reproduce frontier")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, f"{_all_of(runs, 'hardware')}, {_precision(runs)}, commit {_all_of(runs, 'commit')}."])
 
 
 def _modes(found: Frontier) -> str:
@@ -151,10 +152,11 @@ def _short(key: str, value: str) -> str:
     return value[:COMMIT_DIGITS] if key == "commit" else value
 
 
-def _measured(runs: Sequence[Run]) -> str:
-    def all_of(key: str) -> str:
-        return ", ".join(sorted({_short(key, str(run.result[key])) for run in runs if run.result.get(key)}))
+def _all_of(runs: Sequence[Run], key: str) -> str:
+    return ", ".join(sorted({_short(key, str(run.result[key])) for run in runs if run.result.get(key)}))
 
+
+def _measured(runs: Sequence[Run]) -> str:
     notes = f" {TF32}" if any(run.result["precision"] == "fp32" for run in runs) else ""
     if any(run.method == "label_smoothing" for run in runs):
         notes += " The NLL of label smoothing is the smoothed loss, as the paper's seems to be."
@@ -162,8 +164,9 @@ def _measured(runs: Sequence[Run]) -> str:
         f"Test numbers: mean ± standard deviation over n seeds, or each value if n is below 3, at the last epoch and "
         f"at the one with the lowest test error. The paper's are from the latter (10 runs; ECE: the authors' slides). "
         f"`paper` is the recipe of the published code's first version, `paper-v2` that of the second and of the "
-        f"paper's text ([what differs](reproducing.md#the-protocols)). {all_of('hardware')}, torch {all_of('torch')}, "
-        f"{_precision(runs)}, commit {all_of('commit')}.{notes} {' '.join(of_the_data(runs))}"
+        f"paper's text ([what differs](reproducing.md#the-protocols)). {_all_of(runs, 'hardware')}, torch "
+        f"{_all_of(runs, 'torch')}, {_precision(runs)}, commit {_all_of(runs, 'commit')}.{notes} "
+        f"{' '.join(of_the_data(runs))}"
     )
 
 

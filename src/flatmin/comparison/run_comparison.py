@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from flatmin.comparison.contenders import Contender, contenders_for
 from flatmin.comparison.held_out import check_can_measure
 from flatmin.comparison.outcome import Outcome, read_outcome, write_whole
@@ -39,6 +41,7 @@ class Comparison:
     verdict: Verdict
     findings: Sequence[Finding] = ()  # the doctor's warnings
     stopped: str = ""  # why not all seeds were run
+    device: torch.device | None = None  # of the first parameter
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *filter(None, (self.stopped, self.verdict.sentence))])
@@ -115,6 +118,7 @@ def compare(
         training = call(make_training, 0)
         check_can_measure(training)
         plan = _Plan(training, epochs, radii, evaluations)
+        device = next((p.device for p in training.model.parameters()), None)
         settings = plan.settings(training)
         store = _check_store(out, settings)
         findings = _examine(make_training) if examined else []
@@ -125,7 +129,7 @@ def compare(
     run = _Run(make_training, plan, store, progress, measure, None if minutes is None else 60 * minutes)
     run.seeds(range(seeds))
     verdict = judge(plan.contenders, run.outcomes, measure=measure, worth=worth)
-    return Comparison(plan.contenders, run.outcomes, verdict, findings, run.stopped)
+    return Comparison(plan.contenders, run.outcomes, verdict, findings, run.stopped, device)
 
 
 class _Plan:

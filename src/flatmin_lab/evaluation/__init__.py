@@ -7,6 +7,7 @@ prediction.py      classes of image files
 export.py          a trained model in files that need no flatmin
 measurements.py    every measurement, as plain numbers
 confidence.py      what confidence is worth: risk over coverage, detection of outside data
+resampling.py      their intervals, from counted resamples
 landscapes.py      the loss over a plane through the weights, and on the line between two models
 close_up.py        two networks of the demo: predictions for wrong labels, the loss around them, temperature scaling
 post_training.py   the measurements after a training run that go into its result file

@@ -75,7 +75,7 @@ EXCEPTIONS: dict[str, Callable[[Any], str]] = {
     "ema": lambda decay: f"EMA {decay:g}",
     "milestones": lambda shares: f"drops at {' and '.join(f'{share:g}' for share in shares)}",
     "validation": lambda on: "validation",
-    "epochs": lambda epochs: f"{epochs} epochs",
+    "epochs": lambda epochs: f"{epochs} epoch{'s' if epochs > 1 else ''}",
 }
 
 

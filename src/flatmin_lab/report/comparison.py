@@ -154,6 +154,8 @@ def _apart(key: str, value: Any) -> str:
         return ""
     if key == "epochs":
         return f"{value} epochs"
+    if key == "exempt_norms":
+        return "norms exempt from decay"
     if key == "split":
         return "on a held-out tenth" if value == "validation" else ""
     if key in FIELDS:

@@ -38,7 +38,7 @@ class Run:
     path: Path
     result: Mapping[str, Any]
     lines: Sequence[Mapping[str, Any]] = ()  # one per epoch
-    evaluation: Mapping[str, Any] = field(default_factory=dict)  # "attack" and "flatness", if measured
+    evaluation: Mapping[str, Any] = field(default_factory=dict)  # attacks, flatness, spectrum and others, if measured
     landscape: Mapping[str, Any] | None = None
     boundary: Mapping[str, Any] | None = None  # of points in a plane
 

@@ -150,8 +150,9 @@ class ResultStore:
         runs: Sequence[tuple[Job, tuple[str, ...]]],
         today: date,
         families: Mapping[str, Sequence[str]] | None = None,
-    ) -> int:
-        """Add runs and what is to be measured of them to the plan; returns how many are new.
+    ) -> tuple[int, int]:
+        """Add runs and what is to be measured of them to the plan; returns how many are new, and of how many known
+        ones more is to be measured.
 
         A run that has already started cannot be planned. `families` are the comparisons that will be tested: those of a
         name that the plan has already stay as they are.
@@ -174,16 +175,24 @@ class ResultStore:
             }
             for job, parts in fresh
         ]
-        if new:
+        asked = {job.key: parts for job, parts in runs if self.state(job) == "missing"}
+        extended = 0
+        for run in known:
+            before = run.get("parts", [])
+            more = [part for part in asked.get((run["name"], run["seed"]), ()) if part not in before]
+            if more and "withdrawn" not in run:
+                run["parts"] = [*before, *more]
+                extended += 1
+        if new or extended:
             path = self.results / PLANNED
             whole = read_json(path) if path.exists() else {}
             fixed = {
                 name: {"fixed": today.isoformat(), "comparisons": list(own)} for name, own in (families or {}).items()
             }
-            _write_text(
-                path, _plan_text({**whole, "families": {**fixed, **whole.get("families", {})}, "runs": [*known, *new]})
-            )
-        return len(new)
+            before = whole.get("families", {})
+            later = {name: family for name, family in fixed.items() if name not in before}
+            _write_text(path, _plan_text({**whole, "families": {**before, **later}, "runs": [*known, *new]}))
+        return len(new), extended
 
 
 def _plan_text(plan: Mapping[str, Any]) -> str:

@@ -86,6 +86,10 @@ def test_all_begin_with_the_same_weights_and_see_the_same_batches() -> None:
     assert not torch.equal(epochs[0], epochs[1])
 
 
+def test_it_says_on_which_device() -> None:
+    assert compare(Own()).device == torch.device("cpu")
+
+
 def test_seeds_differ() -> None:
     own = Own()
     compare(own, seeds=2)

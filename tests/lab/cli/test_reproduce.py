@@ -13,6 +13,8 @@ from flatmin_lab.recipes.experiments.experiment import cell
 from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.training.loop import config_of
 from tests import ROOT
+from tests.support import official_files
+from tests.support.official_files import made
 from tests.support.processes import flatmin, words
 from tests.support.report_files import write_result
 
@@ -119,9 +121,43 @@ def test_of_a_plan_one_experiment_or_protocol_can_be_carried_out(tmp_path: Path)
     assert "short/cifar10-preactresnet18-erm-drop-0.9" in both.stdout
     assert "paper/spiral-mlp-erm" not in both.stdout
     assert "paper/spiral-mlp-erm" in flatmin("reproduce", "--protocol", "paper", *planned).stdout
-    none = flatmin("reproduce", "table2", "--protocol", "short", *planned)
-    assert none.exit_code == 2
-    assert "nothing of table2 is planned under short" in words(none.stderr)
+    for arguments, message in (
+        (["table2", "--protocol", "short"], "no run of table2 is planned under short; choose another --protocol"),
+        (["cost", "--protocol", "short"], "no run of cost is planned under short"),  # it only times steps
+        (["--protocol", "shrt"], "unknown protocol 'shrt'; choose from paper"),
+    ):
+        none = flatmin("reproduce", *arguments, *planned)
+        assert none.exit_code == 2
+        assert message in words(none.stderr)
+
+
+def test_of_a_plan_an_experiment_carries_out_its_own_runs_and_not_those_it_shows_beside_them(tmp_path: Path) -> None:
+    for experiment, protocol in (("table1", "paper"), ("first_version", "paper-v2")):
+        arguments = [experiment, "--protocol", protocol, "--data", "cifar10", "--models", "preactresnet18"]
+        assert flatmin("reproduce", *arguments, "--seeds", "0", "--plan", *places(tmp_path)).exit_code == 0
+    arguments = ["first_version", "--protocol", "paper-v2", "--planned", "--dry-run", *places(tmp_path)]
+    shown = flatmin("reproduce", *arguments).stdout
+    assert "paper-v2/cifar10-preactresnet18-erm" in shown
+    assert "paper/cifar10" not in shown
+
+
+def test_what_an_experiment_measures_is_added_to_runs_that_another_planned(tmp_path: Path) -> None:
+    some = ["--protocol", "smoke", "--data", "cifar10", "--methods", "erm", "--seeds", "0", "--plan", *places(tmp_path)]
+    assert flatmin("reproduce", "table1", "--models", "preactresnet18", *some).exit_code == 0
+    shown = flatmin("reproduce", "examine", *some)
+    assert "0 of 1 runs are new" in shown.stdout
+    assert "more is to be measured of 1" in shown.stdout
+    (run,) = json.loads((tmp_path / "results" / "planned.json").read_text())["runs"]
+    assert run["parts"] == ["spectrum", "selective", "outside"]
+
+
+def test_outside_data_that_are_missing_are_named_before_anything_is_trained(tmp_path: Path) -> None:
+    official_files.cifar10_python(tmp_path / "data", made(50, 10, seed=0), made(10, 10, seed=1))
+    arguments = ["examine", "--data", "cifar10", "--methods", "erm", "--seeds", "0", "--data-dir", tmp_path / "data"]
+    shown = flatmin("reproduce", *arguments, *places(tmp_path))
+    assert shown.exit_code == 2
+    assert "svhn was not found" in words(shown.stderr)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

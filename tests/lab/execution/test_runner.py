@@ -225,9 +225,9 @@ def test_a_result_of_another_run_is_not_taken_for_it(store: ResultStore) -> None
 def test_what_is_planned_is_written_once_and_in_order(store: ResultStore) -> None:
     jobs = [Job(QUICK, seed) for seed in (0, 1)]
     runs = [(job, ("attack",)) for job in jobs]
-    assert store.plan(runs[:1], date(2026, 1, 2)) == 1
-    assert store.plan(runs, date(2026, 1, 3)) == 1
-    assert store.plan(runs, date(2026, 1, 4)) == 0
+    assert store.plan(runs[:1], date(2026, 1, 2)) == (1, 0)
+    assert store.plan(runs, date(2026, 1, 3)) == (1, 0)
+    assert store.plan(runs, date(2026, 1, 4)) == (0, 0)
     assert [(run["seed"], run["planned"]) for run in store.planned()] == [(0, "2026-01-02"), (1, "2026-01-03")]
     assert store.planned()[0]["parts"] == ["attack"]
 

@@ -567,3 +567,11 @@ def test_every_set_has_a_twin_that_is_made_on_the_spot() -> None:
         speed: dict[str, Any] = {"precision": "bf16", "channels_last": True, "compile": True, "name": paper.name}
         assert replace(same, **speed) == paper
     assert json.dumps([recipe.as_json() for recipe in table1("smoke").recipes])
+
+
+def test_a_row_with_averaged_weights_has_their_numbers(store: ResultStore) -> None:
+    (recipe,) = [one for one in EXPERIMENTS["rivals"]("short").recipes if one.name.endswith("erm-ema")]
+    write_result(store.results, recipe, 0, 0.1, average_test_error=0.05, average_test_nll=0.2, average_test_ece=0.01)
+    rows = fill_table(EXPERIMENTS["rivals"]("short"), read_all(store)).rows
+    (row,) = [row for row in rows if row.has_values]
+    assert [cell.values for cell in row.cells] == [[pytest.approx(5.0)], [pytest.approx(0.2)], [pytest.approx(1.0)]]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from flatmin_lab import models
 from flatmin_lab.data import Dataset, load
 from flatmin_lab.recipes.defaults import default_recipe
+from flatmin_lab.recipes.experiments.experiment import cell
 from flatmin_lab.recipes.protocols import OWN, FollowedProtocol
-from flatmin_lab.recipes.recipe import Recipe, differences
+from flatmin_lab.recipes.recipe import LATER_FIELDS, Recipe, differences
 from flatmin_lab.runs.events import Finished
 from flatmin_lab.training.loop import train
 from tests.support.small_runs import tiny_data
@@ -272,3 +274,19 @@ def test_names_of_models_have_one_spelling() -> None:
     assert models.build("wide_resnet10_1", num_classes=3) is not None
     with pytest.raises(ValueError, match="Res_Net"):
         models.build("Res_Net")
+
+
+def test_a_recipe_from_before_a_field_was_there_has_its_default() -> None:
+    recipe = Recipe(data="digits", model="convnet")
+    assert not set(LATER_FIELDS) & recipe.as_json().keys()
+    assert Recipe.from_json(recipe.as_json()) == recipe
+    exempt = replace(recipe, exempt_norms=True)
+    assert exempt.as_json()["exempt_norms"] is True
+    assert Recipe.from_json(exempt.as_json()) == exempt
+
+
+def test_the_protocol_is_worked_out_anew_for_a_changed_recipe() -> None:
+    recipe = cell("paper-v2", "cifar10", "preactresnet18", "erm")
+    assert recipe.protocol.name == "paper-v2"
+    assert pickle.loads(pickle.dumps(recipe)) == recipe == replace(recipe)
+    assert replace(recipe, lr=0.2).protocol == OWN

@@ -1,6 +1,8 @@
 """Error over the time of training: runs that shared their device have no time, and no point in the figure."""
 
+import base64
 import json
+import re
 from pathlib import Path
 
 from flatmin_lab.recipes.experiments import EXPERIMENTS
@@ -37,6 +39,15 @@ def test_runs_that_shared_their_device_have_no_point(tmp_path: Path) -> None:
     shown = page(tmp_path)
     assert "ERM (10 epochs)" in text_of(shown)
     assert "length-paper.json" not in shown
+
+
+def test_a_point_is_of_the_runs_whose_time_counts(tmp_path: Path) -> None:
+    recipe = RECIPES[0]
+    write_result(tmp_path, recipe, 0, 0.05, seconds=60.0, at_once=1)
+    write_result(tmp_path, recipe, 1, 0.09, seconds=20.0, at_once=4)
+    (content,) = re.findall(r'download="length-paper.json" href="data:application/json;base64,([^"]*)"', page(tmp_path))
+    (point,) = json.loads(base64.b64decode(content))["CIFAR-10"]
+    assert (point["minutes"], point["errors"]) == (1.0, [5.0])
 
 
 def test_a_figure_has_the_numbers_it_shows() -> None:

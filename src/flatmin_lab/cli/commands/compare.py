@@ -48,7 +48,7 @@ from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.fields import METHOD
-from flatmin_lab.system.machine import device_named, facts
+from flatmin_lab.system.machine import facts
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.user_code import UserCodeError, is_user_code, load_function, located
 
@@ -267,7 +267,7 @@ def _compare_own(
         wanted=given["seeds"],
         identity={"training": training},
         command=command,
-        facts=facts(torch.device("cpu") if not torch.cuda.is_available() else device_named(None)),
+        facts=facts(found.device or torch.device("cpu")),
     )
     content = comparison_file.content(about, found.contenders, found.outcomes, found.verdict, stopped=found.stopped)
     comparison_file.write(folder, content)

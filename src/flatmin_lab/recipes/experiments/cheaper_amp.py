@@ -11,7 +11,6 @@ from flatmin_lab.recipes.recipe import Recipe
 
 LATER_DROP: dict[str, dict[str, Any]] = {  # AMP with its second drop after 90 %
     "start-0.5": {"start": 0.5},
-    "start-0.75-radius-0.2": {"start": 0.75, "epsilon": 0.2},
     "start-0.5-ascent-0.25": {"start": 0.5, "ascent_share": 0.25},
     "start-0.75-ascent-0.25": {"start": 0.75, "ascent_share": 0.25},
 }
@@ -56,6 +55,11 @@ def frontier(protocol: Protocol) -> Experiment:
             recipes.append(late("amp", variant=f"drop-{drop}-start-{start}", settings={"start": start}, **rates))
         for name, settings in LATER_DROP.items():
             recipes.append(late("amp", variant=f"drop-0.9-{name}", settings=settings, milestones=(0.5, 0.9)))
+        twice = 2 * late("amp").settings["epsilon"]
+        wide = {"start": 0.75, "epsilon": twice}
+        recipes.append(
+            late("amp", variant=f"drop-0.9-start-0.75-radius-{twice:g}", settings=wide, milestones=(0.5, 0.9))
+        )
     return experiment_of("frontier", "AMP's gain at lower cost", protocol, recipes, trials=3)
 
 

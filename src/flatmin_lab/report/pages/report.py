@@ -33,8 +33,6 @@ from flatmin_lab.report.schema import is_number
 from flatmin_lab.report.stats import LEVEL
 from flatmin_lab.tuning.result import Tuning
 
-TIMED = ("seconds", "error")  # what a figure of error over time reads
-
 
 class PageFigure(NamedTuple):
     """A figure in the page, and a link that saves its numbers."""
@@ -144,8 +142,13 @@ def _length_figures(found: Evidence | None) -> dict[str, PageFigure]:
 
 
 def _timed_point(row: TableRow) -> figures.TimedPoint | None:
-    seconds, errors = ([v for run in row.runs if (v := column_named(n).value(run)) is not None] for n in TIMED)
-    return figures.TimedPoint(row.recipe.method, row.recipe.epochs, mean(seconds) / 60, errors) if seconds else None
+    """The runs that had their device to themselves; None if there are none."""
+    seconds, error = column_named("seconds"), column_named("error")
+    found = [(time, wrong) for run in row.runs if (time := seconds.value(run)) and (wrong := error.value(run))]
+    if not found:
+        return None
+    times, errors = zip(*found, strict=True)
+    return figures.TimedPoint(row.recipe.method, row.recipe.epochs, mean(times) / 60, errors)
 
 
 def _short(key: str, value: str) -> str:

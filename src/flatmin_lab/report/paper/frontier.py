@@ -16,6 +16,7 @@ import numpy as np
 from flatmin_lab.bench.mode_cost import CAPTURED, EAGER, StepTimes
 from flatmin_lab.methods import mean_passes
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.tables import FilledTable, Row
 
 RESAMPLES = 10_000
@@ -50,6 +51,10 @@ class Frontier:
     columns: list[str]
     modes: list[Mode]
     timed_on: str | None = None  # the machine and the commit of the measured costs
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for mode in self.modes for run in mode.row.runs]
 
     @property
     def is_measured(self) -> bool:

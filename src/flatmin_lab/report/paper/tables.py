@@ -168,6 +168,17 @@ class FilledTable:
         name, title = self.experiment.name, self.experiment.title
         return f"Table {name[-1]}: {title}" if name.startswith("table") else title[0].upper() + title[1:]
 
+    @property
+    def short_title(self) -> str:
+        """In a list of contents."""
+        name, title = self.experiment.name, self.experiment.title
+        return f"table {name[-1]}" if name.startswith("table") else title.partition(":")[0]
+
+    @property
+    def has_tries(self) -> bool:
+        """Are there rows of held-out images beside rows of test images?"""
+        return {row.place.validation for row in self.trained} == {True, False}
+
 
 def fill_table(
     experiment: Experiment, runs: Mapping[str, Sequence[Run]], families: Families | None = None
@@ -176,7 +187,7 @@ def fill_table(
     columns = [column_named(name) for name in COLUMNS.get(experiment.name, DEFAULT_COLUMNS)]
     rows = []
     for recipe in (*experiment.recipes, *(recipe for recipe in experiment.beside if recipe.name in runs)):
-        own = list(runs.get(recipe.name, ()))
+        own = [_averaged(run) if recipe.ema else run for run in runs.get(recipe.name, ())]
         main = recipe in experiment.recipes
         rows.append(
             Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main, _variant(recipe, experiment))
@@ -187,6 +198,12 @@ def fill_table(
     if experiment.name not in BESIDE_PAPER:
         return FilledTable(experiment, columns, [_without_paper(row) for row in tested])
     return FilledTable(experiment, columns, [one for row in tested for one in _readings(row, columns)])
+
+
+def _averaged(run: Run) -> Run:
+    """The numbers of the averaged weights in place of the last ones: an average does not change training."""
+    average = {key.removeprefix("average_"): value for key, value in run.result.items() if key.startswith("average_")}
+    return replace(run, result={**run.result, **average})
 
 
 def _without_paper(row: Row) -> Row:
@@ -210,7 +227,9 @@ def _differences(recipe: Recipe, experiment: Experiment) -> list[str]:
     ]
     usual = PROTOCOLS[experiment.protocol].epochs
     base = next((one for one in alike if one.epochs == usual), alike[0] if alike else recipe)
-    return [say(value) for key, say in DIFFERENCES.items() if (value := getattr(recipe, key)) != getattr(base, key)]
+    apart = {key for key in DIFFERENCES if getattr(recipe, key) != getattr(base, key)}
+    apart |= {"epochs"} if experiment.name == "length" else set()
+    return [say(getattr(recipe, key)) for key, say in DIFFERENCES.items() if key in apart]
 
 
 def _readings(row: Row, columns: Sequence[Column]) -> list[Row]:

@@ -129,8 +129,10 @@ def reproduce(
         if plan:
             claims: Any = need("flatmin_lab.report.paper.claims", "flatmin reproduce")
             families = claims.families_of([run.job.recipe.name for run in selection.runs])
-            new = store.plan(selection.runs, datetime.now(timezone.utc).date(), families)
+            new, extended = store.plan(selection.runs, datetime.now(timezone.utc).date(), families)
             typer.echo(f"{new} of {len(selection.runs)} runs are new in {store.results / PLANNED}")
+            if extended:
+                typer.echo(f"more is to be measured of {extended}")
             return
         todo = selection.due(retry=retry, limit=limit)
         reproduce_view.show_states(console, selection, retry=retry)

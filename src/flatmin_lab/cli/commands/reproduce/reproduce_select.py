@@ -121,7 +121,10 @@ def _of(experiments: Sequence[Experiment], seeds: tuple[int, ...] | None) -> lis
 
 
 def _planned(store: ResultStore, experiments: Sequence[Experiment], protocol: str | None) -> list[Run]:
-    """The runs of planned.json, in its order, without those that were withdrawn; of these experiments, or protocol."""
+    """The runs of planned.json, in its order, without those that were withdrawn.
+
+    Of experiments only their own runs, and what they measure besides what was planned; or of a protocol all.
+    """
     found = []
     for run in (run for run in store.planned() if "withdrawn" not in run):
         if run["name"] not in by_name():
@@ -129,16 +132,31 @@ def _planned(store: ResultStore, experiments: Sequence[Experiment], protocol: st
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))
     if not found:
         raise ValueError(f"{store.results} has no plan; record one with --plan")
+    if not experiments and protocol is None:
+        return found
     if experiments:
-        names = frozenset[str]().union(*(experiment.names for experiment in experiments))
-        found = [run for run in found if run.job.recipe.name in names]
-    elif protocol is not None:
+        asked = " and ".join(experiment.name for experiment in experiments)
+        own = _parts_of(experiments)
+        found = [Run(job, (*parts, *own[job.recipe.name])) for job, parts in found if job.recipe.name in own]
+    else:
+        if protocol not in PROTOCOLS:
+            raise ValueError(f"unknown protocol {protocol!r}; choose from {', '.join(PROTOCOLS)}")
+        asked = "any experiment"
         found = [run for run in found if run.job.recipe.name.startswith(f"{protocol}/")]
     if not found:
-        asked = " and ".join(experiment.name for experiment in experiments) or "it"
         raise ValueError(
-            f"nothing of {asked} is planned under {protocol or 'paper'}; name another --protocol, or --plan"
+            f"no run of {asked} is planned under {protocol or 'paper'}; choose another --protocol, or record a plan "
+            "with --plan"
         )
+    return found
+
+
+def _parts_of(experiments: Sequence[Experiment]) -> dict[str, tuple[str, ...]]:
+    """By the names of the runs that they train, what they measure of them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for experiment in experiments:
+        for recipe in experiment.recipes if experiment.trials else ():
+            found[recipe.name] = (*found.get(recipe.name, ()), *experiment.parts)
     return found
 
 
