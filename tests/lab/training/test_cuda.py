@@ -29,6 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {"method": "amp", "settings": {"epsilon": 0.1, "regulariser": "mixup"}},
     "auto": {"method": "amp", "settings": {"epsilon": "auto", "held_out": 0.2, "start": 0.2}, "label_noise": 0.2},
     "fp16": {"method": "amp", "precision": "fp16", "clip_norm": 1.0, "settings": {"epsilon": 0.1}},
+    "exempt norms": {"method": "amp", "exempt_norms": True, "weight_decay": 0.1, "settings": {"epsilon": 0.1}},
+    "muon": {"method": "amp", "optimizer": "muon", "lr": 0.02, "settings": {"epsilon": 0.1}},
     "noise": {"method": "mixup", "label_noise": 0.3, "augment": "vanilla"},
     "published rmp": {"method": "rmp", "settings": {"ball": "tensor", "noise": "cube"}, "clip_norm": 50.0},
     "published attack": {"method": "adversarial", "settings": {"units": "inputs", "random_start": True}},
@@ -93,7 +95,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "clipped": {"method": "amp", "clip_norm": 0.1},
     "averaged": {"method": "amp", "ema": 0.9},
     "channels last": {"method": "mixup", "channels_last": True},
-    **{name: VARIANTS[name] for name in ("published rmp", "published attack")},
+    **{name: VARIANTS[name] for name in ("published rmp", "published attack", "exempt norms")},
 }
 
 

@@ -46,6 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"method": "dropout", "precision": "bf16", "channels_last": True, "schedule": "one_cycle"},
     "noise": {"method": "mixup", "label_noise": 0.3, "augment": "vanilla"},
     "validation": {"method": "erm", "validation": True, "schedule": "constant"},
+    "exempt norms": {"method": "amp", "exempt_norms": True, "weight_decay": 0.1, "settings": {"epsilon": 0.1}},
+    "muon": {"method": "amp", "optimizer": "muon", "lr": 0.02, "settings": {"epsilon": 0.1}},
     "no momentum": {"method": "rmp", "momentum": 0.0, "nesterov": False},
 }
 MEASURED = ("train_loss", "train_error", "test_error", "test_nll")
