@@ -101,14 +101,13 @@ def frontier(results: Path) -> str:
 
 
 def _modes(found: Frontier) -> str:
-    head = ["mode", "passes", "time", "n"]
-    head += [label for column in found.columns for label in (column, "kept")]
+    head = ["mode", "time", "n", *(f"{column}<br>and kept" for column in found.columns)]
     rows = []
     for mode in found.modes:
         time = mode.measured[0]
-        row = [mode.row.name, f"{mode.cost:.2f}", "" if time is None else f"{time:.2f}", str(mode.row.count)]
+        row = [mode.row.name, f"{mode.cost:.2f} passes" if time is None else f"{time:.2f}", str(mode.row.count)]
         for values, kept, name in zip(mode.row.cells, mode.kept, COLUMNS, strict=True):
-            row += [_shown(values.compared, column_named(name)), _kept(kept)]
+            row.append(f"{_shown(values.compared, column_named(name))}<br>{_kept(kept)}")
         rows.append(row)
     return page_parts.markdown(head, rows)
 
@@ -117,7 +116,7 @@ def _kept(kept: Kept | None) -> str:
     if kept is None:
         return ""
     share, low, high = ("" if value is None else f"{round(100 * value)}".replace("-", "−") for value in kept)
-    return f"{share} % ({low} to {high})" if low else f"{share} %"
+    return (f"{share} % ({low} to {high})" if low else f"{share} %").replace(" ", "\u00a0")
 
 
 def _table(data: str, rows: Sequence[tuple[Recipe, Sequence[Run]]]) -> str:
