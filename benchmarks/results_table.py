@@ -22,7 +22,7 @@ from flatmin_lab.recipes.protocols import PAPER_LENGTH
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, column_named
 from flatmin_lab.report.figures.style import NAMES
-from flatmin_lab.report.html import as_printed, mean_and_std
+from flatmin_lab.report.html import as_printed, mean_and_std, whole
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run, load_results
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
@@ -115,7 +115,7 @@ def _modes(found: Frontier) -> str:
 def _kept(kept: Kept | None) -> str:
     if kept is None:
         return ""
-    share, low, high = ("" if value is None else f"{round(100 * value)}".replace("-", "−") for value in kept)
+    share, low, high = ("" if value is None else whole(100 * value) for value in kept)
     return (f"{share} % ({low} to {high})" if low else f"{share} %").replace(" ", "\u00a0")
 
 

@@ -30,7 +30,7 @@ MEAN_MEASURES = (
     "nll",
     "brier",
 )  # means over examples; a resampled ECE, never below 0, is biased upwards
-ATTACK_RADIUS, ATTACK_STEP_SIZE, ATTACK_STEPS = 4 / 255, 1 / 255, 10  # the paper's attacks
+ATTACK_RADIUS, ATTACK_STEP_SHARE, ATTACK_STEPS = 4 / 255, 1 / 4, 10  # the paper's: steps of 1/255
 RISE_RADII: dict[Scale, tuple[float, ...]] = {
     "filter": (0.005, 0.01, 0.02, 0.05, 0.1),  # shares of a filter's length
     "global": (0.05, 0.1, 0.2, 0.5),  # AMP's ε
@@ -101,7 +101,7 @@ def robustness(
     subject: Subject,
     *,
     radius: float = ATTACK_RADIUS,
-    step_size: float = ATTACK_STEP_SIZE,
+    step_size: float | None = None,
     steps: int = ATTACK_STEPS,
     norm: Norm = "linf",
     normalised: bool = False,
@@ -111,11 +111,19 @@ def robustness(
 ) -> dict[str, Any]:
     """The error on images perturbed by FGSM and PGD, which know the model (white box).
 
-    Radius and step are fractions of the pixel range. With `normalised` they are in units of the normalised inputs,
-    about a quarter of that for CIFAR, and pixels may leave their range.
+    Radius and step (by default a quarter of the radius) are fractions of the pixel range. With `normalised` they are in
+    units of the normalised inputs, about a quarter of that for CIFAR, and pixels may leave their range.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
+    step_size = ATTACK_STEP_SHARE * radius if step_size is None else step_size
+    if steps * step_size < radius:
+        raise ValueError(
+            f"PGD must be able to reach the edge of its ball, got {steps} steps of {step_size:g} for a radius of "
+            f"{radius:g}; take more steps, or longer ones"
+        )
+    if subject.test.is_images and norm == "linf" and not normalised and radius > 1:
+        raise ValueError(f"pixels range from 0 to 1, so a radius is at most 1, got {radius:g}; 4/255 is the paper's")
     model, split = subject.model if normalised else subject.with_normalisation(), subject.test
     count = min(images or len(split), len(split))
     bounds = (0.0, 1.0) if split.is_images and not normalised else (-math.inf, math.inf)

@@ -61,7 +61,7 @@ EFFORTS = {
         boundary_points=21,
         batches=3,
         spectrum_steps=5,
-        spectrum_probes=1,
+        spectrum_probes=3,
     ),
 }
 

@@ -137,6 +137,17 @@ def _dropout_place(run: Run) -> dict[str, Any]:
     return {DROPOUT_AT: own[DROPOUT_AT]}
 
 
+def _row_order(kind: tuple[str, str], order: Sequence[str]) -> tuple[int, bool, str]:
+    """Where a row goes: averaged weights after those that they are of."""
+    method, settings = kind
+    return order.index(method), "EMA" in json.loads(settings), settings
+
+
+def _average(run: Run) -> dict[str, Any]:
+    """The decay of the averaged weights, whose numbers its row has; empty if there are none."""
+    return {"EMA": run.result["ema"]} if run.result.get("ema") else {}
+
+
 def titles_of(groups: Sequence[Group]) -> list[str]:
     """Titles; groups of the same data and network are told apart by the settings in which they differ."""
     found = []
@@ -168,14 +179,14 @@ def _group(setting: dict[str, Any], runs: Sequence[Run], families: Families) -> 
     kinds: dict[tuple[str, str], dict[int, Run]] = {}
     duplicates = []
     for run in runs:
-        own = {**run.result["settings"], **(_dropout_place(run) if run.method == "dropout" else {})}
+        own = {**run.result["settings"], **(_dropout_place(run) if run.method == "dropout" else {}), **_average(run)}
         kind = kinds.setdefault((run.method, json.dumps(own, sort_keys=True)), {})
         if run.result["seed"] in kind:
             duplicates.append(run)  # the same run again is no further evidence
-        kind.setdefault(run.result["seed"], run)
+        kind.setdefault(run.result["seed"], run.averaged())
     order = ["erm", "amp", *METHODS]
     rows = []
-    for (method, settings), seeded in sorted(kinds.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
+    for (method, settings), seeded in sorted(kinds.items(), key=lambda item: _row_order(item[0], order)):
         others = [json.loads(other) for name, other in kinds if name == method]
         in_order = [seeded[seed] for seed in sorted(seeded)]
         rows.append(Row(method, _name(method, json.loads(settings), others), in_order))
@@ -212,7 +223,7 @@ def _lacking(run: Run, usual: Mapping[str, suggested_commands.Condition]) -> lis
 
 def _name(method: str, settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
     """The method's name, with the settings in which it differs from other rows of the method."""
-    apart = [key for key in settings if any(other.get(key) != settings[key] for other in others)]
+    apart = [key for key in settings if key == "EMA" or any(other.get(key) != settings[key] for other in others)]
     return _name_with_settings(method, settings, apart) if apart else NAMES[method]
 
 

@@ -27,7 +27,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    found.filters.update(mean_and_std=mean_and_std, as_printed=as_printed, percent=percent, data=data)
+    found.filters.update(mean_and_std=mean_and_std, as_printed=as_printed, percent=percent, whole=whole, data=data)
     return found
 
 
@@ -75,6 +75,15 @@ def joined(words: Sequence[str]) -> str:
 
 def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f}\u00a0%"
+
+
+def whole(value: float) -> str:
+    """A whole number with a true minus sign.
+
+    >>> whole(-13.6), whole(-0.2)
+    ('−14', '0')
+    """
+    return str(round(value)).replace("-", "−")
 
 
 def data(value: Mapping[str, Any] | Sequence[Any]) -> Markup:

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ class Run:
     @property
     def method(self) -> str:
         return str(self.result["method"])
+
+    def averaged(self) -> "Run":
+        """With the numbers of the averaged weights in place of the last ones, if there are any (`train --ema`)."""
+        known = self.result.items()
+        average = {key.removeprefix("average_"): value for key, value in known if key.startswith("average_")}
+        return replace(self, result={**self.result, **average}) if average else self
 
     @property
     def split(self) -> str:

@@ -124,6 +124,7 @@ def _spectrum(found: Any) -> None:
         _check(found, name, is_count, "a whole number above 0")
     for name in ("smallest", "largest", "trace"):
         _check(found, name, is_number, "a number")
+    _check({"trace_error": None, **found}, "trace_error", lambda value: value is None or is_number(value), "a number")
     _check(found, "negative_curvature", is_share, "a share from 0 to 1")
     for name, holds in (("values", is_number), ("weights", is_share)):
         rows = found.get(name)

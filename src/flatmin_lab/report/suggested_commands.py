@@ -26,7 +26,7 @@ FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
     "attack": {
         "norm": ("--norm", "linf"),
         "radius": ("--radius", measurements.ATTACK_RADIUS),
-        "step_size": ("--step-size", measurements.ATTACK_STEP_SIZE),
+        "step_size": ("--step-size", None),  # a share of the radius
         "steps": ("--steps", measurements.ATTACK_STEPS),
         "pictures": ("--images", None),
     },
@@ -46,6 +46,8 @@ def evaluate_command(run: Run, parts: Sequence[str], usual: Mapping[str, Conditi
         flags[f"--{part}"] = []
         for option, value in usual.get(part, {}).items():
             flag, default = FLAGS[part][option]
+            if option == "step_size":
+                default = measurements.ATTACK_STEP_SHARE * usual[part]["radius"]
             if value != (_default_images(run, part) if option == "pictures" else default):
                 flags[flag] = [str(value)]  # to the last digit, else the conditions would differ again
     words = [word for flag, value in flags.items() for word in (flag, *value)]

@@ -261,3 +261,11 @@ def test_the_rise_on_batches_is_of_augmented_training_batches_and_of_plain_test_
     without = measurements.rise_on_batches(replace(plain, batch_size=40), batches=2)
     assert without["test"] == found["test"]
     assert without["training"] != found["training"]
+
+
+def test_pgd_must_be_able_to_reach_the_edge_of_its_ball(tiny: Subject) -> None:
+    assert measurements.robustness(tiny, radius=0.4, images=5)["step_size"] == pytest.approx(0.1)
+    with pytest.raises(ValueError, match=r"10 steps of 0.01 for a radius of 0.5; take more steps, or longer ones"):
+        measurements.robustness(tiny, radius=0.5, step_size=0.01)
+    with pytest.raises(ValueError, match="a radius is at most 1, got 4"):
+        measurements.robustness(tiny, radius=4.0)

@@ -29,7 +29,7 @@ def test_the_page_shows_the_lengths_with_their_times(tmp_path: Path) -> None:
     assert "Error over the time of training" in words
     assert "ERM (10 epochs)" in words
     assert "AMP (25 epochs, ε 0.1)" in words
-    assert 'download="length-paper.json"' in shown
+    assert 'download="length-paper-cifar10.json"' in shown
     assert "over the minutes of training; the numbers are epochs" in shown
 
 
@@ -38,22 +38,24 @@ def test_runs_that_shared_their_device_have_no_point(tmp_path: Path) -> None:
         write_result(tmp_path, recipe, 0, 0.05, seconds=10.0, at_once=4)
     shown = page(tmp_path)
     assert "ERM (10 epochs)" in text_of(shown)
-    assert "length-paper.json" not in shown
+    assert "length-paper-cifar10.json" not in shown
 
 
 def test_a_point_is_of_the_runs_whose_time_counts(tmp_path: Path) -> None:
     recipe = RECIPES[0]
     write_result(tmp_path, recipe, 0, 0.05, seconds=60.0, at_once=1)
     write_result(tmp_path, recipe, 1, 0.09, seconds=20.0, at_once=4)
-    (content,) = re.findall(r'download="length-paper.json" href="data:application/json;base64,([^"]*)"', page(tmp_path))
-    (point,) = json.loads(base64.b64decode(content))["CIFAR-10"]
+    (content,) = re.findall(
+        r'download="length-paper-cifar10.json" href="data:application/json;base64,([^"]*)"', page(tmp_path)
+    )
+    (point,) = json.loads(base64.b64decode(content))["points"]
     assert (point["minutes"], point["errors"]) == (1.0, [5.0])
 
 
 def test_a_figure_has_the_numbers_it_shows() -> None:
     points = [figures.TimedPoint("erm", 10, 0.5, [7.0, 7.5]), figures.TimedPoint("amp", 10, 1.0, [6.0])]
-    drawn = figures.over_time({"CIFAR-10": points})
-    assert json.loads(json.dumps(drawn.data))["CIFAR-10"][0] == {
+    drawn = figures.over_time("CIFAR-10", points)
+    assert json.loads(json.dumps(drawn.data))["points"][0] == {
         "method": "erm",
         "epochs": 10,
         "minutes": 0.5,

@@ -317,7 +317,7 @@ def test_missing_cells_show_the_command_that_fills_them(tmp_path: Path) -> None:
 def test_the_command_measures_a_run_as_the_others_were_measured(runs: Path) -> None:
     for path in runs.glob("*/evaluation.json"):
         found = evaluation(0.5)
-        found["attack"] |= {"radius": 0.5, "norm": "l2", "pictures": 64}
+        found["attack"] |= {"radius": 0.5, "step_size": 0.125, "norm": "l2", "pictures": 64}
         path.write_text(json.dumps(found))
     (runs / "amp-0" / "evaluation.json").unlink()
     row = only_group(runs).row("amp")
@@ -727,3 +727,26 @@ def test_the_page_needs_no_network(whole: str) -> None:
     parser.feed(whole)
     assert parser.found == []
     assert not re.search(r"@import|url\((?!#)", whole)
+
+
+def test_averaged_weights_have_a_row_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path / "plain", result("erm", 0, 0.10))
+    averaged = {"ema": 0.9, "average_test_error": 0.05, "average_test_nll": 0.2, "average_test_ece": 0.01}
+    write(tmp_path / "averaged", {**result("erm", 0, 0.11), **averaged})
+    group = only_group(tmp_path)
+    assert [row.name for row in group.rows] == ["ERM", "ERM (EMA 0.9)"]
+    assert [row.cells["error"].values[0] for row in group.rows] == pytest.approx([10.0, 5.0])
+    assert not group.duplicate_runs
+
+
+def test_what_was_measured_of_one_setting_alone_is_shown(tmp_path: Path) -> None:
+    """The other setting of the method has the lower error, and no spectrum."""
+    write(tmp_path / "late", result("amp", 0, 0.04, settings={"epsilon": 0.1, "start": 0.5}))
+    measured = evaluation(spectrum=spectrum())
+    write(tmp_path / "amp", result("amp", 0, 0.05, settings={"epsilon": 0.1}), evaluation=measured)
+    assert "AMP 1 8 -0.5 12 ± 1 25.00 %" in text_of(page_of(tmp_path))
+
+
+def test_a_commit_with_changes_is_marked(tmp_path: Path) -> None:
+    write(tmp_path / "run", result("erm", 0, 0.1, commit="0123456789abcdef-dirty"))
+    assert "commit 0123456-dirty" in text_of(page_of(tmp_path))

@@ -59,7 +59,7 @@ def test_the_report_has_a_section_where_spectra_were_measured(tmp_path: Path) ->
     page = report_page(load_results([tmp_path]))
     shown = text_of(page)
     assert "Spectrum of the Hessian" in shown
-    assert "ERM 2 8 -0.5 12 25.00 %" in shown
+    assert "ERM 2 8 -0.5 12 ± 0.71 25.00 %" in shown
     assert "The 1,000 eigenvalues" in shown
     assert re.search(r'download="[\w-]+-spectrum\.json"', page)
     (tmp_path / "erm-0" / "evaluation.json").write_text(json.dumps(evaluation()))

@@ -74,7 +74,7 @@ def evaluate(
         str | None,
         option("Radius of the ball around an image, as a fraction of the pixel range; default: 4/255.", panel=ATTACK),
     ] = None,
-    step_size: Annotated[str | None, option("PGD's step size; default: 1/255.", panel=ATTACK)] = None,
+    step_size: Annotated[str | None, option("PGD's step size; default: a quarter of the radius.", panel=ATTACK)] = None,
     steps: Annotated[int | None, option("Number of PGD steps; default: 10.", panel=ATTACK)] = None,
     norm: Annotated[str | None, option("The ball's norm: linf or l2; default: linf.", panel=ATTACK)] = None,
     epsilon: Annotated[

@@ -14,6 +14,7 @@ from flatmin_lab.recipes.experiments.experiment import RESNET, Experiment, Measu
 from flatmin_lab.recipes.protocols import PROTOCOLS, Protocol
 from flatmin_lab.recipes.recipe import Recipe
 
+SMOKE_BATCH_SIZE = 10  # where another one is tried
 WARM_UP = 1 / 12  # of a run: 5 of 60 epochs
 VIT_RADII = (0.05, 0.1, 0.2, 0.5)
 BEST_RADII = (0.05, 0.1, 0.2)
@@ -117,8 +118,8 @@ def _modern(protocol: Protocol, data: str, model: str, **usual: Any) -> Callable
     ) -> Recipe:
         words = ["modern", *([name] if name else []), *(["validation"] if validation else [])]
         ball = {"ball": "global"} if method == "amp" else {}
-        if protocol == "smoke":
-            changes.pop("batch_size", None)
+        if protocol == "smoke" and "batch_size" in changes:
+            changes["batch_size"] = SMOKE_BATCH_SIZE
         return cell(
             protocol,
             data,

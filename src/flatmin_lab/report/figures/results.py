@@ -150,23 +150,21 @@ def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str
     return DrawnFigure(figure, data, f"{title}: the share of AMP's gain that each mode keeps, over its cost in {unit}")
 
 
-def over_time(panels: Mapping[str, Sequence[TimedPoint]]) -> DrawnFigure:
+def over_time(title: str, points: Sequence[TimedPoint]) -> DrawnFigure:
     """The error over the minutes of training, a line per method; means, with the lowest and the highest run."""
     with styled():
-        figure = Figure(figsize=(4.4 * len(panels), 3.1), layout="constrained")
-        for axes, (title, points) in zip(
-            figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-        ):
-            for method in dict.fromkeys(point.method for point in points):
-                _timed_line(axes, [point for point in points if point.method == method])
-            axes.set(xscale="log", xlabel="minutes of training", ylabel="test error, %", title=title)
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.margins(0.08, 0.12)
-            axes.legend()
-    data = {title: [point._asdict() for point in points] for title, points in panels.items()}
-    return DrawnFigure(figure, data, "Test error over the minutes of training; the numbers are epochs")
+        figure = Figure(figsize=(4.4, 3.1), layout="constrained")
+        axes = figure.subplots()
+        for method in dict.fromkeys(point.method for point in points):
+            _timed_line(axes, [point for point in points if point.method == method])
+        axes.set(xscale="log", xlabel="minutes of training", ylabel="test error, %", title=title)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.margins(0.08, 0.12)
+        axes.legend()
+    data = {"points": [point._asdict() for point in points]}
+    return DrawnFigure(figure, data, f"{title}: test error over the minutes of training; the numbers are epochs")
 
 
 def _timed_line(axes: Axes, points: Sequence[TimedPoint]) -> None:

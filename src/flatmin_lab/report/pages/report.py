@@ -127,17 +127,15 @@ def _frontier_figures(found: Evidence | None) -> dict[tuple[str, str], PageFigur
     return drawn
 
 
-def _length_figures(found: Evidence | None) -> dict[str, PageFigure]:
-    """By protocol: the error over the time of training, of runs that had their device to themselves."""
-    drawn = {}
+def _length_figures(found: Evidence | None) -> dict[str, list[PageFigure]]:
+    """By protocol, one for each data set: the error over the time of training, of runs that had their device alone."""
+    drawn: dict[str, list[PageFigure]] = {}
     for protocol in found.protocols if found else ():
         rows = [row for table in protocol.tables if table.experiment.name == "length" for row in table.trained]
-        panels: dict[str, list[figures.TimedPoint]] = {}
-        for row in rows:
-            if point := _timed_point(row):
-                panels.setdefault(TITLES[row.data], []).append(point)
-        if panels:
-            drawn[protocol.name] = page_figure(figures.over_time(panels), f"length-{protocol.name}")
+        for data in dict.fromkeys(row.data for row in rows):
+            if points := [point for row in rows if row.data == data and (point := _timed_point(row))]:
+                file = f"length-{protocol.name}-{data}"
+                drawn.setdefault(protocol.name, []).append(page_figure(figures.over_time(TITLES[data], points), file))
     return drawn
 
 
@@ -152,8 +150,10 @@ def _timed_point(row: TableRow) -> figures.TimedPoint | None:
 
 
 def _short(key: str, value: str) -> str:
-    """A commit by its first digits, as git shows it."""
-    return value[:7] if key == "commit" else value
+    """A commit by its first digits, as git shows it, and whether the files had changed since."""
+    if key != "commit":
+        return value
+    return f"{value[:7]}-dirty" if value.endswith("-dirty") else value[:7]
 
 
 def _all_facts(found: LoadedResults) -> list[Mapping[str, Any]]:
@@ -187,10 +187,12 @@ def _section(group: Group, title: str, families: Mapping[str, NamedFamily]) -> S
         [page_figure(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
         _sweep(group, name),
         _boundaries(rows, group, name),
-        page_figure(risks, f"{name}-risk-coverage") if (risks := confidence.risk_figure(rows)) else None,
+        page_figure(risks, f"{name}-risk-coverage")
+        if (risks := confidence.risk_figure(_one_a_method(group, "selective")))
+        else None,
         confidence.outside_tables(group.rows),
         landscape.landscape_section([(row.name, row.method, _with_landscapes(row)) for row in rows]),
-        _spectrum(rows, name),
+        _spectrum(_one_a_method(group, "spectrum"), name),
         _commands(group, rows),
         families.get(group.family_name),
     )
@@ -216,12 +218,16 @@ def _slug(text: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in text.rstrip("/").rpartition("/")[2]) or "runs"
 
 
-def _one_a_method(group: Group) -> list[Row]:
-    """One row per method, as figures have one line each: the setting with the most runs, then the lowest error."""
-    methods = dict.fromkeys(row.method for row in group.rows)
+def _one_a_method(group: Group, part: str | None = None) -> list[Row]:
+    """One row per method, as figures have one line each: the setting with the most runs, then the lowest error.
+
+    With a part of the evaluation, of the rows for which it was measured.
+    """
+    rows = [row for row in group.rows if part is None or any(run.evaluation.get(part) for run in row.runs)]
+    methods = dict.fromkeys(row.method for row in rows)
     return [
         min(
-            (row for row in group.rows if row.method == method),
+            (row for row in rows if row.method == method),
             key=lambda row: (-len(row.runs), summary_text.error_of(row)),
         )
         for method in methods

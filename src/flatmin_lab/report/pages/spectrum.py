@@ -59,7 +59,8 @@ def spectrum_section(methods: Sequence[tuple[str, str, Sequence[Mapping[str, Any
         f"The {parameters:,} eigenvalues of the Hessian of the training loss, on {pictures:,} examples without "
         "augmentation, BatchNorm fixed. Estimated by stochastic Lanczos quadrature and smoothed with a Gaussian of "
         f"standard deviation {width:.2g}; a single eigenvalue is a peak near the bottom. Negative curvature: the "
-        "negative eigenvalues' share of the sum of all absolute values. Means over the seeds.",
+        "negative eigenvalues' share of the sum of all absolute values. Means over the seeds; beside the trace is the "
+        "standard error of its estimate from random probes.",
     )
 
 
@@ -80,6 +81,8 @@ def _row(name: str, spectra: Sequence[Mapping[str, Any]]) -> SpectrumRow:
     largest, smallest, trace, negative = (
         mean(one[key] for one in spectra) for key in ("largest", "smallest", "trace", "negative_curvature")
     )
+    errors = [one["trace_error"] for one in spectra if one.get("trace_error") is not None]
+    error = f" ± {math.hypot(*errors) / len(errors):.2g}" if len(errors) == len(spectra) else ""
     return SpectrumRow(
-        name, len(spectra), f"{largest:.4g}", f"{smallest:.3g}", f"{trace:.4g}", percent(negative, digits=2)
+        name, len(spectra), f"{largest:.4g}", f"{smallest:.3g}", f"{trace:.4g}{error}", percent(negative, digits=2)
     )

@@ -187,7 +187,7 @@ def fill_table(
     columns = [column_named(name) for name in COLUMNS.get(experiment.name, DEFAULT_COLUMNS)]
     rows = []
     for recipe in (*experiment.recipes, *(recipe for recipe in experiment.beside if recipe.name in runs)):
-        own = [_averaged(run) if recipe.ema else run for run in runs.get(recipe.name, ())]
+        own = [run.averaged() for run in runs.get(recipe.name, ())]
         main = recipe in experiment.recipes
         rows.append(
             Row(recipe, own, [cell_of(recipe, own, column) for column in columns], main, _variant(recipe, experiment))
@@ -198,12 +198,6 @@ def fill_table(
     if experiment.name not in BESIDE_PAPER:
         return FilledTable(experiment, columns, [_without_paper(row) for row in tested])
     return FilledTable(experiment, columns, [one for row in tested for one in _readings(row, columns)])
-
-
-def _averaged(run: Run) -> Run:
-    """The numbers of the averaged weights in place of the last ones: an average does not change training."""
-    average = {key.removeprefix("average_"): value for key, value in run.result.items() if key.startswith("average_")}
-    return replace(run, result={**run.result, **average})
 
 
 def _without_paper(row: Row) -> Row:
