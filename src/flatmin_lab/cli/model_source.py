@@ -115,16 +115,16 @@ def _names(runs: Sequence[TrainedRun]) -> list[str]:
     return next((names for names in named if len(set(names)) == len(names)), named[-1])
 
 
-def parse_length(text: str | None) -> float | None:
+def parse_length(flag: str, text: str | None) -> float | None:
     """A number, or a fraction: 4/255."""
     if text is None:
         return None
     try:
         value = float(Fraction(text))
     except (ValueError, ZeroDivisionError, OverflowError) as error:
-        raise ValueError(f"a length must be a number or a fraction such as 4/255, got {text}") from error
+        raise ValueError(f"{flag} takes a number or a fraction such as 4/255, got {text!r}") from error
     if value < 0:
-        raise ValueError(f"a length must be at least 0, got {text}")
+        raise ValueError(f"{flag} must be at least 0, got {text}")
     return value
 
 

@@ -3,8 +3,8 @@
 outside = load_outside("svhn", like=cifar.test)         a name, an .npz file, or a folder of images
 outside.split.x                                         (N, C, H, W), uint8
 
-Their labels mean nothing to the model and are not used, so a folder needs no classes. Images of another size or number
-of channels are converted as `flatmin predict` does it; points must have the model's dimension.
+Their labels mean nothing to the model and are not used: a folder needs no classes, and a file x_test alone. Images of
+another size or number of channels are converted as `flatmin predict` does it; points must have the model's dimension.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from torch import Tensor
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.formats.download import Progress
 from flatmin_lab.data.registry import DATA_SETS, SYNTHETIC, load
-from flatmin_lab.data.sources import image_folder
+from flatmin_lab.data.sources import image_folder, npz
 
 CONVERTIBLE = (1, 3, 4)  # channels of images that Pillow can convert
 
@@ -49,6 +49,8 @@ def load_outside(
     if name not in (*DATA_SETS, *SYNTHETIC) and path.is_dir():
         x = image_folder.read_unlabelled(path, _mode(name, like), (like.shape[1], like.shape[2]))
         found = OutsideData(path.resolve().name, _unlabelled(x))
+    elif path.suffix == ".npz" and path.is_file():
+        found = _fitted(path.stem, _unlabelled(npz.load_test_images(path)), like)
     else:
         data = load(name, root, download=download, progress=progress)
         found = _fitted(data.name, data.test, like)

@@ -329,7 +329,7 @@ def test_images_may_still_be_called_pictures(own: Path) -> None:
         (["landscape", "RUN", "RUN", "--between", "--reach", 2], "--between has none"),
         (["evaluate", "RUN", "--radius", "1/255"], "--radius belongs to --attack"),
         (["evaluate", "RUN", "--attack", "--epsilon", 0.1], "--epsilon belongs to --flatness"),
-        (["evaluate", "RUN", "--attack", "--radius", "x"], "such as 4/255, got x"),
+        (["evaluate", "RUN", "--attack", "--radius", "x"], "such as 4/255, got 'x'"),
         (["evaluate", "RUN", "--attack", "--radius", "1/0"], "such as 4/255"),
         (["evaluate", "RUN", "--attack", "--radius", "1e400"], "such as 4/255"),
         (["evaluate", "RUN", "--attack", "--radius=-1"], "at least 0"),

@@ -183,7 +183,7 @@ def test_outside_data_that_are_missing_are_named_before_anything_is_trained(tmp_
             "--measure takes attack, batch_rise, boundary, flatness, landscape, outside, selective, spectrum, got",
         ),
         (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
-        (["table1", "--seeds", "3-1"], "--seeds must name at least one"),
+        (["table1", "--seeds", "3-1"], "--seeds takes a range from its lowest to its highest, as in 0-9, got 3-1"),
         (["table1", "--device", "cpu,cpu"], "--device takes GPUs, each once, or cpu alone"),
         (["table1", "--seeds", "0", "--data", "svhn"], "svhn was not found"),
     ],

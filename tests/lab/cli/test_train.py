@@ -229,7 +229,10 @@ def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
         (["--epochs", "many"], "--epochs"),
         (["--batch-size", "100000"], "the batch size must be from 1 to the 1438"),
         (["--lr", "-1"], "lr must be above 0"),
-        (["--method", "erm", "--epsilon", "0.1"], "erm takes no settings, got epsilon"),
+        (
+            ["--method", "erm", "--epsilon", "0.1"],
+            "erm takes no settings, got epsilon; epsilon belongs to adversarial, rmp, amp",
+        ),
         (["--method", "rmp", "--inner-iter", "2"], "got inner_iter"),
         (["--method", "amp", "--epsilon", "-1"], "epsilon must be a finite number of at least 0, got -1.0"),
         (["--method", "amp", "--ball", "cube"], "cube"),

@@ -97,3 +97,14 @@ def test_what_the_model_cannot_take_is_refused(name: str, own: Split, text: str)
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="must hold images"):
         load_outside(str(tmp_path), like=like(1, 8, 8))
+
+
+def test_a_file_needs_no_labels(tmp_path: Path) -> None:
+    x = np.full((3, 8, 8), 7, dtype=np.uint8)
+    np.savez(tmp_path / "other.npz", x_test=x)
+    found = load_outside(str(tmp_path / "other.npz"), like=load("digits").test)
+    assert (found.name, len(found.split), found.converted_from) == ("other", 3, "")
+    assert bool((found.split.x == 7).all())
+    np.savez(tmp_path / "wrong.npz", y_test=x)
+    with pytest.raises(ValueError, match="must hold x_test; missing: x_test, found: y_test"):
+        load_outside(str(tmp_path / "wrong.npz"), like=load("digits").test)

@@ -88,7 +88,10 @@ def evaluate(
 ) -> None:
     """Measure a trained model: error, calibration, robustness, flatness. flatmin report shows the results."""
     with report_errors(debug), exit_on_signals():
-        lengths = {"radius": model_source.parse_length(radius), "step_size": model_source.parse_length(step_size)}
+        lengths = {
+            "radius": model_source.parse_length("--radius", radius),
+            "step_size": model_source.parse_length("--step-size", step_size),
+        }
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
         flat = _given(flatness, "--flatness", {"epsilon": epsilon})
         if images is not None and not (attack or flatness or spectrum):

@@ -39,6 +39,11 @@ def load(path: Path) -> Dataset:
     return Dataset(path.stem, train, test, names, str(path))
 
 
+def load_test_images(path: Path) -> Tensor:
+    """x_test alone, for which the file needs no labels."""
+    return _images(read(path, ("x_test",))["x_test"], f"{path}: x_test")
+
+
 def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -> dict[str, Array]:
     """The named arrays of the file; never a pickle."""
     with _as_value_error(path), path.open("rb") as file, np.load(file, allow_pickle=False) as content:

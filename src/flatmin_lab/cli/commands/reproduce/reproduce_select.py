@@ -188,7 +188,7 @@ def _seeds(text: str | None) -> tuple[int, ...] | None:
         first, dash, last = word.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"--seeds takes whole numbers, as in 0,1 or 0-9, got {text!r}")
+        if dash and int(last) < int(first):
+            raise ValueError(f"--seeds takes a range from its lowest to its highest, as in 0-9, got {word.strip()}")
         found += range(int(first), int(last if dash else first) + 1)
-    if not found:
-        raise ValueError(f"--seeds must name at least one, got {text!r}")
     return tuple(dict.fromkeys(found))
