@@ -151,11 +151,11 @@ class ResultStore:
         today: date,
         families: Mapping[str, Sequence[str]] | None = None,
     ) -> tuple[int, int]:
-        """Add runs and what is to be measured of them to the plan; returns how many are new, and of how many known
-        ones more is to be measured.
+        """Add runs and what is to be measured of them to the plan.
 
-        A run that has already started cannot be planned. `families` are the comparisons that will be tested: those of a
-        name that the plan has already stay as they are.
+        Returns how many runs are new, and for how many of the known ones more is to be measured. A run that has already
+        started cannot be planned. `families` are the comparisons that will be tested: those of a name that the plan has
+        already stay as they are.
         """
         known = self.planned()
         there = {(run["name"], run["seed"]) for run in known}

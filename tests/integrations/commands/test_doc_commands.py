@@ -22,6 +22,7 @@ from flatmin_lab.bench import benchmark, time_estimate
 from flatmin_lab.cli.commands import bench, compare, demo, tune
 from flatmin_lab.comparing import comparer
 from flatmin_lab.data.sources import synthetic
+from flatmin_lab.data.sources.digits import all_digits
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.execution import process_pool
 from flatmin_lab.execution.local import ThisProcess
@@ -108,9 +109,9 @@ def _here(pool: ProcessPool, function: Any, queue: Any) -> Any:
     return ThisProcess(pool.devices).run(function, queue)
 
 
-def _forget_recipes() -> None:
-    """Those that were made with other numbers of trials."""
-    for made in (experiments.by_name, *experiments.EXPERIMENTS.values()):
+def _forget() -> None:
+    """The digits, and recipes that were made with other numbers of trials."""
+    for made in (all_digits, experiments.by_name, *experiments.EXPERIMENTS.values()):
         made.cache_clear()  # type: ignore[attr-defined]
 
 
@@ -154,9 +155,9 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(time_estimate, "TIMED_SECONDS", 0.1)
     run_benchmark = benchmark.run_benchmark
     monkeypatch.setattr(bench, "run_benchmark", lambda options, **how: run_benchmark(replace(options, steps=5), **how))
-    _forget_recipes()
+    _forget()
     yield
-    _forget_recipes()
+    _forget()
     for name in ("mine", "mymodule", "training"):
         sys.modules.pop(name, None)
 

@@ -737,6 +737,7 @@ def test_averaged_weights_have_a_row_of_their_own(tmp_path: Path) -> None:
     assert [row.name for row in group.rows] == ["ERM", "ERM (EMA 0.9)"]
     assert [row.cells["error"].values[0] for row in group.rows] == pytest.approx([10.0, 5.0])
     assert not group.duplicate_runs
+    assert "EMA: error, NLL and ECE of the averaged weights" in text_of(page_of(tmp_path))
 
 
 def test_what_was_measured_of_one_setting_alone_is_shown(tmp_path: Path) -> None:
