@@ -4,8 +4,8 @@
 
 For docs/findings.md one for each data set with runs of the paper's length, with a row for each method and protocol; for
 the README a small one with what AMP gains and costs; for docs/cheaper.md one for each data set with what cheaper modes
-keep of that gain. The rest is on the report's page. It replaces what is between two
-markers in the page; with --check nothing is written, and the exit code is 1 if a page is out of date.
+keep of that gain. The rest is on the report's page. It replaces what is between two markers in the page; with --check
+nothing is written, and the exit code is 1 if a page is out of date.
 """
 
 import json
@@ -22,7 +22,7 @@ from flatmin_lab.recipes.protocols import PAPER_LENGTH
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, column_named
 from flatmin_lab.report.figures.style import NAMES
-from flatmin_lab.report.html import as_printed, mean_and_std, whole
+from flatmin_lab.report.html import as_printed, mean_and_std, short_fact, whole
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run, load_results
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
@@ -33,7 +33,6 @@ from flatmin_lab.runs.result_store import ResultStore
 
 RESULTS = Path(__file__).parent.parent / "results"
 COLUMNS = ("error", "nll", "ece")
-COMMIT_DIGITS = 7  # of a commit
 
 
 def rendered(results: Path) -> str:
@@ -87,16 +86,12 @@ def gain(results: Path) -> str:
 
 def frontier(results: Path) -> str:
     """For each protocol and data set with cheaper modes: what they cost, and what they keep of AMP's gain."""
-    found = load_results([results])
-    shown = evidence(found, [])
-    parts = [
-        f"{TITLES[one.data]}, protocol `{protocol.name}`:\n\n{_modes(one)}"
-        for protocol in (shown.protocols if shown else ())
-        for one in protocol.frontiers
-    ]
-    runs = [run for protocol in (shown.protocols if shown else ()) for one in protocol.frontiers for run in one.runs]
-    if not parts:
+    shown = evidence(load_results([results]), [])
+    found = [(protocol.name, one) for protocol in (shown.protocols if shown else ()) for one in protocol.frontiers]
+    if not found:
         raise ValueError(f"there is no cheaper mode beside ERM and AMP in {results}; see flatmin reproduce frontier")
+    parts = [f"{TITLES[one.data]}, protocol `{protocol}`:\n\n{_modes(one)}" for protocol, one in found]
+    runs = [run for _, one in found for run in one.runs]
     return "\n\n".join([*parts, f"{_all_of(runs, 'hardware')}, {_precision(runs)}, commit {_all_of(runs, 'commit')}."])
 
 
@@ -147,12 +142,8 @@ def _precision(runs: Sequence[Run]) -> str:
     return f"{usual} unless a row says otherwise" if others else str(usual)
 
 
-def _short(key: str, value: str) -> str:
-    return value[:COMMIT_DIGITS] if key == "commit" else value
-
-
 def _all_of(runs: Sequence[Run], key: str) -> str:
-    return ", ".join(sorted({_short(key, str(run.result[key])) for run in runs if run.result.get(key)}))
+    return ", ".join(sorted({short_fact(key, str(run.result[key])) for run in runs if run.result.get(key)}))
 
 
 def _measured(runs: Sequence[Run]) -> str:

@@ -243,7 +243,7 @@ def build(name: str, *, normalise: Normalisation | None = None, **settings: Any)
     known = list(signature(make).parameters)
     unknown = [key for key in settings if key not in known]
     if unknown:
-        taking = [m for m in METHODS if unknown[0] in signature(OTHERS.get(m) or REGULARISERS[m]).parameters]
+        taking = [m for m in METHODS if unknown[0] in setting_names(m)]
         way_out = f"; {unknown[0]} belongs to {', '.join(taking)}" if taking else ""
         raise ValueError(f"{name} takes {', '.join(known) or 'no settings'}, got {', '.join(unknown)}{way_out}")
     if name == "adversarial" and not {"mean", "std"} & settings.keys():

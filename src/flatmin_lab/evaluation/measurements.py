@@ -30,7 +30,7 @@ MEAN_MEASURES = (
     "nll",
     "brier",
 )  # means over examples; a resampled ECE, never below 0, is biased upwards
-ATTACK_RADIUS, ATTACK_STEP_SHARE, ATTACK_STEPS = 4 / 255, 1 / 4, 10  # the paper's: steps of 1/255
+ATTACK_RADIUS, ATTACK_STEPS = 4 / 255, 10  # the paper's attacks
 RISE_RADII: dict[Scale, tuple[float, ...]] = {
     "filter": (0.005, 0.01, 0.02, 0.05, 0.1),  # shares of a filter's length
     "global": (0.05, 0.1, 0.2, 0.5),  # AMP's ε
@@ -97,6 +97,15 @@ def temperature_scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
     }
 
 
+def default_step_size(radius: float, steps: int) -> float:
+    """Of PGD: a quarter of the radius, which is the paper's 1/255, or more if that many steps would fall short of it.
+
+    >>> default_step_size(4 / 255, 10) == 1 / 255, default_step_size(1.0, 2)
+    (True, 0.5)
+    """
+    return radius / min(4, steps)
+
+
 def robustness(
     subject: Subject,
     *,
@@ -116,7 +125,7 @@ def robustness(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    step_size = ATTACK_STEP_SHARE * radius if step_size is None else step_size
+    step_size = default_step_size(radius, steps) if step_size is None else step_size
     if steps * step_size < radius:
         raise ValueError(
             f"PGD must be able to reach the edge of its ball, got {steps} steps of {step_size:g} for a radius of "

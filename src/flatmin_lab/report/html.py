@@ -77,6 +77,17 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f}\u00a0%"
 
 
+def short_fact(key: str, value: str) -> str:
+    """A commit by its first digits, as git shows it, and whether the files had changed since; other facts as they are.
+
+    >>> short_fact("commit", "0123456789abcdef-dirty"), short_fact("torch", "2.13.0")
+    ('0123456-dirty', '2.13.0')
+    """
+    if key != "commit":
+        return value
+    return f"{value[:7]}-dirty" if value.endswith("-dirty") else value[:7]
+
+
 def whole(value: float) -> str:
     """A whole number with a true minus sign.
 

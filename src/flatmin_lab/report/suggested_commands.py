@@ -26,7 +26,7 @@ FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
     "attack": {
         "norm": ("--norm", "linf"),
         "radius": ("--radius", measurements.ATTACK_RADIUS),
-        "step_size": ("--step-size", None),  # a share of the radius
+        "step_size": ("--step-size", None),  # it depends on the radius
         "steps": ("--steps", measurements.ATTACK_STEPS),
         "pictures": ("--images", None),
     },
@@ -47,7 +47,7 @@ def evaluate_command(run: Run, parts: Sequence[str], usual: Mapping[str, Conditi
         for option, value in usual.get(part, {}).items():
             flag, default = FLAGS[part][option]
             if option == "step_size":
-                default = measurements.ATTACK_STEP_SHARE * usual[part]["radius"]
+                default = measurements.default_step_size(usual[part]["radius"], usual[part]["steps"])
             if value != (_default_images(run, part) if option == "pictures" else default):
                 flags[flag] = [str(value)]  # to the last digit, else the conditions would differ again
     words = [word for flag, value in flags.items() for word in (flag, *value)]

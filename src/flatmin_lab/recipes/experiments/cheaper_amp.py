@@ -53,13 +53,10 @@ def frontier(protocol: Protocol) -> Experiment:
             rates: dict[str, Any] = {"milestones": (0.5, drop)}
             recipes.append(late("erm", variant=f"drop-{drop}", **rates))
             recipes.append(late("amp", variant=f"drop-{drop}-start-{start}", settings={"start": start}, **rates))
-        for name, settings in LATER_DROP.items():
-            recipes.append(late("amp", variant=f"drop-0.9-{name}", settings=settings, milestones=(0.5, 0.9)))
         twice = 2 * late("amp").settings["epsilon"]
-        wide = {"start": 0.75, "epsilon": twice}
-        recipes.append(
-            late("amp", variant=f"drop-0.9-start-0.75-radius-{twice:g}", settings=wide, milestones=(0.5, 0.9))
-        )
+        wide = {f"start-0.75-radius-{twice:g}": {"start": 0.75, "epsilon": twice}}
+        for name, settings in {**LATER_DROP, **wide}.items():
+            recipes.append(late("amp", variant=f"drop-0.9-{name}", settings=settings, milestones=(0.5, 0.9)))
     return experiment_of("frontier", "AMP's gain at lower cost", protocol, recipes, trials=3)
 
 

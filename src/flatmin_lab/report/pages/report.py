@@ -20,7 +20,7 @@ from flatmin_lab.report.columns import COLUMNS, Column, column_named
 from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of
 from flatmin_lab.report.figures import decision_boundary
 from flatmin_lab.report.figures.style import DrawnFigure, legend_sample, svg
-from flatmin_lab.report.html import data_link, format_p, pool_bins, render
+from flatmin_lab.report.html import data_link, format_p, pool_bins, render, short_fact
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import LoadedResults, Run
 from flatmin_lab.report.pages import confidence, landscape, spectrum, summary_text, tuning
@@ -75,7 +75,7 @@ def report_page(found: LoadedResults) -> str:
     made = [
         f"{before}{value}"
         for key, before in (("hardware", ""), ("torch", "torch "), ("commit", "commit "))
-        for value in sorted({_short(key, str(facts[key])) for facts in _all_facts(found) if facts.get(key)})
+        for value in sorted({short_fact(key, str(facts[key])) for facts in _all_facts(found) if facts.get(key)})
     ]
     return render(
         "report.html.jinja",
@@ -142,18 +142,11 @@ def _length_figures(found: Evidence | None) -> dict[str, list[PageFigure]]:
 def _timed_point(row: TableRow) -> figures.TimedPoint | None:
     """The runs that had their device to themselves; None if there are none."""
     seconds, error = column_named("seconds"), column_named("error")
-    found = [(time, wrong) for run in row.runs if (time := seconds.value(run)) and (wrong := error.value(run))]
-    if not found:
+    timed = [run for run in row.runs if seconds.value(run) is not None]
+    if not timed:
         return None
-    times, errors = zip(*found, strict=True)
+    times, errors = ([value for run in timed if (value := one.value(run)) is not None] for one in (seconds, error))
     return figures.TimedPoint(row.recipe.method, row.recipe.epochs, mean(times) / 60, errors)
-
-
-def _short(key: str, value: str) -> str:
-    """A commit by its first digits, as git shows it, and whether the files had changed since."""
-    if key != "commit":
-        return value
-    return f"{value[:7]}-dirty" if value.endswith("-dirty") else value[:7]
 
 
 def _all_facts(found: LoadedResults) -> list[Mapping[str, Any]]:

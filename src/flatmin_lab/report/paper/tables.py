@@ -208,7 +208,7 @@ def _variant(recipe: Recipe, experiment: Experiment) -> str:
     protocol, usual = recipe.name.partition("/")[0], experiment.recipes[0]
     elsewhere = f"protocol {protocol}" if recipe in experiment.beside and protocol != experiment.protocol else ""
     if recipe.protocol == OWN:  # small data sets have their own
-        return ", ".join(_differences(recipe, experiment))
+        return elsewhere or ", ".join(_differences(recipe, experiment))
     return elsewhere or ("" if recipe.precision == usual.precision else recipe.precision)
 
 

@@ -50,10 +50,15 @@ def experiments_named(names: Iterable[str], protocol: str) -> list[Experiment]:
     for name in names:
         if name.lower() not in EXPERIMENTS:
             raise ValueError(f"unknown table or figure {name!r}; choose from {', '.join(EXPERIMENTS)}")
-        if protocol not in PROTOCOLS:
-            raise ValueError(f"unknown protocol {protocol!r}; choose from {', '.join(PROTOCOLS)}")
-        found.append(EXPERIMENTS[name.lower()](protocol))
+        found.append(EXPERIMENTS[name.lower()](_protocol(protocol)))
     return found
+
+
+def _protocol(name: str) -> Protocol:
+    for known in PROTOCOLS:
+        if name == known:
+            return known
+    raise ValueError(f"unknown protocol {name!r}; choose from {', '.join(PROTOCOLS)}")
 
 
 def select_runs(
@@ -132,17 +137,15 @@ def _planned(store: ResultStore, experiments: Sequence[Experiment], protocol: st
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))
     if not found:
         raise ValueError(f"{store.results} has no plan; record one with --plan")
-    if not experiments and protocol is None:
-        return found
     if experiments:
         asked = " and ".join(experiment.name for experiment in experiments)
         own = _parts_of(experiments)
         found = [Run(job, (*parts, *own[job.recipe.name])) for job, parts in found if job.recipe.name in own]
+    elif protocol is not None:
+        asked, named = "any experiment", _protocol(protocol)
+        found = [run for run in found if _has([run], named)]
     else:
-        if protocol not in PROTOCOLS:
-            raise ValueError(f"unknown protocol {protocol!r}; choose from {', '.join(PROTOCOLS)}")
-        asked = "any experiment"
-        found = [run for run in found if run.job.recipe.name.startswith(f"{protocol}/")]
+        return found
     if not found:
         raise ValueError(
             f"no run of {asked} is planned under {protocol or 'paper'}; choose another --protocol, or record a plan "
