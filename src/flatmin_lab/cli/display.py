@@ -121,8 +121,8 @@ def headline(recipe: Recipe, seed: int | str, hardware: str) -> str:
     protocol = "" if recipe.protocol.exceptions else PROTOCOLS.get(recipe.protocol.name, "")
     return (
         f"{recipe.method}{f' ({settings})' if settings else ''}: {recipe.model} on {recipe.data}, "
-        f"{'' if recipe.optimizer == 'sgd' else f'{recipe.optimizer}, '}"
-        f"{epochs_text(recipe.epochs)}, batches of {recipe.batch_size}, {seeds}, "
+        f"{epochs_text(recipe.epochs)}, batches of {recipe.batch_size}, "
+        f"{recipe.optimizer} with lr {recipe.lr:g} and weight decay {recipe.weight_decay:g}, {seeds}, "
         f"{recipe.precision} on {hardware}{protocol}"
     )
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from flatmin_lab import methods
 from flatmin_lab.cli.options import option, parse_settings
+from flatmin_lab.recipes import optimizers
 from flatmin_lab.recipes.fields import METHOD, NUMBERS, Flag, flags
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.recipes.user_files import FIELDS, located_name
@@ -108,9 +109,16 @@ def method_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if methods.UNLISTED.get(name, ...) != value}
 
 
-def check_milestones(milestones: str | None, recipe: Recipe) -> None:
-    if milestones is not None and recipe.schedule != "multi_step":
+def check_used(given: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise if a flag was given that this recipe's schedule or optimizer does not use."""
+    if given["milestones"] is not None and recipe.schedule != "multi_step":
         raise ValueError(f"--milestones belongs to the schedule multi_step, got {recipe.schedule}")
+    for name in sorted(optimizers.SGD_FIELDS):
+        if given[name] is not None and recipe.optimizer != "sgd":
+            raise ValueError(
+                f"--{name} belongs to the optimizer sgd, got {recipe.optimizer}; leave it out "
+                f"(settings of other optimizers: --optimizer-settings KEY=VALUE)"
+            )
 
 
 def parse_radius(text: str) -> float | str:

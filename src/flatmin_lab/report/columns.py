@@ -44,12 +44,12 @@ def _evaluated(part: str, name: str, scale: float = 1.0) -> Callable[[Run], floa
     return read
 
 
-def _result_as_named(name: str) -> Callable[[Run], float | None]:
+def _result_as_named(name: str, scale: float = 1.0) -> Callable[[Run], float | None]:
     """What a result has under exactly that name, whatever the split."""
 
     def read(run: Run) -> float | None:
         value = run.result.get(name)
-        return None if value is None else float(value)
+        return None if value is None else scale * float(value)
 
     return read
 
@@ -140,6 +140,14 @@ COLUMNS = (
     ),
     Column("nll", "NLL", 3, _result("nll"), paper="nll"),
     Column("ece", "ECE, %", 2, _result("ece", 100), paper="ece"),
+    Column(
+        "memorised",
+        "wrong labels memorised,\u00a0%",
+        1,
+        _result_as_named("memorised", 100),
+        compared=False,
+        optional=True,
+    ),
     Column("aurc", "AURC,\u00a0%", 3, _evaluated("selective", "aurc", 100), optional=True),
     # the paper's radius, 4, read as 4/255 of the normalised inputs: that reproduces its numbers
     Column(

@@ -54,6 +54,8 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
     _check(found, f"{split}_error", is_share, "a share from 0 to 1")
     for name in (f"{split}_nll", f"{split}_ece", f"{split}_smoothed_loss", "label_noise", "train_loss"):
         _check(found, name, lambda value: value is None or is_number(value), "a number")
+    for name in ("memorised", "average_memorised"):
+        _check(found, name, lambda value: value is None or is_share(value), "a share from 0 to 1")
     _check(found, "seconds", is_number, "a number")
     _check(found, "cpu_seconds", lambda value: value is None or is_number(value), "a number")
     _check(found, "resumed", lambda value: value is None or is_count(value), "a whole number above 0")

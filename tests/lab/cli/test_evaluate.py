@@ -325,6 +325,7 @@ def test_images_may_still_be_called_pictures(own: Path) -> None:
         (["evaluate", "RUN", "--attack", "--images", 0], "--images must be at least 1, got 0"),
         (["evaluate", "RUN", "--images", 5], "--images belongs to --attack, --flatness and --spectrum"),
         (["landscape", "RUN", "--between"], "--between needs two run folders, checkpoints or files of weights, got 1"),
+        (["landscape", "RUN", "RUN", "--between"], "--between needs two different models, got "),
         (["landscape", "RUN", "RUN", "--between", "--lines-only"], "--between has none"),
         (["landscape", "RUN", "RUN", "--between", "--reach", 2], "--between has none"),
         (["evaluate", "RUN", "--radius", "1/255"], "--radius belongs to --attack"),

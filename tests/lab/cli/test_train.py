@@ -40,6 +40,7 @@ def test_training_on_digits_just_works(tmp_path: Path) -> None:
     assert "sharpness" in result.stderr
     assert "‖Δ‖" in result.stderr
     assert "; 1 thread" in words(result.stderr)
+    assert "2 epochs, batches of 50, sgd with lr 0.1 and weight decay 0.0001, seed 0" in words(result.stderr)
     assert "test, last epoch" in result.stdout
     assert "chosen using the test labels" in result.stdout
     config = json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]
@@ -240,6 +241,8 @@ def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
         (["--milestones", "half"], "'half'"),
         (["--set", "smoothing"], "KEY=VALUE"),
         (["--schedule", "cosine", "--milestones", "0.5"], "--milestones belongs to the schedule multi_step"),
+        (["--optimizer", "adamw", "--momentum", "0.9"], "--momentum belongs to the optimizer sgd, got adamw"),
+        (["--optimizer", "muon", "--nesterov"], "--nesterov belongs to the optimizer sgd, got muon; leave it out"),
         (["--model", "vgg16"], "32"),
         (["--data", "spiral", "--augment", "vanilla"], "images"),
         (["--data", "spiral", "--method", "adversarial"], "bounds"),

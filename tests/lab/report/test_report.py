@@ -182,6 +182,17 @@ def test_runs_beside_others_on_a_cpu_have_cpu_seconds_and_passes_in_place_of_sec
     assert "AMP took 1.50 times as much CPU time as ERM." in shown
 
 
+def test_where_labels_were_wrong_it_says_how_many_were_memorised(tmp_path: Path) -> None:
+    assert "memorised" not in text_of(page_of(write(tmp_path / "right", result("erm", 0, 0.05))))
+    for seed, memorised in enumerate((0.5, 0.6)):
+        write(tmp_path / f"wrong/{seed}", result("erm", seed, 0.05, label_noise=0.2, memorised=memorised))
+    averaged = {"ema": 0.9, "average_test_error": 0.04, "average_memorised": 0.25}
+    write(tmp_path / "wrong/average", result("erm", 0, 0.05, label_noise=0.2, memorised=0.5, **averaged))
+    erm, average = only_group(tmp_path / "wrong").rows
+    assert (erm.cells["memorised"].values, average.cells["memorised"].values) == ([50, 60], [25])
+    assert "wrong labels memorised, %" in text_of(page_of(tmp_path / "wrong"))
+
+
 def test_a_run_alone_has_its_seconds(whole: str) -> None:
     shown = text_of(whole)
     assert "CPU seconds" not in shown
@@ -198,7 +209,7 @@ def test_what_amp_costs_is_not_said_of_few_runs_nor_of_resumed_ones(
     assert "AMP took" not in text_of(page_of(tmp_path))
 
 
-@pytest.mark.parametrize("odd", [{"cpu_seconds": "long"}, {"resumed": -1}])
+@pytest.mark.parametrize("odd", [{"cpu_seconds": "long"}, {"resumed": -1}, {"memorised": 2}])
 def test_times_that_are_no_numbers_are_refused(tmp_path: Path, odd: dict[str, Any]) -> None:
     write(tmp_path / "erm", result("erm", 0, 0.05, **odd))
     assert [unusable.path.name for unusable in load_results([tmp_path]).unusable] == ["erm"]

@@ -32,7 +32,7 @@ from flatmin_lab.cli.options import (
 from flatmin_lab.cli.process.signals import exit_code, exit_on_signals, stop_on_signals
 from flatmin_lab.cli.request import data_location, read_data
 from flatmin_lab.cli.training_options import (
-    check_milestones,
+    check_used,
     method_settings,
     parse_numbers,
     recipe_changes,
@@ -199,7 +199,7 @@ def _comparison(
         data_location(data), dataset, changes=changes, settings=settings, radii=None if radii is None else list(radii)
     )
     plain = entries[0].recipe
-    check_milestones(flags["milestones"], plain)
+    check_used(flags, plain)
     name = f"{dataset.name}-{short_name(plain.model)}-{plain.epochs}-epochs"
     minutes = given["minutes"]
     return Comparison(

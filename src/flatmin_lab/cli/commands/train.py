@@ -24,7 +24,7 @@ from flatmin_lab.cli.process.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.process.torchrun import among_ranks, check_one_model, command_of, device_of, in_words, plan_of
 from flatmin_lab.cli.progress_columns import first_steps_text
 from flatmin_lab.cli.request import Plan, Request, TunedValues
-from flatmin_lab.cli.training_options import check_milestones, method_settings, recipe_changes, recipe_options
+from flatmin_lab.cli.training_options import check_used, method_settings, recipe_changes, recipe_options
 from flatmin_lab.recipes.fields import DEVICE, METHOD, TRAINING
 from flatmin_lab.runs.events import Finished, Stopped
 from flatmin_lab.system.machine import hardware
@@ -130,7 +130,7 @@ def train(
             plan = plans[0]
             console = display.terminal() if ranks.is_main else display.silent()
             with ranks.raise_together():
-                check_milestones(flags["milestones"], plan.recipe)
+                check_used(flags, plan.recipe)
                 if tuned_values is not None:
                     tuned_values.check(plan.data)
                     for note in tuned_values.notes(plan):

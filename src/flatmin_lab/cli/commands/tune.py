@@ -30,7 +30,7 @@ from flatmin_lab.cli.options import (
 from flatmin_lab.cli.process.signals import exit_code, stop_on_signals
 from flatmin_lab.cli.progress_columns import SECONDS_OF_EPOCHS
 from flatmin_lab.cli.request import data_location, read_data
-from flatmin_lab.cli.training_options import check_milestones, recipe_changes, recipe_options
+from flatmin_lab.cli.training_options import check_used, recipe_changes, recipe_options
 from flatmin_lab.data import DATA_SETS
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.fields import TRAINING
@@ -147,7 +147,7 @@ def tune(
             pruning=not no_pruning,
             asked=asked,
         )
-        check_milestones(flags["milestones"], search.recipe)
+        check_used(flags, search.recipe)
         folder = out or TUNING / default_name(search.recipe, dataset)
         console = display.terminal()
         where: dict[str, Any] = {"address": address, "gpus": gpus, "device": device, "workers": workers}
