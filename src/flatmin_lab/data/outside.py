@@ -47,8 +47,8 @@ def load_outside(
     """The data on the device of `like`, which are the model's own; these may not be the same."""
     path = Path(name).expanduser()
     if name not in (*DATA_SETS, *SYNTHETIC) and path.is_dir():
-        x = image_folder.read_unlabelled(path, _mode(name, like), (like.shape[1], like.shape[2]))
-        found = OutsideData(path.resolve().name, _unlabelled(x))
+        x, before = image_folder.read_unlabelled(path, _mode(name, like), (like.shape[1], like.shape[2]))
+        found = OutsideData(path.resolve().name, _unlabelled(x), before)
     elif path.suffix == ".npz" and path.is_file():
         found = _fitted(path.stem, _unlabelled(npz.load_test_images(path)), like)
     else:

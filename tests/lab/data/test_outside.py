@@ -53,7 +53,18 @@ def test_images_are_converted_as_predict_converts_files(tmp_path: Path, shape: t
         assert found.split.x.shape == (30, *shape)
         assert torch.equal(found.split.x, expected)
     assert (archive.name, archive.converted_from) == ("other", "images of 3 × 32 × 32")
-    assert folder.name == "pets"
+    assert (folder.name, folder.converted_from) == ("pets", "images of 32 × 32 (RGB)")
+
+
+def test_of_a_folder_it_is_said_what_was_converted_and_nothing_where_nothing_was(tmp_path: Path) -> None:
+    write(tmp_path / "same", various())
+    assert load_outside(str(tmp_path / "same"), like=like(3, 32, 32)).converted_from == ""
+    write(tmp_path / "mixed" / "a", various())
+    write(tmp_path / "mixed" / "b", various()[:, :, :20])
+    assert (
+        load_outside(str(tmp_path / "mixed"), like=like(3, 32, 32)).converted_from
+        == "images of 20 × 32 to 32 × 32 (RGB)"
+    )
 
 
 def test_of_a_folder_with_a_test_part_only_that_is_read(tmp_path: Path) -> None:

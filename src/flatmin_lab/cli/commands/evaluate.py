@@ -195,7 +195,9 @@ def _line_between(
     if len(places) != 2:
         raise ValueError(f"--between needs two run folders, checkpoints or files of weights, got {len(places)}")
     if None not in places and len({place.resolve() for place in places if place is not None}) == 1:
-        raise ValueError(f"--between needs two different models, got {places[0]} twice; give another one's folder or file")
+        raise ValueError(
+            f"--between needs two different models, got {places[0]} twice; give another one's folder or file"
+        )
     first, second = source.models(places)
     with display.bars(display.terminal()) as progress:
         task = progress.add_task("line", total=2 * points, numbers="")

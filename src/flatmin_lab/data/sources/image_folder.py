@@ -167,14 +167,31 @@ def read_images(files: Sequence[Path], mode: str, size: tuple[int, int] | None) 
     return _stacked(rows)
 
 
-def read_unlabelled(path: Path, mode: str, size: tuple[int, int]) -> Tensor:
-    """All images below a folder as (N, C, H, W), whatever its classes; where it has a test/, those of it alone."""
+def read_unlabelled(path: Path, mode: str, size: tuple[int, int]) -> tuple[Tensor, str]:
+    """All images below a folder as (N, C, H, W), and what they were if some had to be converted.
+
+    Whatever its classes; where it has a test/, those of it alone.
+    """
     test = next((path / name for name in TEST_FOLDERS if (path / name).is_dir()), path)
     files = find_images(test)
     if not files:
         raise FileNotFoundError(f"{test} must hold images ({', '.join(EXTENSIONS)}), got none")
-    _check_total(path, [read_header(file) for file in files], size, channels=len(mode))
-    return read_images(files, mode, size)
+    headers = [read_header(file) for file in files]
+    _check_total(path, headers, size, channels=len(mode))
+    return read_images(files, mode, size), "" if set(headers) == {(mode, *size)} else _kinds(headers)
+
+
+def _kinds(headers: Sequence[Header]) -> str:
+    """What images are, in words.
+
+    >>> _kinds([Header("L", 28, 28)] * 2)
+    'images of 28 × 28 (L)'
+    >>> _kinds([Header("L", 28, 28), Header("RGB", 64, 32), Header("RGB", 28, 28)])
+    'images of 28 × 28 to 64 × 32 (L, RGB)'
+    """
+    sizes = sorted({(one.height, one.width) for one in headers}, key=lambda size: (size[0] * size[1], size))
+    ends = dict.fromkeys(f"{height} × {width}" for height, width in (sizes[0], sizes[-1]))
+    return f"images of {' to '.join(ends)} ({', '.join(sorted({one.mode for one in headers}))})"
 
 
 def converted(x: Tensor, mode: str, size: tuple[int, int]) -> Tensor:
