@@ -37,7 +37,7 @@ from flatmin_lab.system.rng import generator, generator_devices, seed_generators
 from flatmin_lab.training.build import build_method, build_model, load_initial_weights
 from flatmin_lab.training.data_parallel import BatchSharding
 from flatmin_lab.training.ema import EMA
-from flatmin_lab.training.optimizer import build_optimizer
+from flatmin_lab.training.optimizer import IMPLEMENTATION, build_optimizer
 from flatmin_lab.training.ranks import RankGroup
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -193,7 +193,7 @@ class Learner:
             i, _, key = name.partition(".")
             state.setdefault(int(i), {})[key] = tensor
         groups = [
-            _typed_like(now, then) for now, then in zip(self.optimizer.param_groups, saved["param_groups"], strict=True)
+            _adapted(then, now) for now, then in zip(self.optimizer.param_groups, saved["param_groups"], strict=True)
         ]
         self.optimizer.load_state_dict({**saved, "param_groups": groups, "state": state})
         self._lay_out_moments()
@@ -234,9 +234,10 @@ class Learner:
                     values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
-def _typed_like(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group from JSON, with tuples (AdamW's betas) where the group has them."""
-    return {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}
+def _adapted(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A group from JSON, with tuples (AdamW's betas) where the group has them, and this device's implementation."""
+    known = {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}
+    return {**known, **{key: now[key] for key in IMPLEMENTATION if key in now}}
 
 
 def _check_plain(parts: Iterable[Mapping[str, Any]], name: str) -> None:

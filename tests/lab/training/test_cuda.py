@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp16": {"method": "amp", "precision": "fp16", "clip_norm": 1.0, "settings": {"epsilon": 0.1}},
     "exempt norms": {"method": "amp", "exempt_norms": True, "weight_decay": 0.1, "settings": {"epsilon": 0.1}},
     "muon": {"method": "amp", "optimizer": "muon", "lr": 0.02, "settings": {"epsilon": 0.1}},
+    "adamw": {"method": "amp", "optimizer": "adamw", "lr": 0.01, "settings": {"epsilon": 0.1}},
     "noise": {"method": "mixup", "label_noise": 0.3, "augment": "vanilla"},
     "published rmp": {"method": "rmp", "settings": {"ball": "tensor", "noise": "cube"}, "clip_norm": 50.0},
     "published attack": {"method": "adversarial", "settings": {"units": "inputs", "random_start": True}},
@@ -84,6 +85,38 @@ def test_a_run_begun_on_a_cpu_goes_on_on_a_gpu(tmp_path: Path) -> None:
     assert moved.result["test_nll"] == pytest.approx(stayed.result["test_nll"], rel=0.02)
 
 
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")], ids=" to ".join)
+def test_a_run_with_adamw_moves_between_cpu_and_gpu(tmp_path: Path, devices: tuple[str, str]) -> None:
+    """Its implementation and the place of its step counts are those of the device."""
+    recipe = tiny_recipe(optimizer="adamw", lr=0.01)
+    run(recipe, tmp_path / "run", device=devices[0], stop=after(8))
+    moved = run(recipe, tmp_path / "run", device=devices[1], resume=True)[-1]
+    stayed = run(recipe, tmp_path / "stayed", device=devices[0])[-1]
+    assert isinstance(moved, Finished)
+    assert isinstance(stayed, Finished)
+    assert moved.result["test_nll"] == pytest.approx(stayed.result["test_nll"], rel=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "nadam", "radam", "adamax", "rmsprop"])
+def test_optimizers_of_torch_step_inside_the_graph(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learner_of(tiny_recipe(optimizer=optimizer, lr=1e-3), tiny_data(), device="cuda")
+    own, calls = learner.optimizer.base.step, []
+
+    def counted(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        return own(*args, **more)
+
+    monkeypatch.setattr(learner.optimizer.base, "step", counted)
+    index, u = next(learner.batches.parts(0))
+    for _ in range(3):
+        learner.step(index, u, 1e-3)
+    before, weights = len(calls), [p.detach().clone() for p in learner.model.parameters()]
+    learner.step(index, u, 1e-3)
+    assert learner.train_step.captured
+    assert len(calls) == before
+    assert not all(torch.equal(p, w) for p, w in zip(learner.model.parameters(), weights, strict=True))
+
+
 def test_first_weights_are_those_of_the_cpu() -> None:
     here, there = (learner_of(tiny_recipe(), tiny_data(), seed=3, device=device) for device in ("cpu", "cuda"))
     for one, other in zip(here.model.parameters(), there.model.parameters(), strict=True):
@@ -95,7 +128,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "clipped": {"method": "amp", "clip_norm": 0.1},
     "averaged": {"method": "amp", "ema": 0.9},
     "channels last": {"method": "mixup", "channels_last": True},
-    **{name: VARIANTS[name] for name in ("published rmp", "published attack", "exempt norms")},
+    **{name: VARIANTS[name] for name in ("published rmp", "published attack", "exempt norms", "adamw")},
 }
 
 

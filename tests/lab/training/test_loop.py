@@ -125,6 +125,18 @@ def test_moments_come_back_in_the_layout_of_the_weights(tmp_path: Path) -> None:
     assert any(not param.is_contiguous() for param, _ in pairs)
 
 
+def test_of_a_checkpoint_from_a_gpu_the_implementation_is_not_taken_over(tmp_path: Path) -> None:
+    """There AdamW is fused and capturable, which on a CPU is neither possible nor needed."""
+    recipe = tiny_recipe(optimizer="adamw", lr=0.01)
+    run(recipe, tmp_path / "run", stop=after(3))
+    learner, saved = learner_of(recipe, tiny_data()), checkpoint.read(checkpoint.listed(tmp_path / "run")[0])
+    for group in saved.state["optimizer"]["param_groups"]:
+        group |= {"capturable": True, "fused": True}
+    learner.load(saved)
+    assert [(group["capturable"], group["fused"]) for group in learner.optimizer.param_groups] == [(False, None)]
+    learner.step(*next(learner.batches.parts(0)), 0.01)
+
+
 def test_stopped_while_it_measures_it_measures_again(tmp_path: Path) -> None:
     """Asked in the first evaluation, five steps into it: all steps of the epoch are saved, its line is not."""
     events = run(tiny_recipe(), tmp_path / "run", stop=after(5))
