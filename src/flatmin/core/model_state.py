@@ -79,14 +79,6 @@ class Snapshot:
             self._host, watch.rest = None, max(watch.rest - 1, 0)
         self._random = {device: random_state(device) for device in devices if device.type != "cpu"}
 
-    def has_random_moved(self) -> bool:
-        """Has anything been drawn since `take_random`?"""
-        if self._torch is None or not torch.equal(self._torch, torch.get_rng_state()):
-            return True
-        if self._host is not None and self._host.moved_besides_torch():
-            return True
-        return not all(torch.equal(state, random_state(device)) for device, state in self._random.items())
-
     def drop_others(self, later: "Snapshot") -> None:
         """Besides torch's, restore no generator of the host that `later` does not restore."""
         known = {} if later._host is None else later._host.others

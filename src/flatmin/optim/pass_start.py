@@ -2,9 +2,9 @@
 
 The clean pass runs before the optimizer is involved, and loops differ. Two moments are known: when zero_grad() was
 called, and when the model was first called, which a hook on the model reports. A block starts with the random state of
-the earlier one. If the clean pass drew numbers before it called the model, and the block does not (a batch augmented
-once and run twice), the model gets the state that it had then; otherwise the block draws as the clean pass did (a loss
-function that draws noise and is called twice).
+the earlier one, so that what it draws before it calls the model is what the clean pass drew after zero_grad() (a loss
+function that draws noise and is called twice). When the block calls the model, that gets the state that it had in the
+clean pass, whatever was drawn before (a batch augmented once and run twice).
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class PassStart:
     def block_begins(self) -> None:
         if (start := self.known) is not None:
             start.put_back_random()
-        self._replays = self._knows_zero and self._has_run
+        self._replays = self._has_run
 
     def forward_begins_in_block(self) -> None:
-        if self._replays and not self._zero.has_random_moved():
+        if self._replays:
             self._forward.put_back_random()
         self._replays = False
 

@@ -260,9 +260,10 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             if ascent is not None:
                 self._check_ascent(closure, ascent)
             if from_scaler and self._scaler_of_blocks is None:
-                return self._step_from_scaler()
-            result = self._step(closure, scaler, ascent)
-            if closure is None and self._pass_start is not None:
+                result = self._step_from_scaler()
+            else:
+                result = self._step(closure, scaler, ascent)
+            if self._pass_start is not None:
                 self._pass_start.step_ends()
             return result
         except BaseException:
@@ -465,6 +466,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             self._put_back_theta()
             if undo is not None:
                 undo.put_back()
+            if self._pass_start is not None:
+                self._pass_start.step_ends()
             self.forget_step()
             raise
         finally:

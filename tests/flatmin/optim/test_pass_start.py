@@ -92,6 +92,17 @@ def noise_drawn_by_the_loss_function(loop: Loop) -> None:
     loop.check()
 
 
+def such_noise_before_zero_grad(loop: Loop) -> None:
+    """Where a pass began is not known then: the noise may differ, the masks may not."""
+    loss = loop.forward()
+    loop.optimizer.zero_grad()
+    loss.backward()
+    with loop.optimizer.perturbed():
+        loop.forward().backward()
+    loop.optimizer.step()
+    loop.check()
+
+
 def two_runs_in_one_loss(loop: Loop) -> None:
     loop.optimizer.zero_grad()
     (loop.model(loop.x) + loop.model(loop.x)).backward()
@@ -119,6 +130,48 @@ def a_pass_that_is_given_up_with_its_gradient(loop: Loop) -> None:
     usual(loop)
 
 
+def a_block_that_raises(loop: Loop) -> None:
+    loss = loop.forward()
+    loop.optimizer.zero_grad()
+    loss.backward()
+    with pytest.raises(MemoryError), loop.optimizer.perturbed():
+        loop.model(loop.x).backward()
+        raise MemoryError
+    after_the_forward_pass(loop)
+
+
+def a_closure_after_a_block_that_raises(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.forward().backward()
+    with pytest.raises(MemoryError), loop.optimizer.perturbed():
+        loop.model(loop.x).backward()
+        raise MemoryError
+
+    def closure() -> Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.forward()
+        loss.backward()
+        return loss
+
+    loop.optimizer.step(closure)
+    loop.optimizer.zero_grad()
+    loop.model(loop.x).backward()  # not watched: the first pass after a closure
+    loop.block()
+    loop.check()
+
+
+def a_step_of_the_scaler_without_a_block(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler(loop.x.device.type)
+    (group,) = loop.optimizer.param_groups
+    radius, group["epsilon"] = group["epsilon"], 0.0
+    loss = loop.forward()
+    loop.optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(loop.optimizer)
+    group["epsilon"] = radius
+    after_the_forward_pass(loop)
+
+
 def a_validation_between(loop: Loop) -> None:
     loop.optimizer.zero_grad()
     with torch.no_grad():
@@ -136,10 +189,14 @@ ORDERS = (
     after_the_step,
     of_the_model,
     noise_drawn_by_the_loss_function,
+    such_noise_before_zero_grad,
     two_runs_in_one_loss,
     two_micro_batches,
     a_pass_that_is_given_up,
     a_pass_that_is_given_up_with_its_gradient,
+    a_block_that_raises,
+    a_closure_after_a_block_that_raises,
+    a_step_of_the_scaler_without_a_block,
     a_validation_between,
 )
 
