@@ -77,6 +77,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._storage = InPlace(self._theta)
         self._in_a_pass = False
         self.zeroed = 0  # how many steps zero_grad() has started: earlier gradients are gone
+        self._set_to_none = True  # as zero_grad() was last called: the same holds between the passes of a step
         self._checked: list[Any] | None = None  # the settings that passed the last check
         self.forget_step()
 
@@ -116,6 +117,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             self.zeroed += 1
             if self._pass_start is not None:
                 self._pass_start.zero_grad(self.devices())
+        self._set_to_none = set_to_none
         self.base.zero_grad(set_to_none)
 
     def _forward_begins(self) -> None:
@@ -205,7 +207,10 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         return list({p.device: None for group in self.base.param_groups for p in group["params"]})
 
     def _drop_gradients(self) -> None:
-        """The base's zero_grad(), without the overhead of torch's own."""
+        """The base's zero_grad(), without the overhead of torch's own; in place if the loop's are zeroed in place."""
+        if not self._set_to_none:
+            self.base.zero_grad(set_to_none=False)
+            return
         if getattr(self.base.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             self.base.zero_grad()
             return
@@ -336,8 +341,9 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             before.take(self.devices())
         passes, measured = [], []
         with self._pass(undo=before):
-            for closure in closures:
-                self.base.zero_grad()
+            for place, closure in enumerate(closures):
+                if place > 0 or not self._is_new:  # before that, how the loop zeroes them is not known
+                    self._drop_gradients()
                 forget_unscaled(scaler, self.owners)
                 finite = self._measured.finite  # in memory that the next ascent writes to
                 self._measured = Measured(None if finite is None else finite.clone())
@@ -397,7 +403,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                     self._pass_start.clean_pass_ended(self._at_clean)
             if not idle:
                 self._move(self._blocks, scaler)
-            self.base.zero_grad()
+            self._drop_gradients()
             forget_unscaled(scaler, self.owners)
             if self._pass_start is not None:
                 self._pass_start.block_begins()

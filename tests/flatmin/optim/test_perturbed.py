@@ -417,6 +417,42 @@ def test_a_zero_grad_of_the_base_s_own_is_called_between_passes() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("form", ["closure", "list", "blocks"])
+def test_where_the_loop_zeroes_in_place_gradients_stay_where_they_are(form: str) -> None:
+    """As views of one buffer that the loop exchanges; and a weight that a batch does not use keeps a gradient of 0."""
+    torch.manual_seed(0)
+    used, unused = nn.Linear(4, 2), nn.Parameter(torch.ones(3))
+    params, x = [*used.parameters(), unused], torch.randn(8, 4)
+    buffer = torch.zeros(sum(param.numel() for param in params))
+    for param, part in zip(params, buffer.split([param.numel() for param in params]), strict=True):
+        param.grad = part.view_as(param)
+    optimizer = flatmin.AMP(SGD(params, lr=0.1, weight_decay=0.5), epsilon=0.1, inner_iter=2)
+    seen = []
+
+    def backward() -> Tensor:
+        loss = used(x).square().mean()
+        loss.backward()
+        seen.append(bool((buffer[:-3] != 0).all()))
+        buffer.mul_(0.5)
+        return loss
+
+    def closure() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        return backward()
+
+    if form == "blocks":
+        closure()
+        for _ in range(2):
+            with optimizer.perturbed():
+                backward()
+        optimizer.step()
+    else:
+        optimizer.step([closure, closure] if form == "list" else closure)
+    assert seen == [True] * (6 if form == "list" else 3)
+    assert all(param.grad is not None and param.grad.untyped_storage() == buffer.untyped_storage() for param in params)
+    assert torch.equal(unused.detach(), torch.full((3,), 0.95))  # the decay goes on, as with SGD alone
+
+
 def one_step(form: str) -> tuple[nn.Module, flatmin.AMP, Callable[[], None]]:
     """A model, its optimizer, and a function that takes one step."""
     torch.manual_seed(0)
