@@ -4,13 +4,15 @@ A step of AMP runs the model N + 1 times on one batch. Each forward pass updates
 draws dropout masks, so without care the statistics would mix those at θ with those at θ + Δ, and a step would ascend
 one network's loss and descend another's. A `Snapshot` holds a model's buffers and the states of the random generators
 at one moment and restores them: buffers by copying in place (no attribute of a module is touched, so nothing that
-torch.compile guards on changes), generators by setting their state (random_state.py).
+torch.compile guards on changes), generators by setting their state (random_state.py). A buffer that a pass has replaced
+by one of another shape gets a new one, and one that cannot be overwritten as a whole is written to only if it was.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, methodcaller
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer
 
 from flatmin.core.copies import Copies
 from flatmin.core.random_state import HostRandom, HostWatch, random_state, set_random_state
+from flatmin.core.tensors import ORDINARY_TYPES, written_once
 
 _CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
 
@@ -42,6 +45,9 @@ class Snapshot:
         self._watch = watch
         self._buffers: Copies[Place] = Copies()
         self._places = _BufferPlaces(model)  # as they were when the buffers were taken
+        self._empty: list[Place] = []  # where there was none then
+        self._are_taken = False
+        self._special: dict[Place, _SpecialBuffer] = {}
         self._torch: Tensor | None = None
         self._random: dict[torch.device, Tensor] = {}
         self._host: HostRandom | None = None
@@ -59,12 +65,34 @@ class Snapshot:
         if not self._places.are_current():
             self._places = _BufferPlaces(self.model)
         self._buffers.forget()
-        if not self._buffers.take_again(self._places.buffers()):
-            self._buffers.take(self._places.named())
+        self._are_taken = not self._special and self._buffers.take_again(self._places.buffers())
+        if self._are_taken:
+            return
+        held, earlier = self._places.held(), self._special
+        buffers = {place: buffer for place, buffer in held.items() if _is_initialised(buffer)}
+        self._empty = [place for place, buffer in held.items() if buffer is None]
+        self._special = {
+            place: _SpecialBuffer(buffer, earlier.get(place))
+            for place, buffer in buffers.items()
+            if _is_special(buffer)
+        }
+        self._buffers.take({place: buffer for place, buffer in buffers.items() if place not in self._special})
+        self._are_taken = True  # last: if memory runs out above, nothing is ever put back
 
     def put_back_buffers(self) -> None:
-        if not self._buffers.put_back_again(self._places.buffers()):
-            self._buffers.put_back(self._places.named())
+        """In place; one that was replaced by another that cannot hold its numbers gets a new tensor for them."""
+        if not self._are_taken or (not self._special and self._buffers.put_back_again(self._places.buffers())):
+            return
+        held, copies = self._places.held(), self._buffers
+        there = {place: now for place, now in held.items() if place in copies and _can_hold(now, copies[place])}
+        copies.put_back(there)
+        self._places.put(
+            {
+                **dict.fromkeys(self._empty),
+                **{place: special.put_back() for place, special in self._special.items()},
+                **{place: copies[place].clone() for place in copies if place not in there},
+            }
+        )
 
     def take_random(self, devices: Iterable[torch.device], *, since: "Snapshot | None" = None) -> None:
         """`since`: the snapshot before the clean pass, if this is the one after it."""
@@ -125,14 +153,63 @@ class _BufferPlaces:
         """The buffers that are there now."""
         return [b for module in self._modules for b in module._buffers.values() if b is not None]
 
-    def named(self) -> dict[Place, Tensor]:
-        """The buffers by place, without uninitialised ones."""
-        return {
-            (id(module), name): buffer
-            for module in self._modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not isinstance(buffer, UninitializedBuffer)
-        }
+    def held(self) -> dict[Place, Tensor | None]:
+        """What is there now, by place."""
+        return {(id(module), name): buffer for module in self._modules for name, buffer in module._buffers.items()}
+
+    def put(self, buffers: Mapping[Place, Tensor | None]) -> None:
+        modules = {id(module): module for module in self._modules}
+        for (module, name), buffer in buffers.items():
+            if modules[module]._buffers.get(name) is not buffer:
+                modules[module]._buffers[name] = buffer
+
+
+def _is_initialised(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return buffer is not None and not isinstance(buffer, UninitializedBuffer)
+
+
+def _can_hold(buffer: Tensor | None, copy: Tensor) -> TypeGuard[Tensor]:
+    """Can the numbers of the copy be written into it?"""
+    if not _is_initialised(buffer) or _is_special(buffer):
+        return False
+    return (buffer.shape, buffer.dtype, buffer.device) == (copy.shape, copy.dtype, copy.device)
+
+
+def _is_special(buffer: Tensor) -> bool:
+    """Can it not be overwritten as a whole? Sparse, expanded, conjugated and inference tensors cannot.
+
+    >>> _is_special(torch.zeros(2)), _is_special(torch.zeros(1).expand(2)), _is_special(torch.eye(2).to_sparse())
+    (False, True, True)
+    """
+    if type(buffer) not in ORDINARY_TYPES:
+        return False
+    if buffer.layout != torch.strided or buffer.is_inference() or buffer.is_conj() or buffer.is_neg():
+        return True
+    return written_once(buffer) is not buffer
+
+
+class _SpecialBuffer:
+    """A buffer that is restored only if a pass has written to it, as its version tells."""
+
+    def __init__(self, buffer: Tensor, earlier: "_SpecialBuffer | None") -> None:
+        self._buffer = buffer
+        self._version = None if buffer.is_inference() else buffer._version
+        self._content: Tensor | None
+        if earlier is not None and earlier._buffer is buffer and earlier._version == self._version:
+            self._content = earlier._content
+        else:
+            self._content = None if self._version is None else _numbers(buffer).detach().clone()
+
+    @torch.no_grad()
+    def put_back(self) -> Tensor:
+        if self._content is not None and self._buffer._version != self._version:
+            _numbers(self._buffer).copy_(self._content)
+            self._version = self._buffer._version
+        return self._buffer
+
+
+def _numbers(buffer: Tensor) -> Tensor:
+    return written_once(buffer) if buffer.layout == torch.strided else buffer
 
 
 # ---- train and eval mode

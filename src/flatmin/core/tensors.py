@@ -71,6 +71,19 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or in_memory_order(tensor).is_contiguous()
 
 
+def written_once(tensor: Tensor) -> Tensor:
+    """The same memory without repetitions: of an expanded tensor, the one that was expanded.
+
+    >>> tensor = torch.zeros(2, 1).expand(2, 3)
+    >>> written_once(tensor).shape, written_once(tensor.clone()).shape
+    (torch.Size([2, 1]), torch.Size([2, 3]))
+    """
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
     """Is it laid out in memory like `other`, a tensor of its shape?
 

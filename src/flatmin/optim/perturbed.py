@@ -264,8 +264,9 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             scaler = self._check_arguments(closure, misplaced, self._scaler_of_blocks if from_scaler else scaler)
             if ascent is not None:
                 self._check_ascent(closure, ascent)
+            result = None
             if from_scaler and self._scaler_of_blocks is None:
-                result = self._step_from_scaler()
+                self._step_from_scaler()
             else:
                 result = self._step(closure, scaler, ascent)
             if self._pass_start is not None:

@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 import flatmin
 from flatmin.core.model_state import Snapshot
+from flatmin.core.tensors import written_once
 from tests.support.cases import Method, Setup, same, setup
 
 
@@ -90,33 +91,95 @@ def test_rmp_keeps_the_statistics_of_its_only_pass(method: Method) -> None:
 
 
 class Rebinding(nn.Module):
-    """Buffers that are replaced, not written into, and one that appears and grows."""
+    """Buffers that are replaced, not written into, one that grows, one that is None at first, and one that appears."""
 
     mean: Tensor
     cache: Tensor
+    centre: Tensor | None
     late: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("cache", torch.zeros(1))
+        self.register_buffer("centre", None)
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = 0.5 * self.mean + x.mean(0)
-        self.cache = torch.ones(len(self.cache) + 1)
+        self.cache = torch.ones(len(self.cache.fill_(7)) + 1)
+        self.centre = x.mean(0)
         self.register_buffer("late", torch.ones(1), persistent=False)
         return x
 
 
-def test_buffers_that_are_replaced_come_back_by_name_and_those_that_grew_stay() -> None:
+def test_buffers_that_are_replaced_come_back_and_new_ones_stay() -> None:
     model = Rebinding()
     snapshot = Snapshot(model)
-    snapshot.take_buffers()
-    model(torch.ones(2, 3))
-    snapshot.put_back_buffers()
-    assert model.mean.tolist() == [0, 0, 0]
-    assert model.cache.tolist() == [1, 1]
-    assert model.late.tolist() == [1]
+    for _ in range(2):
+        snapshot.take_buffers()
+        model(torch.ones(2, 3))
+        snapshot.put_back_buffers()
+        assert model.mean.tolist() == [0, 0, 0]
+        assert model.cache.tolist() == [0]
+        assert model.centre is None
+        assert model.late.tolist() == [1]
+
+
+def test_before_it_was_taken_a_snapshot_changes_nothing() -> None:
+    model = Rebinding()
+    Snapshot(model).put_back_buffers()
+    assert dict(model.named_buffers()).keys() == {"mean", "cache"}
+
+
+SPECIAL: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.eye(6).to_sparse(),
+    "expanded": lambda: torch.ones(6, 1).expand(6, 6),
+    "conjugate": lambda: torch.ones(6, 6, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.ones(6, 6, dtype=torch.complex64).conj().imag,
+}
+
+
+class WithBuffer(nn.Module):
+    """Has written to its buffer when it has run, if it can be written to."""
+
+    kept: Tensor
+
+    def __init__(self, kept: Tensor, *, writes: bool) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(6, 3), writes
+        self.register_buffer("kept", kept)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dense = self.kept.to_dense().resolve_conj().resolve_neg()
+        out: Tensor = self.linear(x) + dense.real.mean()
+        if self.writes:
+            self.get_buffer("count").add_(1)
+            written_once(self.kept).mul_(2) if self.kept.layout == torch.strided else self.kept.mul_(2)
+        return out
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_buffers_that_cannot_be_overwritten_as_a_whole_are_those_of_the_clean_pass(kind: str, writes: bool) -> None:
+    case = setup()
+    case.model = model = WithBuffer(SPECIAL[kind](), writes=writes)
+    before = model.kept.to_dense().clone()
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, inner_iter=2, model=model)
+    for step in range(1, 3):
+        optimizer.step(case.closure(optimizer))
+        assert torch.equal(model.kept.to_dense(), before * 2**step if writes else before)
+        assert model.get_buffer("count") == (step if writes else 0)
+
+
+def test_buffers_made_in_inference_mode_are_left_alone() -> None:
+    with torch.inference_mode():
+        kept = torch.ones(6, 6)
+    case = setup()
+    case.model = model = WithBuffer(kept, writes=False)
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    optimizer.step(case.closure(optimizer))
+    assert model.kept is kept
 
 
 def test_a_snapshot_can_be_taken_again() -> None:

@@ -430,7 +430,7 @@ def test_where_the_loop_zeroes_in_place_gradients_stay_where_they_are(form: str)
     seen = []
 
     def backward() -> Tensor:
-        loss = used(x).square().mean()
+        loss: Tensor = used(x).square().mean()
         loss.backward()
         seen.append(bool((buffer[:-3] != 0).all()))
         buffer.mul_(0.5)
