@@ -13,7 +13,7 @@ from inspect import Parameter, signature
 from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
-from weakref import ref
+from weakref import WeakMethod, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -62,6 +62,7 @@ class OptimizerWrapper(Optimizer):
         for key, value in attributes.items():
             setattr(self, key, value)
         super().__setstate__({})  # not Optimizer.__init__, which would create its own groups and state
+        self._group_watchers: list[WeakMethod[Any]] = []
         self._make_step_state()
 
     def _make_step_state(self) -> None:
@@ -156,8 +157,18 @@ class OptimizerWrapper(Optimizer):
                 group.setdefault(key, value)
 
     def add_param_group(self, param_group: Group) -> None:
+        """Add a group; one without an ε gets the constructor's, or the current one if that changes over time."""
         check_hyperparameters(self.base, {key: param_group[key] for key in self._hyperparameters if key in param_group})
+        has_radius = "epsilon" in param_group
         self.base.add_param_group(param_group)
+        for watcher in self.behind_proxy()._group_watchers:
+            if (tell := watcher()) is not None:
+                tell(self.base.param_groups[-1], has_radius)
+
+    def watch_groups(self, tell: Callable[[Group, bool], None]) -> None:
+        """Call `tell` with each group that is added, and whether it came with an ε; a method, held weakly."""
+        watchers = self.behind_proxy()._group_watchers
+        watchers[:] = [*(watcher for watcher in watchers if watcher() is not None), WeakMethod(tell)]
 
     def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.base.register_state_dict_pre_hook(hook, prepend)

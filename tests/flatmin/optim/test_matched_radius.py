@@ -205,19 +205,41 @@ def test_a_group_that_is_added_later_moves_too() -> None:
     assert bowl.radius.radii == pytest.approx([0.3, 1.2])
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_a_group_that_is_added_after_a_move_shares_the_ball(scheduled: bool) -> None:
+def new_group() -> dict[str, Any]:
+    return {"params": [nn.Parameter(torch.ones(1, dtype=torch.float64))]}
+
+
+@pytest.mark.parametrize("how", ["alone", "scheduled", "resumed", "copied"])
+def test_a_group_that_is_added_after_a_move_shares_the_ball(how: str) -> None:
     bowl = Bowl(0.1)
-    if scheduled:
+    if how == "scheduled":
         scheduler = flatmin.RadiusScheduler(bowl.optimizer, 1000, start=0.0)
         bowl.radius = flatmin.MatchedRadius(bowl.optimizer, scheduler=scheduler)
     bowl.steps()
     bowl.radius.step(1e6)
-    more = {"epsilon": bowl.epsilon} if scheduled else {}
-    bowl.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.float64))], **more})
+    if how == "resumed":
+        saved, bowl = bowl, Bowl(0.1)
+        bowl.optimizer.load_state_dict(saved.optimizer.state_dict())
+        bowl.radius.load_state_dict(saved.radius.state_dict())
+    elif how == "copied":
+        bowl = copy.deepcopy(bowl)
+    bowl.optimizer.add_param_group(new_group())
+    assert bowl.radius.radii == pytest.approx([0.3, 0.3])
     bowl.steps()
     bowl.radius.step(1e6)
     assert bowl.radius.radii == pytest.approx([0.9, 0.9])
+    for _ in range(40):
+        bowl.steps()
+        bowl.radius.step(0.0)
+    assert bowl.radius.radii == pytest.approx([0.001, 0.001])  # the least is the same for both
+
+
+def test_groups_with_balls_of_their_own_are_added_with_the_first_radius() -> None:
+    bowl = Bowl(0.1, ball="group")
+    bowl.steps()
+    bowl.radius.step(1e6)
+    bowl.optimizer.add_param_group(new_group())
+    assert bowl.radius.radii == pytest.approx([0.3, 0.1])
 
 
 def test_it_begins_above_0() -> None:

@@ -144,6 +144,35 @@ def test_groups_keep_their_own_radii_and_a_new_one_gets_its_own() -> None:
         assert scheduler.get_last_radius() == [pytest.approx(value) for value in expected]
 
 
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch's, of a copied optimizer
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("settings", [{"start": 0.5}, {"start": 0.0, "growth": "linear"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"epsilon": 0.2}], ids=str)
+def test_a_new_group_has_the_share_of_the_others_at_once(
+    settings: dict[str, Any], more: dict[str, float], copied: bool
+) -> None:
+    training = Training().schedule(**settings)
+    if copied:
+        training = copy.deepcopy(training)
+    assert training.scheduler is not None
+    for added in range(1, 4):
+        training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], **more})
+        (radius,) = set(training.scheduler.get_last_radius())
+        assert training.optimizer.perturbs == (radius > 0)
+        assert training.scheduler.radii == [0.2] * (added + 1)
+        training.run(added - 1, added)
+
+
+def test_after_a_checkpoint_without_a_radius_it_is_refused() -> None:
+    """Made after loading, it would take the 0 before the start for the radius to grow to."""
+    saved = Training().schedule(start=0.5).optimizer.state_dict()
+    training = Training()
+    training.optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"got 0 in all groups.*create it before loading a checkpoint"):
+        training.schedule(start=0.5)
+    assert Training(epsilon=0.0).schedule(start=0.5).run().passes == [1] * TOTAL  # a radius of 0 is one, if chosen
+
+
 def test_a_tensor_as_radius_is_refused_and_nothing_is_read_from_a_device() -> None:
     optimizer = flatmin.AMP(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), epsilon=0.1)
     scheduler = flatmin.RadiusScheduler(optimizer, 2)

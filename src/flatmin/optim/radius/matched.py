@@ -28,7 +28,8 @@ from torch import Tensor
 from flatmin.core import distributed
 from flatmin.core.messages import describe
 from flatmin.optim.amp import AMP
-from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, scale_radii, with_new_radii
+from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, radius_of_new, scale_radii, with_new_radii
+from flatmin.optim.wrapper import Group
 
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
 MIN_SHARE = 0.01  # of the first radius: ε never falls below that, because it could not grow from 0
@@ -75,7 +76,15 @@ class MatchedRadius:
             )
         self._sums: Tensor | None = None  # of both losses, the share at the edge, and ones, on the device
         self._lacks_losses = False  # was there a step whose losses the optimizer has not seen?
+        self._watch()
+
+    def _watch(self) -> None:
         self._handle = self.optimizer.register_step_post_hook(self._add)
+        self.optimizer.watch_groups(self._group_added)
+
+    def _group_added(self, group: Group, has_radius: bool) -> None:
+        if self.scheduler is None and not has_radius:
+            group["epsilon"] = radius_of_new(self.optimizer, radii_of(self.optimizer)[:-1])
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_handle"}
@@ -83,7 +92,7 @@ class MatchedRadius:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has a copy of the optimizer, which has no hooks."""
         vars(self).update(state)
-        self._handle = self.optimizer.register_step_post_hook(self._add)
+        self._watch()
 
     @property
     def radii(self) -> list[float]:
@@ -129,11 +138,11 @@ class MatchedRadius:
         self._sums, self._lacks_losses = None, False
         loss, perturbed, at_edge = (total / count if count else math.nan for total in sums)
         factor = _factor(loss, perturbed, at_edge, new)
-        self.first += self.radii[len(self.first) :]  # of groups added since
+        added = self.radii[len(self.first) :]
+        self.first += [max(self.first) if radius and self.optimizer.ball == "global" else radius for radius in added]
         radii = [max(factor * now, MIN_SHARE * first) for now, first in zip(self.radii, self.first, strict=True)]
         if self.scheduler is None:
             scale_radii(self.optimizer, radii, 1.0)
-            self.optimizer.defaults["epsilon"] = max(radii)  # for groups that are added later: one ball has one radius
         else:
             self.scheduler.set_radii(radii)
         return factor

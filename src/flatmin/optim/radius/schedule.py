@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flatmin.core.messages import describe
-from flatmin.optim.wrapper import whole_number
+from flatmin.optim.wrapper import Group, OptimizerWrapper, whole_number
 
 Growth = Literal["constant", "linear", "cosine"]
 GROWTHS: tuple[str, ...] = get_args(Growth)
@@ -85,6 +85,12 @@ def with_new_radii(optimizer: Optimizer, radii: Sequence[float]) -> list[float]:
     return [*radii, *radii_of(optimizer)[len(radii) :]]
 
 
+def radius_of_new(optimizer: Optimizer, radii: Sequence[float]) -> float:
+    """Of a group that is added without one, beside groups with these: one ball has one radius."""
+    own: float = optimizer.param_groups[-1]["epsilon"]
+    return max(radii) if getattr(optimizer, "ball", None) == "global" and any(radii) else own
+
+
 def scale_radii(optimizer: Optimizer, radii: Sequence[float], share: float) -> None:
     """Give each group this share of its radius."""
     for group, radius in zip(optimizer.param_groups, radii, strict=False):
@@ -136,7 +142,26 @@ class RadiusScheduler(LRScheduler):
         self.optimizer, self.total_steps = optimizer, whole_number("total_steps", total_steps, least=1)
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         self.radii = radii_of(optimizer)
+        if not any(self.radii) and getattr(optimizer, "defaults", {}).get("epsilon"):
+            raise ValueError(
+                "a RadiusScheduler takes its radius from the optimizer, got 0 in all groups; create it before loading "
+                "a checkpoint whose schedule has not started yet, and then load both"
+            )
         self.last_epoch = 0  # torch's name for how often step() was called
+        self._set()
+        self._watch_groups()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has a copy of the optimizer, which nobody watches yet."""
+        vars(self).update(state)
+        self._watch_groups()
+
+    def _watch_groups(self) -> None:
+        if isinstance(self.optimizer, OptimizerWrapper):
+            self.optimizer.watch_groups(self._group_added)
+
+    def _group_added(self, group: Group, has_radius: bool) -> None:
+        group["epsilon"] = group["epsilon"] if has_radius else radius_of_new(self.optimizer, self.radii)
         self._set()
 
     def step(self, epoch: int | None = None) -> None:
