@@ -46,7 +46,7 @@ from flatmin.optim.pass_start import ForwardHook, PassStart
 from flatmin.optim.skip_step import skips_by_itself, step_unless
 from flatmin.optim.telemetry.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
-from flatmin.optim.wrapper import Group, OptimizerWrapper, evaluates_closure
+from flatmin.optim.wrapper import Group, OptimizerWrapper, UntracedContext, evaluates_closure, untraced
 
 Closure = Callable[[], Any]
 Closures = list[Closure] | tuple[Closure, ...]  # one per micro-batch
@@ -239,6 +239,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     # ---- with a closure
 
+    @untraced
     def step(
         self,
         closure: Closure | Closures | None = None,
@@ -375,17 +376,17 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     # ---- in blocks
 
-    @contextmanager
-    def perturbed(self, *misplaced: object, scaler: GradScaler | None = None) -> Iterator[None]:
+    @untraced
+    def perturbed(self, *misplaced: object, scaler: GradScaler | None = None) -> AbstractContextManager[None]:
         """One perturbed pass, for loops without a closure: run forward and backward inside the block.
 
         A step of AMP is a backward pass at θ, `inner_iter` blocks, and `step()`, which uses the gradients of the last
         block; a step of RMP is one block, and `step()`. Outside the blocks the weights are θ.
         """
-        if "_itself" not in self.__dict__:
-            with self.behind_proxy().perturbed(*misplaced, scaler=scaler):
-                yield
-            return
+        return UntracedContext(self.behind_proxy()._block(misplaced, scaler))
+
+    @contextmanager
+    def _block(self, misplaced: tuple[object, ...], scaler: GradScaler | None) -> Iterator[None]:
         scaler = self._check_arguments(None, misplaced, scaler)
         self._check_block(scaler)
         if self._hook is None:

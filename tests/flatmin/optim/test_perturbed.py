@@ -6,6 +6,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -451,6 +452,32 @@ def test_where_the_loop_zeroes_in_place_gradients_stay_where_they_are(form: str)
     assert seen == [True] * (6 if form == "list" else 3)
     assert all(param.grad is not None and param.grad.untyped_storage() == buffer.untyped_storage() for param in params)
     assert torch.equal(unused.detach(), torch.full((3,), 0.95))  # the decay goes on, as with SGD alone
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at the loss's
+@pytest.mark.parametrize("form", ["a loop with a closure", "a loop with a block", "step itself"])
+@pytest.mark.parametrize("with_model", [True, False])
+def test_inside_torch_compile_it_is_the_same_step(form: str, with_model: bool) -> None:
+    def training(*, is_compiled: bool) -> Setup:
+        case = setup("conv-batchnorm")
+        base = SGD(case.model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = flatmin.AMP(base, epsilon=0.1, model=case.model if with_model else None)
+
+        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, backend="eager") if is_compiled else function
+
+        steps: dict[str, Callable[..., Any]] = {
+            "a loop with a closure": compiled(lambda: optimizer.step(case.closure(optimizer))),
+            "a loop with a block": compiled(lambda: case.step_in_blocks(optimizer)),
+            "step itself": partial(compiled(optimizer.step), case.closure(optimizer)),
+        }
+        for _ in range(3):
+            steps[form]()
+        return case
+
+    compiled, plain = training(is_compiled=True), training(is_compiled=False)
+    assert same(compiled.weights(), plain.weights())
+    assert same(compiled.buffers(), plain.buffers())
 
 
 def one_step(form: str) -> tuple[nn.Module, flatmin.AMP, Callable[[], None]]:
