@@ -74,7 +74,7 @@ def captured_step(
     capture     False: every call is an ordinary step, for comparison
 
     The step returns what loss_fn returned in the clean pass (with `ascent`: in the pass at θ + Δ, the only one with all
-    inputs), in new tensors, and leaves no gradients behind.
+    inputs), if captured in new tensors, and leaves no gradients behind.
     The modules and the loss function must do the same in every call, except for what depends on their tensors and on
     `train()` or `eval()`: a graph repeats what was captured (`reset()` discards it).
 

@@ -78,6 +78,8 @@ def written_once(tensor: Tensor) -> Tensor:
     >>> written_once(tensor).shape, written_once(tensor.clone()).shape
     (torch.Size([2, 1]), torch.Size([2, 3]))
     """
+    if 0 not in tensor.stride():
+        return tensor
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -127,10 +129,10 @@ def zero_unless_(tensors: Iterable[Tensor], flag: Tensor) -> None:
     if {(type(t), t.layout, t.dtype, t.device) for t in tensors} == {
         (Tensor, torch.strided, torch.float32, flag.device)
     }:
-        torch._foreach_mul_([t.view(torch.int32) for t in tensors], flag.to(torch.int32))
+        torch._foreach_mul_([written_once(t).view(torch.int32) for t in tensors], flag.to(torch.int32))
         return
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for numbers in map(bits, map(plain, tensors)):
+    for numbers in map(bits, map(written_once, map(plain, tensors))):
         kinds[numbers.device, numbers.dtype].append(numbers)
     for (device, dtype), alike in kinds.items():
         torch._foreach_mul_(alike, flag.to(device, dtype))

@@ -90,6 +90,6 @@ class GradientSnapshot:
 def put_gradient(param: Tensor, gradient: Tensor) -> None:
     """In place if possible: `grad` may be a view of a bucket that ranks exchange."""
     if param.grad is None or param.grad.is_sparse or gradient.is_sparse:
-        param.grad = gradient.to(param.dtype)
+        param.grad = gradient.to(getattr(param, "grad_dtype", None) or param.dtype)
     else:
         param.grad.copy_(gradient)

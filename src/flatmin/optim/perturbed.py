@@ -95,10 +95,11 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._is_new = True
 
     def _watch_forward(self, model: nn.Module | None) -> None:
-        """With None there is no hook: a closure shows where its passes begin."""
+        """With None there is no hook: a closure shows where its passes begin. A TorchScript model takes none."""
         if (earlier := vars(self).get("_hook")) is not None:
             earlier.remove()
-        self._hook = None if model is None or not self.starts_clean else ForwardHook(model, self._forward_begins)
+        is_watched = self.starts_clean and model is not None and not isinstance(model, torch.jit.ScriptModule)
+        self._hook = ForwardHook(model, self._forward_begins) if is_watched and model is not None else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, or of its base alone, which leaves ε and ζ as they are."""

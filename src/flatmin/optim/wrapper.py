@@ -52,12 +52,11 @@ class OptimizerWrapper(Optimizer):
         _check_settings(base, **settings)
         for values in (hyperparameters, *base.param_groups):
             check_hyperparameters(base, {key: values[key] for key in hyperparameters if key in values})
-        for key, value in hyperparameters.items():
+        for key, value in ((key, _plain_number(value)) for key, value in hyperparameters.items()):
             earlier = base.defaults.get(key)  # set by an earlier wrapper: not a group's own value
             base.defaults[key] = value
             for group in base.param_groups:
-                if group.get(key, earlier) == earlier:
-                    group[key] = value
+                group[key] = value if group.get(key, earlier) == earlier else _plain_number(group[key])
         self._initialise({"base": base, **settings})
 
     def _initialise(self, attributes: Mapping[str, Any]) -> None:
@@ -165,6 +164,9 @@ class OptimizerWrapper(Optimizer):
         """Add a group; one without an ε gets the constructor's, or the current one if that changes over time."""
         check_hyperparameters(self.base, {key: param_group[key] for key in self._hyperparameters if key in param_group})
         has_radius = "epsilon" in param_group
+        for key in self._hyperparameters:
+            if key in param_group:
+                param_group[key] = _plain_number(param_group[key])
         self.base.add_param_group(param_group)
         for watcher in self.behind_proxy()._group_watchers:
             if (tell := watcher()) is not None:
@@ -352,6 +354,11 @@ def _check_model(base: Optimizer, model: object) -> None:
         raise ValueError(
             f"model must be the one that the optimizer trains, got a {type(model).__name__} with none of its parameters"
         )
+
+
+def _plain_number(value: Any) -> Any:
+    """As torch.load reads it: a numpy number in a checkpoint would need `weights_only=False`."""
+    return value if isinstance(value, Tensor) or type(value) in (int, float) else float(value)
 
 
 def _is_positive(epsilon: Any) -> bool:

@@ -172,6 +172,22 @@ def test_buffers_that_cannot_be_overwritten_as_a_whole_are_those_of_the_clean_pa
         assert model.get_buffer("count") == (step if writes else 0)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("form", ["closure", "blocks"])
+def test_a_model_of_torchscript_counts_one_pass_a_step(form: str) -> None:
+    case = setup()
+    case.model = model = torch.jit.script(
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+    )
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    for _ in range(3):
+        if form == "closure":
+            optimizer.step(case.closure(optimizer))
+        else:
+            case.step_in_blocks(optimizer)
+    assert dict(model.named_buffers())["1.num_batches_tracked"] == 3
+
+
 def test_buffers_made_in_inference_mode_are_left_alone() -> None:
     with torch.inference_mode():
         kept = torch.ones(6, 6)

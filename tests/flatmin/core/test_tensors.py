@@ -41,6 +41,15 @@ def test_keep_leaves_every_bit_or_none(dtype: torch.dtype, flag: bool) -> None:
     assert same(kept, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("flag", [True, False])
+def test_of_an_expanded_tensor_every_number_is_kept_or_zeroed(dtype: torch.dtype, flag: bool) -> None:
+    kept = [torch.tensor([[3.0], [float("nan")]], dtype=dtype).expand(2, 5), torch.tensor(2.0, dtype=dtype).expand(4)]
+    expected = [tensor.clone() if flag else torch.zeros_like(tensor) for tensor in kept]
+    zero_unless_(kept, torch.tensor(flag))
+    assert same(kept, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("flag", [True, False])
 def test_choose_takes_every_bit_of_one_or_the_other(dtype: torch.dtype, flag: bool) -> None:

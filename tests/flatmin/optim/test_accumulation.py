@@ -369,3 +369,22 @@ def test_a_weight_with_gaps_that_only_a_later_micro_batch_uses_is_moved_alone() 
         assert torch.equal(memory[:, 3:], others)
         ended.append([first, second])
     assert all(torch.allclose(a, b) for a, b in zip(*ended, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(torch.zeros(1), "grad_dtype"), reason="this torch has no grad_dtype")
+def test_gradients_wider_than_their_weights_stay_so() -> None:
+    """A micro-batch that does not use a weight leaves its gradient to the mean, in the dtype that it must have."""
+    layers = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]).bfloat16()
+    for param in layers.parameters():
+        param.grad_dtype = torch.float32
+    optimizer = flatmin.AMP(torch.optim.SGD(layers.parameters(), lr=0.1, foreach=False), epsilon=0.1)
+    x = torch.randn(8, 4).bfloat16()
+
+    def closure(used: int) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = sum(layer(x).float().square().mean() for layer in layers[:used])
+        loss.backward()
+        return loss
+
+    optimizer.step([lambda: closure(2), lambda: closure(1)])
+    assert {param.grad.dtype for param in layers.parameters() if param.grad is not None} == {torch.float32}

@@ -454,6 +454,37 @@ def test_where_the_loop_zeroes_in_place_gradients_stay_where_they_are(form: str)
     assert torch.equal(unused.detach(), torch.full((3,), 0.95))  # the decay goes on, as with SGD alone
 
 
+def test_gradients_may_be_those_of_autograd_grad_expanded_ones_too() -> None:
+    """The gradient of a sum is one number, expanded."""
+    results = []
+    for differentiate in (True, False):
+        torch.manual_seed(0)
+        layer, shift, x = nn.Linear(4, 2), nn.Parameter(torch.ones(3)), torch.randn(8, 4)
+        params = [*layer.parameters(), shift]
+        optimizer = flatmin.AMP(SGD(params, lr=0.1, momentum=0.9), epsilon=0.1, inner_iter=2)
+
+        def closure(
+            params: list[nn.Parameter] = params,
+            layer: nn.Linear = layer,
+            x: Tensor = x,
+            differentiate: bool = differentiate,
+            optimizer: flatmin.AMP = optimizer,
+        ) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = layer(x).square().mean() + params[-1].sum()
+            if differentiate:
+                for param, gradient in zip(params, torch.autograd.grad(loss, params), strict=True):
+                    param.grad = gradient
+            else:
+                loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        results.append([param.detach() for param in params])
+    assert same(*results)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at the loss's
 @pytest.mark.parametrize("form", ["a loop with a closure", "a loop with a block", "step itself"])
 @pytest.mark.parametrize("with_model", [True, False])

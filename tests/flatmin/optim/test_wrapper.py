@@ -1,15 +1,17 @@
 """One optimizer to the outside: checkpoints, schedulers, added groups and copies."""
 
 import copy
+import io
 import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
@@ -267,3 +269,17 @@ def test_a_base_that_needs_a_closure_is_refused_where_it_would_be_perturbed() ->
         flatmin.AMP(Searching(case.model.parameters(), lr=0.1), epsilon=0.1)
     theta, optimizer = case.weights(), flatmin.AMP(Searching(case.model.parameters(), lr=0.1), epsilon=0.0)
     assert not same(run(case, optimizer, 1), theta)
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones() -> None:
+    """torch.load reads no others, unless it is told to trust the file."""
+    first, second, third = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    base = torch.optim.SGD([{"params": [first]}, {"params": [second], "epsilon": np.float64(0.5)}], lr=0.1)
+    optimizer = flatmin.AMP(base, epsilon=np.float64(0.1), inner_lr=np.float32(2), ball="group")
+    optimizer.add_param_group({"params": [third], "epsilon": np.float64(0.3)})
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    groups = torch.load(file, weights_only=True)["param_groups"]
+    assert [group["epsilon"] for group in groups] == [0.1, 0.5, 0.3]
+    assert {group["inner_lr"] for group in groups} == {2}
