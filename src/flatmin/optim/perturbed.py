@@ -16,8 +16,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +47,56 @@ from flatmin.optim.pass_start import ForwardHook, PassStart
 from flatmin.optim.skip_step import skips_by_itself, step_unless
 from flatmin.optim.telemetry.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
-from flatmin.optim.wrapper import Group, OptimizerWrapper, UntracedContext, evaluates_closure, untraced
+from flatmin.optim.wrapper import Group, OptimizerWrapper, evaluates_closure
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Closure = Callable[[], Any]
 Closures = list[Closure] | tuple[Closure, ...]  # one per micro-batch
 
 READ_AT_ONCE = ("cpu",)  # devices whose numbers the host reads without waiting
+_TO_DISABLE: list[Callable[[], None]] = []  # see `untraced`
+
+
+def untraced(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorates what torch.compile must run as it is, outside of its graphs: a step moves weights and catches errors.
+
+    `torch.compiler.disable` would import the compiler along with flatmin. torch imports it for the first optimizer,
+    and then it is called here too (`_keep_untraced`).
+    """
+    outside = [method]
+
+    def disable() -> None:
+        outside[0] = torch.compiler.disable(method)
+
+    _TO_DISABLE.append(disable)
+
+    @wraps(method)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return outside[0](*args, **kwargs)
+
+    return run
+
+
+def _keep_untraced() -> None:
+    """Called for every new optimizer, because torch.compile cannot do it while it traces."""
+    while _TO_DISABLE:
+        _TO_DISABLE.pop()()
+
+
+class _Untraced:
+    """A context that torch.compile enters and leaves outside of its graphs."""
+
+    def __init__(self, context: AbstractContextManager[None]) -> None:
+        self._context = context
+
+    @untraced
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    @untraced
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 class PerturbedOptimizer(OptimizerWrapper, ABC):
@@ -71,6 +116,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     same_on_ranks: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm", "sync_perturbation")
 
     def _make_step_state(self) -> None:
+        _keep_untraced()
         self.last = Last()
         self._theta: Copies[Tensor] = Copies()  # θ of the parameters that are, or may have to be, restored
         self._delta: Copies[Tensor] = Copies()  # Δ between two ascent steps; stays empty for N = 1
@@ -271,7 +317,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 self._step_from_scaler()
             else:
                 result = self._step(closure, scaler, ascent)
-            if self._pass_start is not None:
+            if closure is None and self._pass_start is not None:
                 self._pass_start.step_ends()
             return result
         except BaseException:
@@ -290,8 +336,9 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 f"step() takes no closure after perturbed() blocks, got one after {self._blocks} block(s); leave it "
                 "out, or call zero_grad() to start over"
             )
-        if self._hook is not None:
+        if self._hook is not None and self._pass_start is not None:
             self._watch_forward(None)
+            self._pass_start.step_ends()
         if isinstance(closure, list | tuple):
             return self._step_each(closure, scaler)
         if not self.perturbs:
@@ -384,7 +431,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         A step of AMP is a backward pass at θ, `inner_iter` blocks, and `step()`, which uses the gradients of the last
         block; a step of RMP is one block, and `step()`. Outside the blocks the weights are θ.
         """
-        return UntracedContext(self.behind_proxy()._block(misplaced, scaler))
+        return _Untraced(self.behind_proxy()._block(misplaced, scaler))
 
     @contextmanager
     def _block(self, misplaced: tuple[object, ...], scaler: GradScaler | None) -> Iterator[None]:

@@ -8,7 +8,6 @@ them and each group may have its own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import wraps
 from inspect import Parameter, signature
 from numbers import Real
@@ -16,7 +15,6 @@ from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from weakref import WeakMethod, ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -27,9 +25,7 @@ from flatmin.core.messages import describe
 Group = dict[str, Any]
 Wrapper = TypeVar("Wrapper", bound="OptimizerWrapper")  # Self needs Python 3.11
 Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
-_TO_DISABLE: list[Callable[[], None]] = []  # see `untraced`
 _NOT_COPIED = ("step", "last", "zeroed", "grad_scale", "found_inf")
 
 
@@ -66,7 +62,6 @@ class OptimizerWrapper(Optimizer):
             setattr(self, key, value)
         super().__setstate__({})  # not Optimizer.__init__, which would create its own groups and state
         self._group_watchers: list[WeakMethod[Any]] = []
-        keep_untraced()
         self._make_step_state()
 
     def _make_step_state(self) -> None:
@@ -226,47 +221,6 @@ def check_call(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
         init(*args, **kwargs)
 
     return checked
-
-
-def untraced(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorates what torch.compile must run as it is, outside of its graphs: a step moves weights and catches errors.
-
-    `torch.compiler.disable` would import the compiler along with flatmin. torch imports it for the first optimizer,
-    and then it is called here too (`keep_untraced`).
-    """
-    outside = [method]
-
-    def disable() -> None:
-        outside[0] = torch.compiler.disable(method)
-
-    _TO_DISABLE.append(disable)
-
-    @wraps(method)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return outside[0](*args, **kwargs)
-
-    return run
-
-
-def keep_untraced() -> None:
-    """Called for every new optimizer, because torch.compile cannot do it while it traces."""
-    while _TO_DISABLE:
-        _TO_DISABLE.pop()()
-
-
-class UntracedContext:
-    """A context that torch.compile enters and leaves outside of its graphs."""
-
-    def __init__(self, context: AbstractContextManager[None]) -> None:
-        self._context = context
-
-    @untraced
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    @untraced
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
 
 
 def whole_number(name: str, value: object, *, least: int = 0) -> int:
