@@ -5,7 +5,7 @@ draws dropout masks, so without care the statistics would mix those at θ with t
 one network's loss and descend another's. A `Snapshot` holds a model's buffers and the states of the random generators
 at one moment and restores them: buffers by copying in place (no attribute of a module is touched, so nothing that
 torch.compile guards on changes), generators by setting their state (random_state.py). A buffer that a pass has replaced
-by one of another shape gets a new one, and one that cannot be overwritten as a whole is written to only if it was.
+gets a new tensor, and one that cannot be overwritten as a whole is written to only if a pass has written to it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,6 +45,7 @@ class Snapshot:
         self._watch = watch
         self._buffers: Copies[Place] = Copies()
         self._places = _BufferPlaces(model)  # as they were when the buffers were taken
+        self._ids: dict[Place, int] = {}  # of the buffers themselves
         self._empty: list[Place] = []  # where there was none then
         self._are_taken = False
         self._special: dict[Place, _SpecialBuffer] = {}
@@ -65,11 +66,15 @@ class Snapshot:
         if not self._places.are_current():
             self._places = _BufferPlaces(self.model)
         self._buffers.forget()
-        self._are_taken = not self._special and self._buffers.take_again(self._places.buffers())
-        if self._are_taken:
-            return
+        self._are_taken = False  # until it is done: if memory runs out below, nothing is ever put back
+        if self._special or not self._buffers.take_again(self._places.buffers()):
+            self._take_anew()
+        self._are_taken = True
+
+    def _take_anew(self) -> None:
         held, earlier = self._places.held(), self._special
         buffers = {place: buffer for place, buffer in held.items() if _is_initialised(buffer)}
+        self._ids = {place: id(buffer) for place, buffer in buffers.items()}
         self._empty = [place for place, buffer in held.items() if buffer is None]
         self._special = {
             place: _SpecialBuffer(buffer, earlier.get(place))
@@ -77,20 +82,24 @@ class Snapshot:
             if _is_special(buffer)
         }
         self._buffers.take({place: buffer for place, buffer in buffers.items() if place not in self._special})
-        self._are_taken = True  # last: if memory runs out above, nothing is ever put back
 
     def put_back_buffers(self) -> None:
-        """In place; one that was replaced by another that cannot hold its numbers gets a new tensor for them."""
+        """In place; where another tensor is now, which may be anybody's, a new one takes its place."""
         if not self._are_taken or (not self._special and self._buffers.put_back_again(self._places.buffers())):
             return
-        held, copies = self._places.held(), self._buffers
-        there = {place: now for place, now in held.items() if place in copies and _can_hold(now, copies[place])}
+        copies = self._buffers
+        there = {
+            place: now
+            for place, now in self._places.held().items()
+            if now is not None and place in copies and id(now) == self._ids[place] and now.shape == copies[place].shape
+        }
         copies.put_back(there)
+        new = {self._ids[place]: copies[place].clone() for place in copies if place not in there}  # shared as before
         self._places.put(
             {
                 **dict.fromkeys(self._empty),
                 **{place: special.put_back() for place, special in self._special.items()},
-                **{place: copies[place].clone() for place in copies if place not in there},
+                **{place: new[self._ids[place]] for place in copies if place not in there},
             }
         )
 
@@ -158,21 +167,16 @@ class _BufferPlaces:
         return {(id(module), name): buffer for module in self._modules for name, buffer in module._buffers.items()}
 
     def put(self, buffers: Mapping[Place, Tensor | None]) -> None:
+        """Put these where they belong, unless the place is gone."""
         modules = {id(module): module for module in self._modules}
         for (module, name), buffer in buffers.items():
-            if modules[module]._buffers.get(name) is not buffer:
-                modules[module]._buffers[name] = buffer
+            held = modules[module]._buffers
+            if name in held and held[name] is not buffer:
+                held[name] = buffer
 
 
 def _is_initialised(buffer: Tensor | None) -> TypeGuard[Tensor]:
     return buffer is not None and not isinstance(buffer, UninitializedBuffer)
-
-
-def _can_hold(buffer: Tensor | None, copy: Tensor) -> TypeGuard[Tensor]:
-    """Can the numbers of the copy be written into it?"""
-    if not _is_initialised(buffer) or _is_special(buffer):
-        return False
-    return (buffer.shape, buffer.dtype, buffer.device) == (copy.shape, copy.dtype, copy.device)
 
 
 def _is_special(buffer: Tensor) -> bool:

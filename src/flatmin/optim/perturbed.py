@@ -14,11 +14,11 @@ form consists of
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from types import NoneType
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +47,8 @@ from flatmin.optim.pass_start import ForwardHook, PassStart
 from flatmin.optim.skip_step import skips_by_itself, step_unless
 from flatmin.optim.telemetry.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
-from flatmin.optim.wrapper import Group, OptimizerWrapper, evaluates_closure
+from flatmin.optim.wrapper import Arguments, Group, OptimizerWrapper, evaluates_closure
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Closure = Callable[[], Any]
 Closures = list[Closure] | tuple[Closure, ...]  # one per micro-batch
@@ -84,14 +83,15 @@ def _keep_untraced() -> None:
         _TO_DISABLE.pop()()
 
 
-class _Untraced:
-    """A context that torch.compile enters and leaves outside of its graphs."""
+class PerturbedBlock(ContextDecorator):
+    """What `perturbed()` returns: torch.compile enters and leaves it outside of its graphs."""
 
-    def __init__(self, context: AbstractContextManager[None]) -> None:
-        self._context = context
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
 
     @untraced
     def __enter__(self) -> None:
+        self._context = self._make()
         self._context.__enter__()
 
     @untraced
@@ -124,6 +124,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._in_a_pass = False
         self.zeroed = 0  # how many steps zero_grad() has started: earlier gradients are gone
         self._set_to_none = True  # as zero_grad() was last called: the same holds between the passes of a step
+        self._has_stepped = False
         self._checked: list[Any] | None = None  # the settings that passed the last check
         self.forget_step()
 
@@ -144,8 +145,9 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """With None there is no hook: a closure shows where its passes begin. A TorchScript model takes none."""
         if (earlier := vars(self).get("_hook")) is not None:
             earlier.remove()
-        is_watched = self.starts_clean and model is not None and not isinstance(model, torch.jit.ScriptModule)
-        self._hook = ForwardHook(model, self._forward_begins) if is_watched and model is not None else None
+        self._hook = None
+        if model is not None and self.starts_clean and not isinstance(model, torch.jit.ScriptModule):
+            self._hook = ForwardHook(model, self._forward_begins)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, or of its base alone, which leaves ε and ζ as they are."""
@@ -319,6 +321,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 result = self._step(closure, scaler, ascent)
             if closure is None and self._pass_start is not None:
                 self._pass_start.step_ends()
+            self._has_stepped = True
             return result
         except BaseException:
             for left_by_the_scaler in ("grad_scale", "found_inf"):
@@ -392,7 +395,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         passes, measured = [], []
         with self._pass(undo=before):
             for place, closure in enumerate(closures):
-                if place > 0 or not self._is_new:  # before that, how the loop zeroes them is not known
+                if place > 0 or self._has_stepped:  # before that, how the loop zeroes them is not known
                     self._drop_gradients()
                 forget_unscaled(scaler, self.owners)
                 finite = self._measured.finite  # in memory that the next ascent writes to
@@ -425,13 +428,13 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     # ---- in blocks
 
     @untraced
-    def perturbed(self, *misplaced: object, scaler: GradScaler | None = None) -> AbstractContextManager[None]:
+    def perturbed(self, *misplaced: object, scaler: GradScaler | None = None) -> PerturbedBlock:
         """One perturbed pass, for loops without a closure: run forward and backward inside the block.
 
         A step of AMP is a backward pass at θ, `inner_iter` blocks, and `step()`, which uses the gradients of the last
         block; a step of RMP is one block, and `step()`. Outside the blocks the weights are θ.
         """
-        return _Untraced(self.behind_proxy()._block(misplaced, scaler))
+        return PerturbedBlock(partial(self.behind_proxy()._block, misplaced, scaler))
 
     @contextmanager
     def _block(self, misplaced: tuple[object, ...], scaler: GradScaler | None) -> Iterator[None]:

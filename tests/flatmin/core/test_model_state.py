@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD
 
 import flatmin
+from flatmin.core.copies import Copies
 from flatmin.core.model_state import Snapshot
 from flatmin.core.tensors import written_once
 from tests.support.cases import Method, Setup, same, setup
@@ -125,10 +126,93 @@ def test_buffers_that_are_replaced_come_back_and_new_ones_stay() -> None:
         assert model.late.tolist() == [1]
 
 
-def test_before_it_was_taken_a_snapshot_changes_nothing() -> None:
+def test_a_snapshot_that_was_not_taken_to_the_end_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
     model = Rebinding()
-    Snapshot(model).put_back_buffers()
-    assert dict(model.named_buffers()).keys() == {"mean", "cache"}
+    snapshot = Snapshot(model)
+    snapshot.take_buffers()
+    model(torch.ones(2, 3))
+    monkeypatch.setattr(Copies, "take", fail)
+    with pytest.raises(MemoryError):
+        snapshot.take_buffers()
+    snapshot.put_back_buffers()
+    assert model.mean.tolist() == [1, 1, 1]
+    assert model.cache.tolist() == [1, 1]
+    assert model.centre is not None
+
+
+class Holding(nn.Module):
+    """Two layers that share a buffer, which a pass replaces; one that keeps its input; one that a pass removes."""
+
+    last: Tensor
+    removed: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Module(), nn.Module()
+        shared = torch.zeros(1)
+        for part in (self.first, self.second):
+            part.register_buffer("queue", shared)
+        self.register_buffer("last", torch.zeros(2, 3))
+        self.register_buffer("removed", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        grown = torch.cat([self.first.get_buffer("queue"), torch.ones(1)])
+        self.first.queue = self.second.queue = grown
+        self.last = x
+        if hasattr(self, "removed"):
+            del self.removed
+        return x
+
+
+def test_shared_buffers_stay_shared_inputs_stay_and_what_is_gone_stays_gone() -> None:
+    model, x = Holding(), torch.ones(2, 3)
+    snapshot = Snapshot(model)
+    snapshot.take_buffers()
+    model(x)
+    snapshot.put_back_buffers()
+    assert model.first.queue is model.second.queue
+    assert model.first.get_buffer("queue").tolist() == [0]
+    assert torch.equal(x, torch.ones(2, 3))  # the user's, although it was the buffer for a while
+    assert torch.equal(model.last, torch.zeros(2, 3))
+    assert not hasattr(model, "removed")
+
+
+def test_a_buffer_that_a_pass_has_cast_in_place_keeps_its_type() -> None:
+    model = nn.BatchNorm1d(2)
+    snapshot, mean = Snapshot(model), model.running_mean
+    assert mean is not None
+    snapshot.take_buffers()
+    mean.data = torch.ones(2, dtype=torch.bfloat16)
+    snapshot.put_back_buffers()
+    assert model.running_mean is mean
+    assert (mean.dtype, mean.tolist()) == (torch.bfloat16, [0, 0])
+
+
+class Growing(nn.Module):
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("queue", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue = torch.cat([self.queue, torch.ones(1)])
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("scripted", [False, True])
+def test_a_queue_grows_by_one_a_step(scripted: bool) -> None:
+    case = setup()
+    case.model = model = torch.jit.script(Growing()) if scripted else Growing()
+    optimizer = flatmin.AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, inner_iter=2, model=model)
+    for _ in range(3):
+        optimizer.step(case.closure(optimizer))
+    assert dict(model.named_buffers())["queue"].tolist() == [1, 1, 1]
 
 
 SPECIAL: dict[str, Callable[[], Tensor]] = {

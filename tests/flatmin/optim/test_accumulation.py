@@ -388,3 +388,21 @@ def test_gradients_wider_than_their_weights_stay_so() -> None:
 
     optimizer.step([lambda: closure(2), lambda: closure(1)])
     assert {param.grad.dtype for param in layers.parameters() if param.grad is not None} == {torch.float32}
+
+
+def test_closures_that_leave_zeroing_to_the_step_do_not_add_up_over_steps() -> None:
+    """Neither while nothing is perturbed, nor when it starts, nor after a checkpoint."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = flatmin.AMP(SGD([weight], lr=0.0), epsilon=0.1)
+    scheduler = flatmin.RadiusScheduler(optimizer, 4, start=0.5)
+
+    def closure() -> Tensor:
+        loss = weight.sum()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step([closure, closure])
+        assert weight.grad == 1
+        scheduler.step()
+        optimizer.load_state_dict(optimizer.state_dict())

@@ -191,3 +191,20 @@ def test_a_step_without_blocks_is_an_error_during_a_warm_up_too() -> None:
         param.grad = torch.zeros_like(param)
     optimizer.step()
     assert len(optimizer.state) == 4
+
+
+def test_a_block_may_be_a_function() -> None:
+    case, other = setup(), setup()
+    optimizer, plain = (flatmin.AMP(SGD(one.model.parameters(), lr=0.1), epsilon=0.1) for one in (case, other))
+
+    @optimizer.perturbed()
+    def run() -> None:
+        case.loss().backward()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        case.loss().backward()
+        run()
+        optimizer.step()
+        other.step_in_blocks(plain)
+    assert same(case.weights(), other.weights())

@@ -163,6 +163,17 @@ def test_a_new_group_has_the_share_of_the_others_at_once(
         training.run(added - 1, added)
 
 
+def test_an_optimizer_that_holds_its_scheduler_can_be_copied() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = flatmin.AMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.2)
+    optimizer.scheduler = flatmin.RadiusScheduler(optimizer, 4, start=0.0, growth="linear")  # type: ignore[attr-defined]
+    scheduler = copy.deepcopy(optimizer).scheduler  # type: ignore[attr-defined]
+    scheduler.step()
+    scheduler.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert scheduler.get_last_radius() == [0.1, 0.1]
+    assert optimizer.param_groups[0]["epsilon"] == 0.05
+
+
 def test_after_a_checkpoint_without_a_radius_it_is_refused() -> None:
     """Made after loading, it would take the 0 before the start for the radius to grow to."""
     saved = Training().schedule(start=0.5).optimizer.state_dict()

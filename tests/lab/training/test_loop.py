@@ -126,7 +126,7 @@ def test_moments_come_back_in_the_layout_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_of_a_checkpoint_from_a_gpu_the_implementation_is_not_taken_over(tmp_path: Path) -> None:
-    """There AdamW is fused and capturable, which on a CPU is neither possible nor needed."""
+    """There AdamW is fused and capturable, which it cannot be on a CPU."""
     recipe = tiny_recipe(optimizer="adamw", lr=0.01)
     run(recipe, tmp_path / "run", stop=after(3))
     learner, saved = learner_of(recipe, tiny_data()), checkpoint.read(checkpoint.listed(tmp_path / "run")[0])

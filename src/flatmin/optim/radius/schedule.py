@@ -12,6 +12,7 @@ the base's own: one call of the closure, one pass, one replay of a smaller CUDA 
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -145,11 +146,11 @@ class RadiusScheduler(LRScheduler):
         if not any(self.radii) and getattr(optimizer, "defaults", {}).get("epsilon"):
             raise ValueError(
                 "a RadiusScheduler takes its radius from the optimizer, got 0 in all groups; create it before loading "
-                "a checkpoint whose schedule has not started yet, and then load both"
+                "a checkpoint whose schedule has not started yet, or give the optimizer epsilon=0 if 0 is meant"
             )
         self.last_epoch = 0  # torch's name for how often step() was called
-        self._set()
         self._watch_groups()
+        self._set()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has a copy of the optimizer, which nobody watches yet."""
@@ -157,8 +158,13 @@ class RadiusScheduler(LRScheduler):
         self._watch_groups()
 
     def _watch_groups(self) -> None:
-        if isinstance(self.optimizer, OptimizerWrapper):
-            self.optimizer.watch_groups(self._group_added)
+        """A copy of an optimizer that holds its scheduler is not ready yet: then from the next step on."""
+        optimizer, self._watches = self.optimizer, True
+        if isinstance(optimizer, OptimizerWrapper):
+            self._watches = False
+            with suppress(AttributeError):
+                optimizer.watch_groups(self._group_added)
+                self._watches = True
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
         group["epsilon"] = group["epsilon"] if has_radius else radius_of_new(self.optimizer, self.radii)
@@ -170,6 +176,8 @@ class RadiusScheduler(LRScheduler):
         self._set()
 
     def _set(self) -> None:
+        if not self._watches:
+            self._watch_groups()
         self._step_count = self.last_epoch + 1  # torch's, which Accelerate compares with total_steps
         self.radii = with_new_radii(self.optimizer, self.radii)
         scale_radii(self.optimizer, self.radii, self.schedule.share(self.last_epoch, self.total_steps))
