@@ -5,9 +5,9 @@ wrong as often as the rest's, for the first 60 % of training. Then it is trained
 
     python examples/transformer.py [--epsilon 0 0.1 auto] [--noise 0.2] [--epochs 30] [--seeds 3]
 
-If time is short, `--start 0.5` perturbs in the second half alone, at three quarters of AMP's passes. With ε = 0.12 that
-ended at 5.61 ± 0.87 % and an NLL of 0.333 ± 0.026, AMP in all steps at 6.22 ± 0.32 and 0.345, AdamW alone at 9.72 ±
-1.26 and 0.388 ± 0.042 (n = 5, one CPU core).
+`--start 0.5` perturbs in the second half alone, at three quarters of AMP's passes. With ε = 0.12 that ended at an error
+of 5.39 ± 0.86 % and an NLL of 0.324 ± 0.028, AMP in all steps at 6.65 ± 1.05 and 0.359 ± 0.032, AdamW alone at 8.56 ±
+1.57 and 0.359 ± 0.042 (n = 20, one CPU core).
 """
 
 import argparse
