@@ -138,7 +138,7 @@ def words(page: Path) -> str:
 def test_signatures_are_as_they_are_meant(site: Path) -> None:
     """What catches wrong calls is hidden; a NamedTuple has its fields; what is said of a field is in a table."""
     optimizers, flatness_ = words(site / "reference" / "optimizers.html"), words(site / "reference" / "flatness.html")
-    assert "perturbed(*, scaler: GradScaler | None = None) -> Iterator[None]" in optimizers
+    assert "perturbed(*, scaler: GradScaler | None = None) -> PerturbedBlock" in optimizers
     assert "misplaced" not in optimizers
     assert "Trace(value: Tensor, error: Tensor, products: int)" in flatness_
     assert "delta where it was found, one tensor per parameter" in flatness_
