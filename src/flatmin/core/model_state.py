@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer
+from torch.nn.parameter import is_lazy
 
 from flatmin.core.copies import Copies
 from flatmin.core.random_state import HostRandom, HostWatch, random_state, set_random_state
@@ -176,7 +176,7 @@ class _BufferPlaces:
 
 
 def _is_initialised(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    return buffer is not None and not isinstance(buffer, UninitializedBuffer)
+    return buffer is not None and not is_lazy(buffer)
 
 
 def _is_special(buffer: Tensor) -> bool:

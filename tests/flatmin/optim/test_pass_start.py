@@ -42,6 +42,12 @@ class Loop:
     def forward(self) -> Tensor:
         return self.model(self.x + 0 * torch.rand_like(self.x))  # type: ignore[no-any-return]  # an augmentation that draws
 
+    def closure(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.forward()
+        loss.backward()
+        return loss
+
     def block(self, runs: int = 1) -> None:
         with self.optimizer.perturbed():
             for _ in range(runs):
@@ -148,14 +154,7 @@ def a_closure_after_a_block_that_raises(loop: Loop) -> None:
     loop.optimizer.zero_grad()
     loop.forward().backward()
     loop.block_that_raises()
-
-    def closure() -> Tensor:
-        loop.optimizer.zero_grad()
-        loss = loop.forward()
-        loss.backward()
-        return loss
-
-    loop.optimizer.step(closure)
+    loop.optimizer.step(loop.closure)
     loop.optimizer.zero_grad()
     loop.model(loop.x).backward()  # not watched: the first pass after a closure
     loop.block()
@@ -233,14 +232,7 @@ def test_a_pass_that_does_not_call_the_model_draws_from_zero_grad_on() -> None:
 def test_a_loop_with_a_closure_has_no_hook_after_its_first_step() -> None:
     loop = Loop()
     assert len(loop.model._forward_pre_hooks) == 1
-
-    def closure() -> Tensor:
-        loop.optimizer.zero_grad()
-        loss = loop.forward()
-        loss.backward()
-        return loss
-
-    loop.optimizer.step(closure)
+    loop.optimizer.step(loop.closure)
     assert not loop.model._forward_pre_hooks
     loop.optimizer.zero_grad()
     loop.model(loop.x).backward()

@@ -167,7 +167,8 @@ class RadiusScheduler(LRScheduler):
                 self._watches = True
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
-        group["epsilon"] = group["epsilon"] if has_radius else radius_of_new(self.optimizer, self.radii)
+        if not has_radius:
+            group["epsilon"] = radius_of_new(self.optimizer, self.radii)
         self._set()
 
     def step(self, epoch: int | None = None) -> None:
