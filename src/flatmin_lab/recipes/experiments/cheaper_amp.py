@@ -14,7 +14,11 @@ LATER_DROP: dict[str, dict[str, Any]] = {  # AMP with its second drop after 90 %
     "start-0.5-ascent-0.25": {"start": 0.5, "ascent_share": 0.25},
     "start-0.75-ascent-0.25": {"start": 0.75, "ascent_share": 0.25},
 }
-AUTO_RADII = (0.03, 0.06, 0.12, 0.25, 0.5)
+RADII: dict[str, dict[str, Any]] = {
+    **{f"radius-{radius}": {"epsilon": radius} for radius in (0.03, 0.06, 0.12, 0.25, 0.5)},
+    "auto": {"epsilon": AUTO},
+    "auto-start-0.5": {"epsilon": AUTO, "start": 0.5},
+}
 
 
 def rivals(protocol: Protocol) -> Experiment:
@@ -68,16 +72,13 @@ def auto(protocol: Protocol) -> Experiment:
     recipes = []
     for data in ("cifar10", "cifar100"):
         train = partial(cell, protocol, data, RESNET)
-        recipes += [train("erm"), *(train("amp", variant=f"radius-{r}", settings={"epsilon": r}) for r in AUTO_RADII)]
-        recipes.append(train("amp", variant="auto", settings={"epsilon": AUTO}))
-        recipes.append(train("amp", variant="auto-start-0.5", settings={"epsilon": AUTO, "start": 0.5}))
+        recipes += [train("erm"), *(train("amp", variant=name, settings=radius) for name, radius in RADII.items())]
     small = small_fields("digits", protocol)
     for noise in (0.0, 0.2):
         name = f"{home_of(protocol)}/digits-convnet-{{}}{f'-noise-{noise}' if noise else ''}"
         recipes.append(Recipe(**small, label_noise=noise, method="erm", name=name.format("erm")))
-        for radius in (*AUTO_RADII, AUTO):
-            named = name.format(f"amp-{radius if radius == AUTO else f'radius-{radius}'}")
-            settings = {"epsilon": radius, "inner_lr": 1.0}
+        for variant, radius in RADII.items():
+            settings, named = {**radius, "inner_lr": 1.0}, name.format(f"amp-{variant}")
             recipes.append(Recipe(**small, label_noise=noise, method="amp", settings=settings, name=named))
     return experiment_of("auto", "a radius that adjusts itself", protocol, recipes, trials=3)
 
