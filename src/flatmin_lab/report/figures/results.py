@@ -20,6 +20,8 @@ from flatmin_lab.report.figures.style import (
     with_count,
 )
 
+MODE_GAP = 0.025  # between modes of equal cost, which are drawn side by side around it
+
 
 class FrontierPoint(NamedTuple):
     """A mode of training: its name, its method, its cost, and for each measure the share kept with its interval."""
@@ -125,7 +127,7 @@ def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str
     """The share of AMP's gain that is kept over the cost, a panel per measure; the numbers name the modes."""
     unit = "passes" if any(point.milliseconds is None for point in points) else "time"
     with styled():
-        figure = Figure(figsize=(3.1 * len(measures), 3.1), layout="constrained")
+        figure = Figure(figsize=(3.1 * len(measures), 3.6), layout="constrained")
         panels = figure.subplots(1, len(measures), squeeze=False, sharey=True)[0]
         for place, (axes, measure) in enumerate(zip(panels, measures, strict=True)):
             for level in (0, 100):
@@ -134,8 +136,8 @@ def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str
                 kept = point.kept[place]
                 if kept is None:
                     continue
-                before = sum(other.cost == point.cost for other in points[: number - 1])
-                x = point.cost + 0.04 * before  # beside those that cost as much
+                alike = [n for n, other in enumerate(points, start=1) if other.cost == point.cost]
+                x = point.cost + MODE_GAP * (alike.index(number) - (len(alike) - 1) / 2)
                 share, low, high = (None if value is None else 100 * value for value in kept)
                 colour = LINE_STYLES[point.method][0]
                 if low is not None and high is not None:
