@@ -42,11 +42,14 @@ def runs(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page of those runs as they are."""
-    return page_of(write_all(tmp_path_factory.mktemp("whole") / "runs", landscapes=True))
+    return report_page(load_results([write_all(tmp_path_factory.mktemp("whole") / "runs", landscapes=True)]))
 
 
 def page_of(*paths: Path) -> str:
-    return report_page(load_results(paths))
+    """The page without what takes longest, drawing its figures: `whole` has them, and test_figures.py tests them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda _, file, **__: file.write('<svg viewBox="0 0 1 1"></svg>'))
+        return report_page(load_results(paths))
 
 
 def only_group(runs: Path) -> Group:
@@ -482,7 +485,7 @@ def test_the_rest_of_the_report_is_made_and_what_is_damaged_is_named(runs: Path,
     assert said in broken.why
     assert "erm-0" in str(broken.path)
     if damage in ("a method nobody knows", "a result nested too deep"):  # the pages of the others are alike
-        page = report_page(found)
+        page = page_of(runs)
         assert "Test error: AMP 4.00 %" in text_of(page)
         assert "file was left out" in text_of(page)
         assert "<script>alert" not in page
@@ -534,7 +537,7 @@ def test_results_may_be_files_of_their_own(tmp_path: Path) -> None:
     found = load_results([tmp_path])
     assert len(found.runs) == 2
     assert not found.unusable
-    page = report_page(found)
+    page = page_of(tmp_path)
     assert "PreActResNet18" in page
     assert "flatmin evaluate" not in page  # there is no folder to measure
 
