@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flatmin.core.messages import describe
-from flatmin.integrations.replay import Replay
+from flatmin.integrations.replay import RandomState, Replay
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.telemetry.step_info import loss_in
 
@@ -121,7 +121,8 @@ class Window:
         if not self.optimizer.perturbs:  # the base's own step follows
             return
         for _ in range(self.optimizer.inner_iter):
-            with self.optimizer.perturbed(scaler=self.accelerator.scaler):
+            drawn = RandomState(self.optimizer)
+            with self.optimizer.perturbed(scaler=self.accelerator.scaler), drawn:
                 for replay in passes:
                     with nullcontext() if replay is passes[-1] else self._no_sync():
                         replay()

@@ -1,34 +1,53 @@
 """A pass that runs at θ and is replayed at θ + Δ with the same random numbers.
 
 Trainers run each micro-batch as it arrives and step after the last one, so by then other random numbers have been
-drawn. For RMP nothing is restored: its Δ is drawn from the same generator, and would be the same in every step.
+drawn: by hooks, by the data of the next micro-batch. A replay rewinds torch's, Python's and numpy's generators to
+where its pass began; after the last replay of a block they are where they were before the first, so that nothing is
+drawn twice. For RMP nothing is restored: its Δ is drawn from the same generator, and would be the same in every step.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from flatmin.core.model_state import Snapshot
 from flatmin.optim.perturbed import PerturbedOptimizer
 
 
-class Replay:
-    """`run`, to be called again with the random state of its construction, or of the last `record_random_state()`.
+class RandomState(AbstractContextManager["RandomState"]):
+    """The random state of now, restored at the end of a `with` block.
 
-    The state is restored only if the optimizer has a model, as in its own steps.
+    It is empty if the optimizer has no model, as in its own steps.
     """
+
+    def __init__(self, optimizer: PerturbedOptimizer) -> None:
+        self._devices = optimizer.devices()
+        model = optimizer.model if optimizer.starts_clean else None
+        self._snapshot = None if model is None else Snapshot(model)
+        self.take()
+
+    def take(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.take_random(self._devices)
+
+    def put_back(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.put_back_random()
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
+
+
+class Replay:
+    """`run`, to be called again with the random state of its construction, or of the last `record_random_state()`."""
 
     def __init__(self, run: Callable[[], Any], optimizer: PerturbedOptimizer) -> None:
         self._run = run
-        self._devices = optimizer.devices()
-        model = optimizer.model if optimizer.starts_clean else None
-        self._random = None if model is None else Snapshot(model)
-        self.record_random_state()
+        self._random = RandomState(optimizer)
 
     def record_random_state(self) -> None:
-        if self._random is not None:
-            self._random.take_random(self._devices)
+        self._random.take()
 
     def __call__(self) -> None:
-        if self._random is not None:
-            self._random.put_back_random()
+        self._random.put_back()
         self._run()

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -38,6 +39,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -542,6 +544,33 @@ def test_what_training_step_counts_for_itself_can_ask_whether_it_is_replayed() -
     module = Keeping()
     fit(module, FlatMinima(epsilon=0.1))
     assert len(module.kept) == 8
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_stochastic_weight_averaging_keeps_no_batch_of_its_last_epoch(epsilon: float) -> None:
+    """It only updates BatchNorm's statistics there, as one window as long as the epoch, without a step."""
+    held: list[int] = []
+
+    class Watched(Module):
+        def on_train_epoch_start(self) -> None:
+            self.seen: list[weakref.ref[Tensor]] = []
+
+        def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.seen.append(weakref.ref(batch[0]))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            held.append(sum(batch() is not None for batch in self.seen[:-1]))
+
+    def averaging() -> StochasticWeightAveraging:
+        return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+
+    module, plain = Watched("conv-batchnorm"), Watched("conv-batchnorm")
+    fit(plain, averaging())
+    expected, held = max(held), []
+    fit(module, FlatMinima(epsilon=epsilon), averaging())
+    assert max(held) == expected < 2
+    assert module.passes == 8 * (2 if epsilon else 1) + 4
+    assert same(module.weights(), plain.weights()) == (epsilon == 0)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

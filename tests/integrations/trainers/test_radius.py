@@ -125,7 +125,9 @@ def test_data_without_a_length_need_max_steps() -> None:
     assert module.passes == 2 + 2 * 2
 
 
-@pytest.mark.parametrize("ends", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 32}])
+@pytest.mark.parametrize(
+    "ends", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 32}, {"max_epochs": 5, "max_steps": 32}]
+)
 def test_with_two_optimizers_half_of_the_training_is_half_of_it(ends: dict[str, Any]) -> None:
     seen: list[float] = []
 
@@ -152,6 +154,48 @@ def test_with_two_optimizers_half_of_the_training_is_half_of_it(ends: dict[str, 
     fitted = on_lightning.fit(Two(), FlatMinima(epsilon=0.1, start=0.5), **ends)
     assert seen == [0.0] * 8 + [0.1] * 8
     assert fitted.optimizers[0].param_groups[0]["epsilon"] == 0.1
+
+
+def test_a_training_that_failed_leaves_all_of_the_radius_to_the_next() -> None:
+    """Of a module that keeps its optimizer, after an error in the steps without a perturbation."""
+
+    class Fails(on_lightning.Module):
+        fails = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def configure_optimizers(self) -> Any:
+            return self.kept
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.fails:
+                raise ArithmeticError
+
+    module = Fails()
+    with pytest.raises(ArithmeticError):
+        on_lightning.fit(module, FlatMinima(epsilon=0.1, start=0.5))
+    assert [group["epsilon"] for group in module.kept.param_groups] == [0.1]
+    module.fails, module.passes = False, 0
+    on_lightning.fit(module, FlatMinima(epsilon=0.1, start=0.5))
+    assert module.passes == 4 + 2 * 4
+
+
+OTHERWISE_SET = (
+    r"set to \[0.3\] in the meantime, where they had set \[0.1\]; leave them out, or give the trainer a flatmin"
+)
+
+
+def test_a_radius_that_something_else_sets_beside_the_callbacks_schedule_is_refused() -> None:
+    """It would be overwritten: a MatchedRadius would read a share, and change nothing."""
+
+    class Sets(on_lightning.Module):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.optimizers[0].param_groups[0]["epsilon"] = 0.3
+
+    with pytest.raises(ValueError, match=OTHERWISE_SET):
+        on_lightning.fit(Sets(), FlatMinima(epsilon=0.1, every=3), max_epochs=3)
 
 
 # ---- Hugging Face's Trainer
@@ -202,6 +246,40 @@ def test_an_optimizer_of_the_users_own_has_its_radius_again_after_a_training(tmp
             trainer.train()
         assert passes == [False, True, False, False, True]
         assert optimizer.param_groups[0]["epsilon"] == 0.2
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_radius_that_something_else_sets_beside_the_trainers_schedule_is_refused(tmp_path: Path) -> None:
+    class Sets(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
+            optimizer.param_groups[0]["epsilon"] = 0.3
+
+    model, args = small_gpt(), arguments(tmp_path)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = AMPTrainer(
+        model, args, train_dataset=sentences(4), optimizers=(base, None), callbacks=[Sets()], epsilon=0.1, every=2
+    )
+    with pytest.raises(ValueError, match=OTHERWISE_SET):
+        trainer.train()
+    assert base.param_groups[0]["epsilon"] == 0.1
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_search_for_the_batch_size_starts_over_with_all_of_the_radius(tmp_path: Path) -> None:
+    """The first attempt fails in its second step, which is not perturbed."""
+    model, rows, sizes = small_gpt(), sentences(8), list[int]()
+
+    def fail(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        sizes.append(len(inputs["input_ids"]))
+        if sizes == [4, 4, 4]:
+            raise RuntimeError("CUDA out of memory.")
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    args = arguments(tmp_path, per_device_train_batch_size=4, auto_find_batch_size=True, num_train_epochs=1)
+    trainer = AMPTrainer(model, args, train_dataset=rows, epsilon=0.1, every=2)
+    trainer.train()
+    assert len(sizes) == 3 + trainer.state.global_step + -(-trainer.state.global_step // 2)
+    assert trainer.optimizer.param_groups[0]["epsilon"] == 0.1
 
 
 # ---- Accelerate
