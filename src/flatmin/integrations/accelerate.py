@@ -98,7 +98,8 @@ class Window:
                 "must follow, but here the next micro-batch came instead; to accumulate, write `with "
                 "accelerator.accumulate(model):` around the loop's body, and Accelerator(gradient_accumulation_steps=n)"
             )
-        if self.optimizer.zeroed != self._zeroed:  # earlier ones were dropped, with their gradients
+        # earlier ones were dropped, with their gradients, by optimizer.zero_grad() or model.zero_grad()
+        if self.optimizer.zeroed != self._zeroed or not self.optimizer.has_gradients():
             self._passes, self._zeroed = [], self.optimizer.zeroed
         replay = self._current = Replay(again or run, self.optimizer)
         together = (

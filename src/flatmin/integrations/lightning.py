@@ -215,14 +215,12 @@ class FlatMinima(pl.Callback):
         self._total_steps = len(trainer.optimizers) * int(total)
         if trainer.max_steps != -1:
             self._total_steps = min(self._total_steps, trainer.max_steps)
-        for radius in self._radii:
-            radius.begin()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         for radius in self._radii:
-            radius.apply(trainer.global_step, self._total_steps)
+            radius.begin_step(trainer.global_step, self._total_steps)
         # in the last epoch of weight averaging there are no backward passes: all its batches would be kept for nothing
         if pl_module.automatic_optimization and not trainer.fit_loop._skip_backward:
             for optimizer in trainer.optimizers:
@@ -230,6 +228,8 @@ class FlatMinima(pl.Callback):
                 optimizer.remember(batch, batch_idx)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        for radius in self._radii:
+            radius.end_step()
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, PerturbedOptimizer):
                 optimizer.forget()

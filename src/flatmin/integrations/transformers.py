@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
 from flatmin.integrations.accelerate import Window, check_strategy, unwrap_optimizer
@@ -78,6 +78,8 @@ class AMPTrainer(Trainer):
         self.replaying = False
         super().__init__(*args, **kwargs)
         check_strategy(self.accelerator)
+        if self._schedule.moves:
+            self.add_callback(_StepEnds(self))
 
     @staticmethod
     def _check_settings(given: Optimizer | None, settings: dict[str, Any], perturb: object) -> None:
@@ -111,7 +113,6 @@ class AMPTrainer(Trainer):
         return wrapped
 
     def _scheduled(self, optimizer: Optimizer) -> ScheduledRadius | None:
-        """Its radius is read before a checkpoint is loaded, which may have only a share of it."""
         return ScheduledRadius(optimizer, self._schedule) if self._schedule.moves else None
 
     def _check_wrapped(self) -> None:
@@ -155,6 +156,11 @@ class AMPTrainer(Trainer):
                 self._step_log.close()
                 self._step_log = None
 
+    def end_step(self) -> None:
+        """Called after each step of the optimizer, if ε changes during training."""
+        if self._radius is not None:
+            self._radius.end_step()
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -162,14 +168,20 @@ class AMPTrainer(Trainer):
         if self._window is None:
             self._check_wrapped()
             self._window = Window(self.accelerator, model, self.optimizer)
-            if self._radius is not None:
-                self._radius.begin()
         if self._log_perturbation and self._step_log is None:
             self._step_log = StepLog(self._window.optimizer, every=MAX_LOGGED_STEPS)
         if self._radius is not None:
-            self._radius.apply(self.state.global_step, self.state.max_steps)
+            self._radius.begin_step(self.state.global_step, self.state.max_steps)
         recorded = RecordedStep(self, super().training_step, before_loss=self._window.record_random_state)
         return self._window.run(lambda: recorded.run(model, inputs, num_items_in_batch), again=recorded.replay)
+
+
+class _StepEnds(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, trainer: AMPTrainer) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._trainer.end_step()
 
 
 def _settings_of(method: type[AMP] | type[RMP]) -> set[str]:

@@ -182,20 +182,45 @@ def test_a_training_that_failed_leaves_all_of_the_radius_to_the_next() -> None:
     assert module.passes == 4 + 2 * 4
 
 
-OTHERWISE_SET = (
-    r"set to \[0.3\] in the meantime, where they had set \[0.1\]; leave them out, or give the trainer a flatmin"
+def test_a_radius_that_is_set_between_steps_is_what_the_callback_takes_shares_of() -> None:
+    """Also by a MatchedRadius; and checkpoints have all of it."""
+    seen: list[float] = []
+
+    class Sets(on_lightning.Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.trainer.optimizers[0].param_groups[0]["epsilon"])
+            if self.trainer.global_step == 0:
+                self.matched = flatmin.MatchedRadius(self.trainer.optimizers[0])
+
+        def on_train_epoch_end(self) -> None:
+            matched = self.trainer.optimizers[0].param_groups[0]
+            assert matched["epsilon"] == pytest.approx(0.1 * (2 / 3) ** self.trainer.current_epoch)
+            assert self.matched.step(0.05, losses=(0.1, 0.2)) == 2 / 3
+
+    fitted = on_lightning.fit(Sets(), FlatMinima(epsilon=0.1, every=3), max_epochs=3)
+    assert seen == pytest.approx([0.1, 0, 0, 0.1, 0, 0, 0.2 / 3, 0, 0, 0.4 / 9, 0, 0])
+    assert fitted.optimizers[0].param_groups[0]["epsilon"] == pytest.approx(0.8 / 27)
+
+
+def test_a_checkpoint_has_all_of_the_radius_before_the_start(tmp_path: Path) -> None:
+    callbacks = FlatMinima(epsilon=0.1, start=0.75), on_lightning.ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    on_lightning.fit(on_lightning.Module(), *callbacks, enable_checkpointing=True, max_steps=3)
+    (checkpoint,) = (torch.load(path, weights_only=True) for path in tmp_path.iterdir())
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["epsilon"] == 0.1
+
+
+SET_WITHIN = (
+    r"had set epsilon to \[0.1\] for a step, but it was set to \[0.3\] before the end of it; set it between steps"
 )
 
 
-def test_a_radius_that_something_else_sets_beside_the_callbacks_schedule_is_refused() -> None:
-    """It would be overwritten: a MatchedRadius would read a share, and change nothing."""
-
+def test_a_radius_that_is_set_within_a_step_of_the_callbacks_schedule_is_refused() -> None:
     class Sets(on_lightning.Module):
-        def on_train_epoch_end(self) -> None:
-            self.trainer.optimizers[0].param_groups[0]["epsilon"] = 0.3
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            optimizer.param_groups[0]["epsilon"] = 0.3
 
-    with pytest.raises(ValueError, match=OTHERWISE_SET):
-        on_lightning.fit(Sets(), FlatMinima(epsilon=0.1, every=3), max_epochs=3)
+    with pytest.raises(ValueError, match=SET_WITHIN):
+        on_lightning.fit(Sets(), FlatMinima(epsilon=0.1, every=3))
 
 
 # ---- Hugging Face's Trainer
@@ -248,20 +273,43 @@ def test_an_optimizer_of_the_users_own_has_its_radius_again_after_a_training(tmp
         assert optimizer.param_groups[0]["epsilon"] == 0.2
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_a_radius_that_something_else_sets_beside_the_trainers_schedule_is_refused(tmp_path: Path) -> None:
-    class Sets(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
-            optimizer.param_groups[0]["epsilon"] = 0.3
+class Sets(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Sets ε when it is told to, and notes it at the beginning of a step."""
 
-    model, args = small_gpt(), arguments(tmp_path)
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = AMPTrainer(
-        model, args, train_dataset=sentences(4), optimizers=(base, None), callbacks=[Sets()], epsilon=0.1, every=2
+    def __init__(self, when: str) -> None:
+        self.seen: list[float] = []
+        setattr(self, when, self.set_radius)
+
+    def set_radius(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        optimizer.param_groups[0]["epsilon"] = 0.3
+
+    def on_step_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        self.seen.append(optimizer.param_groups[0]["epsilon"])
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize("when", ["on_step_end", "on_pre_optimizer_step"])
+def test_a_radius_is_set_between_the_trainers_steps_and_refused_within(tmp_path: Path, when: str) -> None:
+    model, args, sets = (
+        small_gpt(),
+        arguments(tmp_path, num_train_epochs=1, save_strategy="steps", save_steps=2),
+        Sets(when),
     )
-    with pytest.raises(ValueError, match=OTHERWISE_SET):
-        trainer.train()
-    assert base.param_groups[0]["epsilon"] == 0.1
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"train_dataset": sentences(8), "optimizers": (base, None), "callbacks": [sets]}
+    trainer = AMPTrainer(model, args, epsilon=0.1, every=2, **given)
+    passes: list[bool] = []
+    model.register_forward_hook(lambda *_: passes.append(trainer.replaying))
+    if when == "on_pre_optimizer_step":
+        with pytest.raises(ValueError, match=SET_WITHIN):
+            trainer.train()
+        assert base.param_groups[0]["epsilon"] == 0.1
+        return
+    trainer.train()
+    assert sets.seen == [0.1, 0.3, 0.3, 0.3]
+    assert passes == [False, True, False] * 2
+    saved = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    assert saved["param_groups"][0]["epsilon"] == 0.3
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
