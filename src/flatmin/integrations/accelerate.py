@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flatmin.core.messages import describe
-from flatmin.integrations.replay import RandomState, Replay
+from flatmin.integrations.replay import RandomState, Replay, as_it_is
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.telemetry.step_info import loss_in
 
@@ -74,7 +74,9 @@ class Window:
                 "window.backward(model, **batch), or window.backward(loss_of, x, y)"
             )
 
-        def run() -> T:
+        kept = [as_it_is(each) for each in inputs]
+
+        def run(*inputs: Any) -> T:
             result = loss_of(*inputs, **named_inputs)
             loss = loss_in(result)
             if loss is None:
@@ -85,7 +87,7 @@ class Window:
             self.accelerator.backward(loss)
             return result
 
-        return self.run(run)
+        return self.run(lambda: run(*inputs), again=lambda: run(*map(as_it_is, kept)))
 
     def run(self, run: Callable[[], T], *, again: Callable[[], object] | None = None) -> T:
         """Run a micro-batch, forward and backward: now at θ, and with the others at θ + Δ once the window is complete.

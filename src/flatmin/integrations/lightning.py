@@ -52,7 +52,7 @@ except ModuleNotFoundError:  # the same package under its older name
 from flatmin.ball import Ball, Norm
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
-from flatmin.integrations.replay import RandomState, Replay
+from flatmin.integrations.replay import RandomState, Replay, as_it_is
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP, perturbed
 from flatmin.optim.radius import Growth, RadiusSchedule
@@ -286,10 +286,17 @@ class PerturbedOptimizer(LightningOptimizer):
         if batch_idx % self._module.trainer.accumulate_grad_batches == 0:
             self._window, self._stepped = [], False  # a tuner's last batch may have been too large to finish
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-        arguments = (batch, batch_idx) if takes_index else (batch,)
-        replay = Replay(partial(self._train_on, *arguments), self._optimizer)
+        index = (batch_idx,) if takes_index else ()
+        kept = batch
+
+        def begin() -> None:  # hooks may have changed the batch, or drawn random numbers, since it arrived
+            nonlocal kept
+            kept = as_it_is(batch)
+            replay.record_random_state()
+
+        replay = Replay(lambda: self._train_on(as_it_is(kept), *index), self._optimizer)
         self._window.append(replay)
-        _before_next_training_step(self._strategy, replay.record_random_state)  # hooks may draw random numbers first
+        _before_next_training_step(self._strategy, begin)
 
     def forget(self) -> None:
         """The batch is finished: one or more steps have been taken, or the window continues."""

@@ -6,8 +6,9 @@ where its pass began; after the last replay of a block they are where they were 
 drawn twice. For RMP nothing is restored: its Δ is drawn from the same generator, and would be the same in every step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import Any
 
 from flatmin.core.model_state import Snapshot
@@ -36,6 +37,16 @@ class RandomState(AbstractContextManager["RandomState"]):
 
     def __exit__(self, *_: object) -> None:
         self.put_back()
+
+
+def as_it_is(batch: Any) -> Any:
+    """A batch for one pass: a dict or list is copied, not its tensors, because many losses take the labels out of it.
+
+    >>> batch = {"x": 1, "labels": 2}
+    >>> as_it_is(batch).pop("labels"), batch
+    (2, {'x': 1, 'labels': 2})
+    """
+    return copy(batch) if isinstance(batch, MutableMapping | list) else batch
 
 
 class Replay:

@@ -597,6 +597,22 @@ def test_training_steps_that_take_one_argument_or_return_a_dict_or_none() -> Non
         assert same(nothing.weights(), Module().weights())
 
 
+def test_a_training_step_may_take_entries_out_of_a_batch_that_a_callback_has_changed() -> None:
+    class Mixes(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: list[Tensor], batch_idx: int) -> None:
+            batch[0] = batch[0] + batch[0].flip(0)
+
+    class Takes(Module):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            y = batch.pop()
+            return self.loss([batch.pop(), y])
+
+    fitted, expected = Takes("dropout"), Module("dropout")
+    for module in (fitted, expected):
+        fit(module, FlatMinima(epsilon=0.1, inner_iter=2), Mixes(), accumulate_grad_batches=2)
+    assert same(fitted.weights(), expected.weights())
+
+
 # ---- checkpoints
 
 
