@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import accelerate
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from flatmin.integrations.accelerate import Window
 from flatmin.integrations.lightning import FlatMinima
@@ -203,7 +204,7 @@ def test_a_radius_that_is_set_between_steps_is_what_the_callback_takes_shares_of
 
 
 def test_a_checkpoint_has_all_of_the_radius_before_the_start(tmp_path: Path) -> None:
-    callbacks = FlatMinima(epsilon=0.1, start=0.75), on_lightning.ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    callbacks = FlatMinima(epsilon=0.1, start=0.75), ModelCheckpoint(tmp_path, every_n_train_steps=2)
     on_lightning.fit(on_lightning.Module(), *callbacks, enable_checkpointing=True, max_steps=3)
     (checkpoint,) = (torch.load(path, weights_only=True) for path in tmp_path.iterdir())
     assert checkpoint["optimizer_states"][0]["param_groups"][0]["epsilon"] == 0.1
