@@ -11,29 +11,27 @@ from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
-from flatmin.core.model_state import Snapshot
+from flatmin.core.random_state import HostRandom, random_state, set_random_state
 from flatmin.optim.perturbed import PerturbedOptimizer
 
 
 class RandomState(AbstractContextManager["RandomState"]):
-    """The random state of now, restored at the end of a `with` block.
-
-    It is empty if the optimizer has no model, as in its own steps.
-    """
+    """The random state of now, restored at the end of a `with` block; of no generator if the optimizer has no model."""
 
     def __init__(self, optimizer: PerturbedOptimizer) -> None:
-        self._devices = optimizer.devices()
-        model = optimizer.model if optimizer.starts_clean else None
-        self._snapshot = None if model is None else Snapshot(model)
+        self._optimizer = optimizer
         self.take()
 
     def take(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot.take_random(self._devices)
+        self._host = HostRandom() if self._optimizer.shares_clean_state else None
+        devices = [] if self._host is None else self._optimizer.devices()
+        self._devices = {device: random_state(device) for device in devices if device.type != "cpu"}
 
     def put_back(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot.put_back_random()
+        if self._host is not None:
+            self._host.put_back()
+        for device, state in self._devices.items():
+            set_random_state(device, state)
 
     def __exit__(self, *_: object) -> None:
         self.put_back()
