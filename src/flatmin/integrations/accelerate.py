@@ -41,7 +41,8 @@ class Window:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Every backward pass of the loop goes through it. All micro-batches of a window are kept until its end.
+    Every backward pass of the loop goes through it. All micro-batches of a window are kept until its end, or until
+    optimizer.zero_grad() drops them with their gradients (model.zero_grad() does not).
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> None:
@@ -100,8 +101,7 @@ class Window:
                 "must follow, but here the next micro-batch came instead; to accumulate, write `with "
                 "accelerator.accumulate(model):` around the loop's body, and Accelerator(gradient_accumulation_steps=n)"
             )
-        # earlier ones were dropped, with their gradients, by optimizer.zero_grad() or model.zero_grad()
-        if self.optimizer.zeroed != self._zeroed or not self.optimizer.has_gradients():
+        if self.optimizer.zeroed != self._zeroed:  # earlier ones were dropped, with their gradients
             self._passes, self._zeroed = [], self.optimizer.zeroed
         replay = self._current = Replay(again or run, self.optimizer)
         together = (
