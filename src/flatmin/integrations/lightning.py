@@ -55,7 +55,7 @@ from flatmin.core.model_state import Snapshot
 from flatmin.integrations.replay import RandomState, Replay, as_it_is
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP, perturbed
-from flatmin.optim.radius import Growth, RadiusSchedule
+from flatmin.optim.radius import Growth, RadiusSchedule, RadiusScheduler
 from flatmin.optim.rmp import Noise
 from flatmin.optim.telemetry.step_log import StepLog
 from flatmin.optim.wrapper import evaluates_closure, whole_number
@@ -133,6 +133,7 @@ class FlatMinima(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_trainer(trainer, pl_module)
+        _check_schedulers(trainer)
         if (count := sum(isinstance(callback, FlatMinima) for callback in trainer.callbacks)) > 1:  # type: ignore[attr-defined]
             raise ValueError(f"a Trainer takes one FlatMinima, got {count} of them; keep one")
         optimizers = [self._wrapped(optimizer, trainer) for optimizer in trainer.optimizers]
@@ -480,3 +481,16 @@ def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "training_step(self, dataloader_iter) takes a new batch each time it is called, but a perturbed pass needs "
             "the same one; write training_step(self, batch, batch_idx)"
         )
+
+
+def _check_schedulers(trainer: pl.Trainer) -> None:
+    """Lightning steps schedulers once per epoch, unless told otherwise: a radius would never get to its start."""
+    per_epoch = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "epoch"]
+    epochs = -1 if trainer.max_epochs is None else trainer.max_epochs  # -1: without a limit
+    for scheduler in per_epoch:
+        if isinstance(scheduler, RadiusScheduler) and 0 <= epochs < scheduler.total_steps:
+            raise ValueError(
+                f"this RadiusScheduler has total_steps={scheduler.total_steps}, but Lightning would step it once per "
+                f"epoch, {epochs} times; return it from configure_optimizers as "
+                '{"scheduler": scheduler, "interval": "step"}'
+            )

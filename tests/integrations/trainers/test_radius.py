@@ -71,6 +71,22 @@ def test_a_scheduler_that_the_module_configures_moves_the_radius() -> None:
     assert fitted.passes == expected.passes == 10
 
 
+@pytest.mark.parametrize("total_steps", [2, 8])
+def test_a_scheduler_of_steps_that_lightning_would_step_once_per_epoch_is_refused(total_steps: int) -> None:
+    class Configured(on_lightning.Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = flatmin.AMP(super().configure_optimizers(), epsilon=0.1, model=self)
+            return [optimizer], [flatmin.RadiusScheduler(optimizer, total_steps, start=0.5)]
+
+    module = Configured()
+    if total_steps == 8:
+        with pytest.raises(ValueError, match=r"total_steps=8, but .* per epoch, 2 times; return it .*: \"step\"}"):
+            on_lightning.fit(module, FlatMinima())
+        return
+    on_lightning.fit(module, FlatMinima())  # it counts epochs
+    assert module.passes == 4 + 2 * 4
+
+
 @pytest.mark.parametrize("epsilon", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_a_radius_that_the_callback_does_not_move_is_left_alone(epsilon: Any) -> None:
     class Moves(on_lightning.Module):
