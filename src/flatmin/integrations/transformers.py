@@ -79,7 +79,7 @@ class AMPTrainer(Trainer):
         super().__init__(*args, **kwargs)
         check_strategy(self.accelerator)
         if self._schedule.moves:
-            self.add_callback(_StepEnds(self))
+            self.add_callback(_AfterStep(self._end_step))
 
     @staticmethod
     def _check_settings(given: Optimizer | None, settings: dict[str, Any], perturb: object) -> None:
@@ -156,8 +156,7 @@ class AMPTrainer(Trainer):
                 self._step_log.close()
                 self._step_log = None
 
-    def end_step(self) -> None:
-        """Called after each step of the optimizer, if ε changes during training."""
+    def _end_step(self) -> None:
         if self._radius is not None:
             self._radius.end_step()
 
@@ -176,12 +175,14 @@ class AMPTrainer(Trainer):
         return self._window.run(lambda: recorded.run(model, inputs, num_items_in_batch), again=recorded.replay)
 
 
-class _StepEnds(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, trainer: AMPTrainer) -> None:
-        self._trainer = trainer
+class _AfterStep(TrainerCallback):  # type: ignore[misc]
+    """Calls a function after each step of the optimizer, before the Trainer logs, evaluates and saves."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._trainer.end_step()
+        self._call()
 
 
 def _settings_of(method: type[AMP] | type[RMP]) -> set[str]:
