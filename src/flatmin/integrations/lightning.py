@@ -169,8 +169,14 @@ class FlatMinima(pl.Callback):
 
     def _end_training(self) -> None:
         self._close_logs()
+        self._restore_radii()
+
+    def _restore_radii(self) -> None:
         for radius in self._radii:
             radius.restore()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._restore_radii()  # a hook that skips the rest of an epoch leaves its batch without an end
 
     def _run_with_callback(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
         """The fit loop, also for a tuner, which replaces the trainer's callbacks until it is done."""

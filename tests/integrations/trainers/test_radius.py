@@ -226,6 +226,18 @@ def test_a_checkpoint_has_all_of_the_radius_before_the_start(tmp_path: Path) -> 
     assert checkpoint["optimizer_states"][0]["param_groups"][0]["epsilon"] == 0.1
 
 
+def test_a_checkpoint_of_an_epoch_that_a_hook_ended_has_all_of_the_radius(tmp_path: Path) -> None:
+    class Skips(on_lightning.Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+            return -1 if batch_idx == 2 else 0
+
+    module = Skips()
+    on_lightning.fit(module, FlatMinima(epsilon=0.1, start=0.75), ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    (checkpoint,) = (torch.load(path, weights_only=True) for path in tmp_path.iterdir())
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["epsilon"] == 0.1
+    assert module.passes == 4  # of the 8 that were planned, the last two would be perturbed
+
+
 SET_WITHIN = (
     r"had set epsilon to \[0.1\] for a step, but it was set to \[0.3\] before the end of it; set it between steps"
 )
