@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flatmin.core.messages import describe
-from flatmin.integrations.replay import Replay
+from flatmin.integrations.replay import RandomState, Replay, as_it_is
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.telemetry.step_info import loss_in
 
@@ -41,7 +41,8 @@ class Window:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Every backward pass of the loop goes through it. All micro-batches of a window are kept until its end.
+    Every backward pass of the loop goes through it. All micro-batches of a window are kept until its end, or until
+    optimizer.zero_grad() drops them with their gradients (model.zero_grad() does not).
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> None:
@@ -74,7 +75,9 @@ class Window:
                 "window.backward(model, **batch), or window.backward(loss_of, x, y)"
             )
 
-        def run() -> T:
+        kept = [as_it_is(each) for each in inputs]
+
+        def run(*inputs: Any) -> T:
             result = loss_of(*inputs, **named_inputs)
             loss = loss_in(result)
             if loss is None:
@@ -85,7 +88,7 @@ class Window:
             self.accelerator.backward(loss)
             return result
 
-        return self.run(run)
+        return self.run(lambda: run(*inputs), again=lambda: run(*map(as_it_is, kept)))
 
     def run(self, run: Callable[[], T], *, again: Callable[[], object] | None = None) -> T:
         """Run a micro-batch, forward and backward: now at θ, and with the others at θ + Δ once the window is complete.
@@ -121,7 +124,8 @@ class Window:
         if not self.optimizer.perturbs:  # the base's own step follows
             return
         for _ in range(self.optimizer.inner_iter):
-            with self.optimizer.perturbed(scaler=self.accelerator.scaler):
+            drawn = RandomState(self.optimizer)
+            with self.optimizer.perturbed(scaler=self.accelerator.scaler), drawn:
                 for replay in passes:
                     with nullcontext() if replay is passes[-1] else self._no_sync():
                         replay()

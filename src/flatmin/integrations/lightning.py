@@ -6,8 +6,9 @@ A step takes N + 1 passes, and Lightning knows only one. If it called the optimi
 perturbed passes too, replay only the last micro-batch of an accumulation, clip the gradient that Δ comes from, and give
 a GradScaler an optimizer that had no passes. So the step is taken in the one place that all loops go through: the
 `LightningOptimizer`, replaced by a subclass in `trainer.optimizers`. No loop, plugin or strategy is replaced, and of
-the module only `log`, during a perturbed pass. (Lightning's tuners remove all callbacks while they search: only for
-them, `fit_loop.run` brings this one back.) A step is then
+the module only `log`, during a perturbed pass. (Two methods are, for a while: the strategy's `training_step` until it
+is called, to see the random numbers that it starts with; and for Lightning's tuners, which remove all callbacks while
+they search, `fit_loop.run` brings this one back.) A step is then
 
     the clean pass                   Lightning's own, of every micro-batch, with all its hooks and logs
     N perturbed passes               the same micro-batches again: only forward and backward, invisible to the rest
@@ -51,9 +52,10 @@ except ModuleNotFoundError:  # the same package under its older name
 from flatmin.ball import Ball, Norm
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
-from flatmin.integrations.replay import Replay
+from flatmin.integrations.replay import RandomState, Replay, as_it_is
+from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP, perturbed
-from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii, with_new_radii
+from flatmin.optim.radius import Growth, RadiusSchedule, RadiusScheduler
 from flatmin.optim.rmp import Noise
 from flatmin.optim.telemetry.step_log import StepLog
 from flatmin.optim.wrapper import evaluates_closure, whole_number
@@ -96,6 +98,7 @@ class FlatMinima(pl.Callback):
     ) -> None:
         self.log_every = None if log_every is None else whole_number("log_every", log_every, least=1)
         self._logs: list[StepLog] = []
+        self._radii: list[ScheduledRadius] = []  # one per optimizer, if there is a schedule
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         named: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
         named |= {
@@ -130,6 +133,7 @@ class FlatMinima(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_trainer(trainer, pl_module)
+        _check_schedulers(trainer)
         if (count := sum(isinstance(callback, FlatMinima) for callback in trainer.callbacks)) > 1:  # type: ignore[attr-defined]
             raise ValueError(f"a Trainer takes one FlatMinima, got {count} of them; keep one")
         optimizers = [self._wrapped(optimizer, trainer) for optimizer in trainer.optimizers]
@@ -140,7 +144,7 @@ class FlatMinima(pl.Callback):
                 "write FlatMinima(epsilon=0.1)"
             )
         if self.schedule.moves:  # then all of them are wrapped here
-            self._radii = [radii_of(optimizer) for optimizer in optimizers]
+            self._radii = [ScheduledRadius(optimizer, self.schedule) for optimizer in optimizers]
         trainer.optimizers = optimizers  # type: ignore[assignment]  # Lightning keeps a LightningOptimizer as it is
         if _has_tuner(trainer):
             trainer.fit_loop.run = partial(self._run_with_callback, trainer, trainer.fit_loop.run)  # type: ignore[method-assign]
@@ -161,11 +165,18 @@ class FlatMinima(pl.Callback):
             self._logs.pop().close()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_training()
+
+    def _end_training(self) -> None:
         self._close_logs()
-        if not self.schedule.moves:
-            return
-        for optimizer, radii in zip(trainer.optimizers, self._radii, strict=True):
-            scale_radii(optimizer, radii, 1.0)
+        self._restore_radii()
+
+    def _restore_radii(self) -> None:
+        for radius in self._radii:
+            radius.restore()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._restore_radii()  # a hook that skips the rest of an epoch leaves its batch without an end
 
     def _run_with_callback(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
         """The fit loop, also for a tuner, which replaces the trainer's callbacks until it is done."""
@@ -174,11 +185,11 @@ class FlatMinima(pl.Callback):
         run()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        vars(trainer.fit_loop).pop("run", None)  # uncovers the class's own
+        _uncover_methods(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close_logs()
-        vars(trainer.fit_loop).pop("run", None)
+        self._end_training()
+        _uncover_methods(trainer)
 
     def _wrapped(self, optimizer: Optimizer, trainer: pl.Trainer) -> "Optimizer | PerturbedOptimizer":
         if isinstance(optimizer, LightningOptimizer):  # configure_optimizers may return one
@@ -207,24 +218,25 @@ class FlatMinima(pl.Callback):
                 "a radius that starts late or grows needs the length of the run, but this one has no end, or data "
                 "without a length; give the Trainer max_steps, or max_epochs and a loader with a length"
             )
-        # global_step counts the steps of all optimizers, the estimate those of one, unless max_steps is the end
-        several = 1 if total == trainer.max_steps else len(trainer.optimizers)
-        self._total_steps = several * int(total)
+        # global_step and max_steps count the steps of all optimizers, the estimate from epochs those of one
+        self._total_steps = len(trainer.optimizers) * int(total)
+        if trainer.max_steps != -1:
+            self._total_steps = min(self._total_steps, trainer.max_steps)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.schedule.moves:
-            share = self.schedule.share(trainer.global_step, self._total_steps)
-            for place, optimizer in enumerate(trainer.optimizers):
-                self._radii[place] = with_new_radii(optimizer, self._radii[place])
-                scale_radii(optimizer, self._radii[place], share)
-        if pl_module.automatic_optimization:
+        for radius in self._radii:
+            radius.begin_step(trainer.global_step, self._total_steps)
+        # in the last epoch of weight averaging there are no backward passes: all its batches would be kept for nothing
+        if pl_module.automatic_optimization and not trainer.fit_loop._skip_backward:
             for optimizer in trainer.optimizers:
                 assert isinstance(optimizer, PerturbedOptimizer)
                 optimizer.remember(batch, batch_idx)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        for radius in self._radii:
+            radius.end_step()
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, PerturbedOptimizer):
                 optimizer.forget()
@@ -281,8 +293,17 @@ class PerturbedOptimizer(LightningOptimizer):
         if batch_idx % self._module.trainer.accumulate_grad_batches == 0:
             self._window, self._stepped = [], False  # a tuner's last batch may have been too large to finish
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-        arguments = (batch, batch_idx) if takes_index else (batch,)
-        self._window.append(Replay(partial(self._train_on, *arguments), self._optimizer))
+        index = (batch_idx,) if takes_index else ()
+        kept = batch
+
+        def begin() -> None:  # hooks may have changed the batch, or drawn random numbers, since it arrived
+            nonlocal kept
+            kept = as_it_is(batch)
+            replay.record_random_state()
+
+        replay = Replay(lambda: self._train_on(as_it_is(kept), *index), self._optimizer)
+        self._window.append(replay)
+        _before_next_training_step(self._strategy, begin)
 
     def forget(self) -> None:
         """The batch is finished: one or more steps have been taken, or the window continues."""
@@ -312,7 +333,8 @@ class PerturbedOptimizer(LightningOptimizer):
         return result
 
     def _run_clean(self, closure: Callable[[], Any], window: list[Replay]) -> Any:
-        window[-1].record_random_state()  # hooks may have drawn random numbers since the batch arrived
+        if window:
+            window[-1].record_random_state()  # a module may step twice with a batch
         one_each = not getattr(self._optimizer, "sync_perturbation", True)  # one Δ per rank, from its own gradient
         with self._in_sync(not self._optimizer.perturbs or not one_each):
             return closure()
@@ -320,13 +342,16 @@ class PerturbedOptimizer(LightningOptimizer):
     def _run_perturbed(self, window: list[Replay]) -> bool:
         """N blocks, each over the whole window; returns whether there is a gradient to step with."""
         optimizer = self._optimizer
-        if not window:  # manual optimisation ran its own blocks
+        if not window and not self._module.automatic_optimization:  # it ran its own blocks
             return True
-        if not optimizer.perturbs or not optimizer.has_gradients():
+        if not optimizer.perturbs:
             return optimizer.has_gradients()
+        if not window or not optimizer.has_gradients():  # without backward passes, gradients are those of another step
+            return False
         try:
             for _ in range(optimizer.inner_iter):
-                with optimizer.perturbed(scaler=self._scaler), self._without_side_effects():
+                drawn = RandomState(optimizer)
+                with optimizer.perturbed(scaler=self._scaler), drawn, self._without_side_effects():
                     for replay in window:
                         with self._in_sync(replay is window[-1]):
                             replay()
@@ -407,6 +432,25 @@ class _NoLossError(Exception):
     """No micro-batch of a perturbed pass had a loss."""
 
 
+def _before_next_training_step(strategy: Any, do: Callable[[], object]) -> None:
+    """Replaces the strategy's `training_step` for one call: Lightning has no hook that is called right before it."""
+    vars(strategy).pop("training_step", None)  # of a batch whose epoch ended before it ran
+    training_step = strategy.training_step
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        vars(strategy).pop("training_step")
+        do()
+        return training_step(*args, **kwargs)
+
+    strategy.training_step = first
+
+
+def _uncover_methods(trainer: pl.Trainer) -> None:
+    """The classes' own again, where a callback or a batch replaced them."""
+    vars(trainer.fit_loop).pop("run", None)
+    vars(trainer.strategy).pop("training_step", None)
+
+
 def _log_nothing(*args: object, **kwargs: object) -> None:
     """In place of `LightningModule.log`."""
 
@@ -443,3 +487,16 @@ def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "training_step(self, dataloader_iter) takes a new batch each time it is called, but a perturbed pass needs "
             "the same one; write training_step(self, batch, batch_idx)"
         )
+
+
+def _check_schedulers(trainer: pl.Trainer) -> None:
+    """Lightning steps schedulers once per epoch, unless told otherwise: a radius would never get to its start."""
+    per_epoch = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "epoch"]
+    epochs = -1 if trainer.max_epochs is None else trainer.max_epochs  # -1: without a limit
+    for scheduler in per_epoch:
+        if isinstance(scheduler, RadiusScheduler) and 0 <= epochs < scheduler.total_steps:
+            raise ValueError(
+                f"this RadiusScheduler has total_steps={scheduler.total_steps}, but Lightning would step it once per "
+                f"epoch, {epochs} times; return it from configure_optimizers as "
+                '{"scheduler": scheduler, "interval": "step"}'
+            )

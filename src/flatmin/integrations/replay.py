@@ -1,34 +1,62 @@
 """A pass that runs at θ and is replayed at θ + Δ with the same random numbers.
 
 Trainers run each micro-batch as it arrives and step after the last one, so by then other random numbers have been
-drawn. For RMP nothing is restored: its Δ is drawn from the same generator, and would be the same in every step.
+drawn: by hooks, by the data of the next micro-batch. A replay rewinds torch's, Python's and numpy's generators to
+where its pass began; after the last replay of a block they are where they were before the first, so that nothing is
+drawn twice. For RMP nothing is restored: its Δ is drawn from the same generator, and would be the same in every step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
+from copy import copy
 from typing import Any
 
-from flatmin.core.model_state import Snapshot
+from flatmin.core.random_state import HostRandom, random_state, set_random_state
 from flatmin.optim.perturbed import PerturbedOptimizer
 
 
-class Replay:
-    """`run`, to be called again with the random state of its construction, or of the last `record_random_state()`.
+class RandomState(AbstractContextManager["RandomState"]):
+    """The random state of now, restored at the end of a `with` block; of no generator if the optimizer has no model."""
 
-    The state is restored only if the optimizer has a model, as in its own steps.
+    def __init__(self, optimizer: PerturbedOptimizer) -> None:
+        self._optimizer = optimizer
+        self.take()
+
+    def take(self) -> None:
+        self._host = HostRandom() if self._optimizer.shares_clean_state else None
+        devices = [] if self._host is None else self._optimizer.devices()
+        self._devices = {device: random_state(device) for device in devices if device.type != "cpu"}
+
+    def put_back(self) -> None:
+        if self._host is not None:
+            self._host.put_back()
+        for device, state in self._devices.items():
+            set_random_state(device, state)
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
+
+
+def as_it_is(batch: Any) -> Any:
+    """A batch for one pass: a dict or list is copied, not its tensors, because many losses take the labels out of it.
+
+    >>> batch = {"x": 1, "labels": 2}
+    >>> as_it_is(batch).pop("labels"), batch
+    (2, {'x': 1, 'labels': 2})
     """
+    return copy(batch) if isinstance(batch, MutableMapping | list) else batch
+
+
+class Replay:
+    """`run`, to be called again with the random state of its construction, or of the last `record_random_state()`."""
 
     def __init__(self, run: Callable[[], Any], optimizer: PerturbedOptimizer) -> None:
         self._run = run
-        self._devices = optimizer.devices()
-        model = optimizer.model if optimizer.starts_clean else None
-        self._random = None if model is None else Snapshot(model)
-        self.record_random_state()
+        self._random = RandomState(optimizer)
 
     def record_random_state(self) -> None:
-        if self._random is not None:
-            self._random.take_random(self._devices)
+        self._random.take()
 
     def __call__(self) -> None:
-        if self._random is not None:
-            self._random.put_back_random()
+        self._random.put_back()
         self._run()

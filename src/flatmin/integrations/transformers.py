@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
 from flatmin.integrations.accelerate import Window, check_strategy, unwrap_optimizer
 from flatmin.integrations.recorded_step import RecordedStep
+from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP
 from flatmin.optim.param_groups import groups
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.radius import Growth, RadiusSchedule, radii_of, scale_radii, with_new_radii
+from flatmin.optim.radius import Growth, RadiusSchedule
 from flatmin.optim.telemetry.step_log import StepLog
 
 MAX_LOGGED_STEPS = 10_000  # whose numbers are kept for the Trainer's next log, if it ever logs
@@ -72,11 +73,13 @@ class AMPTrainer(Trainer):
         if not isinstance(given, PerturbedOptimizer):  # wrong values raise now, not when training begins
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
         self._method, self._settings, self._perturb = method, settings, perturb
-        self._radii: list[float] = []
+        self._radius: ScheduledRadius | None = None  # if there is a schedule
         self._window: Window | None = None
         self.replaying = False
         super().__init__(*args, **kwargs)
         check_strategy(self.accelerator)
+        if self._schedule.moves:
+            self.add_callback(_AfterStep(self._end_step))
 
     @staticmethod
     def _check_settings(given: Optimizer | None, settings: dict[str, Any], perturb: object) -> None:
@@ -98,18 +101,19 @@ class AMPTrainer(Trainer):
         made = self.optimizer is None
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
         self._window = None
+        if self._radius is not None:
+            self._radius.restore()  # auto_find_batch_size starts over without leaving train()
         if getattr(optimizer, "_is_accelerate_prepared", False) or isinstance(optimizer, PerturbedOptimizer):
-            self._radii = self._radii or self._radii_of(optimizer)
+            self._radius = self._scheduled(optimizer)
             return optimizer  # of an earlier train(), or the user's
         if made and self._perturb is not None:
             optimizer.param_groups = groups(self.model, perturb=self._perturb, among=optimizer.param_groups)
         self.optimizer = wrapped = self._method(optimizer, model=self.model, **self._settings)
-        self._radii = self._radii_of(wrapped)
+        self._radius = self._scheduled(wrapped)
         return wrapped
 
-    def _radii_of(self, optimizer: Optimizer) -> list[float]:
-        """Read before a checkpoint is loaded, which may have only a share of them; empty without a schedule."""
-        return radii_of(optimizer) if self._schedule.moves else []
+    def _scheduled(self, optimizer: Optimizer) -> ScheduledRadius | None:
+        return ScheduledRadius(optimizer, self._schedule) if self._schedule.moves else None
 
     def _check_wrapped(self) -> None:
         try:
@@ -146,11 +150,15 @@ class AMPTrainer(Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
-            if self._schedule.moves and self._window is not None:
-                scale_radii(self._window.optimizer, self._radii, 1.0)
+            if self._radius is not None:
+                self._radius.restore()
             if self._step_log is not None:
                 self._step_log.close()
                 self._step_log = None
+
+    def _end_step(self) -> None:
+        if self._radius is not None:
+            self._radius.end_step()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -161,12 +169,20 @@ class AMPTrainer(Trainer):
             self._window = Window(self.accelerator, model, self.optimizer)
         if self._log_perturbation and self._step_log is None:
             self._step_log = StepLog(self._window.optimizer, every=MAX_LOGGED_STEPS)
-        if self._schedule.moves:
-            self._radii = with_new_radii(self._window.optimizer, self._radii)
-            share = self._schedule.share(self.state.global_step, self.state.max_steps)
-            scale_radii(self._window.optimizer, self._radii, share)
+        if self._radius is not None:
+            self._radius.begin_step(self.state.global_step, self.state.max_steps)
         recorded = RecordedStep(self, super().training_step, before_loss=self._window.record_random_state)
         return self._window.run(lambda: recorded.run(model, inputs, num_items_in_batch), again=recorded.replay)
+
+
+class _AfterStep(TrainerCallback):  # type: ignore[misc]
+    """Calls a function after each step of the optimizer, before the Trainer logs, evaluates and saves."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._call()
 
 
 def _settings_of(method: type[AMP] | type[RMP]) -> set[str]:

@@ -216,6 +216,25 @@ def test_draws_between_micro_batches_do_not_change_the_masks() -> None:
     assert not torch.equal(torch.rand(()), after)
 
 
+def test_a_loss_may_take_entries_out_of_its_batch() -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = new_model("mlp")
+    model, optimizer = accelerator.prepare(model, wrapped(model, inner_iter=2))
+    window, passes = Window(accelerator, model, optimizer), list[dict[str, Tensor]]()
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        passes.append(batch)
+        return cross_entropy(model(batch.pop("x")), batch.pop("y"))
+
+    for x, y in list(batches())[:2]:
+        batch = {"x": x, "y": y}
+        with accelerator.accumulate(model):
+            window.backward(loss_of, batch)
+            optimizer.step()
+        assert not batch  # at θ it is the loop's own
+    assert len(passes) == 2 + 2 * 2
+
+
 def test_a_closure_needs_no_window_where_nothing_is_accumulated_or_scaled() -> None:
     runs = []
     for prepared in (False, True):

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -38,6 +39,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -544,6 +546,33 @@ def test_what_training_step_counts_for_itself_can_ask_whether_it_is_replayed() -
     assert len(module.kept) == 8
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_stochastic_weight_averaging_keeps_no_batch_of_its_last_epoch(epsilon: float) -> None:
+    """It only updates BatchNorm's statistics there, as one window as long as the epoch, without a step."""
+    held: list[int] = []
+
+    class Watched(Module):
+        def on_train_epoch_start(self) -> None:
+            self.seen: list[weakref.ref[Tensor]] = []
+
+        def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.seen.append(weakref.ref(batch[0]))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            held.append(sum(batch() is not None for batch in self.seen[:-1]))
+
+    def averaging() -> StochasticWeightAveraging:
+        return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+
+    module, plain = Watched("conv-batchnorm"), Watched("conv-batchnorm")
+    fit(plain, averaging())
+    expected, held = max(held), []
+    fit(module, FlatMinima(epsilon=epsilon), averaging())
+    assert max(held) == expected < 2
+    assert module.passes == 8 * (2 if epsilon else 1) + 4
+    assert same(module.weights(), plain.weights()) == (epsilon == 0)
+
+
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_training_steps_that_take_one_argument_or_return_a_dict_or_none() -> None:
     class OneArgument(Module):
@@ -566,6 +595,22 @@ def test_training_steps_that_take_one_argument_or_return_a_dict_or_none() -> Non
         skipped, skipped_passes = set(), {1}  # at θ + Δ alone, from the first step on
         fit(nothing := Skipping(), FlatMinima(epsilon=0.1), plugins=plugins, max_steps=1)
         assert same(nothing.weights(), Module().weights())
+
+
+def test_a_training_step_may_take_entries_out_of_a_batch_that_a_callback_has_changed() -> None:
+    class Mixes(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: list[Tensor], batch_idx: int) -> None:
+            batch[0] = batch[0] + batch[0].flip(0)
+
+    class Takes(Module):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            y = batch.pop()
+            return self.loss([batch.pop(), y])
+
+    fitted, expected = Takes("dropout"), Module("dropout")
+    for module in (fitted, expected):
+        fit(module, FlatMinima(epsilon=0.1, inner_iter=2), Mixes(), accumulate_grad_batches=2)
+    assert same(fitted.weights(), expected.weights())
 
 
 # ---- checkpoints

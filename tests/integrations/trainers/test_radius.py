@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import accelerate
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from flatmin.integrations.accelerate import Window
 from flatmin.integrations.lightning import FlatMinima
@@ -68,6 +69,22 @@ def test_a_scheduler_that_the_module_configures_moves_the_radius() -> None:
     on_lightning.fit(expected, FlatMinima(epsilon=0.1, **LATE))
     assert same(fitted.weights(), expected.weights())
     assert fitted.passes == expected.passes == 10
+
+
+@pytest.mark.parametrize("total_steps", [2, 8])
+def test_a_scheduler_of_steps_that_lightning_would_step_once_per_epoch_is_refused(total_steps: int) -> None:
+    class Configured(on_lightning.Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = flatmin.AMP(super().configure_optimizers(), epsilon=0.1, model=self)
+            return [optimizer], [flatmin.RadiusScheduler(optimizer, total_steps, start=0.5)]
+
+    module = Configured()
+    if total_steps == 8:
+        with pytest.raises(ValueError, match=r"total_steps=8, but .* per epoch, 2 times; return it .*: \"step\"}"):
+            on_lightning.fit(module, FlatMinima())
+        return
+    on_lightning.fit(module, FlatMinima())  # it counts epochs
+    assert module.passes == 4 + 2 * 4
 
 
 @pytest.mark.parametrize("epsilon", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
@@ -125,7 +142,9 @@ def test_data_without_a_length_need_max_steps() -> None:
     assert module.passes == 2 + 2 * 2
 
 
-@pytest.mark.parametrize("ends", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 32}])
+@pytest.mark.parametrize(
+    "ends", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 32}, {"max_epochs": 5, "max_steps": 32}]
+)
 def test_with_two_optimizers_half_of_the_training_is_half_of_it(ends: dict[str, Any]) -> None:
     seen: list[float] = []
 
@@ -152,6 +171,85 @@ def test_with_two_optimizers_half_of_the_training_is_half_of_it(ends: dict[str, 
     fitted = on_lightning.fit(Two(), FlatMinima(epsilon=0.1, start=0.5), **ends)
     assert seen == [0.0] * 8 + [0.1] * 8
     assert fitted.optimizers[0].param_groups[0]["epsilon"] == 0.1
+
+
+def test_a_training_that_failed_leaves_all_of_the_radius_to_the_next() -> None:
+    """Of a module that keeps its optimizer, after an error in the steps without a perturbation."""
+
+    class Fails(on_lightning.Module):
+        fails = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def configure_optimizers(self) -> Any:
+            return self.kept
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.fails:
+                raise ArithmeticError
+
+    module = Fails()
+    with pytest.raises(ArithmeticError):
+        on_lightning.fit(module, FlatMinima(epsilon=0.1, start=0.5))
+    assert [group["epsilon"] for group in module.kept.param_groups] == [0.1]
+    module.fails, module.passes = False, 0
+    on_lightning.fit(module, FlatMinima(epsilon=0.1, start=0.5))
+    assert module.passes == 4 + 2 * 4
+
+
+def test_a_radius_that_is_set_between_steps_is_what_the_callback_takes_shares_of() -> None:
+    """Also by a MatchedRadius; and checkpoints have all of it."""
+    seen: list[float] = []
+
+    class Sets(on_lightning.Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.trainer.optimizers[0].param_groups[0]["epsilon"])
+            if self.trainer.global_step == 0:
+                self.matched = flatmin.MatchedRadius(self.trainer.optimizers[0])
+
+        def on_train_epoch_end(self) -> None:
+            matched = self.trainer.optimizers[0].param_groups[0]
+            assert matched["epsilon"] == pytest.approx(0.1 * (2 / 3) ** self.trainer.current_epoch)
+            assert self.matched.step(0.05, losses=(0.1, 0.2)) == 2 / 3
+
+    fitted = on_lightning.fit(Sets(), FlatMinima(epsilon=0.1, every=3), max_epochs=3)
+    assert seen == pytest.approx([0.1, 0, 0, 0.1, 0, 0, 0.2 / 3, 0, 0, 0.4 / 9, 0, 0])
+    assert fitted.optimizers[0].param_groups[0]["epsilon"] == pytest.approx(0.8 / 27)
+
+
+def test_a_checkpoint_has_all_of_the_radius_before_the_start(tmp_path: Path) -> None:
+    callbacks = FlatMinima(epsilon=0.1, start=0.75), ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    on_lightning.fit(on_lightning.Module(), *callbacks, enable_checkpointing=True, max_steps=3)
+    (checkpoint,) = (torch.load(path, weights_only=True) for path in tmp_path.iterdir())
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["epsilon"] == 0.1
+
+
+def test_a_checkpoint_of_an_epoch_that_a_hook_ended_has_all_of_the_radius(tmp_path: Path) -> None:
+    class Skips(on_lightning.Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+            return -1 if batch_idx == 2 else 0
+
+    module = Skips()
+    on_lightning.fit(module, FlatMinima(epsilon=0.1, start=0.75), ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    (checkpoint,) = (torch.load(path, weights_only=True) for path in tmp_path.iterdir())
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["epsilon"] == 0.1
+    assert module.passes == 4  # of the 8 that were planned, the last two would be perturbed
+
+
+SET_WITHIN = (
+    r"had set epsilon to \[0.1\] for a step, but it was set to \[0.3\] before the end of it; set it between steps"
+)
+
+
+def test_a_radius_that_is_set_within_a_step_of_the_callbacks_schedule_is_refused() -> None:
+    class Sets(on_lightning.Module):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            optimizer.param_groups[0]["epsilon"] = 0.3
+
+    with pytest.raises(ValueError, match=SET_WITHIN):
+        on_lightning.fit(Sets(), FlatMinima(epsilon=0.1, every=3))
 
 
 # ---- Hugging Face's Trainer
@@ -202,6 +300,63 @@ def test_an_optimizer_of_the_users_own_has_its_radius_again_after_a_training(tmp
             trainer.train()
         assert passes == [False, True, False, False, True]
         assert optimizer.param_groups[0]["epsilon"] == 0.2
+
+
+class Sets(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Sets ε when it is told to, and notes it at the beginning of a step."""
+
+    def __init__(self, when: str) -> None:
+        self.seen: list[float] = []
+        setattr(self, when, self.set_radius)
+
+    def set_radius(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        optimizer.param_groups[0]["epsilon"] = 0.3
+
+    def on_step_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        self.seen.append(optimizer.param_groups[0]["epsilon"])
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize("when", ["on_step_end", "on_pre_optimizer_step"])
+def test_a_radius_is_set_between_the_trainers_steps_and_refused_within(tmp_path: Path, when: str) -> None:
+    model, args, sets = (
+        small_gpt(),
+        arguments(tmp_path, num_train_epochs=1, save_strategy="steps", save_steps=2),
+        Sets(when),
+    )
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"train_dataset": sentences(8), "optimizers": (base, None), "callbacks": [sets]}
+    trainer = AMPTrainer(model, args, epsilon=0.1, every=2, **given)
+    passes: list[bool] = []
+    model.register_forward_hook(lambda *_: passes.append(trainer.replaying))
+    if when == "on_pre_optimizer_step":
+        with pytest.raises(ValueError, match=SET_WITHIN):
+            trainer.train()
+        assert base.param_groups[0]["epsilon"] == 0.1
+        return
+    trainer.train()
+    assert sets.seen == [0.1, 0.3, 0.3, 0.3]
+    assert passes == [False, True, False] * 2
+    saved = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    assert saved["param_groups"][0]["epsilon"] == 0.3
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_search_for_the_batch_size_starts_over_with_all_of_the_radius(tmp_path: Path) -> None:
+    """The first attempt fails in its second step, which is not perturbed."""
+    model, rows, sizes = small_gpt(), sentences(8), list[int]()
+
+    def fail(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        sizes.append(len(inputs["input_ids"]))
+        if sizes == [4, 4, 4]:
+            raise RuntimeError("CUDA out of memory.")
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    args = arguments(tmp_path, per_device_train_batch_size=4, auto_find_batch_size=True, num_train_epochs=1)
+    trainer = AMPTrainer(model, args, train_dataset=rows, epsilon=0.1, every=2)
+    trainer.train()
+    assert len(sizes) == 3 + trainer.state.global_step + -(-trainer.state.global_step // 2)
+    assert trainer.optimizer.param_groups[0]["epsilon"] == 0.1
 
 
 # ---- Accelerate

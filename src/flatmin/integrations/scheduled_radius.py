@@ -1,0 +1,40 @@
+"""ε during training, in a trainer that counts the steps: `start`, `growth` and `every` of FlatMinima and AMPTrainer.
+
+During a step the groups of the optimizer have the schedule's share of ε, and between steps all of it. So checkpoints
+contain all of ε, and a hook or a `MatchedRadius` may change it between steps.
+"""
+
+from torch.optim import Optimizer
+
+from flatmin.optim.radius import RadiusSchedule, radii_of, scale_radii
+
+
+class ScheduledRadius:
+    """Gives an optimizer the scheduled share of its ε for the time of a step."""
+
+    def __init__(self, optimizer: Optimizer, schedule: RadiusSchedule) -> None:
+        self._optimizer, self._schedule = optimizer, schedule
+        self._radii: list[float] = []  # all of ε, during a step
+        radii_of(optimizer)  # raises if it is a tensor
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Called for each micro-batch of a step, and by tuners without the end of a step that failed."""
+        self.restore()
+        self._radii = radii_of(self._optimizer)
+        scale_radii(self._optimizer, self._radii, self._schedule.share(step, total_steps))
+        self._shares = radii_of(self._optimizer)
+
+    def end_step(self) -> None:
+        found = radii_of(self._optimizer)[: len(self._radii)]
+        if self._radii and found != self._shares:
+            raise ValueError(
+                f"start, growth and every had set epsilon to {self._shares} for a step, but it was set to {found} "
+                "before the end of it; set it between steps: in Lightning in on_train_epoch_end or a hook of the "
+                "validation, in a Hugging Face callback in on_step_end"
+            )
+        self.restore()
+
+    def restore(self) -> None:
+        """All of ε again, also after an error."""
+        scale_radii(self._optimizer, self._radii, 1.0)
+        self._radii = []
