@@ -229,7 +229,7 @@ class FlatMinima(pl.Callback):
         for radius in self._radii:
             radius.begin_step(trainer.global_step, self._total_steps)
         # in the last epoch of weight averaging there are no backward passes: all its batches would be kept for nothing
-        if pl_module.automatic_optimization and not trainer.fit_loop._skip_backward:
+        if pl_module.automatic_optimization and not getattr(trainer.fit_loop, "_skip_backward", False):
             for optimizer in trainer.optimizers:
                 assert isinstance(optimizer, PerturbedOptimizer)
                 optimizer.remember(batch, batch_idx)
