@@ -1,7 +1,7 @@
 """The exponential moving average of weights and buffers: ē ← d·ē + (1 − d)·θ after every step, from the first θ on.
 
-torch's `AveragedModel` with one change: that class copies its step count to the device in every step, which makes the
-host wait.
+torch's `AveragedModel` with two changes. That class copies its step count to the device in every step, which makes the
+host wait; and it makes nan of buffers that are not finite, such as a mask with −∞: here these stay as they are.
 """
 
 from collections import defaultdict
@@ -27,12 +27,16 @@ class EMA(AveragedModel):
     def __init__(self, model: nn.Module, *, decay: float) -> None:
         super().__init__(model, use_buffers=True)
         self.decayed = get_ema_multi_avg_fn(decay)
+        buffers = ((name, buffer) for name, buffer in self.module.named_buffers() if buffer.is_floating_point())
+        self.constants = {name for name, buffer in buffers if not bool(buffer.isfinite().all())}
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        own = chain(self.module.parameters(), self.module.buffers())
+        own = chain(self.module.named_parameters(), self.module.named_buffers())
         kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for mine, theirs in zip(own, chain(model.parameters(), model.buffers()), strict=True):
+        for (name, mine), theirs in zip(own, chain(model.parameters(), model.buffers()), strict=True):
+            if name in self.constants:
+                continue
             averages, values = kinds[mine.dtype]
             averages.append(mine)
             values.append(theirs)
