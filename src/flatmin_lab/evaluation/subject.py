@@ -68,8 +68,9 @@ def user_subject(model: nn.Module, data: Dataset, *, normalised: bool, device: t
     normalise = Normalisation.of(here.train)
     if not normalised:
         normalise = Normalisation(torch.zeros_like(normalise.mean), torch.ones_like(normalise.std))
-    for p in model.parameters():
-        p.requires_grad_(p.is_floating_point())  # frozen layers are part of the landscape too
+    if not any(p.requires_grad for p in model.parameters()):  # frozen for use: all of it counts for flatness
+        for p in model.parameters():
+            p.requires_grad_(p.is_floating_point())
     subject = Subject(model.to(device).eval(), normalise, here.train, here.test)
     x, _ = subject.inputs(subject.test, 2)
     return replace(subject, notes=tuple(check_outputs(subject.model, x, subject.test.kind, data.num_classes)))

@@ -193,7 +193,9 @@ def _group(setting: dict[str, Any], runs: Sequence[Run], families: Families) -> 
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
     in_folders = runs[0].path.is_dir()  # result files come from `flatmin reproduce`, which knows what is missing
     trained = {row.method for row in rows}
-    untrained = suggested_commands.train_commands(setting, trained, seeds, runs[0].path.parent) if in_folders else []
+    decays = {run.result.get("ema") for run in runs}
+    like_these = {**setting, "ema": decays.pop()} if len(decays) == 1 else setting  # else averages face plain weights
+    untrained = suggested_commands.train_commands(like_these, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
     return Group(setting, _with_cells(rows, setting, usual, families), duplicates, unmeasured, untrained)
 

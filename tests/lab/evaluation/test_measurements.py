@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from flatmin import attacks, flatness, metrics
 from flatmin_lab.data import Batches, augmentation, load
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import landscapes, measurements, subject
+from flatmin_lab.evaluation.load_run import find_run, subject_of
 from flatmin_lab.evaluation.subject import Subject, user_subject
-from tests.support.small_runs import tiny_data
+from tests.support import own_networks
+from tests.support.small_runs import run, tiny_data, tiny_recipe
 
 
 class Net(nn.Module):
@@ -235,12 +238,31 @@ def test_a_landscape_without_a_middle_is_refused(options: dict[str, Any], text: 
         landscapes.check_options(**{"points": 5, "reach": 1.0, "images": 10, **options})
 
 
-def test_frozen_layers_are_part_of_the_landscape() -> None:
-    net = Net()
-    net.inside.requires_grad_(False)
+def test_frozen_layers_are_no_part_of_the_landscape_unless_all_are_frozen() -> None:
     data: Dataset = tiny_data()
-    own = subject.user_subject(net, data, normalised=False, device=torch.device("cpu"))
-    assert len(flatness.directions(own.model)[0]) == len(list(net.parameters()))
+    for frozen in (False, True):
+        net = Net()
+        net.requires_grad_(not frozen)
+        net.inside.requires_grad_(False)
+        own = subject.user_subject(net, data, normalised=False, device=torch.device("cpu"))
+        trained = len(list(net.parameters())) - (0 if frozen else len(list(net.inside.parameters())))
+        assert len(flatness.directions(own.model)[0]) == trained > 0
+
+
+def test_a_run_and_its_exported_weights_are_equally_flat(tmp_path: Path) -> None:
+    """A network with a frozen layer: the ball is over the same weights, whichever way it is loaded."""
+    model, data = f"{own_networks.__file__}:TiedMLP", tiny_data()
+    run(tiny_recipe(model=model, model_settings={}, epochs=1), tmp_path / "run")
+    trained = find_run(tmp_path / "run")
+    measured = [
+        measurements.spectrum_of(one, images=20, steps=3, probes=2)
+        for one in (
+            subject_of(trained, data, use_ema=False, device=torch.device("cpu")),
+            user_subject(trained.load_model((1, 6, 6), 3), data, normalised=True, device=torch.device("cpu")),
+        )
+    ]
+    assert measured[0]["parameters"] == 371
+    assert measured[0] == measured[1]
 
 
 def test_the_rise_on_batches_is_of_augmented_training_batches_and_of_plain_test_batches() -> None:

@@ -751,6 +751,19 @@ def test_averaged_weights_have_a_row_of_their_own(tmp_path: Path) -> None:
     assert "EMA: error, NLL and ECE of the averaged weights" in text_of(page_of(tmp_path))
 
 
+def test_runs_with_averaged_weights_are_compared_with_averaged_weights(tmp_path: Path) -> None:
+    """The commands for missing methods average too, and a sentence names whose average it is."""
+    averaged = {"ema": 0.9, "average_test_error": 0.05, "average_test_nll": 0.2, "average_test_ece": 0.01}
+    write(tmp_path / "amp", {**result("amp", 0, 0.11), **averaged})
+    untrained = only_group(tmp_path).untrained
+    assert untrained
+    assert all("--ema 0.9" in command for command in untrained)
+    write(tmp_path / "erm", {**result("erm", 0, 0.12), **averaged, "average_test_error": 0.06})
+    assert "AMP (EMA 0.9) 5.00 %, ERM (EMA 0.9) 6.00 %" in text_of(page_of(tmp_path)).replace("\u00a0", " ")
+    write(tmp_path / "plain", result("mixup", 0, 0.12))
+    assert not any("--ema" in command for command in only_group(tmp_path).untrained)
+
+
 def test_what_was_measured_of_one_setting_alone_is_shown(tmp_path: Path) -> None:
     """The other setting of the method has the lower error, and no spectrum."""
     write(tmp_path / "late", result("amp", 0, 0.04, settings={"epsilon": 0.1, "start": 0.5}))

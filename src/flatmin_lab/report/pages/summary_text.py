@@ -115,7 +115,7 @@ def _means(name: str, erm: Row, amp: Row, split: str) -> str:
     label, form = SENTENCE_MEASURES[name]
     ours, theirs = (form.format(mean(row.cells[name].values)) for row in (amp, erm))
     label = label.format(split=split)
-    return f"{label[0].upper()}{label[1:]}: {amp.name} {ours}, ERM {theirs}"
+    return f"{label[0].upper()}{label[1:]}: {amp.name} {ours}, {erm.name} {theirs}"
 
 
 def _verdict(erm: Cell, amp: Cell) -> str:
