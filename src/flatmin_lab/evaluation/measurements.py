@@ -133,8 +133,9 @@ def robustness(
         )
     if subject.test.is_images and norm == "linf" and not normalised and radius > 1:
         raise ValueError(f"pixels range from 0 to 1, so a radius is at most 1, got {radius:g}; 4/255 is the paper's")
-    model, split = subject.model if normalised else subject.with_normalisation(), subject.test
-    count = min(images or len(split), len(split))
+    model = subject.model if normalised else subject.with_normalisation()
+    split = subject.sample(subject.test, images)
+    count = len(split)
     bounds = (0.0, 1.0) if split.is_images and not normalised else (-math.inf, math.inf)
     wrong = dict.fromkeys(("clean", "fgsm", "pgd"), 0)
     for begin in range(0, count, batch_size):
