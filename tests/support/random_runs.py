@@ -1,5 +1,7 @@
-"""Random recipes of tiny runs: what can be combined, in every combination that a seed draws."""
+"""Random recipes of tiny runs, which combine whatever can be combined; and a disk that fills up."""
 
+import errno
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -70,3 +72,16 @@ def _amp_settings(draw: random.Random) -> dict[str, Any]:
     if settings["epsilon"] != "auto" and "ascent_share" not in settings and draw.random() < 0.4:
         settings["regulariser"] = draw.choice(methods.BESIDE_AMP)
     return settings
+
+
+def fill_disk(call: int) -> None:
+    """From that call of fsync on, the disk is full; the caller restores `os.fsync`."""
+    left, real = [call], os.fsync
+
+    def failing(handle: int) -> None:
+        left[0] -= 1
+        if left[0] <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    os.fsync = failing

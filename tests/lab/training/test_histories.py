@@ -3,7 +3,6 @@
 Networks and optimizers of the user's own may keep more than weights: they are resumed too, or refused at the start.
 """
 
-import errno
 import json
 import os
 import random
@@ -20,7 +19,7 @@ from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Finished, RunError
 from flatmin_lab.training.loop import train
-from tests.support.random_runs import AWKWARD, draw_recipe
+from tests.support.random_runs import AWKWARD, draw_recipe, fill_disk
 from tests.support.small_runs import TIMES, after, lasting, run, same, tiny_data, tiny_recipe
 
 SEEDS = range(200)
@@ -62,16 +61,9 @@ def killed(recipe: Recipe, folder: Path, draw: random.Random) -> bool:
 
 
 def disk_full(recipe: Recipe, folder: Path, draw: random.Random) -> bool:
-    left, real = [draw.randint(1, 12)], os.fsync
-
-    def failing(handle: int) -> None:
-        left[0] -= 1
-        if left[0] <= 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(handle)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
+        patch.setattr(os, "fsync", os.fsync)  # put back at the end
+        fill_disk(draw.randint(1, 12))
         try:
             return isinstance(run(recipe, folder, resume=True, checkpoint_minutes=0)[-1], Finished)
         except RunError as error:
