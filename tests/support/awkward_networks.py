@@ -50,18 +50,36 @@ class Counting(nn.Module):
 
 
 class Masked(nn.Module):
-    """A mask with −∞, as those of causal attention are; and a child called `module`."""
+    """A mask with −∞, as those of causal attention are; an expanded buffer; and a child called `module`."""
 
     mask: Tensor
+    ones: Tensor
 
     def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
         super().__init__()
         size = prod(input_shape)
         self.module = nn.Linear(size, num_classes)
         self.register_buffer("mask", torch.full((size, size), -torch.inf).triu(1))
+        self.register_buffer("ones", torch.ones(1).expand(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.module(x.flatten(1) @ self.mask.softmax(dim=1).T)
+        logits: Tensor = self.module(self.ones * x.flatten(1) @ self.mask.softmax(dim=1).T)
+        return logits
+
+
+class Sparse(nn.Module):
+    """A sparse buffer, in its state dict or not."""
+
+    passed: Tensor
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...], persistent: bool = False) -> None:
+        super().__init__()
+        size = prod(input_shape)
+        self.layer = nn.Linear(size, num_classes)
+        self.register_buffer("passed", torch.eye(size).to_sparse(), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layer((self.passed @ x.flatten(1).T).T)
         return logits
 
 

@@ -88,9 +88,19 @@ def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str, 
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state dict leaves out (`persistent=False`): a pass may change them too."""
+    """The dense buffers that a state dict leaves out (`persistent=False`): a pass may change them too."""
     saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+    dense = ((name, buffer) for name, buffer in model.named_buffers() if buffer.layout is torch.strided)
+    return {name: buffer for name, buffer in dense if name not in saved}
+
+
+def constant_buffers(model: nn.Module) -> set[str]:
+    """The names of buffers that are no statistics: those that are not finite now, such as a mask with −∞, or sparse."""
+    return {name for name, buffer in model.named_buffers() if not _is_dense_and_finite(buffer)}
+
+
+def _is_dense_and_finite(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and (not buffer.is_floating_point() or bool(buffer.isfinite().all()))
 
 
 @torch.no_grad()

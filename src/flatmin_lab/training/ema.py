@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from flatmin_lab.models.weights import constant_buffers
+
 
 class EMA(AveragedModel):
     """`module` is the averaged model; `update_parameters(model)` adds the model's current weights.
@@ -27,8 +29,7 @@ class EMA(AveragedModel):
     def __init__(self, model: nn.Module, *, decay: float) -> None:
         super().__init__(model, use_buffers=True)
         self.decayed = get_ema_multi_avg_fn(decay)
-        buffers = ((name, buffer) for name, buffer in self.module.named_buffers() if buffer.is_floating_point())
-        self.constants = {name for name, buffer in buffers if not bool(buffer.isfinite().all())}
+        self.constants = constant_buffers(self.module)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:

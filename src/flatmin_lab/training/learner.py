@@ -14,9 +14,8 @@ starts with the same ones. `tensors` and `state` are what a checkpoint holds, an
 On several ranks (`join`) each learner computes its shard of every step, and all stay equal: see data_parallel.py.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from flatmin.regularisers import Mixed, Regulariser
 from flatmin_lab import methods
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.models.weights import load_unsaved_buffers, unsaved_buffers
+from flatmin_lab.models.weights import constant_buffers, load_unsaved_buffers, unsaved_buffers
 from flatmin_lab.recipes.recipe import Recipe, differences
 from flatmin_lab.recipes.user_files import has_user_code
 from flatmin_lab.runs.checkpoint import Checkpoint
@@ -42,6 +41,7 @@ from flatmin_lab.training.data_parallel import BatchSharding
 from flatmin_lab.training.ema import EMA
 from flatmin_lab.training.optimizer import IMPLEMENTATION, build_optimizer
 from flatmin_lab.training.ranks import RankGroup
+from flatmin_lab.training.saveable_state import check_by_parameter, check_model, check_plain
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,13 +71,13 @@ class Learner:
         if initial and recipe.init is not None:
             load_initial_weights(recipe, self.model)
         self.model.to(device)
-        _check_extra_state(self.model, recipe.model)
+        check_model(self.model, recipe.model)
         seed_generators(generator_devices(self.device), generator("training", seed).initial_seed())
         if self.has_user_code:
             seed_host(generator("training on the host", seed).initial_seed())
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.ema = None if recipe.ema is None else EMA(self.model, decay=recipe.ema)
-        self.constants = _not_finite(self.model)
+        self.constants = constant_buffers(self.model)
         self.notes: list[str] = []  # why steps are not captured or compiled, although they should be
         self.sharding: BatchSharding | None = None
         self._assemble(self.model, None)
@@ -184,12 +184,12 @@ class Learner:
     def state(self) -> dict[str, Any]:
         """The state of optimizer and scaler that is not tensors."""
         optimizer = self.optimizer.state_dict()
-        _check_by_parameter(optimizer["state"], self.recipe.optimizer)
+        check_by_parameter(optimizer["state"], self.recipe.optimizer)
         numbers = {
             str(i): {key: value for key, value in values.items() if not isinstance(value, Tensor)}
             for i, values in optimizer["state"].items()
         }
-        _check_plain([*numbers.values(), *optimizer["param_groups"]], self.recipe.optimizer)
+        check_plain([*numbers.values(), *optimizer["param_groups"]], self.recipe.optimizer)
         found = {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
         if self.matched is not None:
             found["matched"] = {"rule": self._matching_rule(), "radii": self.radii, **self.matched.state_dict()}
@@ -202,7 +202,7 @@ class Learner:
         self._check_rule(checkpoint)
         self.model.load_state_dict(checkpoint.part("model"))
         load_unsaved_buffers(self.model, checkpoint.part("buffers"))
-        self.constants = _not_finite(self.model)
+        self.constants = constant_buffers(self.model)
         if self.ema is not None:
             self.ema.load_state_dict(checkpoint.part("average"))
             load_unsaved_buffers(self.ema, checkpoint.part("average_buffers"))
@@ -265,46 +265,10 @@ class Learner:
                     values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
-def _not_finite(model: nn.Module) -> set[str]:
-    """The buffers that hold something other than finite numbers."""
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point())
-    return {name for name, buffer in buffers if not bool(buffer.isfinite().all())}
-
-
-def _check_extra_state(model: nn.Module, name: str) -> None:
-    """Raise if a module keeps something other than tensors that only a pickle could hold."""
-    for key, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"a checkpoint holds a model's tensors, but {key} of {name} is a {type(value).__name__}; let its "
-                "get_extra_state return a tensor, or keep the value as a buffer"
-            )
-
-
-def _check_by_parameter(state: Mapping[Any, Any], name: str) -> None:
-    if others := [key for key in state if not isinstance(key, int)]:
-        raise ValueError(
-            f"a checkpoint holds an optimizer's state by parameter, but {name} keeps {others[0]!r} beside them; keep "
-            "it in the state of a parameter, or in param_groups"
-        )
-
-
 def _adapted(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """A group from JSON, with tuples (AdamW's betas) where the group has them, and this device's implementation."""
     known = {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}
     return {**known, **{key: now[key] for key in IMPLEMENTATION if key in now}}
-
-
-def _check_plain(parts: Iterable[Mapping[str, Any]], name: str) -> None:
-    """Raise if an optimizer keeps something other than tensors that JSON cannot hold."""
-    for key, value in ((key, value) for values in parts for key, value in values.items()):
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"a checkpoint holds tensors, numbers and words, but {name} keeps {key} as a {type(value).__name__} "
-                f"({error}); keep it as one of these in the optimizer's state"
-            ) from error
 
 
 # ---- a step's functions, without a reference to the learner: a graph that held it would be freed late

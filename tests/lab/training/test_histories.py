@@ -27,7 +27,8 @@ QUICK = range(16)
 KEEPING_MORE: dict[str, dict[str, Any]] = {
     "generators of Python and numpy": {"model": f"{AWKWARD}:Skipping"},
     "a buffer that no state dict has": {"model": f"{AWKWARD}:Counting"},
-    "a mask with −∞": {"model": f"{AWKWARD}:Masked"},
+    "a mask with −∞ and an expanded buffer": {"model": f"{AWKWARD}:Masked"},
+    "a sparse buffer that no state dict has": {"model": f"{AWKWARD}:Sparse"},
     "moments of other types": {"model": "mlp", "optimizer": f"{AWKWARD}:mixed_moments", "weight_decay": 0.0},
 }
 
@@ -135,6 +136,8 @@ def test_what_a_users_code_keeps_is_kept(tmp_path: Path, changes: dict[str, Any]
 def test_what_a_checkpoint_cannot_hold_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"_extra_state of .*:Noting is a dict; let its get_extra_state return a tens"):
         run(tiny_recipe(model=f"{AWKWARD}:Noting", model_settings={}), tmp_path / "model")
+    with pytest.raises(ValueError, match=r"passed of .*:Sparse is sparse \(torch.sparse_coo\); keep its indices and v"):
+        run(tiny_recipe(model=f"{AWKWARD}:Sparse", model_settings={"persistent": True}), tmp_path / "model")
     assert not (tmp_path / "model").exists()
     recipe, asked = tiny_recipe(optimizer=f"{AWKWARD}:counting_sgd", weight_decay=0.0), list[None]()
     with pytest.raises(ValueError, match=r"counting_sgd keeps 'count' beside them; keep it in the state of a param"):
