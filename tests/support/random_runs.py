@@ -78,7 +78,7 @@ def fill_disk(call: int) -> None:
     """From that call of fsync on, the disk is full; the caller restores `os.fsync`."""
     left, real = [call], os.fsync
 
-    def failing(handle: int) -> None:
+    def failing(handle: Any) -> None:
         left[0] -= 1
         if left[0] <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -39,9 +39,9 @@ from flatmin_lab.system.rng import generator, generator_devices, seed_generators
 from flatmin_lab.training.build import build_method, build_model, load_initial_weights
 from flatmin_lab.training.data_parallel import BatchSharding
 from flatmin_lab.training.ema import EMA
-from flatmin_lab.training.optimizer import IMPLEMENTATION, build_optimizer
+from flatmin_lab.training.model_check import check_saveable
+from flatmin_lab.training.optimizer import IMPLEMENTATION, build_optimizer, check_by_parameter, check_plain
 from flatmin_lab.training.ranks import RankGroup
-from flatmin_lab.training.saveable_state import check_by_parameter, check_model, check_plain
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,7 +71,7 @@ class Learner:
         if initial and recipe.init is not None:
             load_initial_weights(recipe, self.model)
         self.model.to(device)
-        check_model(self.model, recipe.model)
+        check_saveable(self.model, recipe.model)
         seed_generators(generator_devices(self.device), generator("training", seed).initial_seed())
         if self.has_user_code:
             seed_host(generator("training on the host", seed).initial_seed())
