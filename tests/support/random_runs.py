@@ -78,10 +78,10 @@ def fill_disk(call: int) -> None:
     """From that call of fsync on, the disk is full; the caller restores `os.fsync`."""
     left, real = [call], os.fsync
 
-    def failing(handle: Any) -> None:
+    def failing(handle: int) -> None:
         left[0] -= 1
         if left[0] <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle)
 
-    os.fsync = failing
+    setattr(os, "fsync", failing)  # noqa: B010  # typed as another signature

@@ -291,6 +291,23 @@ def test_several_radii_have_rows_of_their_own_and_a_sweep(runs: Path) -> None:
     assert "What the radius does" in shown
 
 
+def test_a_sweep_is_of_runs_that_differ_in_the_radius_alone(runs: Path) -> None:
+    """Another ζ, another ball, or averaged weights at the same radius are another sweep."""
+    for number, epsilon in enumerate((0.1, 0.2)):
+        write(runs / f"sweep-{number}", result("amp", 0, 0.045, settings={"epsilon": epsilon, "inner_lr": 1.0}))
+    others: list[dict[str, Any]] = [
+        {"settings": {"epsilon": 0.1, "inner_lr": 0.2}},
+        {"settings": {"epsilon": 0.1, "inner_lr": 1.0, "ball": "tensor"}},
+        {"settings": {"epsilon": 0.2, "inner_lr": 1.0, "regulariser": "mixup"}},
+        {"settings": {"epsilon": 0.1, "inner_lr": 1.0}, "ema": 0.9, "average_test_nll": 8.0},
+    ]
+    for number, changes in enumerate(others):
+        write(runs / f"other-{number}", result("amp", 0, 0.045, test_nll=9.0, **changes))
+    (link,) = re.findall(r'download="[^"]*-epsilon.json" href="data:application/json;base64,([^"]*)"', page_of(runs))
+    drawn = base64.b64decode(link).decode()
+    assert not re.search(r"\b[89]\.0\b", drawn), drawn
+
+
 def test_a_radius_that_is_moved_has_a_row_and_leaves_the_sweep_to_the_fixed_ones(runs: Path) -> None:
     moved: list[dict[str, Any]] = [{"epsilon": "auto"}, {"epsilon": 0.1, "start": 0.9}]
     for number, settings in enumerate(({"epsilon": 0.1}, {"epsilon": 0.2}, *moved)):
