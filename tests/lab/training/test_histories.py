@@ -11,13 +11,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from flatmin_lab.evaluation.load_run import find_run
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
-from flatmin_lab.runs.events import Finished, RunError
+from flatmin_lab.runs.events import Epoch, Finished, RunError
 from flatmin_lab.training.loop import train
 from tests.support.random_runs import AWKWARD, draw_recipe, fill_disk
 from tests.support.small_runs import TIMES, after, lasting, run, same, tiny_data, tiny_recipe
@@ -131,6 +132,26 @@ def test_what_a_users_code_keeps_is_kept(tmp_path: Path, changes: dict[str, Any]
         model = find_run(tmp_path / "parts").load_model(data.train.shape, 3, use_ema=use_ema)
         nll = torch.nn.functional.cross_entropy(model(x), data.test.y).item()
         assert nll == pytest.approx(expected["result"][f"{prefix}test_nll"], rel=1e-4)
+
+
+def test_what_the_caller_draws_from_any_generator_changes_nothing_and_is_not_changed(tmp_path: Path) -> None:
+    recipe = tiny_recipe(model=f"{AWKWARD}:Skipping", model_settings={})
+    run(recipe, tmp_path / "quiet")
+
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    def seed() -> None:
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+
+    seed()
+    expected = [draw() for _ in range(3)]
+    seed()
+    drawn = [draw() for event in train(recipe, tiny_data(), folder=tmp_path / "loud") if isinstance(event, Epoch)]
+    assert drawn == expected
+    assert same(lasting(tmp_path / "quiet"), lasting(tmp_path / "loud"))
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused_at_the_start(tmp_path: Path) -> None:
