@@ -227,11 +227,11 @@ def measurements(found: Mapping[str, Any]) -> None:
         keys = ("temperatures", "temperature_intervals", "temperature_pictures")
         fitted = zip(*(found["scaled"][key] for key in keys), strict=True)
         shown = " and ".join(temperature_text(t, low, high, f"{count} {kind}") for t, (low, high), count in fitted)
-        say(
-            console,
-            f"temperature scaling, each half with the temperature of the other half, {shown}: "
-            f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
-        )
+        scores = {MEASURES[name].partition(",")[0]: number(name, found["scaled"][name]) for name in ("nll", "ece")}
+        after = ", ".join(f"{label} {text}" for label, text in scores.items())
+        if found["scaled"]["nll"] is None:
+            after = "a half without an error has none, so there is nothing to measure"
+        say(console, f"temperature scaling, each half with the temperature of the other half, {shown}: {after}")
     say(console, _risks_text(found["selective"]))
     if "outside" in found:
         _show_outside(console, found["outside"], kind, found["split"])

@@ -76,6 +76,20 @@ def test_no_label_helps_to_choose_its_own_temperature() -> None:
     assert found["nll"] < metrics.nll(logits_, labels).item()  # it was far over-confident
 
 
+def test_a_half_without_an_error_has_no_temperature_and_nothing_is_scaled_by_it() -> None:
+    """The lowest temperature there is would make the other half's only error cost thousands."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 4, (200,))
+    logits_ = torch.nn.functional.one_hot(labels, 4) * 4 + torch.randn(200, 4) * 0.3
+    wrong = torch.randperm(200, generator=torch.Generator().manual_seed(0))[3]
+    labels[wrong] = (labels[wrong] + 1) % 4
+    found = measurements.temperature_scaled(logits_, labels)
+    assert found is not None
+    assert found["temperatures"][0] > 0.1
+    assert found["temperatures"][1] == pytest.approx(0.001)
+    assert (found["nll"], found["ece"]) == (None, None)
+
+
 def test_attacks_move_pixels_whatever_the_model_takes(tiny: Subject) -> None:
     found = measurements.robustness(tiny, radius=0.1, step_size=0.03, steps=5, batch_size=7)
     x, y = tiny.test.x.float() / 255, tiny.test.y
