@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -777,6 +778,20 @@ def test_runs_with_averaged_weights_are_compared_with_averaged_weights(tmp_path:
     assert all("--ema 0.9" in command for command in untrained)
     write(tmp_path / "erm", {**result("erm", 0, 0.12), **averaged, "average_test_error": 0.06})
     assert "AMP (EMA 0.9) 5.00 %, ERM (EMA 0.9) 6.00 %" in text_of(page_of(tmp_path)).replace("\u00a0", " ")
+    for seed in range(3):
+        write(tmp_path / f"plain-{seed}", result("erm", seed, 0.20 + seed / 100))
+        for method in ("erm", "amp"):
+            known = {**averaged, "average_test_error": 0.06 + seed / 100}
+            write(tmp_path / f"{method}-{seed}", {**result(method, seed, 0.2), **known})
+    shutil.rmtree(tmp_path / "amp")
+    shutil.rmtree(tmp_path / "erm")
+    group = only_group(tmp_path)
+    assert [(row.name, row.base) for row in group.rows] == [("ERM", 0), ("ERM (EMA 0.9)", 0), ("AMP (EMA 0.9)", 1)]
+    assert [row.cells["error"].better for row in group.rows] == [
+        None,
+        True,
+        None,
+    ]  # the average helps, and AMP does not
     write(tmp_path / "plain", result("mixup", 0, 0.12))
     assert not any("--ema" in command for command in only_group(tmp_path).untrained)
 

@@ -233,7 +233,10 @@ def _conditions(group: Group) -> list[str]:
     found = []
     evaluations = [run.evaluation for row in group.rows for run in row.runs]
     if any(run.result.get("ema") for row in group.rows for run in row.runs):
-        found.append("EMA: error, NLL and ECE of the averaged weights; all else, and the curves, of the last ones.")
+        found.append(
+            "EMA: error, NLL and ECE of the averaged weights; all else, and the curves, of the last ones. Averaged "
+            "weights are compared with ERM's average, if there is one."
+        )
     attack = next((e["attack"] for e in evaluations if "radius" in e.get("attack", {})), None)
     if attack:
         radius, step = (f"{255 * attack[key]:.3g}/255" for key in ("radius", "step_size"))
