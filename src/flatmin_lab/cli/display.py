@@ -215,21 +215,23 @@ def measurements(found: Mapping[str, Any]) -> None:
     table = _table("", f"{found['split']}, {found['pictures']} {kind}", "95 % interval")
     for name, label in {**MEASURES, **MORE_MEASURES}.items():
         ends = found["intervals"].get(name)
-        interval = f"{number(name, ends[0])} to {number(name, ends[1])}" if ends else ""
-        table.add_row(label, number(name, found[name]), interval)
+        table.add_row(label, number(name, found[name]), interval_text(name, *ends) if ends else "")
     area = found["selective"]
-    low, high = map(share, area["aurc_interval"])
-    table.add_row("AURC", share(area["aurc"]), f"{low} to {high}")
+    table.add_row("AURC", share(area["aurc"]), interval_text("error", *area["aurc_interval"]))
     console.print(table)
+    if found["error"] == 0:
+        count = found["pictures"]
+        likely = 1 - 0.05 ** (1 / count)  # (1 − likely)ⁿ = 0.05
+        say(console, f"no error among {count} {kind}: at a true error of {share(likely)}, 1 in 20 such sets has none")
     if found["scaled"]:
         keys = ("temperatures", "temperature_intervals", "temperature_pictures")
         fitted = zip(*(found["scaled"][key] for key in keys), strict=True)
         shown = " and ".join(temperature_text(t, low, high, f"{count} {kind}") for t, (low, high), count in fitted)
-        say(
-            console,
-            f"temperature scaling, each half with the temperature of the other half, {shown}: "
-            f"NLL {number('nll', found['scaled']['nll'])}, ECE {number('ece', found['scaled']['ece'])}",
-        )
+        scores = {MEASURES[name].partition(",")[0]: number(name, found["scaled"][name]) for name in ("nll", "ece")}
+        after = ", ".join(f"{label} {text}" for label, text in scores.items())
+        if found["scaled"]["nll"] is None:
+            after = "a half without an error has none, so there is nothing to measure"
+        say(console, f"temperature scaling, each half with the temperature of the other half, {shown}: {after}")
     say(console, _risks_text(found["selective"]))
     if "outside" in found:
         _show_outside(console, found["outside"], kind, found["split"])
@@ -249,6 +251,15 @@ def measurements(found: Mapping[str, Any]) -> None:
             else "as built by its function, without a file of weights"
         )
         say(console, f"{found['model']} on {found['data']}, {weights}")
+
+
+def interval_text(name: str, low: float | None, high: float | None) -> str:
+    """Both ends of a bootstrap interval; none where every resample gives the same number, which is no certainty.
+
+    >>> interval_text("nll", 0.25, 0.75), interval_text("error", 0.0, 0.0)
+    ('0.250 to 0.750', 'none: no spread')
+    """
+    return "none: no spread" if low == high else f"{number(name, low)} to {number(name, high)}"
 
 
 def temperature_text(value: float, low: float, high: float, source: str) -> str:
@@ -273,10 +284,8 @@ def share(value: float | None) -> str:
 def _risks_text(found: Mapping[str, Any]) -> str:
     """The error among the most confident, at a few coverages: the nearest that the curve has."""
     points = list(zip(found["coverage"], found["risk"], strict=True))
-    parts = []
-    for wanted in SHOWN_COVERAGES:
-        coverage, risk = min(points, key=lambda point: abs(point[0] - wanted))
-        parts.append(f"{100 * coverage:.0f} %: {share(risk)}")
+    nearest = dict(min(points, key=lambda point: abs(point[0] - wanted)) for wanted in SHOWN_COVERAGES)
+    parts = (f"{100 * coverage:.0f} %: {share(risk)}" for coverage, risk in nearest.items())
     return f"error among the most confident {', '.join(parts)}; AURC is its mean over all shares"
 
 
@@ -286,8 +295,8 @@ def _show_outside(console: Console, found: Mapping[str, Mapping[str, Any]], kind
         for score, label in SCORES.items():
             row = [label]
             for part in ("auroc", "fpr95"):
-                low, high = map(share, detected[score][f"{part}_interval"])
-                row += [share(detected[score][part]), f"{low.removesuffix(' %')} to {high}"]
+                interval = interval_text("error", *detected[score][f"{part}_interval"])
+                row += [share(detected[score][part]), interval.replace(" % to", " to")]
             table.add_row(*row)
         console.print(table)
         say(console, f"the {split} set against {detected['pictures']} {kind} of {name}")

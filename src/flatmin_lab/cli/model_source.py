@@ -10,6 +10,7 @@ from flatmin_lab.cli import display
 from flatmin_lab.cli.request import read_data, read_run_data
 from flatmin_lab.data.formats.download_progress import download_bar
 from flatmin_lab.data.outside import OutsideData, load_outside
+from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.evaluation import load_run
 from flatmin_lab.evaluation.load_run import TrainedRun
 from flatmin_lab.evaluation.subject import Subject, user_subject
@@ -90,7 +91,8 @@ class ModelSource:
         if weights is not None:
             load_weights(made, weights)
         description = {"model": name, "weights": None if weights is None else str(weights), "data": data.name}
-        subject = user_subject(made, data, normalised=self.normalised, device=device_named(self.device))
+        how: dict[str, Any] = {"normalised": self.normalised, "own_data": self.data not in DATA_SETS}
+        subject = user_subject(made, data, device=device_named(self.device), **how)
         for note in subject.notes:
             display.say(display.terminal(), f"note: {note}", style="yellow")
         return EvaluatedModel(name if weights is None else str(weights), None, subject, description, None)

@@ -16,13 +16,13 @@ from flatmin import metrics
 from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.evaluation import landscapes
 from flatmin_lab.evaluation.load_run import TrainedRun, subject_of
+from flatmin_lab.evaluation.measurements import NO_TEMPERATURE
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.training.build import prepare_data
 from flatmin_lab.training.evaluation import logits_of, score_logits
 
 SHOWN_IMAGES = 12  # with a wrong label
 LINE_POINTS, LINE_IMAGES = 41, 359  # images: as many as the digits' test set has
-UNDER_LIMIT = 0.0011  # flatmin.metrics.temperature gives 0.001 if no held-out prediction is wrong: nothing to fit
 
 
 def close_up(run: TrainedRun, data: Dataset) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def calibration(subject: Subject, held_out: Split) -> dict[str, Any]:
         temperature = metrics.temperature(_logits(subject, held_out), held_out.y)
     except ValueError:  # the network has diverged
         return found
-    if temperature > UNDER_LIMIT:
+    if temperature > NO_TEMPERATURE:
         found |= {"temperature": float(temperature), "scaled": score_logits(test / temperature, subject.test.y)}
     return found
 

@@ -14,8 +14,9 @@ from torch import nn
 from flatmin_lab import methods
 from flatmin_lab.data.augment.transforms import augmentation
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.evaluation.subject import Subject
-from flatmin_lab.models.weights import assign_weights
+from flatmin_lab.models.weights import assign_weights, load_unsaved_buffers
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.recipes.user_files import with_original_model
 from flatmin_lab.runs import checkpoint
@@ -70,15 +71,16 @@ class TrainedRun:
 
         A user's own model is built by their file as it was when the run was started.
         """
-        part = self.checkpoint.part("average") if use_ema else self.checkpoint.part("model")
-        if use_ema and not part:
+        if use_ema and not self.has_ema:
             raise ValueError(f"{self.path} has no EMA of the weights: it was trained without --ema")
-        weights = {key.removeprefix("module."): value for key, value in part.items() if key != "n_averaged"}
+        weights = self.checkpoint.part("average.module" if use_ema else "model")
+        buffers = self.checkpoint.part("average_buffers.module" if use_ema else "buffers")
         recipe = with_original_model(self.recipe, self.folder / CODE)
         dropout = methods.dropout_rate(recipe.method, recipe.settings)
         with torch.random.fork_rng([]):
             model = build_network(recipe, shape, num_classes=classes, dropout=dropout)
         assign_weights(model, weights, str(self.path))
+        load_unsaved_buffers(model, buffers)
         return model.eval()
 
 
@@ -145,4 +147,5 @@ def subject_of(run: TrainedRun, data: Dataset, *, use_ema: bool, device: torch.d
         ready.which,
         augment=augmentation(run.recipe.augment, ready.data),
         batch_size=run.recipe.batch_size,
+        own_data=run.recipe.data not in DATA_SETS,
     )

@@ -38,6 +38,7 @@ RISE_RADII: dict[Scale, tuple[float, ...]] = {
 FLATNESS_EPSILON, FLATNESS_IMAGES = 0.1, 1000  # the ball's radius, and training images for the loss
 SPECTRUM_STEPS, SPECTRUM_PROBES = 60, 4  # of Lanczos' method, and random vectors to start it from
 ADAPTIVE_EPSILON = 0.5  # of the ball ‖Δ ⊘ |θ|‖ ≤ ε: ASAM's on CIFAR-10
+NO_TEMPERATURE = 0.0011  # flatmin.metrics.temperature gives 0.001 if no prediction is wrong: nothing to fit
 Say = Callable[[str], object]
 
 
@@ -73,7 +74,8 @@ def calibration(subject: Subject, logits: Tensor | None = None) -> dict[str, Any
 def temperature_scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
     """NLL and ECE after temperature scaling. There is no validation set, so the test set is split in half at random.
 
-    Each half is scaled by the temperature fitted on the other, so no label takes part in its own scaling.
+    Each half is scaled by the temperature fitted on the other, so no label takes part in its own scaling. A half
+    without an error has none (the lowest there is would make the other half far too confident): NLL and ECE are None.
     """
     if len(labels) < 4:
         return None
@@ -86,14 +88,15 @@ def temperature_scaled(logits: Tensor, labels: Tensor) -> dict[str, Any] | None:
     except ValueError:  # a label has probability 0 at every temperature
         return None
     fitted = [interval.value for interval in intervals]
+    determined = min(map(float, fitted)) > NO_TEMPERATURE
     cooled = torch.cat([logits[half] / t for half, t in zip(halves, reversed(fitted), strict=True)])
     chosen = labels[torch.cat(halves)]
     return {
         "temperatures": [number(t) for t in fitted],
         "temperature_intervals": [[number(interval.low), number(interval.high)] for interval in intervals],
         "temperature_pictures": [len(half) for half in halves],  # that each was fitted on
-        "nll": number(metrics.nll(cooled, chosen)),
-        "ece": number(metrics.ece(cooled, chosen)),
+        "nll": number(metrics.nll(cooled, chosen)) if determined else None,
+        "ece": number(metrics.ece(cooled, chosen)) if determined else None,
     }
 
 
@@ -133,8 +136,9 @@ def robustness(
         )
     if subject.test.is_images and norm == "linf" and not normalised and radius > 1:
         raise ValueError(f"pixels range from 0 to 1, so a radius is at most 1, got {radius:g}; 4/255 is the paper's")
-    model, split = subject.model if normalised else subject.with_normalisation(), subject.test
-    count = min(images or len(split), len(split))
+    model = subject.model if normalised else subject.with_normalisation()
+    split = subject.sample(subject.test, images)
+    count = len(split)
     bounds = (0.0, 1.0) if split.is_images and not normalised else (-math.inf, math.inf)
     wrong = dict.fromkeys(("clean", "fgsm", "pgd"), 0)
     for begin in range(0, count, batch_size):

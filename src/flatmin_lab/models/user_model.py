@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.user_code import call_with, is_user_code, load_function, parameters_of, split_name, user_lines
@@ -64,6 +64,7 @@ def make_user_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name} must make a torch.nn.Module, got {type(model).__name__}")
     _materialise(model, shape, name)
+    _unfold_buffers(model)
     return model
 
 
@@ -81,6 +82,16 @@ def _materialise(model: nn.Module, shape: Sequence[int], name: str) -> None:
                 model(torch.zeros(2, *shape))
     for module, training in modes.items():
         module.training = training
+
+
+def _unfold_buffers(model: nn.Module) -> None:
+    """Give expanded buffers a place for each of their numbers: else no checkpoint could be loaded into them."""
+    unfolded: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            steps = buffer.stride() if buffer.layout is torch.strided else ()
+            if any(step == 0 and size > 1 for step, size in zip(steps, buffer.shape, strict=False)):
+                setattr(module, name, unfolded.setdefault(buffer, buffer.contiguous()))
 
 
 def _make_timm(

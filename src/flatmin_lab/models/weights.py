@@ -87,6 +87,30 @@ def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str, 
     model.load_state_dict({**{key: own[key] for key in kept}, **{key: weights[key] for key in has}})
 
 
+def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The dense buffers that a state dict leaves out (`persistent=False`): a pass may change them too."""
+    saved = model.state_dict().keys()
+    dense = ((name, buffer) for name, buffer in model.named_buffers() if buffer.layout is torch.strided)
+    return {name: buffer for name, buffer in dense if name not in saved}
+
+
+def constant_buffers(model: nn.Module) -> set[str]:
+    """The names of buffers that are no statistics: those that are not finite now, such as a mask with −∞, or sparse."""
+    return {name for name, buffer in model.named_buffers() if not _is_dense_and_finite(buffer)}
+
+
+def _is_dense_and_finite(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and (not buffer.is_floating_point() or bool(buffer.isfinite().all()))
+
+
+@torch.no_grad()
+def load_unsaved_buffers(model: nn.Module, known: Mapping[str, Tensor]) -> None:
+    """Copy these values into such buffers; one of another shape, such as a cache that grows, is left as it is."""
+    for name, buffer in unsaved_buffers(model).items():
+        if name in known and known[name].shape == buffer.shape:
+            buffer.copy_(known[name])
+
+
 class WeightsError(ValueError):
     """Weights that do not fit: `of_shape` has the keys with another shape, `missing` those not in the file."""
 

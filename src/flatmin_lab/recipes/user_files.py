@@ -30,6 +30,11 @@ def is_own(field: str, name: str | None) -> bool:
     return user_model.is_own(name) if field == "model" else field == "init" or is_user_code(name)
 
 
+def has_user_code(recipe: Recipe) -> bool:
+    """Does a run of it execute a network or an optimizer that is neither flatmin's nor torch's?"""
+    return is_user_code(recipe.model) or is_user_code(recipe.optimizer)
+
+
 def located_name(field: str, name: str) -> str:
     """The name with an absolute path, so that it works from any folder; other names stay as they are."""
     if not is_own(field, name):

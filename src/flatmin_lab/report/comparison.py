@@ -1,8 +1,8 @@
 """Groups of comparable runs: runs that differ only in method and seed share a table, a row per method.
 
-Every method's mean is compared with ERM's by Welch's test, column by column, with Holm's correction over the methods
-of the column; for runs of the paper's tables as in their family (paper/families.py). One of the two is called better
-only if the difference is significant.
+Every method's mean is compared with ERM's (that of averaged weights with ERM's average, if there is one) by Welch's
+test, column by column, with Holm's correction over the methods of the column; for runs of the paper's tables as in
+their family (paper/families.py). One of the two is called better only if the difference is significant.
 """
 
 import json
@@ -25,7 +25,7 @@ from flatmin_lab.report.labels import SIGNS, TITLES
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.families import Families, is_pair_planned, p_of_pair, split_name
 from flatmin_lab.report.schema import is_number
-from flatmin_lab.report.stats import LEVEL, p_values_against
+from flatmin_lab.report.stats import LEVEL, p_values_of
 
 SETTING_KEYS = (
     "data", "model", "model_settings", "size", "augment", "label_noise", "validation", "epochs", "batch_size", "lr",
@@ -60,6 +60,7 @@ class Row:
     name: str
     runs: list[Run]
     cells: dict[str, Cell] = field(default_factory=dict)
+    base: int = 0  # the place of ERM's row, which it is compared with
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,9 @@ def _group(setting: dict[str, Any], runs: Sequence[Run], families: Families) -> 
     seeds = sorted({run.result["seed"] for row in rows for run in row.runs})
     in_folders = runs[0].path.is_dir()  # result files come from `flatmin reproduce`, which knows what is missing
     trained = {row.method for row in rows}
-    untrained = suggested_commands.train_commands(setting, trained, seeds, runs[0].path.parent) if in_folders else []
+    decays = {run.result.get("ema") for run in runs}
+    like_these = {**setting, "ema": decays.pop()} if len(decays) == 1 else setting  # else averages face plain weights
+    untrained = suggested_commands.train_commands(like_these, trained, seeds, runs[0].path.parent) if in_folders else []
     unmeasured = [command for row in rows for run in row.runs for command in _lacking(run, usual)]
     return Group(setting, _with_cells(rows, setting, usual, families), duplicates, unmeasured, untrained)
 
@@ -202,11 +205,18 @@ def _recipe_of(row: Row) -> str:
     return str(row.runs[0].result.get("recipe") or "")
 
 
+def _base(rows: Sequence[Row], place: int) -> int:
+    """The place of ERM's row to compare with: averaged weights face ERM's average, if there is one; else the first."""
+    decay = _average(rows[place].runs[0])
+    alike = (n for n, row in enumerate(rows) if row.method == "erm" and _average(row.runs[0]) == decay)
+    return next((n for n in alike if n != place), 0)
+
+
 def _p_values(rows: list[Row], values: list[list[float]], measure: str, families: Families) -> dict[int, float]:
-    """The p-values of all other rows against the first, ERM; in a family, of the planned comparisons."""
+    """The p-values of all other rows against ERM's; in a family, of the planned comparisons."""
     base = _recipe_of(rows[0])
     if split_name(base)[0] not in families:
-        return p_values_against(values[0], dict(list(enumerate(values))[1:]))
+        return p_values_of({n: (values[n], values[row.base]) for n, row in enumerate(rows) if n})
     found = {
         place: p_of_pair(families, measure, (_recipe_of(row), base), values[place], values[0])
         for place, row in enumerate(rows)
@@ -254,6 +264,8 @@ def _with_cells(
     usual: Mapping[str, suggested_commands.Condition],
     families: Families,
 ) -> list[Row]:
+    if split_name(_recipe_of(rows[0]))[0] not in families:  # a family has planned what is compared with what
+        rows = [replace(row, base=_base(rows, place)) for place, row in enumerate(rows)]
     cells: dict[int, dict[str, Cell]] = {place: {} for place in range(len(rows))}
     for column in COLUMNS:
         values = [[v for run in row.runs if (v := column.value(run)) is not None] for row in rows]
@@ -261,7 +273,7 @@ def _with_cells(
         adjusted = _p_values(rows, values, column.name, families) if compared else {}
         for place, row in enumerate(rows):
             p = adjusted.get(place)
-            better = mean(values[place]) < mean(values[0]) if p is not None and p < LEVEL else None
+            better = mean(values[place]) < mean(values[row.base]) if p is not None and p < LEVEL else None
             lacking = [run for run in row.runs if column.value(run) is None and column.command and not column.optional]
             missing = [
                 command
@@ -274,7 +286,7 @@ def _with_cells(
             paper = None if is_smoothed(column, row.method) else _paper_values(setting, row).get(column.paper)
             planned = is_pair_planned(families, column.name, (_recipe_of(row), _recipe_of(rows[0])))
             cells[place][column.name] = Cell(values[place], missing, measured_differently, p, better, paper, planned)
-    return [Row(row.method, row.name, row.runs, cells[place]) for place, row in enumerate(rows)]
+    return [replace(row, cells=cells[place]) for place, row in enumerate(rows)]
 
 
 def _paper_values(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:

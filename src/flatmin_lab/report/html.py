@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flatmin_lab.recipes.paper_numbers import Value
-from flatmin_lab.report.stats import MIN_RUNS
+from flatmin_lab.report.stats import LEVEL, MIN_RUNS
 
 
 def render(template: str, **values: Any) -> str:
@@ -54,14 +54,16 @@ def as_printed(value: Value, digits: int) -> str:
 
 
 def format_p(p: float) -> str:
-    """A p-value as written after "p": with two or three digits, or as a bound.
+    """A p-value as written after "p": with two or three digits, or as a bound; more where they would hide the verdict.
 
-    >>> format_p(0.0004), format_p(0.0284), format_p(0.3)
-    ('<\\xa00.001', '=\\xa00.028', '=\\xa00.30')
+    >>> format_p(0.0004), format_p(0.0284), format_p(0.3), format_p(0.04996)
+    ('<\\xa00.001', '=\\xa00.028', '=\\xa00.30', '=\\xa00.04996')
     """
     if p < 0.001:
         return "<\u00a00.001"
-    return f"=\u00a0{p:.2f}" if p >= 0.1 else f"=\u00a0{p:.3f}"
+    texts = (f"{p:.{digits}f}" for digits in ((2,) if p >= 0.1 else (3, 4, 5, 6)))
+    shown = next((text for text in texts if (float(text) < LEVEL) == (p < LEVEL)), f"{p:.3f}")
+    return f"=\u00a0{shown}"
 
 
 def joined(words: Sequence[str]) -> str:

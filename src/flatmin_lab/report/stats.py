@@ -60,13 +60,14 @@ def holm(ps: Mapping[Key, float]) -> dict[Key, float]:
     return adjusted
 
 
-def p_values_against(base: Sequence[float], others: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
-    """Each sample's p-value against the base, after Holm; samples that are too small or without spread are left out.
+def p_values_of(pairs: Mapping[Key, tuple[Sequence[float], Sequence[float]]]) -> dict[Key, float]:
+    """The p-value of each pair of samples, after Holm; pairs that are too small or without spread are left out.
 
-    >>> p_values_against([1.0, 1.1, 1.2], {"far": [5.0, 5.1, 5.2], "two": [5.0, 5.1]}).keys()
+    >>> base = [1.0, 1.1, 1.2]
+    >>> p_values_of({"far": ([5.0, 5.1, 5.2], base), "two": ([5.0, 5.1], base)}).keys()
     dict_keys(['far'])
     """
-    tests = {key: welch(values, base) for key, values in others.items() if min(len(values), len(base)) >= MIN_RUNS}
+    tests = {key: welch(*pair) for key, pair in pairs.items() if min(map(len, pair)) >= MIN_RUNS}
     return holm({key: test.p for key, test in tests.items() if test is not None})
 
 

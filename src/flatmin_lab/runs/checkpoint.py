@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flatmin_lab.runs.config import check_same
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.optional_deps import need
 
@@ -79,15 +80,17 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint, verified; DamagedError if it is not intact."""
+    """The checkpoint, verified; DamagedError if it is not intact, OSError if the file cannot be read at all."""
     load = need("safetensors.torch", "a checkpoint").load
+    content = path.read_bytes()
     try:
-        content = path.read_bytes()
         length = int.from_bytes(content[:8], "little")
         described = json.loads(content[8 : 8 + length])["__metadata__"]
         text, expected = described["state"], described["sha256"]
         tensors = load(content)
         state = json.loads(text)
+    except MemoryError:
+        raise
     except Exception as error:  # damaged bytes can raise anything
         raise DamagedError(f"{path} is not an intact checkpoint ({type(error).__name__}: {error})") from error
     found = digest(tensors, text)
@@ -121,6 +124,10 @@ def newest_whole(places: Iterable[Path], config: Mapping[str, Any]) -> NewestChe
             whole = read(path)
         except DamagedError as error:
             damaged.append((path, error))
+        except OSError as error:  # no sign of damage: an older one would cost the steps since
+            raise RunError(
+                f"{path} cannot be read: {error.strerror}. Nothing was changed; make it readable, and try again"
+            ) from error
         else:
             check_same(path, whole.state.get("run", {}), config)
             return NewestCheckpoint(path, whole, damaged)

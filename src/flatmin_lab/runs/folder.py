@@ -225,6 +225,6 @@ def read_image_scores(folder: Path, measure: str) -> Tensor | None:
     """A run's error or NLL of each validation image; None where there are none, or none that can be read."""
     try:
         found = checkpoint.read(folder / VALIDATION).tensors[measure]
-    except (checkpoint.DamagedError, KeyError):
+    except (checkpoint.DamagedError, OSError, KeyError):
         return None
     return found if found.ndim == 1 and len(found) and bool(found.isfinite().all()) else None

@@ -2,6 +2,7 @@
 
 cpu_clock.py       the CPU time of a run, whatever else uses the cores
 files.py           atomic writes, regular files, and locks
+host_rng.py        Python's and numpy's global generators, seeded, saved and restored
 json_data.py       numbers that JSON can hold, and JSON files that are objects
 json_types.py      values from JSON, checked against a dataclass's annotations
 machine.py         hardware, versions and commit: what a number was measured with

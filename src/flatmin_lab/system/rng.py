@@ -18,7 +18,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from flatmin.core.random_state import random_state, set_random_state
+from flatmin.core.random_state import HostRandom, random_state, set_random_state
 
 State = Tensor | torch.Generator
 
@@ -26,18 +26,34 @@ State = Tensor | torch.Generator
 class RandomScope:
     """In `active()`, default generators, current GPU and determinism switches are the run's; outside, the caller's."""
 
-    def __init__(self, device: torch.device, *, deterministic: bool) -> None:
+    def __init__(self, device: torch.device, *, deterministic: bool, with_host: bool = False) -> None:
+        """`with_host`: Python's and numpy's global generators too, which only the user's own code draws from."""
         self.device, self.devices = device, generator_devices(device)
-        self.deterministic = deterministic
+        self.deterministic, self.with_host = deterministic, with_host
         if deterministic and device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         self.own: dict[torch.device, State] = {}
+        self.own_host: HostRandom | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
         current = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with current, self._own_generators(), _determinism(self.deterministic):
+        with current, self._own_host_generators(), self._own_generators(), _determinism(self.deterministic):
             yield
+
+    @contextmanager
+    def _own_host_generators(self) -> Iterator[None]:
+        if not self.with_host:
+            yield
+            return
+        outer = HostRandom()
+        if self.own_host is not None:
+            self.own_host.put_back()
+        try:
+            yield
+        finally:
+            self.own_host = HostRandom()
+            outer.put_back()
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ loop.py               epochs of steps, an evaluation after each, checkpoints in 
 learner.py            model, optimizer, EMA and random numbers, and a step of them
 build.py              data, method, model and its initial weights, as the recipe says
 optimizer.py          the base optimizer, torch's or the user's own
-model_check.py        does a model take these inputs, and return logits?
+model_check.py        does a model take these inputs, return logits, and fit into a checkpoint?
 train_state.py        how far a run is between two steps: what a checkpoint holds
 epoch_metrics.py      the means of an epoch, kept on the device
 ema.py                the exponential moving average of the weights

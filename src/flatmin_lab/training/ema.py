@@ -1,7 +1,7 @@
 """The exponential moving average of weights and buffers: ē ← d·ē + (1 − d)·θ after every step, from the first θ on.
 
-torch's `AveragedModel` with one change: that class copies its step count to the device in every step, which makes the
-host wait.
+torch's `AveragedModel` with two changes. That class copies its step count to the device in every step, which makes the
+host wait; and it makes nan of buffers that are not finite, such as a mask with −∞: here these stay as they are.
 """
 
 from collections import defaultdict
@@ -10,6 +10,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from flatmin_lab.models.weights import constant_buffers
 
 
 class EMA(AveragedModel):
@@ -27,12 +29,15 @@ class EMA(AveragedModel):
     def __init__(self, model: nn.Module, *, decay: float) -> None:
         super().__init__(model, use_buffers=True)
         self.decayed = get_ema_multi_avg_fn(decay)
+        self.constants = constant_buffers(self.module)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        own = chain(self.module.parameters(), self.module.buffers())
+        own = chain(self.module.named_parameters(), self.module.named_buffers())
         kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for mine, theirs in zip(own, chain(model.parameters(), model.buffers()), strict=True):
+        for (name, mine), theirs in zip(own, chain(model.parameters(), model.buffers()), strict=True):
+            if name in self.constants:
+                continue
             averages, values = kinds[mine.dtype]
             averages.append(mine)
             values.append(theirs)

@@ -14,9 +14,8 @@ starts with the same ones. `tensors` and `state` are what a checkpoint holds, an
 On several ranks (`join`) each learner computes its shard of every step, and all stay equal: see data_parallel.py.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +30,17 @@ from flatmin.regularisers import Mixed, Regulariser
 from flatmin_lab import methods
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.models.weights import constant_buffers, load_unsaved_buffers, unsaved_buffers
 from flatmin_lab.recipes.recipe import Recipe, differences
+from flatmin_lab.recipes.user_files import has_user_code
 from flatmin_lab.runs.checkpoint import Checkpoint
+from flatmin_lab.system.host_rng import host_state, seed_host, set_host_state
 from flatmin_lab.system.rng import generator, generator_devices, seed_generators
 from flatmin_lab.training.build import build_method, build_model, load_initial_weights
 from flatmin_lab.training.data_parallel import BatchSharding
 from flatmin_lab.training.ema import EMA
-from flatmin_lab.training.optimizer import IMPLEMENTATION, build_optimizer
+from flatmin_lab.training.model_check import check_saveable
+from flatmin_lab.training.optimizer import IMPLEMENTATION, build_optimizer, check_by_parameter, check_plain
 from flatmin_lab.training.ranks import RankGroup
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,15 +62,22 @@ class Learner:
     ) -> None:
         """With `initial`, the recipe's initial weights are read; a checkpoint replaces them anyway."""
         self.recipe, self.batches, self.device, self.capture = recipe, batches, device, capture
+        self.has_user_code = has_user_code(recipe)
         self.method = build_method(recipe, batches.normalise)
         seed_generators([torch.device("cpu")], generator("weights", seed).initial_seed())
+        if self.has_user_code:
+            seed_host(generator("weights on the host", seed).initial_seed())
         self.model = build_model(recipe, data, self.method)
         if initial and recipe.init is not None:
             load_initial_weights(recipe, self.model)
         self.model.to(device)
+        check_saveable(self.model, recipe.model)
         seed_generators(generator_devices(self.device), generator("training", seed).initial_seed())
+        if self.has_user_code:
+            seed_host(generator("training on the host", seed).initial_seed())
         self.scaler = GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.ema = None if recipe.ema is None else EMA(self.model, decay=recipe.ema)
+        self.constants = constant_buffers(self.model)
         self.notes: list[str] = []  # why steps are not captured or compiled, although they should be
         self.sharding: BatchSharding | None = None
         self._assemble(self.model, None)
@@ -151,7 +161,9 @@ class Learner:
         return measured
 
     def is_finite(self) -> bool:
-        tensors = [t for t in self.model.state_dict().values() if t.is_floating_point()]
+        """Are all weights and statistics finite? A buffer that never was, such as a mask with −∞, does not count."""
+        known = self.model.state_dict().items()
+        tensors = [t for name, t in known if t.is_floating_point() and name not in self.constants]
         return bool(torch.stack([t.isfinite().all() for t in tensors]).all())
 
     # ---- checkpoints
@@ -160,33 +172,40 @@ class Learner:
         optimizer = self.optimizer.state_dict()["state"]
         parts: dict[str, Mapping[str, Any]] = {
             "model": self.model.state_dict(),
+            "buffers": unsaved_buffers(self.model),
             "optimizer": {f"{i}.{key}": value for i, values in optimizer.items() for key, value in values.items()},
             "random": {device.type: random_state(device) for device in generator_devices(self.device)},
         }
         if self.ema is not None:
-            parts["average"] = self.ema.state_dict()
+            parts |= {"average": self.ema.state_dict(), "average_buffers": unsaved_buffers(self.ema)}
         named = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def state(self) -> dict[str, Any]:
         """The state of optimizer and scaler that is not tensors."""
         optimizer = self.optimizer.state_dict()
+        check_by_parameter(optimizer["state"], self.recipe.optimizer)
         numbers = {
             str(i): {key: value for key, value in values.items() if not isinstance(value, Tensor)}
             for i, values in optimizer["state"].items()
         }
-        _check_plain([*numbers.values(), *optimizer["param_groups"]], self.recipe.optimizer)
+        check_plain([*numbers.values(), *optimizer["param_groups"]], self.recipe.optimizer)
         found = {"optimizer": {**optimizer, "state": numbers}, "scaler": self.scaler.state_dict()}
         if self.matched is not None:
             found["matched"] = {"rule": self._matching_rule(), "radii": self.radii, **self.matched.state_dict()}
+        if self.has_user_code:
+            found["host_random"] = host_state()
         return found
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint in place, so the weights keep their storage and memory format."""
         self._check_rule(checkpoint)
         self.model.load_state_dict(checkpoint.part("model"))
+        load_unsaved_buffers(self.model, checkpoint.part("buffers"))
+        self.constants = constant_buffers(self.model)
         if self.ema is not None:
             self.ema.load_state_dict(checkpoint.part("average"))
+            load_unsaved_buffers(self.ema, checkpoint.part("average_buffers"))
         saved = checkpoint.state["optimizer"]
         state = {int(i): dict(values) for i, values in saved["state"].items()}
         for name, tensor in checkpoint.part("optimizer").items():
@@ -196,6 +215,7 @@ class Learner:
             _adapted(then, now) for now, then in zip(self.optimizer.param_groups, saved["param_groups"], strict=True)
         ]
         self.optimizer.load_state_dict({**saved, "param_groups": groups, "state": state})
+        self._keep_dtypes(state)
         self._lay_out_moments()
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         if self.matched is not None:
@@ -207,6 +227,8 @@ class Learner:
         for device in generator_devices(self.device):
             if device.type in random:  # not if training resumes on another kind of device
                 set_random_state(device, random[device.type])
+        if self.has_user_code and "host_random" in checkpoint.state:  # earlier checkpoints have none
+            set_host_state(checkpoint.state["host_random"])
 
     def _matching_rule(self) -> dict[str, int]:
         """What a matched radius depends on besides the recipe: defaults that may differ in another version."""
@@ -226,6 +248,15 @@ class Learner:
                 "again: move its folder away, or choose another with --out"
             )
 
+    def _keep_dtypes(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Give the state its own types again: torch's `load_state_dict` casts it to those of the weights."""
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for place, values in saved.items():
+            own = self.optimizer.state[params[place]]
+            for key, value in values.items():
+                if isinstance(value, Tensor) and isinstance(own.get(key), Tensor) and own[key].dtype != value.dtype:
+                    own[key] = value.to(own[key].device)
+
     def _lay_out_moments(self) -> None:
         """Give momentum the weights' memory format (channels-last), which a file does not keep: mixed ones are slow."""
         for param, values in self.optimizer.state.items():
@@ -238,18 +269,6 @@ def _adapted(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     """A group from JSON, with tuples (AdamW's betas) where the group has them, and this device's implementation."""
     known = {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}
     return {**known, **{key: now[key] for key in IMPLEMENTATION if key in now}}
-
-
-def _check_plain(parts: Iterable[Mapping[str, Any]], name: str) -> None:
-    """Raise if an optimizer keeps something other than tensors that JSON cannot hold."""
-    for key, value in ((key, value) for values in parts for key, value in values.items()):
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"a checkpoint holds tensors, numbers and words, but {name} keeps {key} as a {type(value).__name__} "
-                f"({error}); keep it as one of these in the optimizer's state"
-            ) from error
 
 
 # ---- a step's functions, without a reference to the learner: a graph that held it would be freed late

@@ -32,7 +32,7 @@ from flatmin_lab.data.registry import DATA_SETS
 from flatmin_lab.recipes.lr_schedules import rate
 from flatmin_lab.recipes.optimizers import OPTIMIZERS
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.recipes.user_files import check_unchanged, recorded
+from flatmin_lab.recipes.user_files import check_unchanged, has_user_code, recorded
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import DivergedError, Epoch, Event, Finished, Note, Progress, Started, Stopped
@@ -146,7 +146,7 @@ def training_steps(
     ranks: RankGroup = SINGLE_PROCESS,
 ) -> Generator[Event | None, None, None]:
     """As `train`; with `step_by_step` it also yields None after each step, so that many runs can take turns."""
-    scope = RandomScope(torch.device(device), deterministic=recipe.deterministic)
+    scope = RandomScope(torch.device(device), deterministic=recipe.deterministic, with_host=has_user_code(recipe))
     place = None if folder is None else Path(folder)
     has_begun = bool(resume and place and checkpoint.listed(place))
     (has_begun,) = ranks.main_flags(has_begun)

@@ -1,4 +1,7 @@
-"""Checks of a model before it is trained or evaluated: it takes these inputs, and returns logits for these classes."""
+"""Checks of a model before it is trained or evaluated: it takes these inputs, and returns logits for these classes.
+
+And a checkpoint can hold what it keeps: only a pickle could hold more than dense tensors, and none is ever loaded.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -36,6 +39,21 @@ def check_training_outputs(model: nn.Module, x: Tensor, classes: int) -> None:
     for device, state in zip(devices, states, strict=True):
         set_random_state(device, state)
     _check_logits(logits, len(x), classes, " in training mode")
+
+
+def check_saveable(model: nn.Module, name: str) -> None:
+    """Raise where its state dict holds something other than dense tensors: better now than when the run is resumed."""
+    for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"a checkpoint holds a model's tensors, but {key} of {name} is a {type(value).__name__}; let its "
+                "get_extra_state return a tensor, or keep the value as a buffer"
+            )
+        if value.layout is not torch.strided:
+            raise ValueError(
+                f"a checkpoint holds dense tensors, but {key} of {name} is sparse ({value.layout}); keep its indices "
+                "and values as buffers, or register it with persistent=False if it never changes"
+            )
 
 
 @contextmanager

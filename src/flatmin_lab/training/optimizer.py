@@ -4,6 +4,8 @@ On a GPU, those of torch's that can be part of a CUDA graph are made so (`captur
 (`fused`); outside the graph, such a step would take longer than the passes of a small network.
 """
 
+import json
+from collections.abc import Iterable, Mapping
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -90,3 +92,27 @@ def _own(recipe: Recipe, model: nn.Module, params: list[nn.Parameter]) -> Optimi
     if any(id(param) not in known for group in made.param_groups for param in group["params"]):
         raise ValueError(f"{name} must step the parameters that it is given as params, got others among its groups")
     return made
+
+
+# ---- what a checkpoint can hold of a user's own optimizer
+
+
+def check_by_parameter(state: Mapping[Any, Any], name: str) -> None:
+    """Raise if an optimizer keeps something that belongs to no parameter."""
+    if others := [key for key in state if not isinstance(key, int)]:
+        raise ValueError(
+            f"a checkpoint holds an optimizer's state by parameter, but {name} keeps {others[0]!r} beside them; keep "
+            "it in the state of a parameter, or in param_groups"
+        )
+
+
+def check_plain(parts: Iterable[Mapping[str, Any]], name: str) -> None:
+    """Raise if an optimizer keeps something other than tensors that JSON cannot hold."""
+    for key, value in ((key, value) for values in parts for key, value in values.items()):
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a checkpoint holds tensors, numbers and words, but {name} keeps {key} as a {type(value).__name__} "
+                f"({error}); keep it as one of these in the optimizer's state"
+            ) from error

@@ -126,6 +126,28 @@ def test_evaluate_shows_tables_that_can_be_read(own: Path) -> None:
         assert text in shown
 
 
+def test_no_error_among_few_images_is_not_called_certain(tmp_path: Path) -> None:
+    """Every resample of a bootstrap is the same: the interval would be a point."""
+    (tmp_path / "sure.py").write_text(
+        "import torch\n"
+        "def make_model(input_shape):\n"
+        "    layer = torch.nn.Linear(input_shape[0], 2)\n"
+        "    torch.nn.init.zeros_(layer.weight)\n"
+        "    layer.bias.data = torch.tensor([1.0, 0.0])\n"
+        "    return layer\n"
+    )
+    x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+    np.savez(tmp_path / "few.npz", x_train=x, y_train=y, x_test=x[:3], y_test=np.zeros(3, dtype=np.int64))
+    asked = ["--model", tmp_path / "sure.py", "--data", tmp_path / "few.npz", "--device", "cpu"]
+    shown = words(flatmin("evaluate", *asked).stdout)
+    assert "error 0.00 % none: no spread" in shown
+    assert "AURC 0.00 % none: no spread" in shown
+    assert "no error among 3 points: at a true error of 63.16 %, 1 in 20 such sets has none" in shown  # 0.3684³ = 0.05
+    assert "most confident 33 %: 0.00 %, 67 %: 0.00 %, 100 %: 0.00 %;" in shown
+    np.savez(tmp_path / "few.npz", x_train=x, y_train=y, x_test=x[:1], y_test=np.zeros(1, dtype=np.int64))
+    assert "most confident 100 %: 0.00 %; AURC" in words(flatmin("evaluate", *asked).stdout)
+
+
 def test_outside_data_are_compared_and_kept_beside_each_other(own: Path, tmp_path: Path) -> None:
     digits = load("digits")
     arrays = {"x_train": 255 - digits.test.x.numpy(), "x_test": 255 - digits.test.x.numpy()}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from flatmin import attacks, flatness, metrics
 from flatmin_lab.data import Batches, augmentation, load
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import landscapes, measurements, subject
+from flatmin_lab.evaluation.load_run import find_run, subject_of
 from flatmin_lab.evaluation.subject import Subject, user_subject
-from tests.support.small_runs import tiny_data
+from flatmin_lab.training.loop import train
+from tests.support import own_networks
+from tests.support.small_runs import run, tiny_data, tiny_recipe
 
 
 class Net(nn.Module):
@@ -70,6 +74,20 @@ def test_no_label_helps_to_choose_its_own_temperature() -> None:
     cooled[first], cooled[second] = logits_[first] / temperatures[1], logits_[second] / temperatures[0]
     assert found["nll"] == pytest.approx(metrics.nll(cooled, labels).item(), rel=1e-5)
     assert found["nll"] < metrics.nll(logits_, labels).item()  # it was far over-confident
+
+
+def test_a_half_without_an_error_has_no_temperature_and_nothing_is_scaled_by_it() -> None:
+    """The lowest temperature there is would make the other half's only error cost thousands."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 4, (200,))
+    logits_ = torch.nn.functional.one_hot(labels, 4) * 4 + torch.randn(200, 4) * 0.3
+    wrong = torch.randperm(200, generator=torch.Generator().manual_seed(0))[3]
+    labels[wrong] = (labels[wrong] + 1) % 4
+    found = measurements.temperature_scaled(logits_, labels)
+    assert found is not None
+    assert found["temperatures"][0] > 0.1
+    assert found["temperatures"][1] == pytest.approx(0.001)
+    assert (found["nll"], found["ece"]) == (None, None)
 
 
 def test_attacks_move_pixels_whatever_the_model_takes(tiny: Subject) -> None:
@@ -235,12 +253,63 @@ def test_a_landscape_without_a_middle_is_refused(options: dict[str, Any], text: 
         landscapes.check_options(**{"points": 5, "reach": 1.0, "images": 10, **options})
 
 
-def test_frozen_layers_are_part_of_the_landscape() -> None:
-    net = Net()
-    net.inside.requires_grad_(False)
+def test_frozen_layers_are_no_part_of_the_landscape_unless_all_are_frozen() -> None:
     data: Dataset = tiny_data()
-    own = subject.user_subject(net, data, normalised=False, device=torch.device("cpu"))
-    assert len(flatness.directions(own.model)[0]) == len(list(net.parameters()))
+    for frozen in (False, True):
+        net = Net()
+        net.requires_grad_(not frozen)
+        net.inside.requires_grad_(False)
+        own = subject.user_subject(net, data, normalised=False, device=torch.device("cpu"))
+        trained = len(list(net.parameters())) - (0 if frozen else len(list(net.inside.parameters())))
+        assert len(flatness.directions(own.model)[0]) == trained > 0
+
+
+def by_class(data: Dataset) -> Dataset:
+    """As a folder of images is read: class after class."""
+    train_split, test_split = (split.at(split.y.argsort(stable=True)) for split in (data.train, data.test))
+    return replace(data, train=train_split, test=test_split)
+
+
+def test_a_part_of_the_users_own_images_is_of_all_classes() -> None:
+    """Flatness, landscapes and attacks take some images: the first ones of a sorted folder would be of one class."""
+    data, device = by_class(tiny_data()), torch.device("cpu")
+    own = user_subject(Net(), data, normalised=True, device=device, own_data=True)
+    for split in (own.train, own.test):
+        assert split.y[:10].unique().tolist() == [0]
+        x, y = own.inputs(split, 10)
+        assert len(x) == 10
+        assert y.unique().tolist() == [0, 1, 2]
+        assert torch.equal(own.inputs(split, 10)[0], x)
+        assert own.sample(split, len(split)) is split
+        assert own.sample(split) is split
+    attacked = own.sample(own.test, 10)
+    wrong = (own.model(own.normalise(attacked.x)).argmax(dim=1) != attacked.y).float().mean().item()
+    assert measurements.robustness(own, images=10)["clean_error"] == pytest.approx(wrong)
+    known = user_subject(Net(), tiny_data(), normalised=True, device=device)
+    assert torch.equal(known.sample(known.test, 10).x, known.test.x[:10])  # flatmin's data sets are in random order
+
+
+def test_a_run_on_the_users_own_images_is_measured_on_all_classes(tmp_path: Path) -> None:
+    data = by_class(tiny_data())
+    list(train(tiny_recipe(epochs=1), data, folder=tmp_path / "run"))
+    one = subject_of(find_run(tmp_path / "run"), data, use_ema=False, device=torch.device("cpu"))
+    assert one.inputs(one.train, 10)[1].unique().tolist() == [0, 1, 2]
+
+
+def test_a_run_and_its_exported_weights_are_equally_flat(tmp_path: Path) -> None:
+    """A network with a frozen layer: the ball is over the same weights, whichever way it is loaded."""
+    model, data, cpu = f"{own_networks.__file__}:TiedMLP", tiny_data(), torch.device("cpu")
+    run(tiny_recipe(model=model, model_settings={}, epochs=1), tmp_path / "run")
+    trained = find_run(tmp_path / "run")
+    measured = [
+        measurements.spectrum_of(one, images=20, steps=3, probes=2)
+        for one in (
+            subject_of(trained, data, use_ema=False, device=cpu),
+            user_subject(trained.load_model((1, 6, 6), 3), data, normalised=True, device=cpu, own_data=True),
+        )
+    ]
+    assert measured[0]["parameters"] == 371
+    assert measured[0] == measured[1]
 
 
 def test_the_rise_on_batches_is_of_augmented_training_batches_and_of_plain_test_batches() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -292,6 +293,23 @@ def test_several_radii_have_rows_of_their_own_and_a_sweep(runs: Path) -> None:
     assert "AMP (ε 0.1)" in shown
     assert "Of AMP's 3 settings, it has the lowest test error, and was chosen for that." in shown
     assert "What the radius does" in shown
+
+
+def test_a_sweep_is_of_runs_that_differ_in_the_radius_alone(runs: Path) -> None:
+    """Another ζ, another ball, or averaged weights at the same radius are another sweep."""
+    for number, epsilon in enumerate((0.1, 0.2)):
+        write(runs / f"sweep-{number}", result("amp", 0, 0.045, settings={"epsilon": epsilon, "inner_lr": 1.0}))
+    others: list[dict[str, Any]] = [
+        {"settings": {"epsilon": 0.1, "inner_lr": 0.2}},
+        {"settings": {"epsilon": 0.1, "inner_lr": 1.0, "ball": "tensor"}},
+        {"settings": {"epsilon": 0.2, "inner_lr": 1.0, "regulariser": "mixup"}},
+        {"settings": {"epsilon": 0.1, "inner_lr": 1.0}, "ema": 0.9, "average_test_nll": 8.0},
+    ]
+    for number, changes in enumerate(others):
+        write(runs / f"other-{number}", result("amp", 0, 0.045, test_nll=9.0, **changes))
+    (link,) = re.findall(r'download="[^"]*-epsilon.json" href="data:application/json;base64,([^"]*)"', page_of(runs))
+    drawn = base64.b64decode(link).decode()
+    assert not re.search(r"\b[89]\.0\b", drawn), drawn
 
 
 def test_a_radius_that_is_moved_has_a_row_and_leaves_the_sweep_to_the_fixed_ones(runs: Path) -> None:
@@ -752,6 +770,33 @@ def test_averaged_weights_have_a_row_of_their_own(tmp_path: Path) -> None:
     assert [row.cells["error"].values[0] for row in group.rows] == pytest.approx([10.0, 5.0])
     assert not group.duplicate_runs
     assert "EMA: error, NLL and ECE of the averaged weights" in text_of(page_of(tmp_path))
+
+
+def test_runs_with_averaged_weights_are_compared_with_averaged_weights(tmp_path: Path) -> None:
+    """The commands for missing methods average too, and a sentence names whose average it is."""
+    averaged = {"ema": 0.9, "average_test_error": 0.05, "average_test_nll": 0.2, "average_test_ece": 0.01}
+    write(tmp_path / "amp", {**result("amp", 0, 0.11), **averaged})
+    untrained = only_group(tmp_path).untrained
+    assert untrained
+    assert all("--ema 0.9" in command for command in untrained)
+    write(tmp_path / "erm", {**result("erm", 0, 0.12), **averaged, "average_test_error": 0.06})
+    assert "AMP (EMA 0.9) 5.00 %, ERM (EMA 0.9) 6.00 %" in text_of(page_of(tmp_path)).replace("\u00a0", " ")
+    for seed in range(3):
+        write(tmp_path / f"plain-{seed}", result("erm", seed, 0.20 + seed / 100))
+        for method in ("erm", "amp"):
+            known = {**averaged, "average_test_error": 0.06 + seed / 100}
+            write(tmp_path / f"{method}-{seed}", {**result(method, seed, 0.2), **known})
+    shutil.rmtree(tmp_path / "amp")
+    shutil.rmtree(tmp_path / "erm")
+    group = only_group(tmp_path)
+    assert [(row.name, row.base) for row in group.rows] == [("ERM", 0), ("ERM (EMA 0.9)", 0), ("AMP (EMA 0.9)", 1)]
+    assert [row.cells["error"].better for row in group.rows] == [
+        None,
+        True,
+        None,
+    ]  # the average helps, and AMP does not
+    write(tmp_path / "plain", result("mixup", 0, 0.12))
+    assert not any("--ema" in command for command in only_group(tmp_path).untrained)
 
 
 def test_what_was_measured_of_one_setting_alone_is_shown(tmp_path: Path) -> None:

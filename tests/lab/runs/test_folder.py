@@ -313,6 +313,29 @@ def test_the_one_before_a_damaged_checkpoint_is_used(tmp_path: Path, damage: str
     assert same(lasting(folder), lasting(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A network disk that is away, too many open files: the steps since the one before are not given up."""
+    folder = tmp_path / "run"
+    run(tiny_recipe(), folder, stop=after(14))
+    newest, before, real = checkpoint.listed(folder)[0], contents(folder), Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if path == newest:
+            raise OSError(number, os.strerror(number))
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", failing)
+        with pytest.raises(RunError, match=f"{newest.name} cannot be read: {os.strerror(number)}. Nothing was changed"):
+            run(tiny_recipe(), folder, resume=True)
+    assert contents(folder) == before
+    (start,) = [event for event in run(tiny_recipe(), folder, resume=True) if isinstance(event, Started)]
+    assert checkpoint.name_of(start.step) == newest.name
+
+
 def test_where_no_checkpoint_is_whole_nothing_is_changed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(tiny_recipe(), folder, stop=after(14))

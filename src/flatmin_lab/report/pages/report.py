@@ -1,5 +1,6 @@
 """The report: one page about finished runs and tunings, made only from their files, in a second and without a GPU."""
 
+import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from markupsafe import Markup
 import flatmin
 from flatmin_lab.bench.amp_cost import BLOCKS
 from flatmin_lab.data.sources import spiral
-from flatmin_lab.methods import NOT_IN_PAPER
+from flatmin_lab.methods import NOT_IN_PAPER, resolve_settings
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.experiments import by_name
 from flatmin_lab.report import figures
@@ -232,7 +233,10 @@ def _conditions(group: Group) -> list[str]:
     found = []
     evaluations = [run.evaluation for row in group.rows for run in row.runs]
     if any(run.result.get("ema") for row in group.rows for run in row.runs):
-        found.append("EMA: error, NLL and ECE of the averaged weights; all else, and the curves, of the last ones.")
+        found.append(
+            "EMA: error, NLL and ECE of the averaged weights; all else, and the curves, of the last ones. Averaged "
+            "weights are compared with ERM's average, if there is one."
+        )
     attack = next((e["attack"] for e in evaluations if "radius" in e.get("attack", {})), None)
     if attack:
         radius, step = (f"{255 * attack[key]:.3g}/255" for key in ("radius", "step_size"))
@@ -319,11 +323,20 @@ def _bars(rows: Sequence[Row]) -> dict[str, DrawnFigure]:
 
 
 def _sweep(group: Group, name: str) -> PageFigure | None:
-    """The figure over ε, if AMP was trained with at least three radii; without those that a schedule moves."""
-    amps = [row for row in group.rows if row.method == "amp" and not NOT_IN_PAPER.keys() & _settings_of(row).keys()]
-    amps = [row for row in amps if is_number(_settings_of(row).get("epsilon"))]  # not "auto"
+    """The figure over ε, if AMP was trained with at least three radii; without those that a schedule moves.
+
+    Its runs differ in nothing else: of several kinds (another ζ, another ball, averaged weights), the one with the most
+    radii is drawn.
+    """
+    kinds: dict[str, list[Row]] = {}
+    for row in group.rows:
+        own = _settings_of(row)
+        if row.method == "amp" and not NOT_IN_PAPER.keys() & own.keys() and is_number(own.get("epsilon")):  # not "auto"
+            rest = {**resolve_settings("amp", own), "epsilon": None, "ema": row.runs[0].result.get("ema")}
+            kinds.setdefault(json.dumps(rest, sort_keys=True), []).append(row)
+    amps = max(kinds.values(), key=len, default=[])
     radii = [_settings_of(row)["epsilon"] for row in amps]
-    if len(set(radii)) < 3:
+    if len(radii) < 3:
         return None
     erm = group.row("erm")
     sources: dict[str, Callable[[Run], float | None]] = {
@@ -335,7 +348,7 @@ def _sweep(group: Group, name: str) -> PageFigure | None:
     for split, value in sources.items():
         losses[split] = {}
         for row, radius in zip(amps, radii, strict=True):
-            losses[split].setdefault(float(radius), []).extend(v for run in row.runs if (v := value(run)) is not None)
+            losses[split][float(radius)] = [v for run in row.runs if (v := value(run)) is not None]
         losses[split] = {radius: own for radius, own in losses[split].items() if own}
         level[split] = [v for run in (erm.runs if erm else []) if (v := value(run)) is not None]
     if not all(losses.values()):

@@ -28,6 +28,7 @@ def summary(group: Group) -> list[str]:
     if erm is None or not amps:
         return [_without_both(group)]
     amp = min(amps, key=error_of)
+    erm = group.rows[amp.base]
     chosen = ""
     if len(amps) > 1:
         chosen = f" Of AMP's {len(amps)} settings, it has the lowest {group.split} error, and was chosen for that."
@@ -36,7 +37,7 @@ def summary(group: Group) -> list[str]:
     if all(row.method not in ("amp", "erm") for row in best):
         sentences.append(_lowest(group, best))
     sentences += [
-        f"ERM and {row.name} have exactly the same numbers: the setting of {row.name} never took effect."
+        f"{erm.name} and {row.name} have exactly the same numbers: the setting of {row.name} never took effect."
         for row in group.rows
         if row is not erm and _same_numbers(row, erm)
     ]
@@ -115,7 +116,7 @@ def _means(name: str, erm: Row, amp: Row, split: str) -> str:
     label, form = SENTENCE_MEASURES[name]
     ours, theirs = (form.format(mean(row.cells[name].values)) for row in (amp, erm))
     label = label.format(split=split)
-    return f"{label[0].upper()}{label[1:]}: {amp.name} {ours}, ERM {theirs}"
+    return f"{label[0].upper()}{label[1:]}: {amp.name} {ours}, {erm.name} {theirs}"
 
 
 def _verdict(erm: Cell, amp: Cell) -> str:
