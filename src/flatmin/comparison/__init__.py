@@ -13,7 +13,7 @@ from flatmin.comparison.contenders import AUTO, LONGER, PLAIN, RADII, Contender,
 from flatmin.comparison.intervals import Difference, paired_difference
 from flatmin.comparison.outcome import Outcome, read_outcome
 from flatmin.comparison.run_comparison import Comparison, Progress, compare
-from flatmin.comparison.verdict import Answer, Row, Verdict, judge, show, show_gap
+from flatmin.comparison.verdict import Answer, Row, Verdict, judge, show, show_gap, show_interval
 
 __all__ = [
     "AUTO",
@@ -35,4 +35,5 @@ __all__ = [
     "read_outcome",
     "show",
     "show_gap",
+    "show_interval",
 ]

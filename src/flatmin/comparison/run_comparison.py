@@ -13,7 +13,17 @@ from flatmin.comparison.contenders import Contender, contenders_for
 from flatmin.comparison.held_out import check_can_measure
 from flatmin.comparison.outcome import Outcome, read_outcome, write_whole
 from flatmin.comparison.train_contender import fingerprint, own_radius, train_contender
-from flatmin.comparison.verdict import PERCENT, WORTH, Row, Verdict, check_measure, check_worth, judge, show, show_gap
+from flatmin.comparison.verdict import (
+    PERCENT,
+    WORTH,
+    Row,
+    Verdict,
+    check_measure,
+    check_worth,
+    judge,
+    show,
+    show_interval,
+)
 from flatmin.doctor import Finding, MakeTraining, examine, has_error
 from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import UserTraining, call
@@ -74,8 +84,7 @@ def _interval(row: Row, measure: str) -> str:
     gap = row.from_plain
     if gap is None or not gap.seeds:
         return ""
-    mean, low, high = (show_gap(measure, end).replace(" points", "") for end in gap[:3])
-    return f"{mean} ({low} to {high})" if gap.seeds > 1 else mean
+    return show_interval(measure, gap.mean, gap.low, gap.high)
 
 
 def compare(

@@ -324,6 +324,20 @@ def show_gap(measure: str, value: float) -> str:
     return show(measure, value).replace(" %", " points")
 
 
+def show_interval(measure: str, mean: float, low: float | None, high: float | None) -> str:
+    """A difference and its interval, in points without the word; a single seed has none, nor have equal differences.
+
+    >>> show_interval("error", -0.01, -0.015, -0.005), show_interval("error", 0.0, 0.0, 0.0)
+    ('−1.00 (−1.50 to −0.50)', '0.00 (no spread)')
+    """
+    shown = show_gap(measure, mean).removesuffix(" points")
+    if low is None or high is None or not math.isfinite(high - low):
+        return shown
+    ends = [show_gap(measure, end).removesuffix(" points") for end in (low, high)]
+    same = math.isclose(low, high, rel_tol=1e-9, abs_tol=1e-12)  # but for rounding
+    return f"{shown} (no spread)" if same else f"{shown} ({' to '.join(ends)})"
+
+
 def _rounded(number: float) -> str:
     digits = max(len(str(round(number))) - 2, 0)
     return f"{round(number, -digits):,.0f}"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatmin.comparison import Contender, Difference, Outcome, Row, Verdict, show_gap
+from flatmin.comparison import Contender, Difference, Outcome, Row, Verdict, show_interval
 from flatmin_lab.recipes.recipe import differences
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
@@ -79,18 +79,8 @@ def _finite(value: float) -> float | None:
 
 
 def interval_text(measure: str, found: Mapping[str, Any] | None) -> str:
-    """A difference of two rows and its interval, shares in points; a single seed has no interval.
-
-    >>> interval_text("error", {"mean": -0.01, "low": -0.015, "high": -0.005, "seeds": 3})
-    '−1.00 (−1.50 to −0.50)'
-    """
-    if found is None:
-        return ""
-    mean, low, high = (
-        "" if found[part] is None else show_gap(measure, found[part]).removesuffix(" points")
-        for part in ("mean", "low", "high")
-    )
-    return f"{mean} ({low} to {high})" if low else mean
+    """A difference of two rows and its interval, as the file has them."""
+    return "" if found is None else show_interval(measure, found["mean"], found["low"], found["high"])
 
 
 def check_same(folder: Path, identity: Mapping[str, Any]) -> None:

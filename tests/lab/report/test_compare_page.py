@@ -52,7 +52,7 @@ def test_the_answer_comes_first_and_every_contender_has_its_numbers() -> None:
     for contender in CONTENDERS:
         assert contender.name in text
     assert "10.10 ± 0.10" in text
-    assert "−10.00 (−10.00 to −10.00)" in text  # the same with every seed
+    assert "−10.00 (no spread)" in text  # the same with every seed
     assert COMMAND in text
     assert "convnet on <pictures>" in text  # as it is, and not as markup
 
