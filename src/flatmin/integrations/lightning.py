@@ -133,7 +133,7 @@ class FlatMinima(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_trainer(trainer, pl_module)
-        _check_schedulers(trainer)
+        _check_schedulers(trainer, pl_module)
         if (count := sum(isinstance(callback, FlatMinima) for callback in trainer.callbacks)) > 1:  # type: ignore[attr-defined]
             raise ValueError(f"a Trainer takes one FlatMinima, got {count} of them; keep one")
         optimizers = [self._wrapped(optimizer, trainer) for optimizer in trainer.optimizers]
@@ -489,8 +489,10 @@ def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
 
 
-def _check_schedulers(trainer: pl.Trainer) -> None:
+def _check_schedulers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Lightning steps schedulers once per epoch, unless told otherwise: a radius would never get to its start."""
+    if not module.automatic_optimization or trainer.fast_dev_run:  # stepped by the module; or not to the end anyway
+        return
     per_epoch = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "epoch"]
     epochs = -1 if trainer.max_epochs is None else trainer.max_epochs  # -1: without a limit
     for scheduler in per_epoch:

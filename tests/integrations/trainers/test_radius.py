@@ -87,6 +87,27 @@ def test_a_scheduler_of_steps_that_lightning_would_step_once_per_epoch_is_refuse
     assert module.passes == 4 + 2 * 4
 
 
+def test_a_scheduler_that_lightning_does_not_step_or_not_to_the_end_is_the_modules_own_business() -> None:
+    class ByEpoch(on_lightning.Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = flatmin.AMP(self.base(self.parameters()), epsilon=0.1, model=self)
+            return [optimizer], [flatmin.RadiusScheduler(optimizer, 8, start=0.5)]
+
+    class Manual(on_lightning.Manual):
+        configure_optimizers = ByEpoch.configure_optimizers
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+
+    module = Manual(form="closure")
+    on_lightning.fit(module, FlatMinima())
+    assert module.passes == 4 + 2 * 4
+    tried = ByEpoch()
+    on_lightning.fit(tried, FlatMinima(), fast_dev_run=1)
+    assert tried.passes == 1
+
+
 @pytest.mark.parametrize("epsilon", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_a_radius_that_the_callback_does_not_move_is_left_alone(epsilon: Any) -> None:
     class Moves(on_lightning.Module):
