@@ -84,7 +84,7 @@ class Sparse(nn.Module):
 
 
 class Rotating(nn.Module):
-    """Complex numbers of a type that safetensors does not know, made anew with the network, as rotary embeddings are."""
+    """Complex numbers, which safetensors may not know, made anew with the network, as rotary embeddings are."""
 
     turns: Tensor
 
