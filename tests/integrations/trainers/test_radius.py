@@ -141,6 +141,25 @@ def test_a_resumed_training_goes_on_with_its_radius_bit_for_bit(tmp_path: Path) 
     assert same(second.weights(), straight.weights())
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_checkpoint_from_within_a_step_without_a_perturbation_does_not_end_the_perturbations(tmp_path: Path) -> None:
+    """Its ε is the step's share, 0, as a signal handler may save it: the callback's own counts."""
+    on_lightning.fit(
+        on_lightning.Resumable(),
+        FlatMinima(epsilon=0.1, start=0.5),
+        on_lightning.keeping(tmp_path),
+        max_epochs=1,
+        enable_checkpointing=True,
+    )
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    checkpoint["optimizer_states"][0]["param_groups"][0]["epsilon"] = 0.0
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    module, resumed = on_lightning.Resumable(), on_lightning.trainer(FlatMinima(epsilon=0.1, start=0.5))
+    resumed.fit(module, on_lightning.loader(), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert module.passes == 2 * 4
+    assert resumed.optimizers[0].param_groups[0]["epsilon"] == 0.1
+
+
 def test_a_radius_over_a_training_without_an_end_is_refused() -> None:
     with pytest.raises(ValueError, match="has no end, or data without a length; give the Trainer max_steps"):
         on_lightning.fit(on_lightning.Module(), FlatMinima(epsilon=0.1, start=0.5), max_epochs=-1)
