@@ -55,11 +55,11 @@ class Masked(nn.Module):
     mask: Tensor
     ones: Tensor
 
-    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...], above: float = -torch.inf) -> None:
         super().__init__()
         size = prod(input_shape)
         self.module = nn.Linear(size, num_classes)
-        self.register_buffer("mask", torch.full((size, size), -torch.inf).triu(1))
+        self.register_buffer("mask", torch.full((size, size), above).triu(1))
         self.register_buffer("ones", torch.ones(1).expand(size))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,6 +80,23 @@ class Sparse(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.layer((self.passed @ x.flatten(1).T).T)
+        return logits
+
+
+class Rotating(nn.Module):
+    """Complex numbers, which safetensors may not know, made anew with the network, as rotary embeddings are."""
+
+    turns: Tensor
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        size = prod(input_shape)
+        self.layer = nn.Linear(size, num_classes)
+        angles = torch.arange(size, dtype=torch.float64)
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layer((x.flatten(1) * self.turns).real.float())
         return logits
 
 

@@ -75,9 +75,9 @@ class Window:
                 "window.backward(model, **batch), or window.backward(loss_of, x, y)"
             )
 
-        kept = [as_it_is(each) for each in inputs]
+        kept, named_kept = as_it_is(list(inputs)), as_it_is(named_inputs)
 
-        def run(*inputs: Any) -> T:
+        def run(*inputs: Any, **named_inputs: Any) -> T:
             result = loss_of(*inputs, **named_inputs)
             loss = loss_in(result)
             if loss is None:
@@ -88,7 +88,9 @@ class Window:
             self.accelerator.backward(loss)
             return result
 
-        return self.run(lambda: run(*inputs), again=lambda: run(*map(as_it_is, kept)))
+        return self.run(
+            lambda: run(*inputs, **named_inputs), again=lambda: run(*as_it_is(kept), **as_it_is(named_kept))
+        )
 
     def run(self, run: Callable[[], T], *, again: Callable[[], object] | None = None) -> T:
         """Run a micro-batch, forward and backward: now at θ, and with the others at θ + Δ once the window is complete.

@@ -133,7 +133,7 @@ class FlatMinima(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_trainer(trainer, pl_module)
-        _check_schedulers(trainer)
+        _check_schedulers(trainer, pl_module)
         if (count := sum(isinstance(callback, FlatMinima) for callback in trainer.callbacks)) > 1:  # type: ignore[attr-defined]
             raise ValueError(f"a Trainer takes one FlatMinima, got {count} of them; keep one")
         optimizers = [self._wrapped(optimizer, trainer) for optimizer in trainer.optimizers]
@@ -294,15 +294,11 @@ class PerturbedOptimizer(LightningOptimizer):
             self._window, self._stepped = [], False  # a tuner's last batch may have been too large to finish
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         index = (batch_idx,) if takes_index else ()
-        kept = batch
 
         def begin() -> None:  # hooks may have changed the batch, or drawn random numbers, since it arrived
-            nonlocal kept
             kept = as_it_is(batch)
-            replay.record_random_state()
+            self._window.append(Replay(lambda: self._train_on(as_it_is(kept), *index), self._optimizer))
 
-        replay = Replay(lambda: self._train_on(as_it_is(kept), *index), self._optimizer)
-        self._window.append(replay)
         _before_next_training_step(self._strategy, begin)
 
     def forget(self) -> None:
@@ -317,6 +313,8 @@ class PerturbedOptimizer(LightningOptimizer):
         if closure is None and self._optimizer.only_makes_state():  # a sharded checkpoint is being loaded
             return self._optimizer.step()
         self._on_before_step()
+        if self._stepped and self._window:  # the module steps again with this batch
+            self._window[-1].record_random_state()
         self._stepped = True
         if closure is not None and not self._module.automatic_optimization:
             self._window = [Replay(closure, self._optimizer)]
@@ -324,7 +322,7 @@ class PerturbedOptimizer(LightningOptimizer):
             plugin = self._strategy.precision_plugin
             result = self._optimizer.step(partial(plugin._wrap_closure, self._module, self, closure))
         else:
-            result = None if closure is None else self._run_clean(closure, self._window)
+            result = None if closure is None else self._run_clean(closure)
             if self._run_perturbed(self._window):
                 self._finish()
         if not self._module.automatic_optimization:
@@ -332,9 +330,7 @@ class PerturbedOptimizer(LightningOptimizer):
         self._on_after_step()
         return result
 
-    def _run_clean(self, closure: Callable[[], Any], window: list[Replay]) -> Any:
-        if window:
-            window[-1].record_random_state()  # a module may step twice with a batch
+    def _run_clean(self, closure: Callable[[], Any]) -> Any:
         one_each = not getattr(self._optimizer, "sync_perturbation", True)  # one Δ per rank, from its own gradient
         with self._in_sync(not self._optimizer.perturbs or not one_each):
             return closure()
@@ -489,8 +485,10 @@ def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
 
 
-def _check_schedulers(trainer: pl.Trainer) -> None:
+def _check_schedulers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Lightning steps schedulers once per epoch, unless told otherwise: a radius would never get to its start."""
+    if not module.automatic_optimization or trainer.fast_dev_run:  # stepped by the module; or not to the end anyway
+        return
     per_epoch = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "epoch"]
     epochs = -1 if trainer.max_epochs is None else trainer.max_epochs  # -1: without a limit
     for scheduler in per_epoch:

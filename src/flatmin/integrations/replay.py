@@ -38,12 +38,16 @@ class RandomState(AbstractContextManager["RandomState"]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """A batch for one pass: a dict or list is copied, not its tensors, because many losses take the labels out of it.
+    """A batch for one pass: dicts and lists are copied, not their tensors, because many losses take the labels out.
 
-    >>> batch = {"x": 1, "labels": 2}
-    >>> as_it_is(batch).pop("labels"), batch
-    (2, {'x': 1, 'labels': 2})
+    >>> batch = [{"x": 1, "labels": 2}, 3]
+    >>> as_it_is(batch)[0].pop("labels"), batch
+    (2, [{'x': 1, 'labels': 2}, 3])
     """
+    if type(batch) in (list, tuple):
+        return type(batch)(map(as_it_is, batch))
+    if type(batch) is dict:
+        return {key: as_it_is(value) for key, value in batch.items()}
     return copy(batch) if isinstance(batch, MutableMapping | list) else batch
 
 

@@ -15,12 +15,15 @@ class ScheduledRadius:
     def __init__(self, optimizer: Optimizer, schedule: RadiusSchedule) -> None:
         self._optimizer, self._schedule = optimizer, schedule
         self._radii: list[float] = []  # all of ε, during a step
-        radii_of(optimizer)  # raises if it is a tensor
+        self._given = radii_of(optimizer)  # before a checkpoint is loaded; raises if it is a tensor
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """Called for each micro-batch of a step, and by tuners without the end of a step that failed."""
         self.restore()
         self._radii = radii_of(self._optimizer)
+        if self._given and not any(self._radii):  # of a checkpoint that was saved within a step without a perturbation
+            self._radii = self._given
+        self._given = []
         scale_radii(self._optimizer, self._radii, self._schedule.share(step, total_steps))
         self._shares = radii_of(self._optimizer)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatmin.core.tensors import written_once
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.user_code import call_with, is_user_code, load_function, parameters_of, split_name, user_lines
 
@@ -88,9 +89,8 @@ def _unfold_buffers(model: nn.Module) -> None:
     """Give expanded buffers a place for each of their numbers: else no checkpoint could be loaded into them."""
     unfolded: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            steps = buffer.stride() if buffer.layout is torch.strided else ()
-            if any(step == 0 and size > 1 for step, size in zip(steps, buffer.shape, strict=False)):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.layout is torch.strided and written_once(buffer) is not buffer:
                 setattr(module, name, unfolded.setdefault(buffer, buffer.contiguous()))
 
 

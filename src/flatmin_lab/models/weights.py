@@ -88,10 +88,13 @@ def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str, 
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The dense buffers that a state dict leaves out (`persistent=False`): a pass may change them too."""
+    """The buffers that a state dict leaves out (`persistent=False`): a pass may change them too.
+
+    Sparse and complex ones, which a safetensors file may not hold, are left to the code that makes the model.
+    """
     saved = model.state_dict().keys()
-    dense = ((name, buffer) for name, buffer in model.named_buffers() if buffer.layout is torch.strided)
-    return {name: buffer for name, buffer in dense if name not in saved}
+    others = ((name, buffer) for name, buffer in model.named_buffers() if name not in saved)
+    return {name: buffer for name, buffer in others if buffer.layout is torch.strided and not buffer.is_complex()}
 
 
 def constant_buffers(model: nn.Module) -> set[str]:

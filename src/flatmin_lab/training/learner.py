@@ -206,6 +206,7 @@ class Learner:
         if self.ema is not None:
             self.ema.load_state_dict(checkpoint.part("average"))
             load_unsaved_buffers(self.ema, checkpoint.part("average_buffers"))
+            self.ema.constants = constant_buffers(self.ema.module)
         saved = checkpoint.state["optimizer"]
         state = {int(i): dict(values) for i, values in saved["state"].items()}
         for name, tensor in checkpoint.part("optimizer").items():

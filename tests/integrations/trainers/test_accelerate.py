@@ -216,7 +216,8 @@ def test_draws_between_micro_batches_do_not_change_the_masks() -> None:
     assert not torch.equal(torch.rand(()), after)
 
 
-def test_a_loss_may_take_entries_out_of_its_batch() -> None:
+@pytest.mark.parametrize("form", ["alone", "by name", "inside"])
+def test_a_loss_may_take_entries_out_of_its_batch(form: str) -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = new_model("mlp")
     model, optimizer = accelerator.prepare(model, wrapped(model, inner_iter=2))
@@ -229,7 +230,12 @@ def test_a_loss_may_take_entries_out_of_its_batch() -> None:
     for x, y in list(batches())[:2]:
         batch = {"x": x, "y": y}
         with accelerator.accumulate(model):
-            window.backward(loss_of, batch)
+            if form == "alone":
+                window.backward(loss_of, batch)
+            elif form == "by name":
+                window.backward(loss_of, batch=batch)
+            else:
+                window.backward(lambda pair: loss_of(pair[0]), (batch, None))
             optimizer.step()
         assert not batch  # at θ it is the loop's own
     assert len(passes) == 2 + 2 * 2

@@ -87,6 +87,27 @@ def test_a_scheduler_of_steps_that_lightning_would_step_once_per_epoch_is_refuse
     assert module.passes == 4 + 2 * 4
 
 
+def test_a_scheduler_that_lightning_does_not_step_or_not_to_the_end_is_the_modules_own_business() -> None:
+    class ByEpoch(on_lightning.Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = flatmin.AMP(self.base(self.parameters()), epsilon=0.1, model=self)
+            return [optimizer], [flatmin.RadiusScheduler(optimizer, 8, start=0.5)]
+
+    class Manual(on_lightning.Manual):
+        configure_optimizers = ByEpoch.configure_optimizers
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+
+    module = Manual(form="closure")
+    on_lightning.fit(module, FlatMinima())
+    assert module.passes == 4 + 2 * 4
+    tried = ByEpoch()
+    on_lightning.fit(tried, FlatMinima(), fast_dev_run=1)
+    assert tried.passes == 1
+
+
 @pytest.mark.parametrize("epsilon", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_a_radius_that_the_callback_does_not_move_is_left_alone(epsilon: Any) -> None:
     class Moves(on_lightning.Module):
@@ -118,6 +139,25 @@ def test_a_resumed_training_goes_on_with_its_radius_bit_for_bit(tmp_path: Path) 
     assert going_on.global_step == 16
     assert first.passes + second.passes == straight.passes == 8 + 8 + 4
     assert same(second.weights(), straight.weights())
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_checkpoint_from_within_a_step_without_a_perturbation_does_not_end_the_perturbations(tmp_path: Path) -> None:
+    """Its ε is the step's share, 0, as a signal handler may save it: the callback's own counts."""
+    on_lightning.fit(
+        on_lightning.Resumable(),
+        FlatMinima(epsilon=0.1, start=0.5),
+        on_lightning.keeping(tmp_path),
+        max_epochs=1,
+        enable_checkpointing=True,
+    )
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    checkpoint["optimizer_states"][0]["param_groups"][0]["epsilon"] = 0.0
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    module, resumed = on_lightning.Resumable(), on_lightning.trainer(FlatMinima(epsilon=0.1, start=0.5))
+    resumed.fit(module, on_lightning.loader(), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert module.passes == 2 * 4
+    assert resumed.optimizers[0].param_groups[0]["epsilon"] == 0.1
 
 
 def test_a_radius_over_a_training_without_an_end_is_refused() -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from flatmin_lab.evaluation.load_run import find_run
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Epoch, Finished, RunError
+from flatmin_lab.system.user_code import load_function
 from flatmin_lab.training.loop import train
 from tests.support.random_runs import AWKWARD, draw_recipe, fill_disk
 from tests.support.small_runs import TIMES, after, lasting, run, same, tiny_data, tiny_recipe
@@ -30,6 +32,7 @@ KEEPING_MORE: dict[str, dict[str, Any]] = {
     "a buffer that no state dict has": {"model": f"{AWKWARD}:Counting"},
     "a mask with −∞ and an expanded buffer": {"model": f"{AWKWARD}:Masked"},
     "a sparse buffer that no state dict has": {"model": f"{AWKWARD}:Sparse"},
+    "complex numbers that no state dict has": {"model": f"{AWKWARD}:Rotating"},
     "moments of other types": {"model": "mlp", "optimizer": f"{AWKWARD}:mixed_moments", "weight_decay": 0.0},
 }
 
@@ -132,6 +135,21 @@ def test_what_a_users_code_keeps_is_kept(tmp_path: Path, changes: dict[str, Any]
         model = find_run(tmp_path / "parts").load_model(data.train.shape, 3, use_ema=use_ema)
         nll = torch.nn.functional.cross_entropy(model(x), data.test.y).item()
         assert nll == pytest.approx(expected["result"][f"{prefix}test_nll"], rel=1e-4)
+
+
+def test_a_mask_that_came_with_the_initial_weights_is_no_average_after_a_resume(tmp_path: Path) -> None:
+    """The network makes it without −∞, and a resumed run does not read the initial weights."""
+    network = load_function(f"{AWKWARD}:Masked", "")
+    weights = {key: value.contiguous() for key, value in network(3, (1, 6, 6)).state_dict().items()}
+    save_file(weights, tmp_path / "initial.safetensors")
+    settings = {"model": f"{AWKWARD}:Masked", "model_settings": {"above": -9.0}}
+    recipe = tiny_recipe(**settings, init=str(tmp_path / "initial.safetensors"), ema=0.5)
+    run(recipe, tmp_path / "whole")
+    run(recipe, tmp_path / "parts", stop=after(7))
+    run(recipe, tmp_path / "parts", resume=True)
+    expected = whole_state(tmp_path / "whole")
+    assert expected["result"]["average_test_nll"] is not None
+    assert same(whole_state(tmp_path / "parts"), expected)
 
 
 def test_what_the_caller_draws_from_any_generator_changes_nothing_and_is_not_changed(tmp_path: Path) -> None:
