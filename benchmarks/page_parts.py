@@ -14,6 +14,7 @@ PAGES = {  # where each part is
     "results table": ROOT / "docs/findings.md",
     "gain table": ROOT / "README.md",
     "frontier table": ROOT / "docs/cheaper.md",
+    "cheap table": ROOT / "README.md",
 }
 
 
