@@ -96,6 +96,19 @@ class HostRandom:
             sys.modules["numpy.random"].set_state(self.others[NUMPY])
 
 
+class RandomStates:
+    """The states of the host's generators and of these devices' default ones, as they are now."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._host = HostRandom()
+        self._devices = {device: random_state(device) for device in devices if device.type != "cpu"}
+
+    def put_back(self) -> None:
+        self._host.put_back()
+        for device, state in self._devices.items():
+            set_random_state(device, state)
+
+
 class HostWatch:
     """Do the passes of a training run draw from Python's or numpy's global generator?
 

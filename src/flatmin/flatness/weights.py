@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flatmin.core.copies import Copies
-from flatmin.core.model_state import Snapshot, eval_mode_with_gradients
+from flatmin.core.model_state import eval_mode_with_gradients
+from flatmin.core.random_state import RandomStates
 from flatmin.core.tensors import compute_dtype, moved_within
 from flatmin.flatness.risk import LossPart, value, value_and_gradient
 
@@ -53,7 +54,7 @@ class Weights:
                 "the model must have parameters that require a gradient, got none; call model.requires_grad_()"
             )
         self._theta: Copies[Tensor] = Copies()
-        self._random = Snapshot(model)
+        self._random: RandomStates | None = None  # of when they became movable
 
     @property
     def dimension(self) -> int:
@@ -63,14 +64,14 @@ class Weights:
     def movable(self) -> Iterator[None]:
         """The model is in eval mode inside; however the block ends, everything is restored."""
         self._theta.take({p: p for p in self.tensors})
-        self._random.take_random({p.device for p in self.tensors})
+        self._random = RandomStates({p.device for p in self.tensors})
         try:
             plain = torch.autocast(self.tensors[0].device.type, enabled=False)
             with plain, eval_mode_with_gradients(self.model), _buffers_kept(self.model), _hooks_off(self.tensors):
                 yield
         finally:
             self._theta.put_back({p: p for p in self.tensors})
-            self._random.put_back_random()
+            self._random.put_back()
 
     @torch.no_grad()
     def move(self, delta: Sequence[Tensor]) -> None:
@@ -102,7 +103,8 @@ class Weights:
 
     def replay(self) -> None:
         """Reset the random state, so that every pass draws the same numbers."""
-        self._random.put_back_random()
+        if self._random is not None:
+            self._random.put_back()
 
     def zeros(self) -> list[Tensor]:
         """A Δ of 0, in at least float32."""

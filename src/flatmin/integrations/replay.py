@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
-from flatmin.core.random_state import HostRandom, random_state, set_random_state
+from flatmin.core.random_state import RandomStates
 from flatmin.optim.perturbed import PerturbedOptimizer
 
 
@@ -23,15 +23,11 @@ class RandomState(AbstractContextManager["RandomState"]):
         self.take()
 
     def take(self) -> None:
-        self._host = HostRandom() if self._optimizer.shares_clean_state else None
-        devices = [] if self._host is None else self._optimizer.devices()
-        self._devices = {device: random_state(device) for device in devices if device.type != "cpu"}
+        self._states = RandomStates(self._optimizer.devices()) if self._optimizer.shares_clean_state else None
 
     def put_back(self) -> None:
-        if self._host is not None:
-            self._host.put_back()
-        for device, state in self._devices.items():
-            set_random_state(device, state)
+        if self._states is not None:
+            self._states.put_back()
 
     def __exit__(self, *_: object) -> None:
         self.put_back()

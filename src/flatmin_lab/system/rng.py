@@ -43,6 +43,7 @@ class RandomScope:
 
     @contextmanager
     def _own_host_generators(self) -> Iterator[None]:
+        """Begun before the others and ended after them: it puts the caller's CPU generator of torch back, too."""
         if not self.with_host:
             yield
             return

@@ -11,7 +11,6 @@ from flatmin.optim.radius.schedule import (
     RadiusScheduler,
     radii_of,
     scale_radii,
-    with_new_radii,
 )
 
-__all__ = ["Growth", "MatchedRadius", "RadiusSchedule", "RadiusScheduler", "radii_of", "scale_radii", "with_new_radii"]
+__all__ = ["Growth", "MatchedRadius", "RadiusSchedule", "RadiusScheduler", "radii_of", "scale_radii"]
