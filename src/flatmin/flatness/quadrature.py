@@ -83,14 +83,13 @@ class Spectrum(NamedTuple):
 
     @property
     def negative_curvature(self) -> Tensor:
-        """Σ |λ| over negative eigenvalues, as a share of Σ |λ| over all; 0 at a minimum, and where H is 0.
+        """Σ λ² over negative eigenvalues, as a share of Σ λ² over all; 0 at a minimum, and where H is 0.
 
-        Weighted by size: many eigenvalues of a network are 0, and rounding makes half of them negative.
+        Squared: nearly all eigenvalues of a network are almost 0. A quadrature has one node below 0 and one above for
+        them, whose positions depend on the number of steps; in Σ |λ| these two alone can outweigh all the others.
         """
-        below, whole = (
-            torch.stack([(w * part(v)).sum() for v, w in self._probes()]).mean()
-            for part in (lambda v: (-v).clamp(min=0), torch.abs)
-        )
+        below = torch.stack([(w * v.clamp(max=0).square()).sum() for v, w in self._probes()]).mean()
+        whole = self.moments(2).mean()
         return below / whole if whole > 0 else torch.zeros_like(whole)
 
     def density(self, grid: Tensor | None = None, *, width: float | None = None) -> Density:

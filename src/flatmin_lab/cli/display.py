@@ -334,7 +334,7 @@ def _show_spectrum(console: Console, found: Mapping[str, Any], kind: str) -> Non
         "smallest and largest eigenvalue of the Hessian", f"{_figure(found['smallest'])}, {_figure(found['largest'])}"
     )
     table.add_row("its trace", f"{_figure(found['trace'])} ± {_figure(found['trace_error'])}")
-    table.add_row("negative curvature, as a share of all", f"{100 * found['negative_curvature']:.2f} %")
+    table.add_row("negative curvature, as a share of Σ λ²", f"{100 * found['negative_curvature']:.2f} %")
     console.print(table)
     probes, products = len(found["values"]), found["products"]
     say(console, f"{probes} random vectors, {products} products with the Hessian, {found['parameters']:,} parameters")

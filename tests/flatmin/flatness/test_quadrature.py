@@ -165,11 +165,24 @@ def test_scaling_the_loss_scales_the_spectrum(case: Case) -> None:
 
 
 def test_negative_curvature_is_weighted_by_its_size() -> None:
-    model = Quadratic(symmetric([*[6.0] * 10, *[1.0] * 10, *[-1.0] * 10, *[0.0] * 10]))
+    model = Quadratic(symmetric([*[2.0] * 10, *[1.0] * 10, *[-1.0] * 10, *[0.0] * 10]))
     found = flatness.spectrum(model, itself, probes=100)
-    assert found.negative_curvature.item() == pytest.approx(1 / 8, abs=0.02)
+    assert found.negative_curvature.item() == pytest.approx(1 / 6, abs=0.02)
     assert found.cumulative(-0.5).item() == pytest.approx(1 / 4, abs=0.03)
     assert flatness.spectrum(Quadratic(symmetric([2.0, 1.0])), itself).negative_curvature.item() == 0
+
+
+@pytest.mark.parametrize("steps", [20, 60])
+def test_negative_curvature_does_not_depend_on_the_nodes_beside_zero(steps: int) -> None:
+    """As in a network: a few eigenvalues with a heavy tail, the others too small for a quadrature to tell from 0."""
+    ranks = torch.arange(1, 301, dtype=torch.float64)
+    tiny = torch.linspace(-1e-6, 1e-6, 20000, dtype=torch.float64)
+    values = torch.cat([1.5 * ranks**-1.1, -0.5 * ranks**-0.8, tiny])
+    model = nn.Linear(1, len(values), bias=False, dtype=torch.float64)
+    found = flatness.spectrum(model, lambda model: (values * model.weight[:, 0].square()).sum() / 2, steps=steps)
+    seen = torch.stack(probes_of(model, 4)).square().mean(dim=0)
+    exact = (seen * values.clamp(max=0).square()).sum() / (seen * values.square()).sum()
+    assert found.negative_curvature.item() == pytest.approx(exact.item(), rel=0.01)
 
 
 def test_the_extremes_are_those_that_scipy_finds(case: Case) -> None:

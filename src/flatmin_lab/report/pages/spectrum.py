@@ -59,8 +59,8 @@ def spectrum_section(methods: Sequence[tuple[str, str, Sequence[Mapping[str, Any
         f"The {parameters:,} eigenvalues of the Hessian of the training loss, on {pictures:,} examples without "
         "augmentation, BatchNorm fixed. Estimated by stochastic Lanczos quadrature and smoothed with a Gaussian of "
         f"standard deviation {width:.2g}; a single eigenvalue is a peak near the bottom. Negative curvature: the "
-        "negative eigenvalues' share of the sum of all absolute values. Means over the seeds; beside the trace is the "
-        "standard error of its estimate from random probes.",
+        "negative eigenvalues' share of the sum of all squares. Means over the seeds; beside the trace is the standard "
+        "error of its estimate from random probes.",
     )
 
 
