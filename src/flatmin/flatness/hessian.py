@@ -91,7 +91,8 @@ class RandomVectors:
 
     def normal(self) -> Tensor:
         where = self.generator.device
-        return torch.randn(self.dimension, generator=self.generator, device=where).to(self.home, self.dtype)
+        drawn = torch.randn(self.dimension, generator=self.generator, device=where, dtype=torch.float32)
+        return drawn.to(self.home, self.dtype)
 
     def signs(self) -> Tensor:
         where = self.generator.device

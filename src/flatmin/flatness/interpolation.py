@@ -80,7 +80,7 @@ def between(
     measures = [parts_of(given) for given in (loss, error) if given is not None]
     line = _Line(model, other)
     batches = None if renew is None else _checked(renew)
-    ts = torch.linspace(0, 1, points, dtype=torch.float64)
+    ts = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu")
     found: list[list[Tensor]] = [[] for _ in measures]
     with weights.movable():
         for done, t in enumerate(ts.tolist(), start=1):

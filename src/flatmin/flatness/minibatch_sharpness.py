@@ -84,7 +84,8 @@ def batch_rise(
             rises.append(torch.stack(found))
     if not losses:
         raise ValueError("there must be at least one batch, got none")
-    return BatchRise(torch.tensor(radii, dtype=torch.float64), torch.stack(losses), torch.stack(rises))
+    of = torch.tensor(radii, dtype=torch.float64, device="cpu")
+    return BatchRise(of, torch.stack(losses), torch.stack(rises))
 
 
 def _unit(theta: Sequence[Tensor], gradient: Sequence[Tensor], scale: Scale) -> list[Tensor]:

@@ -3,7 +3,8 @@
     loss = lambda model: cross_entropy(model(x), y)          one batch
     loss = empirical_risk(x, y, batch_size=500)              a data set of any size, one batch at a time
 
-With several parts, only one graph is in memory at a time, so the data set may be larger than the memory.
+With several parts, only one graph is in memory at a time, so the data set may be larger than the memory. Their losses
+and gradients are added in at least float32: in bfloat16, a thousand parts of a loss of 1.63 add up to 0.5.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from flatmin.core.tensors import compute_dtype
 
 LossPart = Callable[[Callable[..., Any]], Tensor]
 Loss = LossPart | Sequence[LossPart]
@@ -28,7 +31,7 @@ class _BatchLoss:
     criterion: Callable[[Any, Any], Tensor]
 
     def __call__(self, model: Callable[..., Any]) -> Tensor:
-        return self.share * self.criterion(model(self.x), self.y)
+        return self.share * check_loss(self.criterion(model(self.x), self.y))
 
 
 def empirical_risk(
@@ -61,11 +64,12 @@ def parts_of(loss: Loss) -> list[LossPart]:
 
 
 def check_loss(loss: Any) -> Tensor:
+    """The loss as a single number, in at least float32."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         way = "take its mean" if isinstance(loss, Tensor) else "return the tensor itself"
         raise TypeError(f"loss(model) must be a tensor with one number, got {shown}; {way}")
-    return loss.reshape(())
+    return loss.reshape(()).to(compute_dtype(loss))
 
 
 def value(model: Callable[..., Any], parts: Sequence[LossPart]) -> Tensor:
@@ -84,7 +88,7 @@ def total_loss(model: Callable[..., Any], parts: Sequence[LossPart]) -> Tensor:
 def value_and_gradient(
     model: Callable[..., Any], parts: Sequence[LossPart], parameters: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """L and ∇L, without touching `.grad`; a parameter that L does not depend on has the gradient 0."""
+    """L and ∇L in at least float32, without touching `.grad`; what L does not depend on has the gradient 0."""
     total: Tensor | None = None
     gradient: list[Tensor] = []
     with torch.enable_grad():
@@ -95,7 +99,7 @@ def value_and_gradient(
             if gradient and found is not None:
                 torch._foreach_add_(gradient, found)
             elif found is not None:
-                gradient = [piece.clone() for piece in found]  # it may be an expanded view
+                gradient = [piece.to(compute_dtype(piece), copy=True) for piece in found]  # it may be an expanded view
     if not gradient or total is None:
         raise ValueError(INDEPENDENT_LOSS)
     return total, gradient

@@ -89,6 +89,19 @@ def test_the_model_is_bit_for_bit_as_it_was_even_after_an_error() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_filter_without_a_gradient_stays_where_it_is(scale: Scale, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].bias[0] = -100.0  # dead
+    x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))
+    exact = batch_rise(model, [(x, y)], radii=[0.1], scale=scale).mean
+    found = batch_rise(model.to(dtype), [(x.to(dtype), y)], radii=[0.1], scale=scale).mean
+    assert torch.allclose(found.float(), exact, atol=4 * torch.finfo(dtype).eps)
+
+
 def test_doubling_a_filter_before_batchnorm_changes_nothing_at_filter_radii() -> None:
     """BatchNorm takes the scale out again; a radius of its own length does not notice, one in absolute terms does."""
     model = network().eval()
