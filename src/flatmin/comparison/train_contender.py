@@ -22,6 +22,7 @@ from flatmin.comparison.outcome import Outcome
 from flatmin.core.messages import describe
 from flatmin.core.model_state import eval_mode
 from flatmin.core.random_state import HostRandom, random_state, seed_everything, set_random_state
+from flatmin.core.tensors import plain
 from flatmin.doctor.finding import during
 from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import MakeTraining, UserTraining, call
@@ -103,7 +104,8 @@ def fingerprint(training: UserTraining) -> str:
     found = hashlib.sha256()
     for name, value in training.model.state_dict().items():
         if isinstance(value, Tensor):
-            found.update(f"{name} {tuple(value.shape)} {value.cpu().double().sum().item():.9g}".encode())
+            total = plain(value).cpu().double().sum().item()
+            found.update(f"{name} {tuple(value.shape)} {total:.9g}".encode())
     groups = getattr(training.optimizer, "base", training.optimizer).param_groups
     settings = [{key: value for key, value in group.items() if isinstance(value, Number | str)} for group in groups]
     found.update(repr([sorted(group.items()) for group in settings]).encode())
@@ -210,7 +212,8 @@ class _Loop:
 
     def _match(self) -> None:
         with preserve_generators(), torch.no_grad(), eval_mode(self.training.model):
-            loss = measure_pairs(self.training.model, self.training.radius_data or ()).measures["nll"]
+            data = self.training.radius_data
+            loss = measure_pairs(self.training.model, () if data is None else data).measures["nll"]
         if self._radius is not None:
             self._radius.step(loss)
 

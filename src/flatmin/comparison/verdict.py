@@ -8,6 +8,8 @@ not worth twice the time.
     yes            the interval of at least one radius shows that it is better than both
     no             the intervals of all radii rule out that any is better than both by a gain worth having
     cannot tell    otherwise; the sentence says what would decide it
+
+Seeds that all give the same run, because the training sets its own, are no sample of seeds, and decide nothing.
 """
 
 import math
@@ -126,6 +128,16 @@ class _Table:
         counts = [sum(one.contender == contender.key for one in self.outcomes) for contender in self.contenders]
         return min(counts, default=0)
 
+    def seeds_are_alike(self) -> bool:
+        """Did the seeds of every contender give one and the same run, in each training loss and each measure?"""
+        several = [own for own in (list(self.of(one.key).values()) for one in self.contenders) if len(own) > 1]
+        return bool(several) and all(
+            own[0].curve
+            and all("training loss" in point for point in own[0].curve)  # a share may well be the same by chance
+            and all((one.measures, one.curve) == (own[0].measures, own[0].curve) for one in own)
+            for own in several
+        )
+
     def seconds_a_seed(self) -> float:
         found = [[one.seconds for one in self.outcomes if one.contender == other.key] for other in self.contenders]
         return sum(fmean(seconds) for seconds in found if seconds)
@@ -184,6 +196,8 @@ class _Decision:
             for amp in amps
         }
         by_mean = sorted(amps, key=lambda amp: self._mean(amp.key))
+        if table.seeds_are_alike():
+            return "cannot tell", self._alike(by_mean[0]), by_mean[0].key
         seeds = min(gap.seeds for own in gaps.values() for gap in own.values())
         enough = seeds >= FEWEST_SEEDS
         better = [amp for amp in by_mean if enough and all(gap.high < 0 for gap in gaps[amp.key].values())]
@@ -224,6 +238,12 @@ class _Decision:
         return (
             f"No: the {self.measure} on the held-out data is already 0 without AMP ({self._others(best)}; "
             f"{self.table.seeds()} seeds); another measure may tell them apart (measure=, --measure)."
+        )
+
+    def _alike(self, best: Contender) -> str:
+        return (
+            f"Cannot tell: all {self.table.seeds()} seeds gave the same runs, so they say nothing about other seeds "
+            f"({self._others(best)}). Does make_training set a seed itself? Leave that out: each run has its own."
         )
 
     def _show(self, value: float) -> str:

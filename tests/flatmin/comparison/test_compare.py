@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import flatmin
 from flatmin.comparison import LONGER, PLAIN, Comparison, Progress
@@ -320,11 +320,88 @@ def test_the_table_has_a_line_for_each() -> None:
     assert lines[-1].startswith(("Yes", "No", "Cannot tell"))
 
 
-def test_arguments_are_checked_before_the_second_training() -> None:
-    own = Own()
+UNKNOWN_CLASS = Y[64:].where(torch.arange(32) != 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({}, {"measure": "f1"}, "unknown measure 'f1'; choose from error, nll, ece"),
+        ({"held_out": [(X[64:], UNKNOWN_CLASS)]}, {}, "labels must be from 0 to 2 for 3 classes, got 3 in row 5"),
+        ({"held_out": [(X[64:], UNKNOWN_CLASS - 4)]}, {}, "labels must be from 0 to 2 for 3 classes, got -"),
+        ({"held_out": [(X[64:], Y[64:, None])]}, {}, r"int64 of shape \(32, 1\); give evaluate"),
+        ({"radius_data": [(X[64:], Y[64:].float())]}, {}, "torch.float32 of shape"),
+    ],
+)
+def test_what_cannot_be_measured_is_named_before_anything_is_trained(
+    changes: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    own = Own(**changes)
+    with pytest.raises((TypeError, ValueError), match=message):
+        compare(own, **settings)
+    assert len(own.models) == 1  # it is only looked at
+
+
+def test_a_classifier_with_one_logit_is_told_what_to_give() -> None:
+    own = Own(held_out=[(X[64:], (Y[64:] > 0).long())], model=lambda made: made["model"].append(nn.Linear(3, 1)))
+    with pytest.raises(TypeError, match=r"K at least 2.*got torch.float32 of shape \(32, 1\).*give evaluate"):
+        compare(own)
+
+
+def test_an_unknown_measure_of_an_evaluate_is_named_after_the_first_training() -> None:
+    own = Own(held_out=None, evaluate=lambda made: lambda: {"loss": 1.0})
     with pytest.raises(ValueError, match="unknown measure 'f1'"):
         compare(own, measure="f1")
     assert len(own.models) == 2  # one is only looked at
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Data of unknown length: `len` of its loader raises."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.pairs = list(zip(x, y, strict=True))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.pairs)
+
+
+def test_loaders_of_unknown_length_are_those_of_known_length() -> None:
+    def outcomes(kind: Any) -> list[Any]:
+        rows = {"batches": slice(0, 64), "held_out": slice(64, 80), "radius_data": slice(80, 96)}
+        loaders = {name: DataLoader(kind(X[row], Y[row]), batch_size=16) for name, row in rows.items()}
+        return [outcome.measures for outcome in compare(Own(**loaders)).outcomes]
+
+    assert outcomes(Stream) == outcomes(TensorDataset)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_seeds_that_change_nothing_decide_nothing(evaluates: bool) -> None:
+    """A training that sets its own seed gives three times the same run; three seeds would be sure of anything."""
+
+    def always_the_same() -> dict[str, Any]:
+        torch.manual_seed(0)
+        own = Own(batches=[(X[:64], Y[:64])], model=lambda made: made["model"].eval())()
+        if evaluates:
+            own["evaluate"] = lambda: float(cross_entropy(own["model"](X[64:]), Y[64:]))
+            del own["held_out"]
+        return own
+
+    found = compare(always_the_same, seeds=3, measure=None if evaluates else "nll")
+    assert found.verdict.answer == "cannot tell"
+    assert "all 3 seeds gave the same runs" in found.verdict.sentence
+
+
+def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    with pytest.raises(ValueError, match="out must be a folder"):
+        compare(Own(), out=tmp_path / "notes")
+
+
+@pytest.mark.parametrize("name", ["accuracy", "eval_accuracy", "val/acc", "Test F1", "held_out_top-1"])
+def test_measures_of_which_more_is_better_are_refused_by_their_names(name: str) -> None:
+    with pytest.raises(Crash) as crash:
+        compare(Own(held_out=None, evaluate=lambda made: lambda: {name: 0.9}))
+    assert "higher seems to be" in str(crash.value.error)
 
 
 def test_what_the_doctor_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
