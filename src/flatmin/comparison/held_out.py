@@ -91,7 +91,8 @@ def _named(found: Any) -> dict[str, float]:
 
 
 def _without_split(name: str) -> str:
-    """
+    """The name as one word, without what says on which data.
+
     >>> _without_split("eval_accuracy"), _without_split("Top-1"), _without_split("test/acc loss")
     ('accuracy', 'top1', 'accloss')
     """

@@ -182,22 +182,27 @@ class _Decision:
 
     def decide(self) -> tuple[Answer, str, str]:
         """The answer, the sentence, and the key of AMP's best contender."""
-        contenders, table = self.table.contenders, self.table
-        trained = [one for one in contenders if not one.is_plain and table.of(one.key)]
+        table = self.table
+        trained = [one for one in table.contenders if not one.is_plain and table.of(one.key)]
         bases = [key for key in (PLAIN, LONGER) if table.of(key)]
         if not trained or not bases:
             return self._unfinished(bases)
         amps = [one for one in trained if not table.failed(one.key)]  # one that diverges with some seeds helps nobody
         if not amps:
             return "no", f"No: AMP diverged with some seeds at every radius{SMALLER_RADII}.", ""
-        level = 1 - (1 - LEVEL) / len([one for one in contenders if not one.is_plain])
-        gaps = {
-            amp.key: {base: table.difference(amp.key, base, self.measure, level=level) for base in bases}
-            for amp in amps
-        }
         by_mean = sorted(amps, key=lambda amp: self._mean(amp.key))
         if table.seeds_are_alike():
             return "cannot tell", self._alike(by_mean[0]), by_mean[0].key
+        return self._weigh(by_mean, bases)
+
+    def _weigh(self, by_mean: Sequence[Contender], bases: Sequence[str]) -> tuple[Answer, str, str]:
+        """What the intervals of these contenders, the best first, say."""
+        table = self.table
+        level = 1 - (1 - LEVEL) / len([one for one in table.contenders if not one.is_plain])
+        gaps = {
+            amp.key: {base: table.difference(amp.key, base, self.measure, level=level) for base in bases}
+            for amp in by_mean
+        }
         seeds = min(gap.seeds for own in gaps.values() for gap in own.values())
         enough = seeds >= FEWEST_SEEDS
         better = [amp for amp in by_mean if enough and all(gap.high < 0 for gap in gaps[amp.key].values())]
@@ -207,7 +212,7 @@ class _Decision:
         if any(self._is_zero(base) for base in bases):
             return "no", self._nothing_to_gain(best), best.key
         margin = self.worth * abs(self._mean(PLAIN if PLAIN in bases else LONGER))
-        if enough and all(max(gap.low for gap in gaps[amp.key].values()) > -margin for amp in amps):
+        if enough and all(max(gap.low for gap in gaps[amp.key].values()) > -margin for amp in by_mean):
             return "no", self._no(best, gaps, margin), best.key
         return "cannot tell", self._cannot_tell(best, gaps[best.key], margin, level), best.key
 

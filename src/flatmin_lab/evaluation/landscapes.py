@@ -129,10 +129,16 @@ def line_between(
 
 def _check_same_data(first: Subject, second: Subject) -> None:
     same = first.test.x.shape == second.test.x.shape and torch.equal(first.test.x, second.test.x)
-    if not same or not torch.equal(first.normalise.mean, second.normalise.mean):
+    if not same:
         raise ValueError(
             "the line between two models needs two that take the same images, and these were trained or evaluated on "
             "different ones; name two runs on one data set"
+        )
+    one, other = first.normalise, second.normalise
+    if not torch.equal(one.mean, other.mean) or not torch.equal(one.std, other.std):
+        raise ValueError(
+            "the line between two models needs two that take the same inputs, and these normalise their images by "
+            "different numbers; name two runs with one --normalise"
         )
 
 

@@ -186,6 +186,27 @@ def test_outside_data_that_cannot_be_read_are_named_before_anything_is_measured(
     assert "nowhere.npz must be an .npz file or a folder of images, and is not there" in words(result.stderr)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--attack", "--norm", "l1"], "unknown norm 'l1'; choose from l2, linf"),
+        (["--attack", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["--attack", "--step-size", "1/999"], "PGD must be able to reach the edge of its ball"),
+        (["--attack", "--radius", "2"], "a radius is at most 1, got 2"),
+        (["--attack", "--flatness", "--epsilon=-1"], "epsilon must be at least 0 and finite, got -1.0"),
+    ],
+)
+def test_options_that_make_no_sense_are_named_before_anything_is_measured(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], text: str
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(measurements, "logits_on_test", measured.append)
+    result = flatmin("evaluate", runs / "erm", *arguments)
+    assert result.exit_code == 2
+    assert text in words(result.output)
+    assert not measured
+
+
 def test_a_name_in_brackets_is_shown_as_it_is(user: Path) -> None:
     Path("own.npz").rename("[red]own.npz")
     asked = ["--model", "mymodule:make_model", "--data", "digits", "--device", "cpu"]

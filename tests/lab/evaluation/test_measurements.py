@@ -1,5 +1,6 @@
 """What is measured of a trained classifier is what the library's functions say, and what cannot be is said clearly."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,12 @@ def test_two_models_of_different_data_are_not_joined(tiny: Subject) -> None:
     other = replace(tiny, test=replace(tiny.test, x=tiny.test.x.flip(0)))
     with pytest.raises(ValueError, match="name two runs on one data set"):
         landscapes.line_between(tiny, other)
+    for normalise in (
+        replace(tiny.normalise, mean=tiny.normalise.mean + 1),
+        replace(tiny.normalise, std=2 * tiny.normalise.std),
+    ):
+        with pytest.raises(ValueError, match="name two runs with one --normalise"):
+            landscapes.line_between(tiny, replace(tiny, normalise=normalise))
 
 
 def test_a_landscape_has_the_loss_of_each_split_in_its_middle(tiny: Subject) -> None:
@@ -338,3 +345,8 @@ def test_pgd_must_be_able_to_reach_the_edge_of_its_ball(tiny: Subject) -> None:
         measurements.robustness(tiny, radius=0.5, step_size=0.01)
     with pytest.raises(ValueError, match="a radius is at most 1, got 4"):
         measurements.robustness(tiny, radius=4.0)
+
+
+def test_steps_that_reach_the_edge_but_for_rounding_reach_it() -> None:
+    for pixels, steps in itertools.product(range(1, 33), range(1, 101)):
+        measurements.check_attack(radius=pixels / 255, step_size=pixels / (255 * steps), steps=steps)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flatmin.flatness.weights import check_radius
 from flatmin_lab.cli import browser, display, model_source
 from flatmin_lab.cli.model_source import EvaluatedModel, ModelSource
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, OpenPage, option, report_errors
@@ -94,6 +95,8 @@ def evaluate(
         }
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
         flat = _given(flatness, "--flatness", {"epsilon": epsilon})
+        measurements.check_attack(**attacked)  # now, and not after an hour of other measurements
+        check_radius(measurements.FLATNESS_EPSILON if epsilon is None else epsilon)
         if images is not None and not (attack or flatness or spectrum):
             raise ValueError(
                 "--images belongs to --attack, --flatness and --spectrum; everything else uses the whole test set"
@@ -101,6 +104,7 @@ def evaluate(
         model_source.check_count("--images", images)
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         (evaluated,) = source.models([checkpoint])
+        measurements.check_attack(**attacked, pixels=evaluated.subject.test.is_images)
         others = list(source.outside(outside or [], evaluated.subject))  # a bar of its own, and errors at once
         with display.busy(display.terminal()) as say:
             say("evaluating the test set")
