@@ -84,7 +84,8 @@ def pgd(
         found = ball.random_point(generator) if random_start else ball.start
         for _ in range(steps):
             point = found.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(_check_loss((loss or _summed_cross_entropy)(model(point), y)), point)
+            outputs = model(point.clone())  # which the model may change in place
+            (gradient,) = torch.autograd.grad(_check_loss((loss or _summed_cross_entropy)(outputs, y)), point)
             found = ball.nearest(point.detach() + step * ball.direction(gradient))
         return found.detach()
 

@@ -205,6 +205,16 @@ def test_the_attack_is_the_one_in_eval_mode() -> None:
     assert torch.equal(found, fgsm(trained.eval(), x, y, epsilon=0.03))
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_model_may_change_its_inputs_in_place(norm: Norm) -> None:
+    model, (x, y) = network().eval(), batch()
+    before = x.clone()
+    how: dict[str, Any] = {"epsilon": 0.1, "step_size": 0.05, "steps": 3, "norm": norm}
+    found = pgd(lambda x: model(x.mul_(2)), x, y, **how)
+    assert torch.equal(x, before)
+    assert torch.equal(found, pgd(lambda x: model(x * 2), x, y, **how))
+
+
 def test_a_plain_function_is_called_as_it_is() -> None:
     model, (x, y) = network().train(), batch()
     before = model[1].running_mean.clone()  # type: ignore[index]

@@ -114,7 +114,8 @@ def measure_pairs(model: nn.Module, pairs: Iterable[Any]) -> Measured:
             )
         inputs, classes = batch
         with during("calling the model on held-out inputs"):
-            answer = model(inputs.to(device) if isinstance(inputs, Tensor) else inputs)
+            # a copy, which the model may change in place: a list of batches is measured again and again
+            answer = model(inputs.to(device, copy=True) if isinstance(inputs, Tensor) else inputs)
         answer = getattr(answer, "logits", answer)
         if (
             not isinstance(answer, Tensor)

@@ -13,6 +13,7 @@ are not fitted so well. Lengths are relative to each filter's own, because Batch
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -72,7 +73,7 @@ def batch_rise(
     with weights.movable():  # which restores the modes too
         model.train()
         for x, y in batches:
-            parts = [lambda model, x=x, y=y: loss(model(x), y)]
+            parts = [partial(_loss_of, x, y, loss)]
             centre, gradient = weights.value_and_gradient(parts)
             delta = _unit(weights.theta(), gradient, scale)
             found = []
@@ -86,6 +87,10 @@ def batch_rise(
         raise ValueError("there must be at least one batch, got none")
     of = torch.tensor(radii, dtype=torch.float64, device="cpu")
     return BatchRise(of, torch.stack(losses), torch.stack(rises))
+
+
+def _loss_of(x: Any, y: Any, loss: Callable[[Tensor, Any], Tensor], model: Callable[..., Any]) -> Tensor:
+    return loss(model(x.clone() if isinstance(x, Tensor) else x), y)  # which the model may change in place
 
 
 def _unit(theta: Sequence[Tensor], gradient: Sequence[Tensor], scale: Scale) -> list[Tensor]:

@@ -31,7 +31,8 @@ class _BatchLoss:
     criterion: Callable[[Any, Any], Tensor]
 
     def __call__(self, model: Callable[..., Any]) -> Tensor:
-        return self.share * check_loss(self.criterion(model(self.x), self.y))
+        x = self.x.clone()  # a model may change its inputs in place, and every point of θ has the same
+        return self.share * check_loss(self.criterion(model(x), self.y))
 
 
 def empirical_risk(

@@ -374,6 +374,17 @@ def test_loaders_of_unknown_length_are_those_of_known_length() -> None:
     assert outcomes(Stream) == outcomes(TensorDataset)
 
 
+class Halving(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.div_(2)
+
+
+def test_a_model_that_changes_its_inputs_in_place_is_measured_on_the_same_ones() -> None:
+    held_out, before = [(X[64:].clone(), Y[64:])], X[64:].clone()
+    compare(Own(held_out=held_out, model=lambda made: made["model"].insert(0, Halving())))
+    assert torch.equal(held_out[0][0], before)
+
+
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_seeds_that_change_nothing_decide_nothing(evaluates: bool) -> None:
     """A training that sets its own seed gives three times the same run; three seeds would be sure of anything."""

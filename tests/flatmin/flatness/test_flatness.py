@@ -275,6 +275,38 @@ def test_torchs_default_device_and_type_play_no_part(look: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+class ChangesItsInputs(nn.Module):
+    """As forward passes do that begin with `x /= 255`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x /= 2
+        found: Tensor = self.layer(x)
+        return found
+
+
+@pytest.mark.parametrize("look", [*LOOKS, "renewed", "batch_rise"])
+def test_a_model_that_changes_its_inputs_in_place_is_looked_at_on_the_same_ones(look: str) -> None:
+    looks: dict[str, Callable[[nn.Module, Tensor], object]] = {
+        "renewed": lambda model, x: flatness.between(model, moved(model), risk(x), points=4, renew=[x[:6], x[6:]]),
+        "batch_rise": lambda model, x: flatness.batch_rise(model, [(x, case.y)], radii=[0.1, 0.2]),
+        **{name: lambda model, x, look=look: look(model, risk(x)) for name, look in LOOKS.items() if name != "between"},
+        "between": lambda model, x: flatness.between(model, moved(model), risk(x), points=4),
+    }
+
+    def risk(x: Tensor) -> flatness.Loss:
+        return flatness.empirical_risk(x, case.y, batch_size=5)
+
+    case = Case("convolutional")
+    before = case.x.clone()
+    found = looks[look](ChangesItsInputs(case.model), case.x)
+    assert torch.equal(case.x, before)
+    assert_equal_numbers(looks[look](case.model, case.x / 2), found)
+
+
 @pytest.mark.parametrize("batch_size", [500, 20, 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_many_parts_in_half_precision_add_up_to_what_they_do_in_float64(dtype: torch.dtype, batch_size: int) -> None:
