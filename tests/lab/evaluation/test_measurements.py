@@ -194,6 +194,36 @@ def test_two_models_of_different_data_are_not_joined(tiny: Subject) -> None:
             landscapes.line_between(tiny, replace(tiny, normalise=normalise))
 
 
+class Viewing(Net):
+    """Views its activations as rows, which those of NHWC images cannot be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.norm(self.inside(x)).relu().view(len(x), -1))
+        return found
+
+
+class FiveDimensional(nn.Module):
+    """A weight that cannot be NHWC."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.head = nn.Conv3d(1, 2, (1, 3, 3)), nn.Linear(2 * 16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.inside(x[:, :, None]).flatten(1))
+        return found
+
+
+@pytest.mark.parametrize("network", [Net, Viewing, FiveDimensional])
+def test_any_layout_of_activations_and_weights_has_a_landscape(network: type[nn.Module]) -> None:
+    own = user_subject(network(), tiny_data(), normalised=True, device=torch.device("cpu"))
+    found = landscapes.landscape(own, points=3, images=20)
+    x, y = own.inputs(own.test, 20)
+    centre = nn.functional.cross_entropy(own.model(x), y).item()
+    assert found["splits"]["test"]["line"][1] == pytest.approx(centre, rel=1e-5)
+
+
 def test_a_landscape_has_the_loss_of_each_split_in_its_middle(tiny: Subject) -> None:
     seen: list[int] = []
     found = landscapes.landscape(tiny, points=5, images=20, progress=seen.append)
