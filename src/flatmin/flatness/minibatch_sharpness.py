@@ -63,11 +63,14 @@ def batch_rise(
     """
     if scale not in SCALES:
         raise ValueError(f"unknown scale {scale!r}; choose from {', '.join(SCALES)}")
+    radii = [float(radius) for radius in radii]
     if not radii:
         raise ValueError("there must be at least one radius, got none")
     for radius in radii:
         check_radius(radius)
     batches = list(batches)  # drawn before the passes, which rewind the random generators for their masks
+    for batch in batches:
+        _check_pair(batch)
     weights = Weights(model, parameters)
     losses, rises = [], []
     with weights.movable():  # which restores the modes too
@@ -87,6 +90,12 @@ def batch_rise(
         raise ValueError("there must be at least one batch, got none")
     of = torch.tensor(radii, dtype=torch.float64, device="cpu")
     return BatchRise(of, torch.stack(losses), torch.stack(rises))
+
+
+def _check_pair(batch: object) -> None:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise TypeError(f"batches must be pairs (inputs, targets), got a {type(batch).__name__}{size}; make it a pair")
 
 
 def _loss_of(x: Any, y: Any, loss: Callable[[Tensor, Any], Tensor], model: Callable[..., Any]) -> Tensor:

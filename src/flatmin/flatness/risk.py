@@ -45,11 +45,19 @@ def empirical_risk(
     (3, tensor(0.6931))
     """
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise TypeError(f"examples and labels must be tensors, got {type(x).__name__} and {type(y).__name__}")
+        raise TypeError(
+            f"examples and labels must be tensors, got {type(x).__name__} and {type(y).__name__}; for others, give a "
+            "list of functions of the model that add up to the loss, one for each batch"
+        )
     if len(x) != len(y) or not len(x):
         raise ValueError(f"there must be at least one example, and one label for each, got {len(x)} and {len(y)}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if "sum" in (getattr(criterion, "reduction", None), getattr(criterion, "keywords", {}).get("reduction")):
+        raise ValueError(
+            "criterion must be a mean over its examples, got one with reduction='sum', which would depend on the batch "
+            "size; leave the reduction out"
+        )
     batches = zip(x.split(batch_size), y.split(batch_size), strict=True)
     return [_BatchLoss(here, labels, len(here) / len(x), criterion) for here, labels in batches]
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -290,21 +291,21 @@ class ChangesItsInputs(nn.Module):
 
 @pytest.mark.parametrize("look", [*LOOKS, "renewed", "batch_rise"])
 def test_a_model_that_changes_its_inputs_in_place_is_looked_at_on_the_same_ones(look: str) -> None:
-    looks: dict[str, Callable[[nn.Module, Tensor], object]] = {
-        "renewed": lambda model, x: flatness.between(model, moved(model), risk(x), points=4, renew=[x[:6], x[6:]]),
-        "batch_rise": lambda model, x: flatness.batch_rise(model, [(x, case.y)], radii=[0.1, 0.2]),
-        **{name: lambda model, x, look=look: look(model, risk(x)) for name, look in LOOKS.items() if name != "between"},
-        "between": lambda model, x: flatness.between(model, moved(model), risk(x), points=4),
-    }
-
-    def risk(x: Tensor) -> flatness.Loss:
-        return flatness.empirical_risk(x, case.y, batch_size=5)
-
     case = Case("convolutional")
+
+    def found(model: nn.Module, x: Tensor) -> object:
+        loss = flatness.empirical_risk(x, case.y, batch_size=5)
+        if look == "batch_rise":
+            return flatness.batch_rise(model, [(x, case.y)], radii=[0.1, 0.2])
+        if look in ("between", "renewed"):
+            renew = [x[:6], x[6:]] if look == "renewed" else None
+            return flatness.between(model, moved(model), loss, points=4, renew=renew)
+        return LOOKS[look](model, loss)
+
     before = case.x.clone()
-    found = looks[look](ChangesItsInputs(case.model), case.x)
+    changing = found(ChangesItsInputs(case.model), case.x)
     assert torch.equal(case.x, before)
-    assert_equal_numbers(looks[look](case.model, case.x / 2), found)
+    assert_equal_numbers(found(case.model, case.x / 2), changing)
 
 
 @pytest.mark.parametrize("batch_size", [500, 20, 1])
@@ -401,7 +402,21 @@ look: Any = flatness  # what it is given here is of the wrong type
         (lambda model, loss: look.mean_loss(model, loss, epsilon=1.0, parameters=model[0].weight), TypeError, "a list"),
         (lambda model, loss: look.line(nn.LazyLinear(3), loss), ValueError, "run a batch"),
         (lambda model, loss: look.trace(model, lambda m: loss[0](m) / 0), ValueError, "finite"),
-        (lambda model, loss: look.empirical_risk([1.0], torch.zeros(1)), TypeError, "got list"),
+        (lambda model, loss: look.empirical_risk([1.0], torch.zeros(1)), TypeError, "got list .* one for each batch"),
+        (
+            lambda model, loss: look.empirical_risk(
+                torch.zeros(2, 3), torch.zeros(2), criterion=nn.CrossEntropyLoss(reduction="sum")
+            ),
+            ValueError,
+            "leave the reduction out",
+        ),
+        (
+            lambda model, loss: look.empirical_risk(
+                torch.zeros(2, 3), torch.zeros(2), criterion=partial(cross_entropy, reduction="sum")
+            ),
+            ValueError,
+            "leave the reduction out",
+        ),
         (lambda model, loss: look.line(nn.Identity(), loss), ValueError, "got none"),
         (lambda model, loss: look.directions(nn.BatchNorm1d(3)), ValueError, "scaled"),
         (
