@@ -127,4 +127,9 @@ def gradient_of(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: boo
     found = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
     if all(piece is None for piece in found):
         return None
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    return [torch.zeros_like(p) if g is None else dense(g) for p, g in zip(parameters, found, strict=True)]
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """That of an embedding with `sparse=True`, too, has a number for each weight."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -276,6 +276,22 @@ def test_torchs_default_device_and_type_play_no_part(look: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("look", [*LOOKS, "batch_rise", "linf"])
+def test_an_embedding_with_sparse_gradients_is_looked_at_as_the_dense_one(look: str) -> None:
+    looks: dict[str, Callable[[nn.Module, flatness.Loss], object]] = {
+        "batch_rise": lambda model, _: flatness.batch_rise(model, [(x, y)], radii=[0.1]),
+        "linf": lambda model, loss: flatness.worst_case_loss(model, loss, epsilon=0.1, norm="linf", steps=2),
+        **LOOKS,
+    }
+    x, y = torch.tensor([[0, 1, 1], [2, 2, 0], [1, 4, 2]]), torch.tensor([0, 1, 2])
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Embedding(5, 4, sparse=sparse), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)]
+        found.append(looks[look](nn.Sequential(*layers).double(), flatness.empirical_risk(x, y, batch_size=2)))
+    assert_equal_numbers(*found)
+
+
 class ChangesItsInputs(nn.Module):
     """As forward passes do that begin with `x /= 255`."""
 
