@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flatmin_lab.data import load
-from flatmin_lab.evaluation import measurements
+from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.report.pages.theory import theory_page
 from flatmin_lab.runs import checkpoint
 from tests.support.processes import flatmin, words
@@ -204,6 +204,19 @@ def test_options_that_make_no_sense_are_named_before_anything_is_measured(
     result = flatmin("evaluate", runs / "erm", *arguments)
     assert result.exit_code == 2
     assert text in words(result.output)
+    assert not measured
+
+
+@pytest.mark.parametrize("more", [[], ["--between"]], ids=" ".join)
+def test_a_page_that_cannot_be_written_is_named_before_anything_is_measured(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    measured: list[object] = []
+    for name in ("landscape", "line_between"):
+        monkeypatch.setattr(landscapes, name, lambda *found, **_: measured.append(found))
+    result = flatmin("landscape", runs / "erm", runs / "amp", "--out", tmp_path, *more)
+    assert result.exit_code == 2
+    assert "is a folder; name the file" in words(result.output)
     assert not measured
 
 

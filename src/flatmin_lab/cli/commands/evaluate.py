@@ -1,6 +1,8 @@
 """`flatmin evaluate`, `landscape`, `report` and `theory`: their flags, and the files that they write."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -162,6 +164,7 @@ def landscape(
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin landscape")
         landscapes.check_options(points, reach, images)
+        _check_page(out)  # now, not after an hour of measuring
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         places: list[Path | None] = [*(checkpoints or [])] or [None]
         if between:
@@ -283,13 +286,24 @@ def _keep(evaluated: EvaluatedModel, file: str, found: dict[str, Any]) -> None:
         display.say(console, f"note: not saved in {evaluated.run.folder}: {error}", style="yellow")
 
 
-def _write(path: Path, page: str, *, in_browser: bool) -> None:
+def _check_page(path: Path) -> None:
+    """Raise where no page can be written; the folder it goes to is made."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the file with --out, such as {path / 'page.html'}")
-    try:
+    with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            file.write(page.encode())
+
+
+def _write(path: Path, page: str, *, in_browser: bool) -> None:
+    _check_page(path)
+    with _writable(path), atomic_write(path) as file:
+        file.write(page.encode())
+    browser.announce(path, in_browser=in_browser)
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ValueError(f"{path} cannot be written ({error.strerror}); choose another place with --out") from error
-    browser.announce(path, in_browser=in_browser)
