@@ -264,6 +264,32 @@ def with_own_generator() -> TrainingParts:
     return model, optimizer, closure
 
 
+def changing_its_batch() -> TrainingParts:
+    model = mlp()
+    optimizer, (x, y) = amp(model), batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x.div_(2)), y)
+        loss.backward()
+        return loss
+
+    return model, optimizer, closure
+
+
+def changing_its_batches() -> Any:
+    model = mlp()
+    optimizer = amp(model)
+
+    def closure(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x.div_(2)), y)
+        loss.backward()
+        return loss
+
+    return {"model": model, "optimizer": optimizer, "closure": closure, "batches": [batch()]}
+
+
 def scaled(*, passed: bool, used: bool) -> TrainingParts:
     scaler = torch.amp.GradScaler("cpu")
     model, optimizer, closure = make(backward=lambda loss: (scaler.scale(loss) if used else loss).backward())
@@ -356,6 +382,8 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
     ),
     "a thread that draws": (beside_a_thread, "closure repeats", "warning", "its own generator"),
     "a generator of its own": (with_own_generator, "closure repeats", "error", "it draws from generator"),
+    "a batch changed in place": (changing_its_batch, "closure repeats", "error", ": it changes x "),
+    "batches changed in place": (changing_its_batches, "closure repeats", "error", ": it changes batch[0] "),
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
     "a buffer that the loss uses": (lambda: make(Centred), "closure repeats", "warning", "a pass changes (mean)"),
     "an unused layer": (lambda: make(Unused), "gradients", "warning", "none in unused.weight, unused.bias"),
