@@ -118,10 +118,15 @@ def _check(p: object) -> None:
         raise TypeError(f"parameters must be tensors, got {type(p).__name__}; give model.parameters()")
     if is_lazy(p):
         raise ValueError("a lazy module has no weights yet; run a batch through the model first")
-    if hasattr(p, "placements") or (p.requires_grad and not p.is_floating_point()):  # frozen integers do not move
+    if hasattr(p, "placements"):
+        kind = type(p.data).__name__
         raise TypeError(
-            f"flatness can be measured only for whole, real parameters, got {type(p.data).__name__} of {p.dtype}; "
-            "gather a sharded model first"
+            f"flatness can be measured only for whole parameters, got a {kind}; gather a sharded model first"
+        )
+    if p.requires_grad and p.is_complex():  # frozen ones, and frozen integers, do not move
+        raise TypeError(
+            f"flatness can be measured only for real parameters, got {p.dtype}; keep the real and imaginary parts as "
+            "two parameters, or freeze it with requires_grad_(False)"
         )
     if p.is_inference():
         raise ValueError("a model that was created in inference mode has no gradients; create it outside of it")

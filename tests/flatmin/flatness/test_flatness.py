@@ -417,6 +417,7 @@ look: Any = flatness  # what it is given here is of the wrong type
         (lambda model, loss: look.line(model, loss, parameters=model.named_parameters()), TypeError, "got tuple"),
         (lambda model, loss: look.mean_loss(model, loss, epsilon=1.0, parameters=model[0].weight), TypeError, "a list"),
         (lambda model, loss: look.line(nn.LazyLinear(3), loss), ValueError, "run a batch"),
+        (lambda model, loss: look.line(nn.Linear(2, 2, dtype=torch.complex64), loss), TypeError, "complex64; keep"),
         (lambda model, loss: look.trace(model, lambda m: loss[0](m) / 0), ValueError, "finite"),
         (lambda model, loss: look.empirical_risk([1.0], torch.zeros(1)), TypeError, "got list .* one for each batch"),
         (

@@ -74,6 +74,21 @@ def test_evaluate_keeps_what_it_finds_and_adds_to_it(own: Path) -> None:
     assert kept["facts"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("error", [RuntimeError("the derivative is not implemented"), KeyboardInterrupt()], ids=repr)
+def test_what_was_measured_is_kept_even_if_a_later_measurement_fails(
+    own: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(measurements, "flatness_of", fails)
+    result = flatmin("evaluate", own / "erm", "--attack", "--flatness", "--images", 20, "--device", "cpu")
+    assert result.exit_code != 0
+    kept = json.loads((own / "erm" / "evaluation.json").read_text())
+    assert kept["attack"]["pictures"] == 20
+    assert "flatness" not in kept
+
+
 def test_the_spectrum_is_kept_beside_the_flatness_and_drawn_in_the_report(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,21 +108,25 @@ def evaluate(
         (evaluated,) = source.models([checkpoint])
         measurements.check_attack(**attacked, pixels=evaluated.subject.test.is_images)
         others = list(source.outside(outside or [], evaluated.subject))  # a bar of its own, and errors at once
-        with display.busy(display.terminal()) as say:
-            say("evaluating the test set")
-            logits = measurements.logits_on_test(evaluated.subject)
-            found = {**evaluated.description, **measurements.calibration(evaluated.subject, logits)}
-            for other in others:
-                say("comparing with outside data")
-                found.setdefault("outside", {})[other.name] = detection(evaluated.subject, logits, other)
-            if attack:
-                found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
-            if flatness:
-                found["flatness"] = measurements.flatness_of(evaluated.subject, images=images, say=say, **flat)
-            if spectrum:
-                found["spectrum"] = measurements.spectrum_of(evaluated.subject, images=images, say=say)
-        found["facts"] = facts(evaluated.subject.device)
-        _keep(evaluated, evaluation_files.EVALUATION, found)
+        found: dict[str, Any] = {}
+        try:
+            with display.busy(display.terminal()) as say:
+                say("evaluating the test set")
+                logits = measurements.logits_on_test(evaluated.subject)
+                found |= {**evaluated.description, **measurements.calibration(evaluated.subject, logits)}
+                for other in others:
+                    say("comparing with outside data")
+                    found.setdefault("outside", {})[other.name] = detection(evaluated.subject, logits, other)
+                if attack:
+                    found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
+                if flatness:
+                    found["flatness"] = measurements.flatness_of(evaluated.subject, images=images, say=say, **flat)
+                if spectrum:
+                    found["spectrum"] = measurements.spectrum_of(evaluated.subject, images=images, say=say)
+        finally:  # an hour of attacks is kept, whatever happens to what comes after them
+            if found:
+                found["facts"] = facts(evaluated.subject.device)
+                _keep(evaluated, evaluation_files.EVALUATION, found)
         if as_json:
             typer.echo(json.dumps(found, indent=2))
         else:
