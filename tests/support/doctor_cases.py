@@ -1,5 +1,6 @@
 """What users' make_training functions return, for the doctor: healthy ones, and ones broken in one way each."""
 
+import copy
 import itertools
 import random
 from collections.abc import Callable
@@ -36,6 +37,18 @@ def make(make_model: Callable[[], nn.Module] = mlp, wrap: Wrap = amp, **ways: An
     model = make_model()
     optimizer = wrap(model)
     return model, optimizer, closure_of(model, optimizer, **ways)
+
+
+def always_the_same_model(*, reset: bool) -> Callable[[], TrainingParts]:
+    model = mlp()
+    start = copy.deepcopy(model.state_dict())
+
+    def make_training() -> TrainingParts:
+        if reset:
+            model.load_state_dict(start)
+        return make(lambda: model)
+
+    return make_training
 
 
 def closure_of(
@@ -167,6 +180,7 @@ HEALTHY: dict[str, Callable[[], TrainingParts]] = {
         wrap=lambda model: AMP(SGD(model.parameters(), lr=0.1, maximize=True), epsilon=0.1, model=model)
     ),
     "a plain optimizer": lambda: make(wrap=sgd),
+    "one model for all, reset each time": always_the_same_model(reset=True),
     "AdamW": lambda: make(wrap=lambda model: AMP(AdamW(model.parameters()), epsilon=0.1)),
     "BatchNorm": lambda: make(conv_batchnorm),
     "dropout": lambda: make(dropout),
@@ -382,6 +396,7 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
     ),
     "a thread that draws": (beside_a_thread, "closure repeats", "warning", "its own generator"),
     "a generator of its own": (with_own_generator, "closure repeats", "error", "it draws from generator"),
+    "one model for all": (always_the_same_model(reset=False), "set-up", "error", "create the model, or reset its"),
     "a batch changed in place": (changing_its_batch, "closure repeats", "error", ": it changes x "),
     "batches changed in place": (changing_its_batches, "closure repeats", "error", ": it changes batch[0] "),
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
