@@ -7,6 +7,7 @@ example by example. With `evaluate()`, only what it returns is known.
 import math
 import re
 from collections.abc import Iterable, Mapping
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,13 @@ def check_can_measure(training: UserTraining) -> None:
             "a comparison measures every run on data that it was not trained on; make_training must return a "
             f"mapping with either held_out (a loader of inputs and classes) or evaluate (a function), got {got}"
         )
+    apart = {name: getattr(training, name) for name in ("batches", "held_out", "radius_data")}
+    for one, other in combinations([name for name, data in apart.items() if data is not None], 2):
+        if apart[one] is apart[other]:
+            raise ValueError(
+                f"{one} and {other} of make_training must be different data, got the same loader for both; what is "
+                "measured must not be what is trained on"
+            )
 
 
 def measures_before_training(training: UserTraining) -> list[str] | None:

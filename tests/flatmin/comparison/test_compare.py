@@ -299,6 +299,12 @@ def test_the_doctor_takes_the_same_function() -> None:
         ({}, {"worth": 1.5}, "worth must be a share"),
         ({"held_out": lambda made: lambda: made["held_out"]}, {}, "the held_out of make_training must be something"),
         ({"scheduler": lambda made: ReduceLROnPlateau(made["optimizer"])}, {}, "must step without arguments"),
+        (
+            {"held_out": lambda made: made["batches"]},
+            {},
+            "batches and held_out of make_training must be different data",
+        ),
+        ({"radius_data": lambda made: made["held_out"]}, {}, "held_out and radius_data of make_training must be"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], settings: dict[str, Any], message: str) -> None:
