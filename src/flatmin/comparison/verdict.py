@@ -138,6 +138,11 @@ class _Table:
             for own in several
         )
 
+    def is_constant(self, measure: str) -> bool:
+        """Is it the same in every run? Shares may well be, as where every network predicts the largest class."""
+        values = [one.measures[measure] for one in self.outcomes if one.failed is None]
+        return measure not in PERCENT and len(values) > 3 and len(set(values)) == 1
+
     def seconds_a_seed(self) -> float:
         found = [[one.seconds for one in self.outcomes if one.contender == other.key] for other in self.contenders]
         return sum(fmean(seconds) for seconds in found if seconds)
@@ -193,6 +198,8 @@ class _Decision:
         by_mean = sorted(amps, key=lambda amp: self._mean(amp.key))
         if table.seeds_are_alike():
             return "cannot tell", self._alike(by_mean[0]), by_mean[0].key
+        if table.is_constant(self.measure):
+            return "cannot tell", self._constant(), by_mean[0].key
         return self._weigh(by_mean, bases)
 
     def _weigh(self, by_mean: Sequence[Contender], bases: Sequence[str]) -> tuple[Answer, str, str]:
@@ -249,6 +256,12 @@ class _Decision:
         return (
             f"Cannot tell: all {self.table.seeds()} seeds gave the same runs, so they say nothing about other seeds "
             f"({self._others(best)}). Does make_training set a seed itself? Leave that out: each run has its own."
+        )
+
+    def _constant(self) -> str:
+        return (
+            f"Cannot tell: the {self.measure} is the same in every run, to the last digit. Does evaluate() measure the "
+            "model that make_training returns, and is that one trained?"
         )
 
     def _show(self, value: float) -> str:

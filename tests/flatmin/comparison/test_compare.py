@@ -408,6 +408,14 @@ def test_seeds_that_change_nothing_decide_nothing(evaluates: bool) -> None:
     assert "all 3 seeds gave the same runs" in found.verdict.sentence
 
 
+def test_an_evaluate_of_another_model_decides_nothing() -> None:
+    another = nn.Linear(6, 3)
+    own = Own(held_out=None, evaluate=lambda made: lambda: cross_entropy(another(X), Y))
+    verdict = compare(own, seeds=3).verdict
+    assert verdict.answer == "cannot tell"
+    assert "is the same in every run" in verdict.sentence
+
+
 def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:
     (tmp_path / "notes").touch()
     with pytest.raises(ValueError, match="out must be a folder"):
