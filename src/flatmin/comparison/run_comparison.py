@@ -12,7 +12,7 @@ import torch
 from flatmin.comparison.contenders import Contender, contenders_for
 from flatmin.comparison.held_out import check_can_measure, measures_before_training
 from flatmin.comparison.outcome import Outcome, read_outcome, write_whole
-from flatmin.comparison.train_contender import fingerprint, own_radius, train_contender
+from flatmin.comparison.train_contender import Start, fingerprint, own_radius, train_contender
 from flatmin.comparison.verdict import (
     PERCENT,
     WORTH,
@@ -229,6 +229,7 @@ class _Run:
         self.progress, self.measure, self.limit = progress, measure, limit
         self.outcomes: list[Outcome] = []
         self.stopped = ""
+        self._start = Start()
         self._began = time.perf_counter()
 
     def seeds(self, seeds: range) -> None:
@@ -250,7 +251,12 @@ class _Run:
                 self.progress(Progress(contender, seed))
                 plan = self.plan
                 outcome = train_contender(
-                    self.make_training, contender, seed, epochs=plan.epochs, evaluations=plan.evaluations
+                    self.make_training,
+                    contender,
+                    seed,
+                    epochs=plan.epochs,
+                    evaluations=plan.evaluations,
+                    start=self._start,
                 )
                 if self.store is not None:
                     outcome.write(self.store)

@@ -408,6 +408,34 @@ def test_seeds_that_change_nothing_decide_nothing(evaluates: bool) -> None:
     assert "all 3 seeds gave the same runs" in found.verdict.sentence
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_run_that_goes_on_where_the_last_one_ended_is_no_comparison(reset: bool) -> None:
+    model = nn.Linear(6, 3)
+
+    def the_same_model(_: object) -> nn.Module:
+        if reset:
+            model.reset_parameters()
+        return model
+
+    def the_same_training() -> dict[str, Any]:
+        made = Own(model=the_same_model, scheduler=None)()
+        base = SGD(model.parameters(), lr=0.1)
+
+        def closure(x: Tensor, y: Tensor) -> Tensor:
+            base.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return {**made, "optimizer": base, "closure": closure}
+
+    if reset:
+        assert len(compare(the_same_training).outcomes) == 3
+        return
+    with pytest.raises(ValueError, match="must start anew, but make_training returned the weights that the last run"):
+        compare(the_same_training)
+
+
 def test_an_evaluate_of_another_model_decides_nothing() -> None:
     another = nn.Linear(6, 3)
     own = Own(held_out=None, evaluate=lambda made: lambda: cross_entropy(another(X), Y))
