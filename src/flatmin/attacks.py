@@ -77,14 +77,15 @@ def pgd(
     tensor([[0.4400, 0.4200]])
     """
     _check(x, epsilon, step_size, steps, norm, bounds)
-    step, lower, upper = (_like(x, number, x.dtype) for number in (step_size, *bounds))
+    step, lower, upper = _like(x, step_size, x.dtype), _inside(x, bounds[0], math.inf), _inside(x, bounds[1], -math.inf)
     with eval_mode_with_gradients(model):
         y = y.clone() if isinstance(y, Tensor) and y.is_inference() else y  # autograd cannot save an inference tensor
         ball = _BALLS[norm](x.detach().clone(), epsilon, lower, upper)
         found = ball.random_point(generator) if random_start else ball.start
         for _ in range(steps):
             point = found.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(_check_loss((loss or _summed_cross_entropy)(model(point), y)), point)
+            outputs = model(point.clone())  # which the model may change in place
+            (gradient,) = torch.autograd.grad(_check_loss((loss or _summed_cross_entropy)(outputs, y)), point)
             found = ball.nearest(point.detach() + step * ball.direction(gradient))
         return found.detach()
 
@@ -157,6 +158,18 @@ def _lengths(x: Tensor) -> Tensor:
 def _like(x: Tensor, number: Number, dtype: torch.dtype) -> Number:
     """A tensor in this dtype on x's device. A number stays a number: a tensor would be a copy from the host."""
     return number.to(x.device, dtype) if isinstance(number, Tensor) else number
+
+
+def _inside(x: Tensor, bound: Number, towards: float) -> Number:
+    """A bound in x's dtype, rounded towards the inside: to nearest, 0.1 in bfloat16 is 0.1001."""
+    if not isinstance(bound, Tensor):  # on the CPU: on x's device, a number would be a copy from the host
+        return float(
+            _inside(x.new_empty(0, device="cpu"), torch.tensor(bound, dtype=torch.float64, device="cpu"), towards)
+        )
+    exact = bound.to(x.device, widest_dtype(x))
+    rounded = exact.to(x.dtype)
+    outside = rounded.to(exact.dtype) < exact if towards > 0 else rounded.to(exact.dtype) > exact
+    return torch.where(outside, torch.nextafter(rounded, torch.full_like(rounded, towards)), rounded)
 
 
 def _check(x: Tensor, epsilon: Number, step_size: Number, steps: int, norm: str, bounds: tuple[Number, Number]) -> None:

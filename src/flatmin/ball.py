@@ -315,7 +315,8 @@ def _radius_share(tensors: Sequence[Tensor], home: torch.device, generator: torc
     """u^(1/d): the distance of a uniform point from the centre of these tensors' ball, as a share of the radius."""
     dimension = _dimension(tensors)
     device = home if generator is None else generator.device
-    share: Tensor = torch.rand((), generator=generator, device=device) ** (1 / max(dimension, 1))
+    drawn = torch.rand((), generator=generator, device=device, dtype=torch.float32)  # whatever torch's default type is
+    share: Tensor = drawn ** (1 / max(dimension, 1))
     return broadcast_over_mesh(share.to(home), tensors)
 
 

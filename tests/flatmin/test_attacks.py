@@ -70,6 +70,26 @@ def test_the_result_is_in_the_ball_and_in_the_bounds(
     assert_inside(found, x, epsilon, norm)
 
 
+@given(
+    lower=st.floats(-3, 0),
+    upper=st.floats(0.1, 3),
+    norm=norms,
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    as_tensors=st.booleans(),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_bounds_that_the_inputs_cannot_hold_are_not_crossed_by_rounding(
+    lower: float, upper: float, norm: Norm, dtype: torch.dtype, as_tensors: bool
+) -> None:
+    x = torch.linspace(-1, 1, 12).view(6, 2).to(dtype).clamp(lower + 0.05, upper - 0.05)
+    bounds: Any = (lower, upper)
+    if as_tensors:
+        bounds = tuple(torch.tensor(bound, dtype=torch.float64) for bound in bounds)
+    up = torch.tensor([1.0, -1.0], dtype=dtype)
+    found = pgd(lambda x: x * up, x, torch.arange(6) % 2, epsilon=9.0, step_size=9.0, steps=1, norm=norm, bounds=bounds)
+    assert bool(((found.double() >= lower) & (found.double() <= upper)).all())
+
+
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-3, 0.1, 0.5, 5.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_whole_pictures_stay_in_the_ball_after_rounding(epsilon: float, dtype: torch.dtype) -> None:
@@ -183,6 +203,16 @@ def test_the_attack_is_the_one_in_eval_mode() -> None:
         trained(x)  # running statistics that are not the first ones
     found = fgsm(trained, x, y, epsilon=0.03)
     assert torch.equal(found, fgsm(trained.eval(), x, y, epsilon=0.03))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_model_may_change_its_inputs_in_place(norm: Norm) -> None:
+    model, (x, y) = network().eval(), batch()
+    before = x.clone()
+    how: dict[str, Any] = {"epsilon": 0.1, "step_size": 0.05, "steps": 3, "norm": norm}
+    found = pgd(lambda x: model(x.mul_(2)), x, y, **how)
+    assert torch.equal(x, before)
+    assert torch.equal(found, pgd(lambda x: model(x * 2), x, y, **how))
 
 
 def test_a_plain_function_is_called_as_it_is() -> None:

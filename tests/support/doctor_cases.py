@@ -1,5 +1,6 @@
 """What users' make_training functions return, for the doctor: healthy ones, and ones broken in one way each."""
 
+import copy
 import itertools
 import random
 from collections.abc import Callable
@@ -36,6 +37,18 @@ def make(make_model: Callable[[], nn.Module] = mlp, wrap: Wrap = amp, **ways: An
     model = make_model()
     optimizer = wrap(model)
     return model, optimizer, closure_of(model, optimizer, **ways)
+
+
+def always_the_same_model(*, reset: bool) -> Callable[[], TrainingParts]:
+    model = mlp()
+    start = copy.deepcopy(model.state_dict())
+
+    def make_training() -> TrainingParts:
+        if reset:
+            model.load_state_dict(start)
+        return make(lambda: model)
+
+    return make_training
 
 
 def closure_of(
@@ -167,6 +180,7 @@ HEALTHY: dict[str, Callable[[], TrainingParts]] = {
         wrap=lambda model: AMP(SGD(model.parameters(), lr=0.1, maximize=True), epsilon=0.1, model=model)
     ),
     "a plain optimizer": lambda: make(wrap=sgd),
+    "one model for all, reset each time": always_the_same_model(reset=True),
     "AdamW": lambda: make(wrap=lambda model: AMP(AdamW(model.parameters()), epsilon=0.1)),
     "BatchNorm": lambda: make(conv_batchnorm),
     "dropout": lambda: make(dropout),
@@ -264,6 +278,32 @@ def with_own_generator() -> TrainingParts:
     return model, optimizer, closure
 
 
+def changing_its_batch() -> TrainingParts:
+    model = mlp()
+    optimizer, (x, y) = amp(model), batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x.div_(2)), y)
+        loss.backward()
+        return loss
+
+    return model, optimizer, closure
+
+
+def changing_its_batches() -> Any:
+    model = mlp()
+    optimizer = amp(model)
+
+    def closure(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x.div_(2)), y)
+        loss.backward()
+        return loss
+
+    return {"model": model, "optimizer": optimizer, "closure": closure, "batches": [batch()]}
+
+
 def scaled(*, passed: bool, used: bool) -> TrainingParts:
     scaler = torch.amp.GradScaler("cpu")
     model, optimizer, closure = make(backward=lambda loss: (scaler.scale(loss) if used else loss).backward())
@@ -356,6 +396,9 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
     ),
     "a thread that draws": (beside_a_thread, "closure repeats", "warning", "its own generator"),
     "a generator of its own": (with_own_generator, "closure repeats", "error", "it draws from generator"),
+    "one model for all": (always_the_same_model(reset=False), "set-up", "error", "create the model, or reset its"),
+    "a batch changed in place": (changing_its_batch, "closure repeats", "error", ": it changes x "),
+    "batches changed in place": (changing_its_batches, "closure repeats", "error", ": it changes batch[0] "),
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
     "a buffer that the loss uses": (lambda: make(Centred), "closure repeats", "warning", "a pass changes (mean)"),
     "an unused layer": (lambda: make(Unused), "gradients", "warning", "none in unused.weight, unused.bias"),

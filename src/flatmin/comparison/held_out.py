@@ -5,7 +5,9 @@ example by example. With `evaluate()`, only what it returns is known.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,8 @@ from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import UserTraining
 
 UNNAMED = "loss"  # the name if evaluate() returns a number
-HIGHER_IS_BETTER = ("acc", "accuracy", "top1", "top-1", "f1", "auc", "auroc", "r2", "bleu", "iou", "map")
+HIGHER_IS_BETTER = ("acc", "accuracy", "top1", "top5", "f1", "auc", "auroc", "r2", "bleu", "iou", "map")
+SPLITS = ("val", "valid", "validation", "eval", "dev", "test", "held", "out")  # before a measure's name
 
 
 class Measured(NamedTuple):
@@ -44,14 +47,36 @@ def check_can_measure(training: UserTraining) -> None:
             "a comparison measures every run on data that it was not trained on; make_training must return a "
             f"mapping with either held_out (a loader of inputs and classes) or evaluate (a function), got {got}"
         )
+    apart = {name: getattr(training, name) for name in ("batches", "held_out", "radius_data")}
+    for one, other in combinations([name for name, data in apart.items() if data is not None], 2):
+        if apart[one] is apart[other]:
+            raise ValueError(
+                f"{one} and {other} of make_training must be different data, got the same loader for both; what is "
+                "measured must not be what is trained on"
+            )
+
+
+def measures_before_training(training: UserTraining) -> list[str] | None:
+    """The names of the measures; raises where the data cannot be measured, before hours of training and not after.
+
+    None with `evaluate()`, which may need a trained model.
+    """
+    if training.radius_data is not None:
+        _measured(training, training.radius_data)
+    return None if training.held_out is None else list(_measured(training, training.held_out).measures)
 
 
 def measure(training: UserTraining) -> Measured:
     """Measure the model as it is now; modes and random generators are restored."""
+    return _measured(training, training.held_out)
+
+
+def _measured(training: UserTraining, pairs: Iterable[Any] | None) -> Measured:
+    """On these pairs; without any, by `evaluate()`."""
     with preserve_generators(), torch.no_grad(), eval_mode(training.model):
         seed_everything(0)  # a loader that shuffles gives the examples in the same order each time
-        if training.evaluate is None:
-            return measure_pairs(training.model, training.held_out or ())
+        if training.evaluate is None or pairs is not None:
+            return measure_pairs(training.model, () if pairs is None else pairs)  # a loader may have no len()
         with during("evaluate()"):
             return Measured(_named(training.evaluate()), {})
 
@@ -65,12 +90,24 @@ def _named(found: Any) -> dict[str, float]:
     if not values:
         raise ValueError("evaluate() must return at least one number, got an empty mapping")
     for name in values:
-        if name.lower().replace("val_", "").replace("test_", "") in HIGHER_IS_BETTER:
+        if _without_split(name) in HIGHER_IS_BETTER:
             raise ValueError(
                 f"lower must be better in every measure, but for {name!r} higher seems to be; return 1 − {name} "
                 "under another name (1 − accuracy is the error)"
             )
     return values
+
+
+def _without_split(name: str) -> str:
+    """The name as one word, without what says on which data.
+
+    >>> _without_split("eval_accuracy"), _without_split("Top-1"), _without_split("test/acc loss")
+    ('accuracy', 'top1', 'accloss')
+    """
+    words = re.findall("[a-z0-9]+", name.lower())
+    while words and words[0] in SPLITS:
+        del words[0]
+    return "".join(words)
 
 
 def measure_pairs(model: nn.Module, pairs: Iterable[Any]) -> Measured:
@@ -85,12 +122,19 @@ def measure_pairs(model: nn.Module, pairs: Iterable[Any]) -> Measured:
             )
         inputs, classes = batch
         with during("calling the model on held-out inputs"):
-            answer = model(inputs.to(device) if isinstance(inputs, Tensor) else inputs)
+            # a copy, which the model may change in place: a list of batches is measured again and again
+            answer = model(inputs.to(device, copy=True) if isinstance(inputs, Tensor) else inputs)
         answer = getattr(answer, "logits", answer)
-        if not isinstance(answer, Tensor) or answer.ndim != 2 or classes.is_floating_point():
+        if (
+            not isinstance(answer, Tensor)
+            or answer.ndim != 2
+            or answer.shape[1] < 2
+            or classes.is_floating_point()
+            or classes.shape != answer.shape[:1]
+        ):
             raise TypeError(
-                "held-out pairs are for classifiers: the model must return logits (N, K), and classes must be whole "
-                f"numbers (N,), got {describe(answer)} and {describe(classes)}; give evaluate for anything else"
+                "held-out pairs are for classifiers: the model must return logits (N, K), K at least 2, and classes "
+                f"must be whole numbers (N,), got {_seen(answer)} and {_seen(classes)}; give evaluate for anything else"
             )
         logits.append(answer.cpu().double())
         labels.append(classes.long().cpu())
@@ -99,7 +143,12 @@ def measure_pairs(model: nn.Module, pairs: Iterable[Any]) -> Measured:
     every, truth = torch.cat(logits), torch.cat(labels)
     if not bool(metrics.has_probabilities(every).all()):
         return Measured({"error": math.nan, "nll": math.nan, "ece": math.nan}, {})
+    ece = float(metrics.ece(every, truth))  # first: it names a label that is not a class
     wrong = (every.argmax(1) != truth).double()
     losses = cross_entropy(every, truth, reduction="none")
-    found = {"error": float(wrong.mean()), "nll": float(losses.mean()), "ece": float(metrics.ece(every, truth))}
+    found = {"error": float(wrong.mean()), "nll": float(losses.mean()), "ece": ece}
     return Measured(found, {"error": wrong.tolist(), "nll": losses.tolist()})
+
+
+def _seen(thing: object) -> str:
+    return f"{thing.dtype} of shape {tuple(thing.shape)}" if isinstance(thing, Tensor) else describe(thing)

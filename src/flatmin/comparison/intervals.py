@@ -13,7 +13,7 @@ own) has only the first part.
 import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, variance
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,12 +62,14 @@ def paired_difference(
 
 def _over_examples(per_example: Sequence[Sequence[float]], level: float) -> tuple[float, float]:
     """How far below and above its mean the difference lies when the examples are resampled."""
-    rows = torch.tensor([list(row) for row in per_example], dtype=torch.float64).mean(0)
+    exact: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever torch's defaults are
+    rows = torch.tensor([list(row) for row in per_example], **exact).mean(0)
     random = torch.Generator().manual_seed(0)
     at_once = max(MOST_AT_ONCE // len(rows), 1)
     sizes = [min(at_once, SAMPLES - done) for done in range(0, SAMPLES, at_once)]
-    drawn = torch.cat([rows[torch.randint(len(rows), (n, len(rows)), generator=random)].mean(1) for n in sizes])
-    ends = drawn.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64))
+    places = (torch.randint(len(rows), (n, len(rows)), generator=random, device="cpu") for n in sizes)
+    drawn = torch.cat([rows[drawn_rows].mean(1) for drawn_rows in places])
+    ends = drawn.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], **exact))
     return max(float(rows.mean() - ends[0]), 0.0), max(float(ends[1] - rows.mean()), 0.0)
 
 

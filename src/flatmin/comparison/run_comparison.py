@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from flatmin.comparison.contenders import Contender, contenders_for
-from flatmin.comparison.held_out import check_can_measure
+from flatmin.comparison.held_out import check_can_measure, measures_before_training
 from flatmin.comparison.outcome import Outcome, read_outcome, write_whole
-from flatmin.comparison.train_contender import fingerprint, own_radius, train_contender
+from flatmin.comparison.train_contender import Start, fingerprint, own_radius, train_contender
 from flatmin.comparison.verdict import (
     PERCENT,
     WORTH,
@@ -130,6 +130,9 @@ def compare(
         device = next((p.device for p in training.model.parameters()), None)
         settings = plan.settings(training)
         store = _check_store(out, settings)
+        names = measures_before_training(training)
+        if names is not None and measure is not None:
+            check_measure(measure, names)
         findings = _examine(make_training) if examined else []
         if store is not None:
             store.mkdir(parents=True, exist_ok=True)
@@ -159,7 +162,7 @@ class _Plan:
         """What must be the same for outcomes to be compared, as far as it is known before training."""
         return {
             "passes": max(contender.passes for contender in self.contenders),
-            "batches": len(training.batches) if isinstance(training.batches, Sized) else None,
+            "batches": _length(training.batches),
             "epochs": self.epochs,
             "contenders": [contender.key for contender in self.contenders],
             "evaluations": self.evaluations,
@@ -167,11 +170,21 @@ class _Plan:
         }
 
 
+def _length(batches: object) -> int | None:
+    """None if it is not known: a DataLoader of an IterableDataset has a `__len__` that raises."""
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def _check_store(out: str | Path | None, settings: dict[str, Any]) -> Path | None:
     """The folder for the outcomes, if they are to be kept; raises if it holds others."""
     if out is None:
         return None
     folder = Path(out)
+    if folder.is_file():
+        raise ValueError(f"out must be a folder, got the file {folder}; choose another name")
     path = folder / SETTINGS
     if path.exists():
         try:
@@ -216,6 +229,7 @@ class _Run:
         self.progress, self.measure, self.limit = progress, measure, limit
         self.outcomes: list[Outcome] = []
         self.stopped = ""
+        self._start = Start()
         self._began = time.perf_counter()
 
     def seeds(self, seeds: range) -> None:
@@ -237,7 +251,12 @@ class _Run:
                 self.progress(Progress(contender, seed))
                 plan = self.plan
                 outcome = train_contender(
-                    self.make_training, contender, seed, epochs=plan.epochs, evaluations=plan.evaluations
+                    self.make_training,
+                    contender,
+                    seed,
+                    epochs=plan.epochs,
+                    evaluations=plan.evaluations,
+                    start=self._start,
                 )
                 if self.store is not None:
                     outcome.write(self.store)

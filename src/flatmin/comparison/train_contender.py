@@ -22,6 +22,7 @@ from flatmin.comparison.outcome import Outcome
 from flatmin.core.messages import describe
 from flatmin.core.model_state import eval_mode
 from flatmin.core.random_state import HostRandom, random_state, seed_everything, set_random_state
+from flatmin.core.tensors import plain
 from flatmin.doctor.finding import during
 from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import MakeTraining, UserTraining, call
@@ -34,16 +35,37 @@ FIRST_RADIUS = 0.1  # where a radius found while training starts
 MATCHED_UNTIL = 0.6  # of the run
 
 
+class Start:
+    """Raises if a run does not start anew: with the weights that the run before it has ended with."""
+
+    def __init__(self) -> None:
+        self._before = self._after = ""
+
+    def check(self, training: UserTraining) -> None:
+        found = weights_fingerprint(training)
+        if found == self._after != self._before:
+            raise ValueError(
+                "every run of a comparison must start anew, but make_training returned the weights that the last run "
+                "has ended with; create the model, or reset its weights, inside make_training"
+            )
+        self._before = found
+
+    def remember(self, training: UserTraining) -> None:
+        self._after = weights_fingerprint(training)
+
+
 def train_contender(
-    make_training: MakeTraining, contender: Contender, seed: int, *, epochs: int, evaluations: int
+    make_training: MakeTraining, contender: Contender, seed: int, *, epochs: int, evaluations: int, start: Start
 ) -> Outcome:
     """Train it from scratch, and return the result."""
     began = time.perf_counter()
     with preserve_generators():
         training = call(make_training, seed)
+        start.check(training)
         optimizer = wrap(training, contender)
         loop = _Loop(training, optimizer, contender, seed)
         curve, measured = loop.run(epochs, evaluations)
+        start.remember(training)
     failed = measured.failure()
     return Outcome(
         contender.key,
@@ -98,16 +120,25 @@ def _shares(optimizer: AMP) -> list[float]:
     return [radius / max(radii) if max(radii) > 0 else 1.0 for radius in radii]
 
 
+def weights_fingerprint(training: UserTraining) -> str:
+    """A hash of the weights as they are."""
+    return hashlib.sha256(_summed_weights(training)).hexdigest()[:16]
+
+
 def fingerprint(training: UserTraining) -> str:
     """A hash of the initial weights and the optimizer's settings."""
-    found = hashlib.sha256()
-    for name, value in training.model.state_dict().items():
-        if isinstance(value, Tensor):
-            found.update(f"{name} {tuple(value.shape)} {value.cpu().double().sum().item():.9g}".encode())
+    found = hashlib.sha256(_summed_weights(training))
     groups = getattr(training.optimizer, "base", training.optimizer).param_groups
     settings = [{key: value for key, value in group.items() if isinstance(value, Number | str)} for group in groups]
     found.update(repr([sorted(group.items()) for group in settings]).encode())
     return found.hexdigest()[:16]
+
+
+def _summed_weights(training: UserTraining) -> bytes:
+    """Names, shapes and sums."""
+    state = {name: value for name, value in training.model.state_dict().items() if isinstance(value, Tensor)}
+    totals = {name: plain(value).cpu().double().sum().item() for name, value in state.items()}
+    return "".join(f"{name} {tuple(value.shape)} {totals[name]:.9g}" for name, value in state.items()).encode()
 
 
 class _Stream:
@@ -210,7 +241,8 @@ class _Loop:
 
     def _match(self) -> None:
         with preserve_generators(), torch.no_grad(), eval_mode(self.training.model):
-            loss = measure_pairs(self.training.model, self.training.radius_data or ()).measures["nll"]
+            data = self.training.radius_data
+            loss = measure_pairs(self.training.model, () if data is None else data).measures["nll"]
         if self._radius is not None:
             self._radius.step(loss)
 

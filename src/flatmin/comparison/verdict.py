@@ -8,6 +8,8 @@ not worth twice the time.
     yes            the interval of at least one radius shows that it is better than both
     no             the intervals of all radii rule out that any is better than both by a gain worth having
     cannot tell    otherwise; the sentence says what would decide it
+
+Seeds that all give the same run, because the training sets its own, are no sample of seeds, and decide nothing.
 """
 
 import math
@@ -126,6 +128,21 @@ class _Table:
         counts = [sum(one.contender == contender.key for one in self.outcomes) for contender in self.contenders]
         return min(counts, default=0)
 
+    def seeds_are_alike(self) -> bool:
+        """Did the seeds of every contender give one and the same run, in each training loss and each measure?"""
+        several = [own for own in (list(self.of(one.key).values()) for one in self.contenders) if len(own) > 1]
+        return bool(several) and all(
+            own[0].curve
+            and all("training loss" in point for point in own[0].curve)  # a share may well be the same by chance
+            and all((one.measures, one.curve) == (own[0].measures, own[0].curve) for one in own)
+            for own in several
+        )
+
+    def is_constant(self, measure: str) -> bool:
+        """Is it the same in every run? Shares may well be, as where every network predicts the largest class."""
+        values = [one.measures[measure] for one in self.outcomes if one.failed is None]
+        return measure not in PERCENT and len(values) > 3 and len(set(values)) == 1
+
     def seconds_a_seed(self) -> float:
         found = [[one.seconds for one in self.outcomes if one.contender == other.key] for other in self.contenders]
         return sum(fmean(seconds) for seconds in found if seconds)
@@ -170,20 +187,29 @@ class _Decision:
 
     def decide(self) -> tuple[Answer, str, str]:
         """The answer, the sentence, and the key of AMP's best contender."""
-        contenders, table = self.table.contenders, self.table
-        trained = [one for one in contenders if not one.is_plain and table.of(one.key)]
+        table = self.table
+        trained = [one for one in table.contenders if not one.is_plain and table.of(one.key)]
         bases = [key for key in (PLAIN, LONGER) if table.of(key)]
         if not trained or not bases:
             return self._unfinished(bases)
         amps = [one for one in trained if not table.failed(one.key)]  # one that diverges with some seeds helps nobody
         if not amps:
             return "no", f"No: AMP diverged with some seeds at every radius{SMALLER_RADII}.", ""
-        level = 1 - (1 - LEVEL) / len([one for one in contenders if not one.is_plain])
+        by_mean = sorted(amps, key=lambda amp: self._mean(amp.key))
+        if table.seeds_are_alike():
+            return "cannot tell", self._alike(by_mean[0]), by_mean[0].key
+        if table.is_constant(self.measure):
+            return "cannot tell", self._constant(), by_mean[0].key
+        return self._weigh(by_mean, bases)
+
+    def _weigh(self, by_mean: Sequence[Contender], bases: Sequence[str]) -> tuple[Answer, str, str]:
+        """What the intervals of these contenders, the best first, say."""
+        table = self.table
+        level = 1 - (1 - LEVEL) / len([one for one in table.contenders if not one.is_plain])
         gaps = {
             amp.key: {base: table.difference(amp.key, base, self.measure, level=level) for base in bases}
-            for amp in amps
+            for amp in by_mean
         }
-        by_mean = sorted(amps, key=lambda amp: self._mean(amp.key))
         seeds = min(gap.seeds for own in gaps.values() for gap in own.values())
         enough = seeds >= FEWEST_SEEDS
         better = [amp for amp in by_mean if enough and all(gap.high < 0 for gap in gaps[amp.key].values())]
@@ -193,7 +219,7 @@ class _Decision:
         if any(self._is_zero(base) for base in bases):
             return "no", self._nothing_to_gain(best), best.key
         margin = self.worth * abs(self._mean(PLAIN if PLAIN in bases else LONGER))
-        if enough and all(max(gap.low for gap in gaps[amp.key].values()) > -margin for amp in amps):
+        if enough and all(max(gap.low for gap in gaps[amp.key].values()) > -margin for amp in by_mean):
             return "no", self._no(best, gaps, margin), best.key
         return "cannot tell", self._cannot_tell(best, gaps[best.key], margin, level), best.key
 
@@ -224,6 +250,18 @@ class _Decision:
         return (
             f"No: the {self.measure} on the held-out data is already 0 without AMP ({self._others(best)}; "
             f"{self.table.seeds()} seeds); another measure may tell them apart (measure=, --measure)."
+        )
+
+    def _alike(self, best: Contender) -> str:
+        return (
+            f"Cannot tell: all {self.table.seeds()} seeds gave the same runs, so they say nothing about other seeds "
+            f"({self._others(best)}). Does make_training set a seed itself? Leave that out: each run has its own."
+        )
+
+    def _constant(self) -> str:
+        return (
+            f"Cannot tell: the {self.measure} is the same in every run, to the last digit. Does evaluate() measure the "
+            "model that make_training returns, and is that one trained?"
         )
 
     def _show(self, value: float) -> str:

@@ -39,6 +39,7 @@ from flatmin.doctor.training import (
     Training,
     TrainingSnapshot,
     check_make_training,
+    keeps_trained_weights,
     new_training,
     preserve_generators,
 )
@@ -89,7 +90,8 @@ def examine(make_training: MakeTraining) -> list[Finding]:
 def _stages(make_training: MakeTraining) -> Iterator[list[Finding]]:
     """Stage by stage, each relying on what the earlier ones have shown."""
     training, another = new_training(make_training), new_training(make_training)
-    yield [check_make_training(training, another)]
+    keeps_weights = keeps_trained_weights(make_training, training, another)
+    yield [check_make_training(training, another, keeps_weights=keeps_weights)]
     if has_several_ranks():
         finding = check_ranks.check_settings(check_ranks.all_gather(check_ranks.settings(training)))
         if finding.verdict != "ok":

@@ -45,7 +45,7 @@ def check_epsilon_zero(make_training: MakeTraining) -> Finding:
 
 
 def _after(make_training: MakeTraining, *, wrapped: bool) -> list[Any]:
-    """Weights, buffers and the optimizer's state after a few steps."""
+    """Copies of weights, buffers and the optimizer's state after a few steps, in the host's memory."""
     training = new_training(make_training)
     for group in training.optimizer.param_groups:
         group["epsilon"] = 0.0
@@ -53,7 +53,12 @@ def _after(make_training: MakeTraining, *, wrapped: bool) -> list[Any]:
         training.step() if wrapped else training.step_base()
     states = [training.base.state.get(param, {}) for param in training.params]
     kept = [value for state in states for _, value in sorted(state.items(), key=lambda item: str(item[0]))]
-    return [*(param.detach() for param in training.params), *training.model.buffers(), *kept]
+    return [_copied(value) for value in (*training.params, *training.model.buffers(), *kept)]
+
+
+def _copied(value: Any) -> Any:
+    """Of a tensor, the part on this rank: the next training may reuse the model's memory."""
+    return plain(value.detach()).to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _apart(one: list[Any], other: list[Any]) -> list[int]:

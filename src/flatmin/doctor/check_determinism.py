@@ -14,6 +14,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flatmin.core.random_state import HostRandom
 from flatmin.doctor.closure_call import ClosureCall, observe
@@ -113,8 +114,11 @@ def _marks(training: Training) -> Iterator[tuple[str, object]]:
         if not name.startswith("_")
     )
     for name, value in chain(_reached(training.closure), modules):
-        if (mark := _mark(value)) is not None:
-            yield name, mark
+        parts = enumerate(value) if isinstance(value, tuple | list) else ()  # a batch
+        named = ((f"{name}[{place}]", part) for place, part in parts if isinstance(part, Tensor))
+        for one, of in chain([(name, value)], named):
+            if (mark := _mark(of)) is not None:
+                yield one, mark
 
 
 def _reached(closure: Callable[..., Any]) -> Iterator[tuple[str, object]]:
@@ -142,4 +146,6 @@ def _mark(value: object) -> object:
         return repr(value.bit_generator.state).encode()
     if isinstance(value, random.Random):
         return repr(value.getstate()).encode()
+    if isinstance(value, Tensor):  # as in `x /= 255`
+        return None if value.is_inference() else value._version
     return value if isinstance(value, int | float) else None

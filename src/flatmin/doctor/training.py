@@ -163,8 +163,25 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*pair)
 
 
-def check_make_training(one: Training, other: Training) -> Finding:
-    """Do two calls of make_training give equal weights?"""
+def keeps_trained_weights(make_training: MakeTraining, one: Training, other: Training) -> bool:
+    """Do all calls return the same weights in memory, and does none of them reset what was trained meanwhile?"""
+    there = set(map(id, other.params))
+    shared = next((param for param in one.params if param.requires_grad and id(param) in there), None)
+    if shared is None:
+        return False
+    before = shared.detach().clone()
+    with torch.no_grad():
+        shared.fill_(0.5)  # as training might
+        moved = shared.detach().clone()
+        again = new_training(make_training)
+        if not (any(param is shared for param in again.params) and same_bits(shared, moved)):
+            return False
+        shared.copy_(before)
+    return True
+
+
+def check_make_training(one: Training, other: Training, *, keeps_weights: bool = False) -> Finding:
+    """Do two calls of make_training give equal weights? `keeps_weights`: those of a training go into the next one."""
     optimizer = one.optimizer
     given = "" if optimizer.model is None else ", model=model"
     kind = f"{type(optimizer).__name__} around {type(one.base).__name__}"
@@ -172,6 +189,14 @@ def check_make_training(one: Training, other: Training) -> Finding:
         kind = f"{type(one.base).__name__}, examined as flatmin.AMP(optimizer, epsilon={EPSILON}{given})"
     count = sum(param.numel() for param in one.params)
     seen = f"{kind}; {count:,} parameters in {len(one.params)} tensors"
+    if keeps_weights:
+        return Finding(
+            "set-up",
+            "error",
+            f"{seen}; every call of make_training() returns the same model as trained so far, and no new one",
+            "create the model, or reset its weights, inside make_training: every stage, and every run of a comparison, "
+            "must start anew",
+        )
     pairs = list(zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=False))
     apart = sum(not same_bits(*pair) for pair in pairs if all(isinstance(value, Tensor) for value in pair))
     if not apart and len(one.params) == len(other.params):

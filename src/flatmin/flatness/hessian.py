@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatmin.ball import norms
 from flatmin.core.tensors import compute_dtype
-from flatmin.flatness.risk import INDEPENDENT_LOSS, LossPart, check_loss, gradient_of
+from flatmin.flatness.risk import INDEPENDENT_LOSS, LossPart, check_loss, dense, gradient_of
 from flatmin.flatness.weights import Weights, derived_generator
 
 Product = Callable[[Tensor], Tensor]
@@ -51,7 +51,7 @@ def hessian_products(weights: Weights, parts: Sequence[LossPart]) -> Iterator[Pr
                     retain_graph=kept is not None,
                     materialize_grads=True,
                 )
-                total += torch.cat([piece.detach().reshape(-1).to(home, dtype) for piece in found])
+                total += torch.cat([dense(piece.detach()).reshape(-1).to(home, dtype) for piece in found])
             if not depends:
                 raise ValueError(INDEPENDENT_LOSS)
             return total
@@ -91,7 +91,8 @@ class RandomVectors:
 
     def normal(self) -> Tensor:
         where = self.generator.device
-        return torch.randn(self.dimension, generator=self.generator, device=where).to(self.home, self.dtype)
+        drawn = torch.randn(self.dimension, generator=self.generator, device=where, dtype=torch.float32)
+        return drawn.to(self.home, self.dtype)
 
     def signs(self) -> Tensor:
         where = self.generator.device

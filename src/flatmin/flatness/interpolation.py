@@ -80,7 +80,7 @@ def between(
     measures = [parts_of(given) for given in (loss, error) if given is not None]
     line = _Line(model, other)
     batches = None if renew is None else _checked(renew)
-    ts = torch.linspace(0, 1, points, dtype=torch.float64)
+    ts = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu")
     found: list[list[Tensor]] = [[] for _ in measures]
     with weights.movable():
         for done, t in enumerate(ts.tolist(), start=1):
@@ -192,7 +192,7 @@ def _renew_statistics(model: nn.Module, renew: Renew) -> None:
             device = next(model.parameters()).device
             for batch in renew:
                 x = batch[0] if isinstance(batch, list | tuple) else batch
-                model(x.to(device) if isinstance(x, Tensor) else x)
+                model(x.to(device, copy=True) if isinstance(x, Tensor) else x)  # which it may change in place
         if not any(int(norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None):
             raise ValueError("renew must pass at least one batch through the model, got none")
 

@@ -123,10 +123,10 @@ def lanczos_step(product: Product, basis: Sequence[Tensor]) -> tuple[float, Tens
 
 
 def tridiagonal_eigenvectors(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, descending, and eigenvectors, in columns."""
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    """Eigenvalues, descending, and eigenvectors, in columns; on the CPU, whatever torch's default device is."""
+    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64, device="cpu"))
     if off_diagonal:
-        off = torch.tensor(off_diagonal, dtype=torch.float64)
+        off = torch.tensor(off_diagonal, dtype=torch.float64, device="cpu")
         matrix += torch.diag(off, 1) + torch.diag(off, -1)
     if not bool(matrix.isfinite().all()):
         raise ValueError("the Hessian must be finite to have eigenvalues, got nan or infinity at these weights")

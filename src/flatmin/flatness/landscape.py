@@ -136,7 +136,7 @@ def plane(
 
 def _axis(given: Tensor | None) -> Tensor:
     if given is None:
-        return torch.linspace(-1, 1, 41, dtype=torch.float64)
+        return torch.linspace(-1, 1, 41, dtype=torch.float64, device="cpu")
     axis = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     if axis.ndim != 1 or not len(axis) or not bool(axis.isfinite().all()):
         raise ValueError(f"the points of an axis must be a vector of finite numbers, got shape {tuple(axis.shape)}")
@@ -175,7 +175,7 @@ def _losses(
                     at_once = 1
                     continue
                 far = max(range(len(chunk)), key=lambda n: max(map(abs, chunk[n])))
-                if not found and not _agree(together[far], _alone(weights, parts, chunk[far], along)):
+                if not found and not _agree(together[far], _alone(weights, parts, chunk[far], along), weights):
                     at_once = 1  # the loss, or the model, ignores the weights it is given
                     continue
                 found += together
@@ -184,9 +184,9 @@ def _losses(
     return torch.stack(found)
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
-    """Equal up to rounding; not if one of them is not finite."""
-    share = 0.03 if torch.finfo(one.dtype).eps > 1e-6 else 1e-3
+def _agree(one: Tensor, other: Tensor, weights: Weights) -> bool:
+    """Equal up to the rounding of these weights; not if one of them is not finite."""
+    share = 0.03 if max(torch.finfo(p.dtype).eps for p in weights.tensors) > 1e-6 else 1e-3
     return bool((one - other).abs() <= share * other.abs())
 
 

@@ -13,6 +13,7 @@ are not fitted so well. Lengths are relative to each filter's own, because Batch
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -62,17 +63,20 @@ def batch_rise(
     """
     if scale not in SCALES:
         raise ValueError(f"unknown scale {scale!r}; choose from {', '.join(SCALES)}")
+    radii = [float(radius) for radius in radii]
     if not radii:
         raise ValueError("there must be at least one radius, got none")
     for radius in radii:
         check_radius(radius)
     batches = list(batches)  # drawn before the passes, which rewind the random generators for their masks
+    for batch in batches:
+        _check_pair(batch)
     weights = Weights(model, parameters)
     losses, rises = [], []
     with weights.movable():  # which restores the modes too
         model.train()
         for x, y in batches:
-            parts = [lambda model, x=x, y=y: loss(model(x), y)]
+            parts = [partial(_loss_of, x, y, loss)]
             centre, gradient = weights.value_and_gradient(parts)
             delta = _unit(weights.theta(), gradient, scale)
             found = []
@@ -84,7 +88,18 @@ def batch_rise(
             rises.append(torch.stack(found))
     if not losses:
         raise ValueError("there must be at least one batch, got none")
-    return BatchRise(torch.tensor(radii, dtype=torch.float64), torch.stack(losses), torch.stack(rises))
+    of = torch.tensor(radii, dtype=torch.float64, device="cpu")
+    return BatchRise(of, torch.stack(losses), torch.stack(rises))
+
+
+def _check_pair(batch: object) -> None:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise TypeError(f"batches must be pairs (inputs, targets), got a {type(batch).__name__}{size}; make it a pair")
+
+
+def _loss_of(x: Any, y: Any, loss: Callable[[Tensor, Any], Tensor], model: Callable[..., Any]) -> Tensor:
+    return loss(model(x.clone() if isinstance(x, Tensor) else x), y)  # which the model may change in place
 
 
 def _unit(theta: Sequence[Tensor], gradient: Sequence[Tensor], scale: Scale) -> list[Tensor]:

@@ -72,8 +72,8 @@ class Spectrum(NamedTuple):
     @property
     def trace_error(self) -> Tensor:
         """The standard error of the trace; nan with a single probe."""
-        count = len(self.values)
-        return self.dimension * self.moments(1).std(correction=1) / count**0.5 if count > 1 else torch.tensor(torch.nan)
+        moments, count = self.moments(1), len(self.values)
+        return self.dimension * moments.std(correction=1) / count**0.5 if count > 1 else moments[0] * torch.nan
 
     def cumulative(self, at: Tensor | float) -> Tensor:
         """The share of eigenvalues up to and including `at`, which may be many points."""
@@ -105,7 +105,8 @@ class Spectrum(NamedTuple):
         if not 0 < width < float("inf"):
             raise ValueError(f"width must be above 0 and finite, got {width}")
         if grid is None:
-            grid = torch.linspace(low - MARGIN * width, high + MARGIN * width, POINTS, dtype=torch.float64)
+            ends = low - MARGIN * width, high + MARGIN * width
+            grid = torch.linspace(*ends, POINTS, dtype=torch.float64, device="cpu")
         grid = torch.as_tensor(grid, dtype=torch.float64, device="cpu")
         if grid.ndim != 1 or not bool(grid.isfinite().all()):
             raise ValueError(f"the grid must be finite numbers in a row, got shape {tuple(grid.shape)}")

@@ -44,6 +44,8 @@ class Weights:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(parameters, Tensor):
+            raise TypeError("parameters must be several tensors, got one; give a list, [parameter]")
         self.model = model
         chosen = list(dict.fromkeys(model.parameters() if parameters is None else parameters))
         for p in chosen:
@@ -116,10 +118,15 @@ def _check(p: object) -> None:
         raise TypeError(f"parameters must be tensors, got {type(p).__name__}; give model.parameters()")
     if is_lazy(p):
         raise ValueError("a lazy module has no weights yet; run a batch through the model first")
-    if hasattr(p, "placements") or not p.is_floating_point():
+    if hasattr(p, "placements"):
+        kind = type(p.data).__name__
         raise TypeError(
-            f"flatness can be measured only for whole, real parameters, got {type(p.data).__name__} of {p.dtype}; "
-            "gather a sharded model first"
+            f"flatness can be measured only for whole parameters, got a {kind}; gather a sharded model first"
+        )
+    if p.requires_grad and p.is_complex():  # frozen ones, and frozen integers, do not move
+        raise TypeError(
+            f"flatness can be measured only for real parameters, got {p.dtype}; keep the real and imaginary parts as "
+            "two parameters, or freeze it with requires_grad_(False)"
         )
     if p.is_inference():
         raise ValueError("a model that was created in inference mode has no gradients; create it outside of it")
@@ -135,12 +142,22 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, buffers in modules:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            _restore(module._buffers, buffers)
         with torch.no_grad():
             for buffer, version, content in before:
                 if buffer._version != version or (buffer.layout == torch.strided and not torch.equal(buffer, content)):
                     buffer.copy_(content)
+
+
+def _restore(held: Any, before: dict[str, Tensor | None]) -> None:
+    """The same tensors in the same order; what TorchScript holds can only be assigned to."""
+    if isinstance(held, dict):
+        held.clear()
+        held.update(before)
+        return
+    for name, buffer in before.items():
+        if held[name] is not buffer:
+            held[name] = buffer
 
 
 @contextmanager

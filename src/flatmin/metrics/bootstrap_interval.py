@@ -54,12 +54,12 @@ def bootstrap(
     """
     _check_settings(samples, level)
     labels = check_inputs(logits, labels)
-    random = _generator(generator)
+    value, random = _checked(measure(logits, labels)), _generator(generator)
     found = []
     for _ in range(samples):
         drawn = drawn_rows(logits, random)
         found.append(measure(logits[drawn], labels[drawn]))
-    return percentile_interval(measure(logits, labels), torch.stack(found), level)
+    return percentile_interval(value, torch.stack(found), level)
 
 
 @torch.no_grad()
@@ -87,9 +87,9 @@ def two_sample_bootstrap(
     for name, rows in (("inside", inside), ("outside", outside)):
         if not rows.ndim or not len(rows):
             raise ValueError(f"{name} must have at least one row, got shape {tuple(rows.shape)}")
-    random = _generator(generator)
+    value, random = _checked(measure(inside, outside)), _generator(generator)
     found = [measure(inside[drawn_rows(inside, random)], outside[drawn_rows(outside, random)]) for _ in range(samples)]
-    return percentile_interval(measure(inside, outside), torch.stack(found), level)
+    return percentile_interval(value, torch.stack(found), level)
 
 
 def _check_settings(samples: int, level: float) -> None:
@@ -97,6 +97,13 @@ def _check_settings(samples: int, level: float) -> None:
         raise ValueError(f"a bootstrap needs at least one sample, got {samples}")
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is 95 %")
+
+
+def _checked(value: object) -> Tensor:
+    """Before the first resample, not after the last."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"the measure must return a tensor, got {type(value).__name__}; wrap it in torch.tensor(…)")
+    return value
 
 
 def _generator(given: torch.Generator | None) -> torch.Generator:

@@ -33,7 +33,8 @@ class RiskCoverage(NamedTuple):
 def risk_coverage(confidence: Tensor, wrong: Tensor) -> RiskCoverage:
     """The risk at every coverage 1/n, 2/n, …, 1; at 1 it is the error. `wrong` is a flag for each prediction.
 
-    To stay below a risk, answer where the confidence is at least the threshold at the largest coverage that does so.
+    A threshold accepts all that tie with it: whoever answers where the confidence is at least `threshold[i]` has the
+    coverage and the risk of the last entry with that threshold.
 
     >>> curve = risk_coverage(torch.tensor([0.9, 0.5, 0.8]), torch.tensor([False, True, False]))
     >>> curve.coverage, curve.risk

@@ -46,6 +46,11 @@ class Normalisation:
 
     def __call__(self, x: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """uint8 images or float points, normalised; in `dtype`, computed in float32."""
+        if x.dtype != torch.uint8 and not x.is_floating_point():
+            raise TypeError(
+                f"inputs must be uint8 images, or floating-point images from 0 to 1 or points, got {x.dtype}; for "
+                "pixels from 0 to 255, use x.to(torch.uint8)"
+            )
         mean, std = self._statistics_like(x)
         unit = x.float() / 255 if x.dtype == torch.uint8 else x
         return ((unit - mean) / std).to(dtype)

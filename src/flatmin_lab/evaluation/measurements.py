@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flatmin import attacks, flatness, metrics
-from flatmin.ball import Norm
+from flatmin.ball import NORMS, Norm
 from flatmin.flatness.minibatch_sharpness import Scale
 from flatmin_lab.data.augment.transforms import Augmentation
 from flatmin_lab.data.batches import Batches
@@ -109,6 +109,29 @@ def default_step_size(radius: float, steps: int) -> float:
     return radius / min(4, steps)
 
 
+def check_attack(
+    *,
+    radius: float = ATTACK_RADIUS,
+    step_size: float | None = None,
+    steps: int = ATTACK_STEPS,
+    norm: str = "linf",
+    pixels: bool = False,
+) -> None:
+    """Raise where an attack makes no sense like this; `pixels`: it moves pixels, which range from 0 to 1."""
+    if norm not in NORMS:
+        raise ValueError(f"unknown norm {norm!r}; choose from {', '.join(NORMS)}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    length = default_step_size(radius, steps) if step_size is None else step_size
+    if steps * length < radius * (1 - 1e-9):  # 45 steps of 7/11475 are 7/255, but for rounding
+        raise ValueError(
+            f"PGD must be able to reach the edge of its ball, got {steps} steps of {length:g} for a radius of "
+            f"{radius:g}; take more steps, or longer ones"
+        )
+    if pixels and norm == "linf" and radius > 1:
+        raise ValueError(f"pixels range from 0 to 1, so a radius is at most 1, got {radius:g}; 4/255 is the paper's")
+
+
 def robustness(
     subject: Subject,
     *,
@@ -126,20 +149,13 @@ def robustness(
     Radius and step (by default a quarter of the radius) are fractions of the pixel range. With `normalised` they are in
     units of the normalised inputs, about a quarter of that for CIFAR, and pixels may leave their range.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    pixels = subject.test.is_images and not normalised
+    check_attack(radius=radius, step_size=step_size, steps=steps, norm=norm, pixels=pixels)
     step_size = default_step_size(radius, steps) if step_size is None else step_size
-    if steps * step_size < radius:
-        raise ValueError(
-            f"PGD must be able to reach the edge of its ball, got {steps} steps of {step_size:g} for a radius of "
-            f"{radius:g}; take more steps, or longer ones"
-        )
-    if subject.test.is_images and norm == "linf" and not normalised and radius > 1:
-        raise ValueError(f"pixels range from 0 to 1, so a radius is at most 1, got {radius:g}; 4/255 is the paper's")
     model = subject.model if normalised else subject.with_normalisation()
     split = subject.sample(subject.test, images)
     count = len(split)
-    bounds = (0.0, 1.0) if split.is_images and not normalised else (-math.inf, math.inf)
+    bounds = (0.0, 1.0) if pixels else (-math.inf, math.inf)
     wrong = dict.fromkeys(("clean", "fgsm", "pgd"), 0)
     for begin in range(0, count, batch_size):
         part = slice(begin, min(begin + batch_size, count))

@@ -28,6 +28,7 @@ from flatmin_lab.training.build import prepare_data
 Weights = Literal["ema", "last"]
 WEIGHTS = ("ema", "last")
 BATCH_SIZE = 256
+LARGEST_PIXEL = 2.0  # of images from 0 to 1, with some noise on them; one of 0 to 255 hardly lies below it
 
 
 class Inputs(TypedDict):
@@ -79,6 +80,10 @@ class TrainedModel:
         """Of images (N, C, H, W), uint8 or from 0 to 1, or of points (N, D); on the model's device."""
         if tuple(x.shape[1:]) != self.input_shape:
             raise ValueError(f"this model takes {self.shape_text}, got a tensor of shape {tuple(x.shape)}")
+        if self.kind == "images" and x.is_floating_point() and x.numel() and float(x.max()) > LARGEST_PIXEL:
+            raise ValueError(
+                f"images must be uint8, or from 0 to 1, got values up to {float(x.max()):g}; divide them by 255"
+            )
         parts = [self.model(self.normalise(part.to(self.device))) for part in x.split(BATCH_SIZE)]
         return torch.cat(parts).float()
 

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import flatmin
 from flatmin.comparison import LONGER, PLAIN, Comparison, Progress
@@ -299,6 +299,12 @@ def test_the_doctor_takes_the_same_function() -> None:
         ({}, {"worth": 1.5}, "worth must be a share"),
         ({"held_out": lambda made: lambda: made["held_out"]}, {}, "the held_out of make_training must be something"),
         ({"scheduler": lambda made: ReduceLROnPlateau(made["optimizer"])}, {}, "must step without arguments"),
+        (
+            {"held_out": lambda made: made["batches"]},
+            {},
+            "batches and held_out of make_training must be different data",
+        ),
+        ({"radius_data": lambda made: made["held_out"]}, {}, "held_out and radius_data of make_training must be"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], settings: dict[str, Any], message: str) -> None:
@@ -320,11 +326,135 @@ def test_the_table_has_a_line_for_each() -> None:
     assert lines[-1].startswith(("Yes", "No", "Cannot tell"))
 
 
-def test_arguments_are_checked_before_the_second_training() -> None:
-    own = Own()
+UNKNOWN_CLASS = Y[64:].where(torch.arange(32) != 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({}, {"measure": "f1"}, "unknown measure 'f1'; choose from error, nll, ece"),
+        ({"held_out": [(X[64:], UNKNOWN_CLASS)]}, {}, "labels must be from 0 to 2 for 3 classes, got 3 in row 5"),
+        ({"held_out": [(X[64:], UNKNOWN_CLASS - 4)]}, {}, "labels must be from 0 to 2 for 3 classes, got -"),
+        ({"held_out": [(X[64:], Y[64:, None])]}, {}, r"int64 of shape \(32, 1\); give evaluate"),
+        ({"radius_data": [(X[64:], Y[64:].float())]}, {}, "torch.float32 of shape"),
+    ],
+)
+def test_what_cannot_be_measured_is_named_before_anything_is_trained(
+    changes: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    own = Own(**changes)
+    with pytest.raises((TypeError, ValueError), match=message):
+        compare(own, **settings)
+    assert len(own.models) == 1  # it is only looked at
+
+
+def test_a_classifier_with_one_logit_is_told_what_to_give() -> None:
+    own = Own(held_out=[(X[64:], (Y[64:] > 0).long())], model=lambda made: made["model"].append(nn.Linear(3, 1)))
+    with pytest.raises(TypeError, match=r"K at least 2.*got torch.float32 of shape \(32, 1\).*give evaluate"):
+        compare(own)
+
+
+def test_an_unknown_measure_of_an_evaluate_is_named_after_the_first_training() -> None:
+    own = Own(held_out=None, evaluate=lambda made: lambda: {"loss": 1.0})
     with pytest.raises(ValueError, match="unknown measure 'f1'"):
         compare(own, measure="f1")
     assert len(own.models) == 2  # one is only looked at
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Data of unknown length: `len` of its loader raises."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.pairs = list(zip(x, y, strict=True))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.pairs)
+
+
+def test_loaders_of_unknown_length_are_those_of_known_length() -> None:
+    def outcomes(kind: Any) -> list[Any]:
+        rows = {"batches": slice(0, 64), "held_out": slice(64, 80), "radius_data": slice(80, 96)}
+        loaders = {name: DataLoader(kind(X[row], Y[row]), batch_size=16) for name, row in rows.items()}
+        return [outcome.measures for outcome in compare(Own(**loaders)).outcomes]
+
+    assert outcomes(Stream) == outcomes(TensorDataset)
+
+
+class Halving(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.div_(2)
+
+
+def test_a_model_that_changes_its_inputs_in_place_is_measured_on_the_same_ones() -> None:
+    held_out, before = [(X[64:].clone(), Y[64:])], X[64:].clone()
+    compare(Own(held_out=held_out, model=lambda made: made["model"].insert(0, Halving())))
+    assert torch.equal(held_out[0][0], before)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_seeds_that_change_nothing_decide_nothing(evaluates: bool) -> None:
+    """A training that sets its own seed gives three times the same run; three seeds would be sure of anything."""
+
+    def always_the_same() -> dict[str, Any]:
+        torch.manual_seed(0)
+        own = Own(batches=[(X[:64], Y[:64])], model=lambda made: made["model"].eval())()
+        if evaluates:
+            own["evaluate"] = lambda: float(cross_entropy(own["model"](X[64:]), Y[64:]))
+            del own["held_out"]
+        return own
+
+    found = compare(always_the_same, seeds=3, measure=None if evaluates else "nll")
+    assert found.verdict.answer == "cannot tell"
+    assert "all 3 seeds gave the same runs" in found.verdict.sentence
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_run_that_goes_on_where_the_last_one_ended_is_no_comparison(reset: bool) -> None:
+    model = nn.Linear(6, 3)
+
+    def the_same_model(_: object) -> nn.Module:
+        if reset:
+            model.reset_parameters()
+        return model
+
+    def the_same_training() -> dict[str, Any]:
+        made = Own(model=the_same_model, scheduler=None)()
+        base = SGD(model.parameters(), lr=0.1)
+
+        def closure(x: Tensor, y: Tensor) -> Tensor:
+            base.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return {**made, "optimizer": base, "closure": closure}
+
+    if reset:
+        assert len(compare(the_same_training).outcomes) == 3
+        return
+    with pytest.raises(ValueError, match="must start anew, but make_training returned the weights that the last run"):
+        compare(the_same_training)
+
+
+def test_an_evaluate_of_another_model_decides_nothing() -> None:
+    another = nn.Linear(6, 3)
+    own = Own(held_out=None, evaluate=lambda made: lambda: cross_entropy(another(X), Y))
+    verdict = compare(own, seeds=3).verdict
+    assert verdict.answer == "cannot tell"
+    assert "is the same in every run" in verdict.sentence
+
+
+def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    with pytest.raises(ValueError, match="out must be a folder"):
+        compare(Own(), out=tmp_path / "notes")
+
+
+@pytest.mark.parametrize("name", ["accuracy", "eval_accuracy", "val/acc", "Test F1", "held_out_top-1"])
+def test_measures_of_which_more_is_better_are_refused_by_their_names(name: str) -> None:
+    with pytest.raises(Crash) as crash:
+        compare(Own(held_out=None, evaluate=lambda made: lambda: {name: 0.9}))
+    assert "higher seems to be" in str(crash.value.error)
 
 
 def test_what_the_doctor_refuses_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -41,6 +41,14 @@ def test_both_parts_add_as_squares() -> None:
     assert both.high - both.low > seeds.high - seeds.low
 
 
+def test_torchs_default_device_plays_no_part() -> None:
+    """With `torch.set_default_device("cuda")`, for example; on "meta" every use of it would raise."""
+    rows = [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0]]
+    found = paired_difference([0.5, 0.75], rows)
+    with torch.device("meta"):
+        assert paired_difference([0.5, 0.75], rows) == found
+
+
 def test_one_seed_says_nothing() -> None:
     assert paired_difference([0.1])[:3] == (0.1, -math.inf, math.inf)
     assert math.isnan(paired_difference([]).mean)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from tests.support.flatness_cases import DEVICES, Case
 
 # ---- left as it was
 
+CPU_AXIS = torch.ones(2, device="cpu")
 LOOKS: dict[str, Callable[[nn.Module, flatness.Loss], object]] = {
     "line": flatness.line,
-    "plane": lambda model, loss: flatness.plane(model, loss, xs=torch.ones(3), ys=torch.ones(2)),
+    "plane": lambda model, loss: flatness.plane(model, loss, xs=CPU_AXIS, ys=CPU_AXIS),
     "together": lambda model, loss: flatness.line(model, loss, at_once=4),
     "worst_case_loss": lambda model, loss: flatness.worst_case_loss(model, loss, epsilon=0.1, steps=2),
     "mean_loss": lambda model, loss: flatness.mean_loss(model, loss, epsilon=0.1),
@@ -180,6 +182,163 @@ def test_a_compiled_model_is_looked_at_as_the_plain_one() -> None:
     assert torch.allclose(one.losses, other.losses)
 
 
+@pytest.mark.parametrize("look", [name for name in LOOKS if name != "between"])
+def test_a_scripted_model_is_looked_at_as_the_plain_one(look: str) -> None:
+    case = Case("convolutional")
+    scripted: Any = torch.jit.script(case.model)
+    before = everything(scripted)
+    assert_equal_numbers(LOOKS[look](case.model, case.loss), LOOKS[look](scripted, case.loss))
+    assert_same(before, everything(scripted))
+
+
+def test_the_buffers_of_a_scripted_model_are_put_back_too() -> None:
+    model = torch.jit.script(Replacing())
+    calls: Any = model.calls
+    flatness.line(model, flatness.empirical_risk(torch.randn(4, 3), torch.tensor([0, 1, 2, 0])))
+    assert model.calls is calls
+    assert calls.item() == 0
+
+
+class Replacing(nn.Module):
+    """Puts another buffer in the place of its own."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        found: Tensor = self.layer(x)
+        return found
+
+
+def assert_equal_numbers(one: Any, other: Any) -> None:
+    """All tensors in both, in whatever they are wrapped."""
+    if isinstance(one, Tensor):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)
+    elif isinstance(one, tuple | list):
+        for pair in zip(one, other, strict=True):
+            assert_equal_numbers(*pair)
+
+
+class Quantised(nn.Module):
+    """Frozen parameters that have no gradient at all, integers and complex numbers, under a layer that has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = nn.Parameter(torch.tensor([[3, 1, 2]], dtype=torch.uint8), requires_grad=False)
+        self.turned = nn.Parameter(torch.tensor([[1j, 2.0, -1j]]), requires_grad=False)
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x * self.fixed * self.turned.abs())
+        return found
+
+
+@pytest.mark.parametrize("look", [name for name in LOOKS if name != "between"])
+def test_frozen_parameters_of_any_type_stay_where_they_are(look: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Quantised(), torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    scaled = x * model.fixed * model.turned.abs()
+    before = everything(model)
+    found = LOOKS[look](model, flatness.empirical_risk(x, y))
+    assert_equal_numbers(LOOKS[look](model.layer, flatness.empirical_risk(scaled, y)), found)
+    assert_same(before, everything(model))
+
+
+def test_frozen_parameters_of_any_type_are_on_the_line_between_two_models() -> None:
+    one, other = Quantised(), Quantised()
+    with torch.no_grad():
+        other.fixed.add_(1)
+        other.turned.mul_(3)
+    loss = flatness.empirical_risk(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    ends = [total_loss(model, loss) for model in (one, other)]
+    before = everything(one)
+    found = flatness.between(one, other, loss, points=3)
+    assert found.losses[::2].tolist() == [end.item() for end in ends]
+    assert_same(before, everything(one))
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_torchs_default_device_and_type_play_no_part(look: str) -> None:
+    """With `torch.set_default_device("cuda")`, for example; on "meta" every use of it would raise."""
+    case = Case("convolutional")
+    found = LOOKS[look](case.model, case.loss)
+    with torch.device("meta"):
+        assert_equal_numbers(found, LOOKS[look](case.model, case.loss))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_equal_numbers(found, LOOKS[look](case.model, case.loss))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("look", [*LOOKS, "batch_rise", "linf"])
+def test_an_embedding_with_sparse_gradients_is_looked_at_as_the_dense_one(look: str) -> None:
+    looks: dict[str, Callable[[nn.Module, flatness.Loss], object]] = {
+        "batch_rise": lambda model, _: flatness.batch_rise(model, [(x, y)], radii=[0.1]),
+        "linf": lambda model, loss: flatness.worst_case_loss(model, loss, epsilon=0.1, norm="linf", steps=2),
+        **LOOKS,
+    }
+    x, y = torch.tensor([[0, 1, 1], [2, 2, 0], [1, 4, 2]]), torch.tensor([0, 1, 2])
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Embedding(5, 4, sparse=sparse), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)]
+        found.append(looks[look](nn.Sequential(*layers).double(), flatness.empirical_risk(x, y, batch_size=2)))
+    assert_equal_numbers(*found)
+
+
+class ChangesItsInputs(nn.Module):
+    """As forward passes do that begin with `x /= 255`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x /= 2
+        found: Tensor = self.layer(x)
+        return found
+
+
+@pytest.mark.parametrize("look", [*LOOKS, "renewed", "batch_rise"])
+def test_a_model_that_changes_its_inputs_in_place_is_looked_at_on_the_same_ones(look: str) -> None:
+    case = Case("convolutional")
+
+    def found(model: nn.Module, x: Tensor) -> object:
+        loss = flatness.empirical_risk(x, case.y, batch_size=5)
+        if look == "batch_rise":
+            return flatness.batch_rise(model, [(x, case.y)], radii=[0.1, 0.2])
+        if look in ("between", "renewed"):
+            renew = [x[:6], x[6:]] if look == "renewed" else None
+            return flatness.between(model, moved(model), loss, points=4, renew=renew)
+        return LOOKS[look](model, loss)
+
+    before = case.x.clone()
+    changing = found(ChangesItsInputs(case.model), case.x)
+    assert torch.equal(case.x, before)
+    assert_equal_numbers(found(case.model, case.x / 2), changing)
+
+
+@pytest.mark.parametrize("batch_size", [500, 20, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_parts_in_half_precision_add_up_to_what_they_do_in_float64(dtype: torch.dtype, batch_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
+    x, y = torch.randn(1000, 3).to(dtype), torch.randint(0, 3, (1000,))
+    exact, wide = copy.deepcopy(model).double(), flatness.empirical_risk(x.double(), y)
+    loss = flatness.empirical_risk(x, y, batch_size=batch_size)
+    found = flatness.worst_case_loss(model, loss, epsilon=0.1, steps=1, restarts=0)
+    close: dict[str, Any] = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}
+    assert torch.allclose(found.centre.double(), total_loss(exact, wide), **close)
+    length = flatness.gradient_norm(model, loss).double()
+    assert torch.allclose(length, flatness.gradient_norm(exact, wide), rtol=0.02)
+
+
 def test_only_the_parameters_given_move() -> None:
     case = Case("mlp")
     *others, weight, bias = case.model.parameters()
@@ -256,9 +415,25 @@ look: Any = flatness  # what it is given here is of the wrong type
         ),
         (lambda model, loss: look.worst_case_loss(model, loss, epsilon=1.0, step_size=-1.0), ValueError, "got -1"),
         (lambda model, loss: look.line(model, loss, parameters=model.named_parameters()), TypeError, "got tuple"),
+        (lambda model, loss: look.mean_loss(model, loss, epsilon=1.0, parameters=model[0].weight), TypeError, "a list"),
         (lambda model, loss: look.line(nn.LazyLinear(3), loss), ValueError, "run a batch"),
+        (lambda model, loss: look.line(nn.Linear(2, 2, dtype=torch.complex64), loss), TypeError, "complex64; keep"),
         (lambda model, loss: look.trace(model, lambda m: loss[0](m) / 0), ValueError, "finite"),
-        (lambda model, loss: look.empirical_risk([1.0], torch.zeros(1)), TypeError, "got list"),
+        (lambda model, loss: look.empirical_risk([1.0], torch.zeros(1)), TypeError, "got list .* one for each batch"),
+        (
+            lambda model, loss: look.empirical_risk(
+                torch.zeros(2, 3), torch.zeros(2), criterion=nn.CrossEntropyLoss(reduction="sum")
+            ),
+            ValueError,
+            "leave the reduction out",
+        ),
+        (
+            lambda model, loss: look.empirical_risk(
+                torch.zeros(2, 3), torch.zeros(2), criterion=partial(cross_entropy, reduction="sum")
+            ),
+            ValueError,
+            "leave the reduction out",
+        ),
         (lambda model, loss: look.line(nn.Identity(), loss), ValueError, "got none"),
         (lambda model, loss: look.directions(nn.BatchNorm1d(3)), ValueError, "scaled"),
         (

@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,20 @@ def test_the_model_is_bit_for_bit_as_it_was_even_after_an_error() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_filter_without_a_gradient_stays_where_it_is(scale: Scale, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    dead = nn.Linear(3, 4)
+    with torch.no_grad():
+        dead.bias[0] = -100.0
+    model = nn.Sequential(dead, nn.ReLU(), nn.Linear(4, 2))
+    x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))
+    exact = batch_rise(model, [(x, y)], radii=[0.1], scale=scale).mean
+    found = batch_rise(model.to(dtype), [(x.to(dtype), y)], radii=[0.1], scale=scale).mean
+    assert torch.allclose(found.float(), exact, atol=4 * torch.finfo(dtype).eps)
+
+
 def test_doubling_a_filter_before_batchnorm_changes_nothing_at_filter_radii() -> None:
     """BatchNorm takes the scale out again; a radius of its own length does not notice, one in absolute terms does."""
     model = network().eval()
@@ -117,3 +132,15 @@ def test_a_wrong_request_says_why() -> None:
         batch_rise(model, [], radii=RADII)
     with pytest.raises(ValueError, match="at least 0 and finite"):
         batch_rise(model, batches(), radii=[-1.0])
+    named: Any = [{"x": torch.zeros(2, 1, 8, 8), "y": torch.zeros(2)}]
+    with pytest.raises(TypeError, match=r"pairs \(inputs, targets\), got a dict; make it a pair"):
+        batch_rise(model, named, radii=RADII)
+    three: Any = [(1, 2, 3)]
+    with pytest.raises(TypeError, match="got a tuple of 3"):
+        batch_rise(model, three, radii=RADII)
+
+
+def test_radii_may_be_a_tensor() -> None:
+    radii: Any = torch.tensor(RADII, dtype=torch.float64)
+    one, other = (batch_rise(network(), batches(), radii=given) for given in (RADII, radii))
+    assert all(map(torch.equal, one, other))

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from flatmin import metrics
-from flatmin.metrics import bootstrap, error
+from flatmin.metrics import bootstrap, error, two_sample_bootstrap
 
 LOGITS = torch.tensor([[1.0, 0.0]])
 
@@ -116,6 +117,20 @@ def two_samples(count: int, others: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, generator=generator) + 1, torch.randn(others, generator=generator)
 
 
+def test_a_measure_that_returns_no_tensor_is_named_before_it_is_resampled() -> None:
+    calls = []
+
+    def number(*_: Tensor) -> Any:
+        calls.append(1)
+        return 0.5
+
+    with pytest.raises(TypeError, match=r"must return a tensor, got float; wrap it"):
+        bootstrap(number, torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"must return a tensor, got float; wrap it"):
+        two_sample_bootstrap(number, torch.zeros(4), torch.zeros(4))
+    assert len(calls) == 2
+
+
 def test_an_auroc_has_the_interval_of_its_known_variance() -> None:
     """Against the variance of Hanley and McNeil (1982), which needs only the share of triples in order."""
     inside, outside = two_samples(300, 200)
@@ -141,7 +156,7 @@ def test_each_sample_is_resampled_by_itself_and_to_its_own_size() -> None:
     assert {(len(one), len(other)) for one, other in seen} == {(5, 7)}
     assert all(one.max() < 5 and other.min() >= 100 for one, other in seen)
     assert len({tuple(one.tolist()) for one, _ in seen}) > 40
-    torch.testing.assert_close(seen[-1][0], inside)  # the value itself
+    torch.testing.assert_close(seen[0][0], inside)  # the value itself
 
 
 def test_several_numbers_have_an_interval_each_as_they_would_alone() -> None:

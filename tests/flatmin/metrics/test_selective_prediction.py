@@ -48,14 +48,17 @@ def test_the_risk_is_the_mean_over_all_orders_of_ties(rows: list[tuple[float, bo
     assert found.threshold.tolist() == sorted(confidence, reverse=True)
 
 
+@pytest.mark.parametrize("values", [None, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_without_ties_it_is_the_risk_at_every_threshold(seed: int) -> None:
-    confidence, wrong = predictions(200, seed)
+def test_a_threshold_has_the_risk_of_its_last_entry(seed: int, values: int | None) -> None:
+    confidence, wrong = predictions(200, seed, values=values)
     curve = risk_coverage(confidence, wrong)
-    for coverage, risk, threshold in zip(*curve, strict=True):
+    last = {threshold: (coverage, risk) for coverage, risk, threshold in zip(*map(Tensor.tolist, curve), strict=True)}
+    assert len(last) == (200 if values is None else 6)
+    for threshold, (coverage, risk) in last.items():
         answered = confidence >= threshold
-        assert coverage.item() == pytest.approx(answered.double().mean().item(), abs=1e-12)
-        assert risk.item() == pytest.approx(wrong[answered].double().mean().item(), abs=1e-12)
+        assert coverage == pytest.approx(answered.double().mean().item(), abs=1e-12)
+        assert risk == pytest.approx(wrong[answered].double().mean().item(), abs=1e-12)
     assert aurc(confidence, wrong).item() == pytest.approx(curve.risk.mean().item(), abs=1e-15)
     assert curve.risk[-1].item() == pytest.approx(wrong.double().mean().item(), abs=1e-12)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flatmin_lab.data import load
-from flatmin_lab.evaluation import measurements
+from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.report.pages.theory import theory_page
 from flatmin_lab.runs import checkpoint
 from tests.support.processes import flatmin, words
@@ -72,6 +72,21 @@ def test_evaluate_keeps_what_it_finds_and_adds_to_it(own: Path) -> None:
     assert kept["flatness"] == flat["flatness"]
     assert kept["checkpoint"] == checkpoint.listed(own / "erm")[0].name
     assert kept["facts"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the derivative is not implemented"), KeyboardInterrupt()], ids=repr)
+def test_what_was_measured_is_kept_even_if_a_later_measurement_fails(
+    own: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(measurements, "flatness_of", fails)
+    result = flatmin("evaluate", own / "erm", "--attack", "--flatness", "--images", 20, "--device", "cpu")
+    assert result.exit_code != 0
+    kept = json.loads((own / "erm" / "evaluation.json").read_text())
+    assert kept["attack"]["pictures"] == 20
+    assert "flatness" not in kept
 
 
 def test_the_spectrum_is_kept_beside_the_flatness_and_drawn_in_the_report(
@@ -184,6 +199,40 @@ def test_outside_data_that_cannot_be_read_are_named_before_anything_is_measured(
     result = flatmin("evaluate", runs / "erm", "--outside", "nowhere.npz", "--device", "cpu")
     assert result.exit_code == 2, result.output
     assert "nowhere.npz must be an .npz file or a folder of images, and is not there" in words(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--attack", "--norm", "l1"], "unknown norm 'l1'; choose from l2, linf"),
+        (["--attack", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["--attack", "--step-size", "1/999"], "PGD must be able to reach the edge of its ball"),
+        (["--attack", "--radius", "2"], "a radius is at most 1, got 2"),
+        (["--attack", "--flatness", "--epsilon=-1"], "epsilon must be at least 0 and finite, got -1.0"),
+    ],
+)
+def test_options_that_make_no_sense_are_named_before_anything_is_measured(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], text: str
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(measurements, "logits_on_test", measured.append)
+    result = flatmin("evaluate", runs / "erm", *arguments)
+    assert result.exit_code == 2
+    assert text in words(result.output)
+    assert not measured
+
+
+@pytest.mark.parametrize("more", [[], ["--between"]], ids=" ".join)
+def test_a_page_that_cannot_be_written_is_named_before_anything_is_measured(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    measured: list[object] = []
+    for name in ("landscape", "line_between"):
+        monkeypatch.setattr(landscapes, name, lambda *found, **_: measured.append(found))
+    result = flatmin("landscape", runs / "erm", runs / "amp", "--out", tmp_path, *more)
+    assert result.exit_code == 2
+    assert "is a folder; name the file" in words(result.output)
+    assert not measured
 
 
 def test_a_name_in_brackets_is_shown_as_it_is(user: Path) -> None:

@@ -1,5 +1,6 @@
 """What is measured of a trained classifier is what the library's functions say, and what cannot be is said clearly."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,42 @@ def test_two_models_of_different_data_are_not_joined(tiny: Subject) -> None:
     other = replace(tiny, test=replace(tiny.test, x=tiny.test.x.flip(0)))
     with pytest.raises(ValueError, match="name two runs on one data set"):
         landscapes.line_between(tiny, other)
+    for normalise in (
+        replace(tiny.normalise, mean=tiny.normalise.mean + 1),
+        replace(tiny.normalise, std=2 * tiny.normalise.std),
+    ):
+        with pytest.raises(ValueError, match="name two runs with one --normalise"):
+            landscapes.line_between(tiny, replace(tiny, normalise=normalise))
+
+
+class Viewing(Net):
+    """Views its activations as rows, which those of NHWC images cannot be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.norm(self.inside(x)).relu().view(len(x), -1))
+        return found
+
+
+class FiveDimensional(nn.Module):
+    """A weight that cannot be NHWC."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.head = nn.Conv3d(1, 2, (1, 3, 3)), nn.Linear(2 * 16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.inside(x[:, :, None]).flatten(1))
+        return found
+
+
+@pytest.mark.parametrize("network", [Net, Viewing, FiveDimensional])
+def test_any_layout_of_activations_and_weights_has_a_landscape(network: type[nn.Module]) -> None:
+    own = user_subject(network(), tiny_data(), normalised=True, device=torch.device("cpu"))
+    found = landscapes.landscape(own, points=3, images=20)
+    x, y = own.inputs(own.test, 20)
+    centre = nn.functional.cross_entropy(own.model(x), y).item()
+    assert found["splits"]["test"]["line"][1] == pytest.approx(centre, rel=1e-5)
 
 
 def test_a_landscape_has_the_loss_of_each_split_in_its_middle(tiny: Subject) -> None:
@@ -338,3 +375,8 @@ def test_pgd_must_be_able_to_reach_the_edge_of_its_ball(tiny: Subject) -> None:
         measurements.robustness(tiny, radius=0.5, step_size=0.01)
     with pytest.raises(ValueError, match="a radius is at most 1, got 4"):
         measurements.robustness(tiny, radius=4.0)
+
+
+def test_steps_that_reach_the_edge_but_for_rounding_reach_it() -> None:
+    for pixels, steps in itertools.product(range(1, 33), range(1, 101)):
+        measurements.check_attack(radius=pixels / 255, step_size=pixels / (255 * steps), steps=steps)

@@ -69,6 +69,22 @@ def test_images_from_0_to_1_and_bytes_give_the_same(loaded: TrainedModel) -> Non
         loaded.logits(torch.zeros(2, 3, 6, 6))
 
 
+def test_floats_from_0_to_255_are_refused_and_noise_is_not(loaded: TrainedModel) -> None:
+    x = tiny_data().test.x
+    with pytest.raises(ValueError, match=r"from 0 to 1, got values up to 2\d\d; divide them by 255"):
+        loaded.predict(x.float())
+    assert len(loaded.predict(x / 255 + 0.5)) == len(x)
+    assert loaded.predict(x[:0].float()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)
+def test_whole_numbers_that_are_not_bytes_are_refused(loaded: TrainedModel, dtype: torch.dtype) -> None:
+    x = tiny_data().test.x.to(dtype)
+    for use in (loaded.predict, loaded.with_normalisation(), loaded.normalise):
+        with pytest.raises(TypeError, match=f"got {dtype}; for pixels from 0 to 255"):
+            use(x)
+
+
 def test_the_file_of_the_network_may_have_changed_or_gone(tmp_path: Path) -> None:
     mine = tmp_path / "mine_gone.py"
     mine.write_text(Path(FILE).read_text())

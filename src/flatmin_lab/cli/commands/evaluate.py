@@ -1,11 +1,14 @@
 """`flatmin evaluate`, `landscape`, `report` and `theory`: their flags, and the files that they write."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from flatmin.flatness.weights import check_radius
 from flatmin_lab.cli import browser, display, model_source
 from flatmin_lab.cli.model_source import EvaluatedModel, ModelSource
 from flatmin_lab.cli.options import DEFAULT_DATA_DIR, DataDir, Debug, Device, Download, OpenPage, option, report_errors
@@ -94,6 +97,8 @@ def evaluate(
         }
         attacked = _given(attack, "--attack", {**lengths, "steps": steps, "norm": norm})
         flat = _given(flatness, "--flatness", {"epsilon": epsilon})
+        measurements.check_attack(**attacked)  # now, and not after an hour of other measurements
+        check_radius(measurements.FLATNESS_EPSILON if epsilon is None else epsilon)
         if images is not None and not (attack or flatness or spectrum):
             raise ValueError(
                 "--images belongs to --attack, --flatness and --spectrum; everything else uses the whole test set"
@@ -101,22 +106,27 @@ def evaluate(
         model_source.check_count("--images", images)
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         (evaluated,) = source.models([checkpoint])
+        measurements.check_attack(**attacked, pixels=evaluated.subject.test.is_images)
         others = list(source.outside(outside or [], evaluated.subject))  # a bar of its own, and errors at once
-        with display.busy(display.terminal()) as say:
-            say("evaluating the test set")
-            logits = measurements.logits_on_test(evaluated.subject)
-            found = {**evaluated.description, **measurements.calibration(evaluated.subject, logits)}
-            for other in others:
-                say("comparing with outside data")
-                found.setdefault("outside", {})[other.name] = detection(evaluated.subject, logits, other)
-            if attack:
-                found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
-            if flatness:
-                found["flatness"] = measurements.flatness_of(evaluated.subject, images=images, say=say, **flat)
-            if spectrum:
-                found["spectrum"] = measurements.spectrum_of(evaluated.subject, images=images, say=say)
-        found["facts"] = facts(evaluated.subject.device)
-        _keep(evaluated, evaluation_files.EVALUATION, found)
+        found: dict[str, Any] = {}
+        try:
+            with display.busy(display.terminal()) as say:
+                say("evaluating the test set")
+                logits = measurements.logits_on_test(evaluated.subject)
+                found |= {**evaluated.description, **measurements.calibration(evaluated.subject, logits)}
+                for other in others:
+                    say("comparing with outside data")
+                    found.setdefault("outside", {})[other.name] = detection(evaluated.subject, logits, other)
+                if attack:
+                    found["attack"] = measurements.robustness(evaluated.subject, images=images, say=say, **attacked)
+                if flatness:
+                    found["flatness"] = measurements.flatness_of(evaluated.subject, images=images, say=say, **flat)
+                if spectrum:
+                    found["spectrum"] = measurements.spectrum_of(evaluated.subject, images=images, say=say)
+        finally:  # an hour of attacks is kept, whatever happens to what comes after them
+            if found:
+                found["facts"] = facts(evaluated.subject.device)
+                _keep(evaluated, evaluation_files.EVALUATION, found)
         if as_json:
             typer.echo(json.dumps(found, indent=2))
         else:
@@ -158,6 +168,7 @@ def landscape(
         for package in ("matplotlib", "jinja2"):
             need(package, "flatmin landscape")
         landscapes.check_options(points, reach, images)
+        _check_page(out)  # now, not after an hour of measuring
         source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
         places: list[Path | None] = [*(checkpoints or [])] or [None]
         if between:
@@ -279,13 +290,24 @@ def _keep(evaluated: EvaluatedModel, file: str, found: dict[str, Any]) -> None:
         display.say(console, f"note: not saved in {evaluated.run.folder}: {error}", style="yellow")
 
 
-def _write(path: Path, page: str, *, in_browser: bool) -> None:
+def _check_page(path: Path) -> None:
+    """Raise where no page can be written; the folder it goes to is made."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the file with --out, such as {path / 'page.html'}")
-    try:
+    with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            file.write(page.encode())
+
+
+def _write(path: Path, page: str, *, in_browser: bool) -> None:
+    _check_page(path)
+    with _writable(path), atomic_write(path) as file:
+        file.write(page.encode())
+    browser.announce(path, in_browser=in_browser)
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ValueError(f"{path} cannot be written ({error.strerror}); choose another place with --out") from error
-    browser.announce(path, in_browser=in_browser)
