@@ -170,14 +170,15 @@ def keeps_trained_weights(make_training: MakeTraining, one: Training, other: Tra
     if shared is None:
         return False
     before = shared.detach().clone()
-    with torch.no_grad():
-        shared.fill_(0.5)  # as training might
+    try:
+        with torch.no_grad():
+            shared.fill_(0.5)  # as training might
         moved = shared.detach().clone()
         again = new_training(make_training)
-        if not (any(param is shared for param in again.params) and same_bits(shared, moved)):
-            return False
-        shared.copy_(before)
-    return True
+        return any(param is shared for param in again.params) and same_bits(shared, moved)
+    finally:
+        with torch.no_grad():
+            shared.copy_(before)
 
 
 def check_make_training(one: Training, other: Training, *, keeps_weights: bool = False) -> Finding:
