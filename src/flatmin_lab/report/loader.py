@@ -20,6 +20,7 @@ from flatmin_lab.recipes.protocols import FollowedProtocol
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.report import schema
+from flatmin_lab.report.schema import AVERAGE
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.runs.result import split_of
@@ -49,7 +50,7 @@ class Run:
     def averaged(self) -> "Run":
         """With the numbers of the averaged weights in place of the last ones, if there are any (`train --ema`)."""
         known = self.result.items()
-        average = {key.removeprefix("average_"): value for key, value in known if key.startswith("average_")}
+        average = {key.removeprefix(AVERAGE): value for key, value in known if key.startswith(AVERAGE)}
         return replace(self, result={**self.result, **average}) if average else self
 
     @property

@@ -588,8 +588,9 @@ def paths_of(content: dict[str, Any]) -> list[tuple[str, ...]]:
     return found
 
 
+AVERAGED = {"ema": 0.9, "average_test_error": 0.1, "average_test_nll": 0.4, "average_test_ece": 0.05}
 WHOLE: dict[str, dict[str, Any]] = {
-    "result": result("amp", 0, 0.1),
+    "result": result("amp", 0, 0.1, data_sha256="0", clean_train_nll=0.1, test_error_without_repeated=0.1, **AVERAGED),
     "evaluation": evaluation(spectrum=spectrum()),
     "landscape": landscape(),
     "config": {"recipe": {"epochs": 3, "method": "amp"}, "seed": 0, "data_sha256": "0"},

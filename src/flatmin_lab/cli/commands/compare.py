@@ -15,6 +15,7 @@ from rich.console import Console
 
 import flatmin
 from flatmin.comparison import RADII
+from flatmin.comparison.run_comparison import Progress
 from flatmin.doctor.finding import Crash
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import compare_view
@@ -40,7 +41,7 @@ from flatmin_lab.cli.training_options import (
 )
 from flatmin_lab.comparing import comparison_file
 from flatmin_lab.comparing.comparer import Comparison, about_entries
-from flatmin_lab.comparing.comparison_file import About
+from flatmin_lab.comparing.comparison_file import MAKE_TRAINING, About
 from flatmin_lab.comparing.contender_recipes import entries_for
 from flatmin_lab.comparing.time_budget import TimeBudget
 from flatmin_lab.comparing.training_task import MEASURES
@@ -48,6 +49,8 @@ from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.fields import METHOD
+from flatmin_lab.runs.open_folder import folder_of_runs
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.user_code import UserCodeError, is_user_code, load_function, located
@@ -144,7 +147,8 @@ def compare(
                 compare_view.follow(events, console, comparison, there)
                 reason = stop()
             content, folder = comparison.content(), comparison.folder
-        (folder / PAGE).write_text(page.compare_page(content), encoding="utf-8")
+        with atomic_write(folder / PAGE) as file:
+            file.write(page.compare_page(content).encode())
         display.say(console, f"the page: {folder / PAGE}; everything is in {folder}")
         compare_view.show(content)
         if reason is not None:
@@ -236,15 +240,22 @@ def _compare_own(
     command: str,
     console: Console,
 ) -> tuple[Mapping[str, Any], Path]:
-    make_training = load_function(training, "make_training")
-    folder = given["out"] or COMPARISONS / short_name(located(training, "make_training"))
+    make_training = load_function(training, MAKE_TRAINING)
+    identity = comparison_file.own_identity(training)
+    folder = given["out"] or COMPARISONS / short_name(located(training, MAKE_TRAINING))
     chosen = None if radii is None else tuple(radii)
     watch = compare_view.OwnProgress(console, given["seeds"], len(chosen or RADII))
+
+    def show(event: Progress) -> None:
+        comparison_file.begin_own(folder, identity)
+        watch.show(event)
+
     display.say(
         console, f"{training}: {given['seeds']} seed{'s' if given['seeds'] > 1 else ''}; the doctor checks it first"
     )
-    try:
-        with exit_on_signals():
+    with exit_on_signals(), folder_of_runs(folder, "comparison", doing="comparing"):
+        comparison_file.check_same_own(folder, identity)
+        try:
             found = flatmin.compare(
                 make_training,
                 epochs=epochs,
@@ -253,22 +264,22 @@ def _compare_own(
                 radii=chosen,
                 measure=given["measure"],
                 out=folder,
-                progress=watch.show,
+                progress=show,
             )
-    except Crash as crash:
-        seen = crash.finding()
-        raise UserCodeError(f"{seen.name} raised an error:\n{seen.seen}") from crash.error
-    for finding in found.findings:
-        display.say(console, f"note: {finding.name}: {finding.seen} → {finding.change}", style="yellow")
-    about = About(
-        title=training,
-        what=f"{training}, with its own optimizer and with AMP around it",
-        held_out="what make_training returns as held_out or evaluate",
-        wanted=given["seeds"],
-        identity={"training": training},
-        command=command,
-        facts=facts(found.device or torch.device("cpu")),
-    )
-    content = comparison_file.content(about, found.contenders, found.outcomes, found.verdict, stopped=found.stopped)
-    comparison_file.write(folder, content)
+        except Crash as crash:
+            seen = crash.finding()
+            raise UserCodeError(f"{seen.name} raised an error:\n{seen.seen}") from crash.error
+        for finding in found.findings:
+            display.say(console, f"note: {finding.name}: {finding.seen} → {finding.change}", style="yellow")
+        about = About(
+            title=training,
+            what=f"{training}, with its own optimizer and with AMP around it",
+            held_out="what make_training returns as held_out or evaluate",
+            wanted=given["seeds"],
+            identity=identity,
+            command=command,
+            facts=facts(found.device or torch.device("cpu")),
+        )
+        content = comparison_file.content(about, found.contenders, found.outcomes, found.verdict, stopped=found.stopped)
+        comparison_file.write(folder, content)
     return content, folder
