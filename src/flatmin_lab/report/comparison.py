@@ -52,6 +52,7 @@ class Cell:
     better: bool | None = None  # than ERM; None if not significant
     paper: Value | None = None
     planned: bool = True  # whether it was to be tested
+    of_last_weights: bool = False  # in a row of averaged weights
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Row:
     runs: list[Run]
     cells: dict[str, Cell] = field(default_factory=dict)
     base: int = 0  # the place of ERM's row, which it is compared with
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether its error, NLL and ECE are those of averaged weights."""
+        return bool(_average(self.runs[0]))
 
 
 @dataclass(frozen=True)
@@ -285,7 +291,10 @@ def _with_cells(
             )
             paper = None if is_smoothed(column, row.method) else _paper_values(setting, row).get(column.paper)
             planned = is_pair_planned(families, column.name, (_recipe_of(row), _recipe_of(rows[0])))
-            cells[place][column.name] = Cell(values[place], missing, measured_differently, p, better, paper, planned)
+            of_last = row.is_averaged and column.is_of_last_weights
+            cells[place][column.name] = Cell(
+                values[place], missing, measured_differently, p, better, paper, planned, of_last
+            )
     return [replace(row, cells=cells[place]) for place, row in enumerate(rows)]
 
 

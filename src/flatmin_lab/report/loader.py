@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flatmin_lab.bench.mode_cost import StepTimes, step_times
+from flatmin_lab.comparing import comparison_file
 from flatmin_lab.recipes.experiments import by_name
 from flatmin_lab.recipes.protocols import FollowedProtocol
 from flatmin_lab.recipes.recipe import Job
@@ -30,6 +31,7 @@ from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import Tuning
 
 RESULT_NAME = re.compile(r".+-\d+\.json")  # a result's name: its recipe and its seed
+OUTCOME_NAME = re.compile(r".+-seed-\d+\.json")  # of a run in a comparison: its contender and its seed
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ def _is_result_or_tuning(path: Path) -> bool:
     """Is it a result or a tuning, or named like one? Then it is listed if it cannot be read."""
     if path.name.startswith((COST, BENCH)):  # its hardware may end in a number, as a result's name does
         return False
+    if OUTCOME_NAME.fullmatch(path.name) and (path.parent / comparison_file.FILE).is_file():
+        return False  # of a run of `flatmin compare`, whose folder lies beside it
     return path.name == result_file.FILE or bool(RESULT_NAME.fullmatch(path.name)) or _is_result(path)
 
 

@@ -28,6 +28,7 @@ from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.runs.events import Stopped
 from flatmin_lab.runs.result import build_result
 from tests.support import pages
+from tests.support.comparisons import comparison_of, finish, saved
 from tests.support.pages import text_of
 from tests.support.pipes import pipe
 from tests.support.processes import flatmin
@@ -246,6 +247,20 @@ def test_a_method_that_never_took_effect_is_said_to_be_erm(tmp_path: Path) -> No
     assert "ERM and flooding have exactly the same numbers" in text_of(page_of(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ([0.05], "AMP alone, with a test error of 5.00 %."),
+        ([0.05, 0.06], "AMP alone, with test errors of 5.00 and 6.00 %."),
+        ([0.05, 0.06, 0.07], "AMP alone, with a mean test error of 6.00 ± 1.00 %."),
+    ],
+)
+def test_a_method_alone_has_a_mean_where_there_are_enough_runs(tmp_path: Path, errors: list[float], said: str) -> None:
+    for seed, error in enumerate(errors):
+        write(tmp_path / str(seed), result("amp", seed, error))
+    assert said in text_of(page_of(tmp_path))
+
+
 def test_one_training_each_is_too_few_to_mark_anything(tmp_path: Path) -> None:
     for method in ("erm", "amp"):
         write(tmp_path / method, result(method, 0, 0.05 if method == "erm" else 0.01))
@@ -333,7 +348,7 @@ def test_a_tuning_run_says_that_it_is_one(tmp_path: Path) -> None:
         path.write_text(json.dumps({key: v for key, v in found.items() if not key.startswith("test_")}))
     shown = text_of(page_of(tmp_path))
     assert "Validation error: AMP" in shown
-    assert "tuning runs" in shown
+    assert "runs of a tuning or a comparison" in shown
 
 
 def test_missing_cells_show_the_command_that_fills_them(tmp_path: Path) -> None:
@@ -770,7 +785,35 @@ def test_averaged_weights_have_a_row_of_their_own(tmp_path: Path) -> None:
     assert [row.name for row in group.rows] == ["ERM", "ERM (EMA 0.9)"]
     assert [row.cells["error"].values[0] for row in group.rows] == pytest.approx([10.0, 5.0])
     assert not group.duplicate_runs
-    assert "EMA: error, NLL and ECE of the averaged weights" in text_of(page_of(tmp_path))
+    assert "EMA: numbers of the averaged weights, except where it says" in text_of(page_of(tmp_path))
+
+
+def test_what_was_measured_of_the_last_weights_is_not_called_the_average_s(tmp_path: Path) -> None:
+    """In the tables, the sentences and the titles of figures: attacks, flatness, AURC and reliability."""
+    selective = {"aurc": 0.01, "e_aurc": 0.005, "coverage": [0.5, 1.0], "risk": [0.0, 0.1]}
+    for method in ("erm", "amp"):
+        write(tmp_path / method, {**result(method, 0, 0.11), **AVERAGED}, evaluation=evaluation(selective=selective))
+    group = only_group(tmp_path)
+    marked = {name for name, cell in group.rows[0].cells.items() if cell.of_last_weights and cell.values}
+    measured = {name for name, cell in group.rows[0].cells.items() if cell.values}
+    assert measured - marked == {"error", "nll", "ece", "seconds"}
+    page = report_page(load_results([tmp_path]))
+    shown = text_of(page)
+    assert len(re.findall(r"last weights(?= )", shown.partition("Curves")[0])) >= 2 * len(marked)
+    assert "Error under PGD, last weights: AMP (EMA 0.9)" in shown
+    assert page.count(">last weights, n = 1</text>") == 2  # the reliability of both
+    for method in ("erm", "amp"):
+        (tmp_path / method / "result.json").write_text(json.dumps(result(method, 0, 0.11)))
+    assert "last weights" not in text_of(page_of(tmp_path))
+
+
+def test_the_runs_of_a_comparison_are_reported_and_its_outcomes_are_no_results(tmp_path: Path) -> None:
+    folder = tmp_path / "comparison"
+    finish(comparison_of(saved(tmp_path / "tiny.npz"), folder, seeds=1))
+    found = load_results([folder])
+    assert (len(found.runs), found.unusable) == (4, [])
+    (folder / "comparison.json").unlink()
+    assert load_results([folder]).unusable  # without it, they may be damaged results
 
 
 def test_runs_with_averaged_weights_are_compared_with_averaged_weights(tmp_path: Path) -> None:

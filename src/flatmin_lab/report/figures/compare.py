@@ -1,5 +1,6 @@
 """Figures of `flatmin compare`: the differences from the plain runs with their intervals, and the curves."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ RADIUS_STYLES: tuple[tuple[str, Dash], ...] = (
     ("#cc79a7", (0, (1, 1))),
     ("#e69f00", (0, (3, 1.5, 1, 1.5))),
 )  # of AMP's radii in their order, from the first again if there are more
+TITLE_WIDTH = 34  # characters
 SHOWN_FROM = 0.5  # the share of a run after which its curve must fit into the figure
 
 
@@ -72,8 +74,10 @@ def forest(title: str, gaps: Sequence[Gap]) -> DrawnFigure:
         axes.set_ylim(len(gaps) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-        axes.locator_params(axis="x", nbins=5)
-        axes.set_title(title)
+        axes.locator_params(axis="x", nbins=4)
+        if not any(part for gap in gaps for found in gap[1:] if found is not None for part in found):
+            axes.set_xticks([0])  # no difference at all: any other tick would be of no scale
+        axes.set_title(_wrapped(title))
     data = {gap.name: {"from plain": gap.from_plain, "from as many passes": gap.from_longer} for gap in gaps}
     return DrawnFigure(figure, {"gaps": data}, f"{title}: the difference from the plain run, with 95 % intervals")
 
@@ -91,11 +95,16 @@ def seed_curves(title: str, curves: Sequence[Curve]) -> DrawnFigure:
             average = mean_curve(curve.seeds)
             mark = "o" if len(average) < 3 else None
             axes.plot(*_lines(average), color=colour, ls=dash, lw=2, marker=mark, ms=4)
-        axes.set_title(title)
+        axes.set_title(_wrapped(title))
         axes.set_xlabel("passes over the training set")
         axes.set_ylim(bottom=min(0.0, _extreme(curves, min)), top=1.1 * _extreme(curves, max) or None)
     data = {curve.key: [list(points) for points in curve.seeds] for curve in curves}
     return DrawnFigure(figure, {"curves": data}, f"{title} over the passes, a line for each contender")
+
+
+def _wrapped(title: str) -> str:
+    """A title in several lines where it is long: a measure has any name that its user gives it."""
+    return "\n".join(textwrap.wrap(title, TITLE_WIDTH))
 
 
 def mean_curve(seeds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:

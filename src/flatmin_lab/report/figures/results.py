@@ -93,7 +93,7 @@ def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None
         axes.set_xticks(range(len(shown)), [NAMES[method] for method in shown], rotation=30, ha="right", fontsize=9)
         axes.set_title(with_count(title, {method: len(own) for method, own in shown.items()}))
         axes.set(ylabel="%")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] or 1.0)  # all may be 0
     data = {"values": {method: list(own) for method, own in shown.items()}, "paper": dict(paper or {})}
     return DrawnFigure(figure, data, f"{title}: a bar for each method")
 

@@ -234,7 +234,7 @@ def _conditions(group: Group) -> list[str]:
     evaluations = [run.evaluation for row in group.rows for run in row.runs]
     if any(run.result.get("ema") for row in group.rows for run in row.runs):
         found.append(
-            "EMA: error, NLL and ECE of the averaged weights; all else, and the curves, of the last ones. Averaged "
+            "EMA: numbers of the averaged weights, except where it says that they are of the last ones. Averaged "
             "weights are compared with ERM's average, if there is one."
         )
     attack = next((e["attack"] for e in evaluations if "radius" in e.get("attack", {})), None)
@@ -302,7 +302,8 @@ def _reliability(row: Row) -> DrawnFigure | None:
     parts = [run.result["reliability"] for run in row.runs if run.result["reliability"]]
     if not parts:
         return None
-    return figures.reliability_diagram(f"{row.name}, n = {len(parts)}", pool_bins(parts), method=row.method)
+    title = f"{row.name},\nlast weights, n" if row.is_averaged else f"{row.name}, n"
+    return figures.reliability_diagram(f"{title} = {len(parts)}", pool_bins(parts), method=row.method)
 
 
 def _bars(rows: Sequence[Row]) -> dict[str, DrawnFigure]:
