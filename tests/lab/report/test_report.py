@@ -169,6 +169,22 @@ def test_of_several_settings_the_one_with_the_most_trainings_is_drawn(tmp_path: 
     assert "Reliability of AMP (ε 0.1)" not in page
 
 
+def test_a_figure_shows_what_was_measured_and_plain_runs_rather_than_averaged_ones(tmp_path: Path) -> None:
+    """Averaged weights have the lower error and were not attacked: every method has its bar all the same."""
+    for seed in range(3):
+        write(tmp_path / f"erm-{seed}", result("erm", seed, 0.06), evaluation=evaluation(0.6))
+        write(tmp_path / f"average-{seed}", {**result("erm", seed, 0.06), **AVERAGED, "average_test_error": 0.01})
+        write(tmp_path / f"amp-{seed}", result("amp", seed, 0.05), evaluation=evaluation(0.5))
+        other = result("amp", seed, 0.04, settings={"epsilon": 0.1})
+        write(tmp_path / f"other-{seed}", other)
+    page = page_of(tmp_path)
+    assert "Reliability of ERM, n = 3" in page
+    links = re.findall(r'download="[^"]*-(ece|pgd_error)\.json" href="data:application/json;base64,([^"]*)"', page)
+    bars = {name: json.loads(base64.b64decode(link))["values"] for name, link in links}
+    assert bars["pgd_error"] == {"erm": [60.0] * 3, "amp": [50.0] * 3}
+    assert bars["ece"] == {"erm": [3.0] * 3, "amp": [2.0] * 3}
+
+
 def test_seconds_of_several_at_once_are_not_called_infinite(tmp_path: Path) -> None:
     write(tmp_path / "erm", result("erm", 0, 0.05))
     write(tmp_path / "amp", result("amp", 0, 0.04, at_once=4))
@@ -801,7 +817,7 @@ def test_what_was_measured_of_the_last_weights_is_not_called_the_average_s(tmp_p
     shown = text_of(page)
     assert len(re.findall(r"last weights(?= )", shown.partition("Curves")[0])) >= 2 * len(marked)
     assert "Error under PGD, last weights: AMP (EMA 0.9)" in shown
-    assert page.count(">last weights, n = 1</text>") == 2  # the reliability of both
+    assert page.count(">last weights, n\u00a0=\u00a01</text>") == 2  # the reliability of both
     for method in ("erm", "amp"):
         (tmp_path / method / "result.json").write_text(json.dumps(result(method, 0, 0.11)))
     assert "last weights" not in text_of(page_of(tmp_path))

@@ -1,13 +1,12 @@
 """Figures of `flatmin compare`: the differences from the plain runs with their intervals, and the curves."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from flatmin_lab.report.figures.style import INK, DrawnFigure, styled
+from flatmin_lab.report.figures.style import INK, DrawnFigure, styled, wrapped
 
 Dash = str | tuple[int, tuple[float, ...]]
 PLAIN_STYLES: dict[str, tuple[str, Dash]] = {"plain": ("#d55e00", "-"), "plain-longer": ("#d55e00", (0, (4, 2)))}
@@ -77,7 +76,7 @@ def forest(title: str, gaps: Sequence[Gap]) -> DrawnFigure:
         axes.locator_params(axis="x", nbins=4)
         if not any(part for gap in gaps for found in gap[1:] if found is not None for part in found):
             axes.set_xticks([0])  # no difference at all: any other tick would be of no scale
-        axes.set_title(_wrapped(title))
+        axes.set_title(wrapped(title, TITLE_WIDTH))
     data = {gap.name: {"from plain": gap.from_plain, "from as many passes": gap.from_longer} for gap in gaps}
     return DrawnFigure(figure, {"gaps": data}, f"{title}: the difference from the plain run, with 95 % intervals")
 
@@ -95,16 +94,11 @@ def seed_curves(title: str, curves: Sequence[Curve]) -> DrawnFigure:
             average = mean_curve(curve.seeds)
             mark = "o" if len(average) < 3 else None
             axes.plot(*_lines(average), color=colour, ls=dash, lw=2, marker=mark, ms=4)
-        axes.set_title(_wrapped(title))
+        axes.set_title(wrapped(title, TITLE_WIDTH))
         axes.set_xlabel("passes over the training set")
         axes.set_ylim(bottom=min(0.0, _extreme(curves, min)), top=1.1 * _extreme(curves, max) or None)
     data = {curve.key: [list(points) for points in curve.seeds] for curve in curves}
     return DrawnFigure(figure, {"curves": data}, f"{title} over the passes, a line for each contender")
-
-
-def _wrapped(title: str) -> str:
-    """A title in several lines where it is long: a measure has any name that its user gives it."""
-    return "\n".join(textwrap.wrap(title, TITLE_WIDTH))
 
 
 def mean_curve(seeds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
