@@ -1,5 +1,6 @@
 """`flatmin compare`: a table and one sentence, on the laboratory's data or in a training of one's own."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -163,6 +164,19 @@ def test_outcomes_of_other_code_are_not_taken_for_those_of_this(own: Path, tmp_p
     assert done.exit_code == 2
     assert "holds another comparison: SHA-256 of training is" in words(done.stderr)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+
+
+def test_on_a_full_disk_the_answer_is_shown_and_a_way_out(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> object:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("flatmin_lab.cli.commands.compare.atomic_write", full)
+    done = flatmin("compare", own, "--seeds", 1, "--out", tmp_path / "out")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1].startswith("Cannot tell after 1 seed")
+    assert "(No space left on device); make room and repeat the command" in words(done.stderr)
 
 
 def test_a_comparison_of_ones_own_code_has_its_folder_to_itself(own: Path, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 Runs on the laboratory's data are in comparing/, those of the user's own code in `flatmin.compare`.
 """
 
+import errno
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +51,7 @@ from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.fields import METHOD
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.runs.open_folder import folder_of_runs
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
@@ -116,7 +119,7 @@ def compare(
 
     To resume, repeat the command.
     """
-    with report_errors(debug):
+    with report_errors(debug), _full_disk_explained():
         page: Any = need("flatmin_lab.report.pages.compare", "flatmin compare")
         given = {"seeds": seeds, "minutes": minutes, "radii": radii, "measure": measure, "out": out}
         of_lab = {**flags, "settings": settings, "config": config, "device": device, "workers": workers}
@@ -147,13 +150,27 @@ def compare(
                 compare_view.follow(events, console, comparison, there)
                 reason = stop()
             content, folder = comparison.content(), comparison.folder
+        compare_view.show(content)  # first: there may be no room for the page
         with atomic_write(folder / PAGE) as file:
             file.write(page.compare_page(content).encode())
         display.say(console, f"the page: {folder / PAGE}; everything is in {folder}")
-        compare_view.show(content)
         if reason is not None:
             display.say(console, f"stopped by {reason}; the same command resumes")
             raise typer.Exit(exit_code(reason))
+
+
+@contextmanager
+def _full_disk_explained() -> Iterator[None]:
+    """An error of the disk names neither a file nor a way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RunError(
+            f"the comparison could not be written ({error.strerror}); make room and repeat the command, which resumes: "
+            "finished runs are kept"
+        ) from error
 
 
 def _command(given: Mapping[str, Any]) -> str:
