@@ -429,6 +429,29 @@ def test_the_commands_train_the_same_network(tmp_path: Path, changes: dict[str, 
     assert (asked.model, asked.model_settings) == (recipe.model, recipe.model_settings)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "adamw", "optimizer_settings": {"betas": [0.9, 0.95]}},
+        {"optimizer": "adamw", "exempt_norms": True, "schedule": "cosine"},
+        {"optimizer": "rmsprop"},
+        {"momentum": 0.5, "nesterov": False},
+    ],
+    ids=str,
+)
+def test_the_commands_train_with_the_same_optimizer(tmp_path: Path, changes: dict[str, Any]) -> None:
+    data = load("digits")
+    recipe = default_recipe("digits", data, **changes)
+    lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
+    write(tmp_path / "erm-0", {**build_result(recipe, 0, data.checksum, lines, {}), "reliability": None})
+    command = next(command for command in only_group(tmp_path).untrained if "--method mixup" in command)
+    asked = planned(shlex.split(command)[2:])
+    assert (asked.optimizer, asked.optimizer_settings) == (recipe.optimizer, recipe.optimizer_settings)
+    assert (asked.exempt_norms, asked.lr, asked.weight_decay) == (recipe.exempt_norms, recipe.lr, recipe.weight_decay)
+    if recipe.optimizer == "sgd":
+        assert (asked.momentum, asked.nesterov) == (recipe.momentum, recipe.nesterov)
+
+
 def test_where_dropout_is_tells_rows_apart_and_not_groups(tmp_path: Path) -> None:
     at = {"model_settings": {"dropout_at": "block"}}
     write(tmp_path / "erm", result("erm", 0, 0.05, model_settings={}))
