@@ -38,7 +38,7 @@ NOT_IN_TITLE = (
     "validation",
     "data_sha256",
     "files",
-)  # the split stands for the first; the others mean nothing to a reader
+)  # the split stands for the first; the others tell apart what nothing else does
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,28 @@ def titles_of(groups: Sequence[Group]) -> list[str]:
         apart = [key for key in keys if any(o.get(key) != group.setting.get(key) for o in others)]
         shown = [_apart(key, group.setting.get(key)) for key in dict.fromkeys(apart) if key not in NOT_IN_TITLE]
         found.append(", ".join([group.title, *filter(None, shown)]))
-    return found
+    return [
+        ", ".join(
+            [title, *_contents(group, [other for other, same in zip(groups, found, strict=True) if same == title])]
+        )
+        for group, title in zip(groups, found, strict=True)
+    ]
+
+
+def _contents(group: Group, alike: Sequence[Group]) -> list[str]:
+    """What tells groups of one title apart: the content of the data, or of a file of the user's, has changed."""
+    kept = [_checksums(other.setting) for other in alike]
+    return [
+        f"{what} with SHA-256 {checksum[:7]}…"
+        for what, checksum in _checksums(group.setting).items()
+        if any(other.get(what) != checksum for other in kept)
+    ]
+
+
+def _checksums(setting: Mapping[str, Any]) -> dict[str, str]:
+    files = known if isinstance(known := setting.get("files"), dict) else {}
+    found = {"data": setting.get("data_sha256"), **{f"file of the {field}": value for field, value in files.items()}}
+    return {what: value for what, value in found.items() if isinstance(value, str)}
 
 
 def _apart(key: str, value: Any) -> str:

@@ -94,15 +94,21 @@ def test_groups_of_one_network_are_told_apart_by_their_titles(tmp_path: Path) ->
     write(tmp_path / "own", result("erm", 0, 0.05, **own))
     write(tmp_path / "adamw", result("erm", 0, 0.05, **own, optimizer="adamw"))
     write(tmp_path / "mine", result("erm", 0, 0.05, **own, optimizer="/home/me/opt.py:make_optimizer"))
+    write(tmp_path / "changed", result("erm", 0, 0.05, **{**own, "files": {"model": "0123456789"}}))
+    for checksum in ("aaaaaaaaaa", "bbbbbbbbbb"):
+        write(tmp_path / checksum, result("erm", 0, 0.05, data="/my/pictures", data_sha256=checksum))
     titles = [html.unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page_of(tmp_path))]
     assert sorted(titles) == [
         "PreActResNet18 on CIFAR-10, 3 epochs, Cutout",
         "PreActResNet18 on CIFAR-10, 3 epochs, crops and flips",
         "PreActResNet18 on CIFAR-10, 3 epochs, on a held-out tenth, crops and flips",
         "PreActResNet18 on CIFAR-10, 6 epochs, crops and flips",
+        "PreActResNet18 on pictures, data with SHA-256 aaaaaaa…",
+        "PreActResNet18 on pictures, data with SHA-256 bbbbbbb…",
         "VGG16 on CIFAR-10, batch size 1024, clip norm 1.5",
         "VGG16 on CIFAR-10, batch size 50",
-        "mine.py:Net on CIFAR-10",
+        "mine.py:Net on CIFAR-10, file of the model with SHA-256 0123456…",
+        "mine.py:Net on CIFAR-10, file of the model with SHA-256 ab…",
         "mine.py:Net on CIFAR-10, optimizer adamw",
         "mine.py:Net on CIFAR-10, optimizer opt.py:make_optimizer",
     ]
