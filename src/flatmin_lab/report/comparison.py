@@ -129,6 +129,7 @@ def groups_of(runs: Sequence[Run], families: Families | None = None) -> list[Gro
     for run in runs:
         setting: dict[str, Any] = {"split": run.split, **{key: run.result.get(key) for key in SETTING_KEYS}}
         setting |= {key: run.result[key] for key in LATER_FIELDS if key in run.result}
+        setting |= {key: _file_name(setting[key]) for key in _checksums_of_files(setting) if key in setting}
         if _dropout_place(run):  # only the method dropout has any, so it is a setting of its row
             setting["model_settings"] = {k: v for k, v in setting["model_settings"].items() if k != DROPOUT_AT}
         settings.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
@@ -183,9 +184,19 @@ def _contents(group: Group, alike: Sequence[Group]) -> list[str]:
 
 
 def _checksums(setting: Mapping[str, Any]) -> dict[str, str]:
+    files = {f"file of the {field}": value for field, value in _checksums_of_files(setting).items()}
+    return {what: value for what, value in {"data": setting.get("data_sha256"), **files}.items() if value is not None}
+
+
+def _checksums_of_files(setting: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the user's own files, by the field that names one."""
     files = known if isinstance(known := setting.get("files"), dict) else {}
-    found = {"data": setting.get("data_sha256"), **{f"file of the {field}": value for field, value in files.items()}}
-    return {what: value for what, value in found.items() if isinstance(value, str)}
+    return {field: value for field, value in files.items() if field in FIELDS and isinstance(value, str)}
+
+
+def _file_name(value: Any) -> Any:
+    """Without its folder: a file may have moved, or lie elsewhere on another machine, and its content tells."""
+    return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
 def _apart(key: str, value: Any) -> str:

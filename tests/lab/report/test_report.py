@@ -301,6 +301,15 @@ def test_runs_of_different_settings_are_never_averaged(runs: Path) -> None:
     assert "For a comparison, train both erm and amp." in shown
 
 
+def test_a_file_of_ones_own_may_lie_elsewhere(tmp_path: Path) -> None:
+    """Runs from two machines, with the same network in two folders, are compared; with another network they are not."""
+    for method, home, checksum in (("erm", "/home/me", "ab"), ("amp", "/Users/me", "ab"), ("mixup", "/home/me", "cd")):
+        own = {"model": f"{home}/nets/mine.py:Net", "files": {"model": checksum}}
+        write(tmp_path / method, result(method, 0, 0.05, **own))
+    groups = groups_of(load_results([tmp_path]).runs)
+    assert sorted([row.method for row in group.rows] for group in groups) == [["erm", "amp"], ["mixup"]]
+
+
 def test_a_seed_that_is_there_twice_counts_once(runs: Path) -> None:
     write(runs / "erm-again", result("erm", 0, 0.9))
     assert len(only_group(runs).rows[0].runs) == 4
