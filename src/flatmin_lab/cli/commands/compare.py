@@ -150,10 +150,12 @@ def compare(
                 compare_view.follow(events, console, comparison, there)
                 reason = stop()
             content, folder = comparison.content(), comparison.folder
-        compare_view.show(content)  # first: there may be no room for the page
-        with atomic_write(folder / PAGE) as file:
-            file.write(page.compare_page(content).encode())
-        display.say(console, f"the page: {folder / PAGE}; everything is in {folder}")
+        try:
+            with atomic_write(folder / PAGE) as file:
+                file.write(page.compare_page(content).encode())
+            display.say(console, f"the page: {folder / PAGE}; everything is in {folder}")
+        finally:  # there may be no room for the page, or nobody to read this
+            compare_view.show(content)
         if reason is not None:
             display.say(console, f"stopped by {reason}; the same command resumes")
             raise typer.Exit(exit_code(reason))
