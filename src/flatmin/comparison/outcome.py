@@ -1,10 +1,10 @@
 """The result of one run of a comparison, and its file: an interrupted comparison resumes from these files."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,31 @@ def file_name(contender: str, seed: int) -> str:
 
 
 def read_outcome(folder: Path, contender: str, seed: int) -> Outcome | None:
-    """What an earlier call has written; None if there is nothing, or it cannot be read."""
+    """What an earlier call has written; None if there is nothing, or it cannot be read as the outcome of this run."""
     try:
-        found: dict[str, Any] = json.loads((folder / file_name(contender, seed)).read_text())
-        return Outcome(**found)
+        found = Outcome(**json.loads((folder / file_name(contender, seed)).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    return found if (found.contender, found.seed) == (contender, seed) and _is_sound(found) else None
+
+
+def _is_sound(found: Outcome) -> bool:
+    """Whether everything is of its kind: a file may be from elsewhere, or changed."""
+    has_ended = isinstance(found.failed, str) or (found.failed is None and bool(found.measures))
+    return (
+        has_ended
+        and _are_numbers(found.measures)
+        and isinstance(found.per_example, dict)
+        and all(isinstance(each, list) and all(map(_is_number, each)) for each in found.per_example.values())
+        and isinstance(found.curve, list)
+        and all(_are_numbers(point) and "epoch" in point for point in found.curve)
+        and _is_number(found.seconds)
+    )
+
+
+def _are_numbers(found: object) -> bool:
+    return isinstance(found, dict) and all(map(_is_number, found.values()))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

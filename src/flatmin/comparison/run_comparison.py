@@ -199,7 +199,7 @@ def _check_store(out: str | Path | None, settings: dict[str, Any]) -> Path | Non
                 "choose another folder, or the earlier settings"
             )
         return folder
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and holds no comparison; choose another folder")
     return folder
 

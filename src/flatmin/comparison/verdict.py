@@ -311,12 +311,21 @@ class _Decision:
     def _cannot_tell(self, best: Contender, gaps: Mapping[str, Difference], margin: float, level: float) -> str:
         gap = max(gaps.values(), key=lambda one: one.high)
         after = f"Cannot tell after {gap.seeds} seed{'' if gap.seeds == 1 else 's'}"
-        if math.isfinite(gap.low):
-            lowest = self._mean(best.key) - gap.mean if self.measure in PERCENT else math.inf  # no share is below 0
-            below, above = (show_gap(self.measure, end) for end in (min(-gap.low, lowest), gap.high))
+        if math.isfinite(gap.low) and not _are_same(gap.low, gap.high):
+            plain, low, high = self._mean(best.key) - gap.mean, gap.low, gap.high
+            if self.measure in PERCENT:
+                low, high = max(low, -plain), min(high, 1 - plain)  # no share is below 0 or above 1
             whom = "the better plain run" if len(gaps) > 1 else "the plain run"
-            after += f": AMP's {self.measure} may be anywhere from {below} below to {above} above that of {whom}"
+            after += f": AMP's {self.measure} may be anywhere from {self._range(low, high)} that of {whom}"
         return f"{after} ({self._others(best)}). {self._what_it_takes(gap, margin, level)}"
+
+    def _range(self, low: float, high: float) -> str:
+        """As in: 2.00 points below to 1.00 points above."""
+        ends = [(show_gap(self.measure, abs(end)), "above" if end > 0 else "below") for end in (low, high)]
+        if ends[0][1] != ends[1][1]:
+            return " to ".join(f"{size} {side}" for size, side in ends)
+        (near, side), (far, _) = ends if low > 0 else ends[::-1]
+        return f"{near.removesuffix(' points')} to {far} {side}"
 
     def _what_it_takes(self, gap: Difference, margin: float, level: float) -> str:
         """How many seeds, or held-out examples, would decide a difference of this size."""
@@ -350,7 +359,7 @@ def show(measure: str, value: float) -> str:
     if not math.isfinite(value):
         return "—"
     text = f"{100 * value:.2f} %" if measure in PERCENT else f"{value:.4g}"
-    return text.replace("-", "−")
+    return text.replace("-", "−") if float(text.removesuffix(" %")) else text.removeprefix("-")  # no minus before 0
 
 
 def show_gap(measure: str, value: float) -> str:
@@ -372,8 +381,12 @@ def show_interval(measure: str, mean: float, low: float | None, high: float | No
     if low is None or high is None or not math.isfinite(high - low):
         return shown
     ends = [show_gap(measure, end).removesuffix(" points") for end in (low, high)]
-    same = math.isclose(low, high, rel_tol=1e-9, abs_tol=1e-12)  # but for rounding
-    return f"{shown} (no spread)" if same else f"{shown} ({' to '.join(ends)})"
+    return f"{shown} (no spread)" if _are_same(low, high) else f"{shown} ({' to '.join(ends)})"
+
+
+def _are_same(low: float, high: float) -> bool:
+    """But for rounding."""
+    return math.isclose(low, high, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def _rounded(number: float) -> str:

@@ -47,6 +47,7 @@ SCORES = {
     "negative_entropy": "entropy",
 }
 SHOWN_COVERAGES = (0.5, 0.8, 0.9)
+AVERAGE = "average_"  # before the names of measures of the averaged weights
 IN_PERCENT = ("error", "ece", "memorised")
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's control characters, direction marks, surrogates and line ends
 UNDETERMINED = 100.0  # an interval whose ends have this ratio or more does not determine a temperature
@@ -348,17 +349,22 @@ def _figure(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 
+def shown_measures(result: Mapping[str, Any], weights: str = "") -> dict[str, str]:
+    """The keys of a result that are shown when a run has ended, with their labels; of the last weights, or AVERAGE."""
+    which = split_of(result)
+    names = {f"{which}_{name}": label for name, label in MEASURES.items()} | {"memorised": "wrong labels memorised"}
+    return {f"{weights}{name}": label for name, label in names.items() if f"{weights}{name}" in result}
+
+
 def outcome(result: Mapping[str, Any], folder: Path) -> None:
     """The last epoch's numbers; then, for comparison, the best test epoch's, which the published code reports."""
     console = Console(highlight=False, soft_wrap=True)
     which = split_of(result)
     table = _table("", f"{which}, last epoch")
-    for name, label in MEASURES.items():
-        table.add_row(label, number(name, result[f"{which}_{name}"]))
-        if f"average_{which}_{name}" in result:
-            table.add_row(f"{label}, averaged weights", number(name, result[f"average_{which}_{name}"]))
-    if "memorised" in result:
-        table.add_row("wrong labels memorised", number("memorised", result["memorised"]))
+    for key, label in shown_measures(result).items():
+        table.add_row(label, number(key, result[key]))
+        if f"{AVERAGE}{key}" in result:
+            table.add_row(f"{label}, averaged weights", number(key, result[f"{AVERAGE}{key}"]))
     console.print(table)
     if "best_test_epoch" in result and result["epochs"] > 1:
         say(

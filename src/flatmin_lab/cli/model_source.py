@@ -27,6 +27,7 @@ class EvaluatedModel(NamedTuple):
     subject: Subject
     description: dict[str, Any]
     run: TrainedRun | None
+    is_average: bool = False  # are these a run's averaged weights?
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class ModelSource:
                 display.say(display.terminal(), f"note: {damaged}; evaluating the checkpoint before it", style="yellow")
             data = read_run_data(run.recipe, self.data, self.data_dir, download=self.download)
             subject = load_run.subject_of(run, data, use_ema=self.use_ema, device=device_named(self.device))
-            yield EvaluatedModel(name, run.recipe.method, subject, run.describe(), None if self.use_ema else run)
+            kept = None if self.use_ema else run
+            yield EvaluatedModel(name, run.recipe.method, subject, run.describe(), kept, self.use_ema)
 
     def outside(self, names: Sequence[str], subject: Subject) -> Iterator[OutsideData]:
         """The data sets of --outside as the model takes them, one by one."""

@@ -13,10 +13,13 @@ from typing import Any
 
 from flatmin.comparison import Contender, Difference, Outcome, Row, Verdict, show_interval
 from flatmin_lab.recipes.recipe import differences
+from flatmin_lab.recipes.user_files import checksum
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
+from flatmin_lab.system.user_code import source_file, split_name
 
 FILE = "comparison.json"
+MAKE_TRAINING = "make_training"  # the function of a file that is named without one
 TITLES = {"error": "error", "nll": "NLL", "ece": "ECE"}  # of measures; a user's own keep their names
 
 
@@ -93,10 +96,38 @@ def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
                 "with --out"
             )
         return
-    there = read_json(path).get("identity")
+    _check_identity(folder, identity)
+
+
+def own_identity(training: str) -> dict[str, str]:
+    """What identifies a comparison of the user's own code: the function, and the content of its file."""
+    path, (_, function) = source_file(training, MAKE_TRAINING), split_name(training, MAKE_TRAINING)
+    return {"training": f"{path.name}:{function}", "SHA-256 of training": checksum(path)}
+
+
+def begin_own(folder: Path, identity: Mapping[str, str]) -> None:
+    """Say whose outcomes the folder is for, before there are any: the first of several calls may be killed."""
+    if not (folder / FILE).exists():
+        write(folder, {"identity": identity})
+
+
+def check_same_own(folder: Path, identity: Mapping[str, str]) -> None:
+    """Raise if the folder holds outcomes of other code; earlier versions recorded only how it was called."""
+    if (folder / FILE).exists() and _identity(folder).keys() != {"training"}:
+        _check_identity(folder, identity)
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    there = read_json(folder / FILE).get("identity")
     if not isinstance(there, dict):
-        raise ValueError(f"{path} is not a comparison that this flatmin can read; choose another folder with --out")
-    if apart := _apart(there, identity):
+        raise ValueError(
+            f"{folder / FILE} is not a comparison that this flatmin can read; choose another folder with --out"
+        )
+    return there
+
+
+def _check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
+    if apart := _apart(_identity(folder), identity):
         raise ValueError(
             f"{folder} holds another comparison: {'; '.join(apart)}. Use the same values to resume it, or choose "
             "another folder with --out"

@@ -21,11 +21,17 @@ class Column:
     compared: bool = True
     paper: str = ""  # its name among the paper's numbers, if the paper has it
     optional: bool = False  # shown only if some run has it
+    last_weights: bool = False  # measured of these alone, also where a row has the numbers of averaged ones
 
     @property
     def part(self) -> str:
         """The part of evaluation.json that has it."""
         return self.command.removeprefix("--")
+
+    @property
+    def is_of_last_weights(self) -> bool:
+        """Whether averaged weights have no such number: evaluations and what is measured once after training."""
+        return self.last_weights or bool(self.command)
 
 
 def _result(name: str, scale: float = 1.0) -> Callable[[Run], float | None]:
@@ -137,6 +143,7 @@ COLUMNS = (
         2,
         _result("error_without_repeated", 100),
         optional=True,
+        last_weights=True,
     ),
     Column("nll", "NLL", 3, _result("nll"), paper="nll"),
     Column("ece", "ECE, %", 2, _result("ece", 100), paper="ece"),
@@ -148,7 +155,7 @@ COLUMNS = (
         compared=False,
         optional=True,
     ),
-    Column("aurc", "AURC,\u00a0%", 3, _evaluated("selective", "aurc", 100), optional=True),
+    Column("aurc", "AURC,\u00a0%", 3, _evaluated("selective", "aurc", 100), optional=True, last_weights=True),
     # the paper's radius, 4, read as 4/255 of the normalised inputs: that reproduces its numbers
     Column(
         "fgsm_normalised",

@@ -38,7 +38,7 @@ NOT_IN_TITLE = (
     "validation",
     "data_sha256",
     "files",
-)  # the split stands for the first; the others mean nothing to a reader
+)  # the split stands for the first; the others tell apart what nothing else does
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Cell:
     better: bool | None = None  # than ERM; None if not significant
     paper: Value | None = None
     planned: bool = True  # whether it was to be tested
+    of_last_weights: bool = False  # in a row of averaged weights
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Row:
     runs: list[Run]
     cells: dict[str, Cell] = field(default_factory=dict)
     base: int = 0  # the place of ERM's row, which it is compared with
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether its error, NLL and ECE are those of averaged weights."""
+        return bool(_average(self.runs[0]))
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ def groups_of(runs: Sequence[Run], families: Families | None = None) -> list[Gro
     for run in runs:
         setting: dict[str, Any] = {"split": run.split, **{key: run.result.get(key) for key in SETTING_KEYS}}
         setting |= {key: run.result[key] for key in LATER_FIELDS if key in run.result}
+        setting |= {key: _file_name(setting[key]) for key in _checksums_of_files(setting) if key in setting}
         if _dropout_place(run):  # only the method dropout has any, so it is a setting of its row
             setting["model_settings"] = {k: v for k, v in setting["model_settings"].items() if k != DROPOUT_AT}
         settings.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
@@ -158,7 +165,38 @@ def titles_of(groups: Sequence[Group]) -> list[str]:
         apart = [key for key in keys if any(o.get(key) != group.setting.get(key) for o in others)]
         shown = [_apart(key, group.setting.get(key)) for key in dict.fromkeys(apart) if key not in NOT_IN_TITLE]
         found.append(", ".join([group.title, *filter(None, shown)]))
-    return found
+    return [
+        ", ".join(
+            [title, *_contents(group, [other for other, same in zip(groups, found, strict=True) if same == title])]
+        )
+        for group, title in zip(groups, found, strict=True)
+    ]
+
+
+def _contents(group: Group, alike: Sequence[Group]) -> list[str]:
+    """What tells groups of one title apart: the content of the data, or of a file of the user's, has changed."""
+    kept = [_checksums(other.setting) for other in alike]
+    return [
+        f"{what} with SHA-256 {checksum[:7]}…"
+        for what, checksum in _checksums(group.setting).items()
+        if any(other.get(what) != checksum for other in kept)
+    ]
+
+
+def _checksums(setting: Mapping[str, Any]) -> dict[str, str]:
+    files = {f"file of the {field}": value for field, value in _checksums_of_files(setting).items()}
+    return {what: value for what, value in {"data": setting.get("data_sha256"), **files}.items() if value is not None}
+
+
+def _checksums_of_files(setting: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the user's own files, by the field that names one."""
+    files = known if isinstance(known := setting.get("files"), dict) else {}
+    return {field: value for field, value in files.items() if field in FIELDS and isinstance(value, str)}
+
+
+def _file_name(value: Any) -> Any:
+    """Without its folder: a file may have moved, or lie elsewhere on another machine, and its content tells."""
+    return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
 def _apart(key: str, value: Any) -> str:
@@ -285,7 +323,10 @@ def _with_cells(
             )
             paper = None if is_smoothed(column, row.method) else _paper_values(setting, row).get(column.paper)
             planned = is_pair_planned(families, column.name, (_recipe_of(row), _recipe_of(rows[0])))
-            cells[place][column.name] = Cell(values[place], missing, measured_differently, p, better, paper, planned)
+            of_last = row.is_averaged and column.is_of_last_weights
+            cells[place][column.name] = Cell(
+                values[place], missing, measured_differently, p, better, paper, planned, of_last
+            )
     return [replace(row, cells=cells[place]) for place, row in enumerate(rows)]
 
 

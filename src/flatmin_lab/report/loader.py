@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from flatmin_lab.bench.mode_cost import StepTimes, step_times
+from flatmin_lab.comparing import comparison_file
 from flatmin_lab.recipes.experiments import by_name
 from flatmin_lab.recipes.protocols import FollowedProtocol
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.report import schema
+from flatmin_lab.report.schema import AVERAGE
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
 from flatmin_lab.runs.result import split_of
@@ -29,6 +31,7 @@ from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import Tuning
 
 RESULT_NAME = re.compile(r".+-\d+\.json")  # a result's name: its recipe and its seed
+OUTCOME_NAME = re.compile(r".+-seed-\d+\.json")  # of a run in a comparison: its contender and its seed
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Run:
     def averaged(self) -> "Run":
         """With the numbers of the averaged weights in place of the last ones, if there are any (`train --ema`)."""
         known = self.result.items()
-        average = {key.removeprefix("average_"): value for key, value in known if key.startswith("average_")}
+        average = {key.removeprefix(AVERAGE): value for key, value in known if key.startswith(AVERAGE)}
         return replace(self, result={**self.result, **average}) if average else self
 
     @property
@@ -164,6 +167,8 @@ def _is_result_or_tuning(path: Path) -> bool:
     """Is it a result or a tuning, or named like one? Then it is listed if it cannot be read."""
     if path.name.startswith((COST, BENCH)):  # its hardware may end in a number, as a result's name does
         return False
+    if OUTCOME_NAME.fullmatch(path.name) and (path.parent / comparison_file.FILE).is_file():
+        return False  # of a run of `flatmin compare`, whose folder lies beside it
     return path.name == result_file.FILE or bool(RESULT_NAME.fullmatch(path.name)) or _is_result(path)
 
 

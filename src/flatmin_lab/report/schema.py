@@ -21,6 +21,7 @@ REQUIRED: dict[str, type | tuple[type, ...]] = {
     "epochs": int,
     "seconds": (int, float),
 }
+AVERAGE = "average_"  # before the names of measures of the averaged weights
 MAX_NUMBER = 1e30  # larger ones overflow means and contour levels
 
 
@@ -52,15 +53,21 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it has the unknown method {found['method']!r}; it may be from another version of flatmin")
     split = split_of(found)
     _check(found, f"{split}_error", is_share, "a share from 0 to 1")
-    for name in (f"{split}_nll", f"{split}_ece", f"{split}_smoothed_loss", "label_noise", "train_loss"):
+    if any(name.startswith(AVERAGE) for name in found):
+        _check(found, f"{AVERAGE}{split}_error", is_share, "a share from 0 to 1")
+    for name in (f"{split}_smoothed_loss", "label_noise", "train_loss", "clean_train_nll", "ema"):
         _check(found, name, lambda value: value is None or is_number(value), "a number")
-    for name in ("memorised", "average_memorised"):
-        _check(found, name, lambda value: value is None or is_share(value), "a share from 0 to 1")
+    for weights in ("", AVERAGE):
+        for name in (f"{weights}{split}_nll", f"{weights}{split}_ece"):
+            _check(found, name, lambda value: value is None or is_number(value), "a number")
+        for name in (f"{weights}{split}_error_without_repeated", f"{weights}memorised"):
+            _check(found, name, lambda value: value is None or is_share(value), "a share from 0 to 1")
+    for name in ("augment", "data_sha256"):
+        _check(found, name, lambda value: value is None or isinstance(value, str), "a name")
     _check(found, "seconds", is_number, "a number")
     _check(found, "cpu_seconds", lambda value: value is None or is_number(value), "a number")
     _check(found, "resumed", lambda value: value is None or is_count(value), "a whole number above 0")
     _check(found, "epochs", is_count, "a whole number above 0")
-    _check(found, "augment", lambda value: value is None or isinstance(value, str), "a name")
     settings = found.get("settings", {})
     if not isinstance(settings, dict):
         raise ValueError(f"it is not a result: its settings are {settings!r}")

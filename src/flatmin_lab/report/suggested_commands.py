@@ -16,6 +16,7 @@ from flatmin_lab.evaluation import measurements
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import SMALL_DATA
 from flatmin_lab.recipes.fields import TRAINING, flags
+from flatmin_lab.recipes.optimizers import SGD_FIELDS
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.schema import is_number
@@ -104,9 +105,11 @@ def train_commands(setting: Mapping[str, Any], trained: set[str], seeds: Sequenc
         own = {}
     changed = {key: value for key, value in settings.items() if key not in own or own[key] != value}
     flags += _flag("model_settings", changed, None)
+    uses_sgd = setting.get("optimizer", "sgd") == "sgd"
     for key in TRAIN_FLAGS:
-        flags += _flag(key, setting.get(key), setting.get("schedule"))
-    flags += ["--no-nesterov"] if setting.get("momentum") and setting.get("nesterov") is False else []
+        if uses_sgd or key not in SGD_FIELDS:  # others refuse them
+            flags += _flag(key, setting.get(key), setting.get("schedule"))
+    flags += ["--no-nesterov"] if uses_sgd and setting.get("momentum") and setting.get("nesterov") is False else []
     mark = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:6]  # a folder per setting
     found = []
     for method in METHODS:

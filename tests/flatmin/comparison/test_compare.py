@@ -1,5 +1,6 @@
 """`flatmin.compare` on the user's own training: the same start, the same batches, nothing of the user's is touched."""
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import flatmin
-from flatmin.comparison import LONGER, PLAIN, Comparison, Progress
+from flatmin.comparison import LONGER, PLAIN, Comparison, Outcome, Progress, read_outcome
 from flatmin.doctor import Crash, examine
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -205,6 +206,26 @@ def test_a_damaged_file_is_trained_again(tmp_path: Path) -> None:
     whole = compare(Own(), out=tmp_path)
     (tmp_path / "plain-seed-0.json").write_text("{")
     assert by_key(compare(Own(), out=tmp_path))[PLAIN].measures == by_key(whole)[PLAIN].measures
+
+
+def test_no_field_of_an_outcome_is_taken_on_trust(tmp_path: Path) -> None:
+    """A file with any field gone or of another kind is no outcome: its run is trained again."""
+    outcome = Outcome(PLAIN, 0, {"error": 0.5}, {"error": [1.0, 0.0]}, [{"epoch": 1, "error": 0.5}], 1.0)
+    outcome.write(tmp_path)
+    path = tmp_path / "plain-seed-0.json"
+    whole = json.loads(path.read_text())
+    assert read_outcome(tmp_path, PLAIN, 0) == outcome
+    for name in whole:
+        for wrong in ("abc", ["q"], [3], {"error": "x"}, {"error": None}, -math.inf, math.nan, True, 7):
+            path.write_text(json.dumps({**whole, name: wrong}))
+            known = read_outcome(tmp_path, PLAIN, 0)
+            # a run may have taken 7 seconds, or failed with these words
+            assert (known is None) == ((name, wrong) not in [("seconds", 7), ("failed", "abc")]), (name, wrong)
+    for name in ("measures", "contender", "seed"):
+        path.write_text(json.dumps({key: value for key, value in whole.items() if key != name}))
+        assert read_outcome(tmp_path, PLAIN, 0) is None
+    path.write_text(json.dumps({**whole, "contender": LONGER}))  # a copy of another run's
+    assert read_outcome(tmp_path, PLAIN, 0) is None
 
 
 def test_another_comparison_is_not_mixed_in(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The verdict: yes, no, or cannot tell, with what it would take; and a sentence that has the numbers."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -229,3 +230,20 @@ def test_two_seeds_are_no_answer_however_equal_they_are() -> None:
 def test_higher_than_the_longer_training_alone_is_said_so() -> None:
     found = verdict({LONGER: 0.1, **dict.fromkeys(AMPS, 0.199)}, noise=0.001)
     assert "is higher than that of the plain optimizer trained for as long at every radius" in found.sentence
+
+
+@pytest.mark.parametrize("amp", [0.0, 0.01, 0.5, 0.8, 0.99, 1.0])
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_what_cannot_be_told_lies_within_what_a_share_can_be(amp: float, seeds: int) -> None:
+    """AMP's error may be from 0 to 100 %, however wide the interval is; and nothing is −2 points above."""
+    sentence = verdict(
+        {PLAIN: 0.4, LONGER: 0.5, **dict.fromkeys(AMPS, amp)}, seeds=seeds, noise=0.0, examples=20
+    ).sentence
+    for size, side in re.findall(r"(\S+?)(?: points)? (below|above)", sentence):
+        assert 0 <= float(size) <= 100, (side, sentence)
+    assert "−" not in sentence
+
+
+def test_what_is_equal_in_all_seeds_has_no_range_and_zero_no_minus() -> None:
+    assert "anywhere" not in verdict(seeds=2, noise=0.0).sentence
+    assert (show("error", -0.00001), show("loss", -0.0), show("loss", -1e-9)) == ("0.00 %", "0", "−1e−09")

@@ -1,10 +1,12 @@
 """`flatmin compare`: a table and one sentence, on the laboratory's data or in a training of one's own."""
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
+from flatmin_lab.runs.open_folder import folder_of_runs
 from tests.support.comparisons import saved, without_times
 from tests.support.processes import flatmin, words
 
@@ -145,6 +147,52 @@ def test_a_training_of_ones_own_has_the_same_table_page_and_file(own: Path, tmp_
     again = flatmin(*asked, "--measure", "nll")
     assert again.stderr.count(" (from an earlier call)") == 6
     assert without_times(tmp_path / "out")["rows"] == content["rows"]
+
+
+def test_outcomes_of_other_code_are_not_taken_for_those_of_this(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another function of the file, or a changed file; also if the first call ended before its time."""
+
+    def ended(*_: object) -> object:
+        raise ValueError("ended before its time")
+
+    own.write_text(f"{OWN}\n\ndef another():\n    return make_training()\n")
+    asked = ["--seeds", 1, "--radii", "0.1", "--out", tmp_path / "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr("flatmin_lab.cli.commands.compare.facts", ended)  # called when all is trained
+        assert "ended before its time" in flatmin("compare", own, *asked).stderr
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert "plain-seed-0.json" in before
+    done = flatmin("compare", f"{own}:another", *asked)
+    assert done.exit_code == 2
+    assert "training is 'mine.py:make_training' there and 'mine.py:another' here" in words(done.stderr)
+    own.write_text(own.read_text() + "\n# another\n")
+    done = flatmin("compare", own, *asked)
+    assert done.exit_code == 2
+    assert "holds another comparison: SHA-256 of training is" in words(done.stderr)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+
+
+def test_on_a_full_disk_the_answer_is_shown_and_a_way_out(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> object:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("flatmin_lab.cli.commands.compare.atomic_write", full)
+    done = flatmin("compare", own, "--seeds", 1, "--out", tmp_path / "out")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1].startswith("Cannot tell after 1 seed")
+    assert "(No space left on device); make room and repeat the command" in words(done.stderr)
+
+
+def test_a_comparison_of_ones_own_code_has_its_folder_to_itself(own: Path, tmp_path: Path) -> None:
+    with folder_of_runs(tmp_path / "out", "comparison", doing="comparing"):
+        done = flatmin("compare", own, "--seeds", 1, "--out", tmp_path / "out")
+    assert done.exit_code == 1
+    assert "another process is comparing in" in words(done.stderr)
+    assert flatmin("compare", own, "--seeds", 1, "--out", tmp_path / "out").exit_code == 0
 
 
 def test_an_unknown_measure_of_ones_own_ends_it_before_the_first_training(own: Path, tmp_path: Path) -> None:

@@ -230,5 +230,6 @@ def test_what_another_process_trains_is_left_to_it(tmp_path: Path) -> None:
     finally:
         held.close()
     assert shown.exit_code == 0, shown.output
-    assert "not now: another process is training" in words(shown.stderr)
+    assert "not now: another process is training it; repeat the command once that has ended" in words(shown.stderr)
+    assert "--out" not in shown.stderr  # which this command has not
     assert not (tmp_path / "results").exists()

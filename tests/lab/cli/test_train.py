@@ -177,6 +177,19 @@ def made_up(*ends: Event) -> Callable[..., Iterator[tuple[int, Event]]]:
     return events
 
 
+def test_several_seeds_show_what_one_shows(tmp_path: Path) -> None:
+    """Averaged weights and memorised labels too."""
+    asked = [*FAST, "--method", "erm", "--ema", 0.9, "--label-noise", 0.2]
+    alone = flatmin(*asked, "--seed", 1, "--out", tmp_path / "alone")
+    beside = flatmin(*asked, "--seeds", 2, "--out", tmp_path / "runs")
+    numbers = re.findall(r"\d+\.\d+(?: %)?", alone.stdout.partition("1 epoch in")[0])
+    assert len(numbers) == 8
+    in_rows = [line.split(maxsplit=2)[2] for line in beside.stdout.splitlines() if line.startswith("seed 1 ")]
+    assert sorted(re.findall(r"\d+\.\d+(?: %)?", " ".join(in_rows))) == sorted(numbers)
+    evaluated = flatmin("evaluate", tmp_path / "alone", "--averaged")
+    assert "not saved for the report: it shows what was measured of the last weights" in words(evaluated.stderr)
+
+
 def test_what_finished_is_shown_although_others_failed_or_were_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

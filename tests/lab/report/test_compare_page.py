@@ -10,7 +10,7 @@ import pytest
 
 from flatmin.comparison import Outcome, contenders_for, judge
 from flatmin_lab.comparing.comparison_file import About, content
-from flatmin_lab.report.figures.compare import styles_of
+from flatmin_lab.report.figures.compare import TITLE_WIDTH, styles_of
 from flatmin_lab.report.pages.compare import compare_page, curves, gaps
 from tests.support import pages
 
@@ -87,6 +87,33 @@ def test_what_is_drawn_has_the_numbers_of_the_table_and_passes_in_place_of_epoch
 def test_no_two_contenders_look_alike() -> None:
     styles = styles_of([contender.key for contender in CONTENDERS])
     assert len(set(styles.values())) == len(CONTENDERS)
+
+
+def named(measure: str) -> dict[str, Any]:
+    """A comparison by one measure of the user's own, which is the same in all runs."""
+    outcomes = [Outcome(one.key, seed, {measure: 0.25}, seconds=1.0) for one in CONTENDERS for seed in range(3)]
+    return content(ABOUT, CONTENDERS, outcomes, judge(CONTENDERS, outcomes), stopped="")
+
+
+def test_a_long_name_of_a_measure_is_in_the_figure_whole() -> None:
+    name = "mean squared error of the <b>temperatures</b> of tomorrow & the day after"
+    figure = compare_page(named(name)).partition('<div class="row forests">')[2].partition("</svg>")[0]
+    lines = re.findall(r">([^<>]+)</text>", figure)
+    assert html.unescape(" ".join(lines)).endswith(name)
+    assert max(map(len, map(html.unescape, lines))) <= TITLE_WIDTH
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_one_figure_alone_is_as_large_as_one_of_several(tmp_path: Path, width: int) -> None:
+    page = tmp_path / "comparison.html"
+    page.write_text(compare_page(named("loss")), encoding="utf-8")
+    script = """
+    const box = document.querySelector(".forests svg").getBoundingClientRect();
+    document.body.innerHTML = "<pre id=said>" + JSON.stringify({width: box.width}) + "</pre>";
+    """
+    seen = re.search(r"<pre id=.said.>(.*?)</pre>", pages.visit(page, script, width=width).dom)
+    assert seen is not None
+    assert json.loads(seen[1])["width"] < 30 * 16
 
 
 @pytest.mark.parametrize("width", [1200, 390])

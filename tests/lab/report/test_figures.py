@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import nn
 
 from flatmin_lab.data.sources.spiral import Spiral
@@ -151,3 +152,21 @@ def test_a_landscape_that_is_nowhere_finite_is_drawn_too() -> None:
         figures.lines(AXIS, {"training": {"erm": [None] * 5}}),
     ):
         assert svg(drawn).rstrip().endswith("</svg>")
+
+
+def test_a_long_title_of_a_small_figure_is_whole() -> None:
+    name = "AMP (ascent share 0.25, ε 0.2, start 0.75, EMA 0.9995), n = 10"
+    figure = figures.reliability_diagram(name, BINS, method="amp").figure
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    (title,) = [text for text in axes.findobj(Text) if text.get_text() == axes.get_title(loc="left")]
+    assert " ".join(title.get_text().split()) == name
+    assert title.get_window_extent().x1 <= figure.bbox.x1
+    assert title.get_window_extent().y1 <= figure.bbox.y1
+
+
+@pytest.mark.parametrize("value", [0.0, 5e-324])
+def test_bars_of_nothing_are_drawn(value: float) -> None:
+    (axes,) = figures.bars("error under FGSM", {"amp": [value]}).figure.axes
+    low, high = axes.get_ylim()
+    assert low == 0.0 < high

@@ -1,5 +1,6 @@
 """The frontier: what cheaper trainings keep of AMP's gain, and what they cost."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from flatmin_lab.recipes.experiments import EXPERIMENTS
+from flatmin_lab.report.figures import FrontierPoint, frontier
 from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.paper.frontier import cost_of, frontiers, kept_share
@@ -127,3 +129,21 @@ def test_a_damaged_benchmark_is_listed(tmp_path: Path, content: str) -> None:
     found = load_results([tmp_path])
     assert [one.path.name for one in found.unusable] == ["bench-machine.json"]
     assert not found.step_times
+
+
+def test_no_number_of_the_figure_covers_another_or_a_mark() -> None:
+    """Modes of the same cost with nearly the same gain, as many as the project has trained."""
+    kept = [0.0, -0.05, 0.71, 0.07, 0.8, 0.7, 0.82, 0.9, 1.04, 0.94, 1.0, 1.0]
+    costs = [1.0, 1.0, 1.16, 1.25, 1.23, 1.23, 1.23, 1.23, 1.23, 1.46, 1.46, 1.92]
+    points = [
+        FrontierPoint(f"mode {n}", "amp", cost, cost, [(share, None, None)] * 3)
+        for n, (cost, share) in enumerate(zip(costs, kept, strict=True))
+    ]
+    figure = frontier("modes", points, ["error, %", "NLL", "ECE, %"]).figure
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        numbers = [text.get_window_extent() for text in axes.texts]
+        marks = [line.get_window_extent() for line in axes.lines if line.get_marker() == "o"]
+        assert len(numbers) == len(marks) == len(points)
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(numbers, 2))
+        assert not any(one.overlaps(mark) for one in numbers for mark in marks)

@@ -28,6 +28,7 @@ from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.runs.events import Stopped
 from flatmin_lab.runs.result import build_result
 from tests.support import pages
+from tests.support.comparisons import comparison_of, finish, saved
 from tests.support.pages import text_of
 from tests.support.pipes import pipe
 from tests.support.processes import flatmin
@@ -93,15 +94,21 @@ def test_groups_of_one_network_are_told_apart_by_their_titles(tmp_path: Path) ->
     write(tmp_path / "own", result("erm", 0, 0.05, **own))
     write(tmp_path / "adamw", result("erm", 0, 0.05, **own, optimizer="adamw"))
     write(tmp_path / "mine", result("erm", 0, 0.05, **own, optimizer="/home/me/opt.py:make_optimizer"))
+    write(tmp_path / "changed", result("erm", 0, 0.05, **{**own, "files": {"model": "0123456789"}}))
+    for checksum in ("aaaaaaaaaa", "bbbbbbbbbb"):
+        write(tmp_path / checksum, result("erm", 0, 0.05, data="/my/pictures", data_sha256=checksum))
     titles = [html.unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page_of(tmp_path))]
     assert sorted(titles) == [
         "PreActResNet18 on CIFAR-10, 3 epochs, Cutout",
         "PreActResNet18 on CIFAR-10, 3 epochs, crops and flips",
         "PreActResNet18 on CIFAR-10, 3 epochs, on a held-out tenth, crops and flips",
         "PreActResNet18 on CIFAR-10, 6 epochs, crops and flips",
+        "PreActResNet18 on pictures, data with SHA-256 aaaaaaa…",
+        "PreActResNet18 on pictures, data with SHA-256 bbbbbbb…",
         "VGG16 on CIFAR-10, batch size 1024, clip norm 1.5",
         "VGG16 on CIFAR-10, batch size 50",
-        "mine.py:Net on CIFAR-10",
+        "mine.py:Net on CIFAR-10, file of the model with SHA-256 0123456…",
+        "mine.py:Net on CIFAR-10, file of the model with SHA-256 ab…",
         "mine.py:Net on CIFAR-10, optimizer adamw",
         "mine.py:Net on CIFAR-10, optimizer opt.py:make_optimizer",
     ]
@@ -166,6 +173,22 @@ def test_of_several_settings_the_one_with_the_most_trainings_is_drawn(tmp_path: 
     page = page_of(tmp_path)
     assert "Reliability of AMP (ε 0.5), n = 2" in page
     assert "Reliability of AMP (ε 0.1)" not in page
+
+
+def test_a_figure_shows_what_was_measured_and_plain_runs_rather_than_averaged_ones(tmp_path: Path) -> None:
+    """Averaged weights have the lower error and were not attacked: every method has its bar all the same."""
+    for seed in range(3):
+        write(tmp_path / f"erm-{seed}", result("erm", seed, 0.06), evaluation=evaluation(0.6))
+        write(tmp_path / f"average-{seed}", {**result("erm", seed, 0.06), **AVERAGED, "average_test_error": 0.01})
+        write(tmp_path / f"amp-{seed}", result("amp", seed, 0.05), evaluation=evaluation(0.5))
+        other = result("amp", seed, 0.04, settings={"epsilon": 0.1})
+        write(tmp_path / f"other-{seed}", other)
+    page = page_of(tmp_path)
+    assert "Reliability of ERM, n = 3" in page
+    links = re.findall(r'download="[^"]*-(ece|pgd_error)\.json" href="data:application/json;base64,([^"]*)"', page)
+    bars = {name: json.loads(base64.b64decode(link))["values"] for name, link in links}
+    assert bars["pgd_error"] == {"erm": [60.0] * 3, "amp": [50.0] * 3}
+    assert bars["ece"] == {"erm": [3.0] * 3, "amp": [2.0] * 3}
 
 
 def test_seconds_of_several_at_once_are_not_called_infinite(tmp_path: Path) -> None:
@@ -246,6 +269,20 @@ def test_a_method_that_never_took_effect_is_said_to_be_erm(tmp_path: Path) -> No
     assert "ERM and flooding have exactly the same numbers" in text_of(page_of(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ([0.05], "AMP alone, with a test error of 5.00 %."),
+        ([0.05, 0.06], "AMP alone, with test errors of 5.00 and 6.00 %."),
+        ([0.05, 0.06, 0.07], "AMP alone, with a mean test error of 6.00 ± 1.00 %."),
+    ],
+)
+def test_a_method_alone_has_a_mean_where_there_are_enough_runs(tmp_path: Path, errors: list[float], said: str) -> None:
+    for seed, error in enumerate(errors):
+        write(tmp_path / str(seed), result("amp", seed, error))
+    assert said in text_of(page_of(tmp_path))
+
+
 def test_one_training_each_is_too_few_to_mark_anything(tmp_path: Path) -> None:
     for method in ("erm", "amp"):
         write(tmp_path / method, result(method, 0, 0.05 if method == "erm" else 0.01))
@@ -262,6 +299,15 @@ def test_runs_of_different_settings_are_never_averaged(runs: Path) -> None:
     shown = text_of(page_of(runs))
     assert "20 % of the training labels replaced with wrong ones" in shown
     assert "For a comparison, train both erm and amp." in shown
+
+
+def test_a_file_of_ones_own_may_lie_elsewhere(tmp_path: Path) -> None:
+    """Runs from two machines, with the same network in two folders, are compared; with another network they are not."""
+    for method, home, checksum in (("erm", "/home/me", "ab"), ("amp", "/Users/me", "ab"), ("mixup", "/home/me", "cd")):
+        own = {"model": f"{home}/nets/mine.py:Net", "files": {"model": checksum}}
+        write(tmp_path / method, result(method, 0, 0.05, **own))
+    groups = groups_of(load_results([tmp_path]).runs)
+    assert sorted([row.method for row in group.rows] for group in groups) == [["erm", "amp"], ["mixup"]]
 
 
 def test_a_seed_that_is_there_twice_counts_once(runs: Path) -> None:
@@ -333,7 +379,7 @@ def test_a_tuning_run_says_that_it_is_one(tmp_path: Path) -> None:
         path.write_text(json.dumps({key: v for key, v in found.items() if not key.startswith("test_")}))
     shown = text_of(page_of(tmp_path))
     assert "Validation error: AMP" in shown
-    assert "tuning runs" in shown
+    assert "runs of a tuning or a comparison" in shown
 
 
 def test_missing_cells_show_the_command_that_fills_them(tmp_path: Path) -> None:
@@ -396,6 +442,29 @@ def test_the_commands_train_the_same_network(tmp_path: Path, changes: dict[str, 
     command = next(command for command in group.untrained if "--method mixup" in command)
     asked = planned(shlex.split(command)[2:])
     assert (asked.model, asked.model_settings) == (recipe.model, recipe.model_settings)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "adamw", "optimizer_settings": {"betas": [0.9, 0.95]}},
+        {"optimizer": "adamw", "exempt_norms": True, "schedule": "cosine"},
+        {"optimizer": "rmsprop"},
+        {"momentum": 0.5, "nesterov": False},
+    ],
+    ids=str,
+)
+def test_the_commands_train_with_the_same_optimizer(tmp_path: Path, changes: dict[str, Any]) -> None:
+    data = load("digits")
+    recipe = default_recipe("digits", data, **changes)
+    lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
+    write(tmp_path / "erm-0", {**build_result(recipe, 0, data.checksum, lines, {}), "reliability": None})
+    command = next(command for command in only_group(tmp_path).untrained if "--method mixup" in command)
+    asked = planned(shlex.split(command)[2:])
+    assert (asked.optimizer, asked.optimizer_settings) == (recipe.optimizer, recipe.optimizer_settings)
+    assert (asked.exempt_norms, asked.lr, asked.weight_decay) == (recipe.exempt_norms, recipe.lr, recipe.weight_decay)
+    if recipe.optimizer == "sgd":
+        assert (asked.momentum, asked.nesterov) == (recipe.momentum, recipe.nesterov)
 
 
 def test_where_dropout_is_tells_rows_apart_and_not_groups(tmp_path: Path) -> None:
@@ -588,8 +657,9 @@ def paths_of(content: dict[str, Any]) -> list[tuple[str, ...]]:
     return found
 
 
+AVERAGED = {"ema": 0.9, "average_test_error": 0.1, "average_test_nll": 0.4, "average_test_ece": 0.05}
 WHOLE: dict[str, dict[str, Any]] = {
-    "result": result("amp", 0, 0.1),
+    "result": result("amp", 0, 0.1, data_sha256="0", clean_train_nll=0.1, test_error_without_repeated=0.1, **AVERAGED),
     "evaluation": evaluation(spectrum=spectrum()),
     "landscape": landscape(),
     "config": {"recipe": {"epochs": 3, "method": "amp"}, "seed": 0, "data_sha256": "0"},
@@ -769,7 +839,35 @@ def test_averaged_weights_have_a_row_of_their_own(tmp_path: Path) -> None:
     assert [row.name for row in group.rows] == ["ERM", "ERM (EMA 0.9)"]
     assert [row.cells["error"].values[0] for row in group.rows] == pytest.approx([10.0, 5.0])
     assert not group.duplicate_runs
-    assert "EMA: error, NLL and ECE of the averaged weights" in text_of(page_of(tmp_path))
+    assert "EMA: numbers of the averaged weights, except where it says" in text_of(page_of(tmp_path))
+
+
+def test_what_was_measured_of_the_last_weights_is_not_called_the_average_s(tmp_path: Path) -> None:
+    """In the tables, the sentences and the titles of figures: attacks, flatness, AURC and reliability."""
+    selective = {"aurc": 0.01, "e_aurc": 0.005, "coverage": [0.5, 1.0], "risk": [0.0, 0.1]}
+    for method in ("erm", "amp"):
+        write(tmp_path / method, {**result(method, 0, 0.11), **AVERAGED}, evaluation=evaluation(selective=selective))
+    group = only_group(tmp_path)
+    marked = {name for name, cell in group.rows[0].cells.items() if cell.of_last_weights and cell.values}
+    measured = {name for name, cell in group.rows[0].cells.items() if cell.values}
+    assert measured - marked == {"error", "nll", "ece", "seconds"}
+    page = report_page(load_results([tmp_path]))
+    shown = text_of(page)
+    assert len(re.findall(r"last weights(?= )", shown.partition("Curves")[0])) >= 2 * len(marked)
+    assert "Error under PGD, last weights: AMP (EMA 0.9)" in shown
+    assert page.count(">last weights, n\u00a0=\u00a01</text>") == 2  # the reliability of both
+    for method in ("erm", "amp"):
+        (tmp_path / method / "result.json").write_text(json.dumps(result(method, 0, 0.11)))
+    assert "last weights" not in text_of(page_of(tmp_path))
+
+
+def test_the_runs_of_a_comparison_are_reported_and_its_outcomes_are_no_results(tmp_path: Path) -> None:
+    folder = tmp_path / "comparison"
+    finish(comparison_of(saved(tmp_path / "tiny.npz"), folder, seeds=1))
+    found = load_results([folder])
+    assert (len(found.runs), found.unusable) == (4, [])
+    (folder / "comparison.json").unlink()
+    assert load_results([folder]).unusable  # without it, they may be damaged results
 
 
 def test_runs_with_averaged_weights_are_compared_with_averaged_weights(tmp_path: Path) -> None:

@@ -698,7 +698,7 @@ def test_the_report_has_a_section_for_a_tuning_and_no_run_of_its_trials(out: Pat
     assert "validation NLL over ε and ζ" in page
     assert 'download="AMP--an-MLP-on-tiny-npz--3-epochs-tuning.json"' in page
     assert "of 1 training run and 1 tuning" in page
-    assert "tuning runs" not in page
+    assert "runs of a tuning" not in page
 
 
 def test_a_tuning_alone_is_a_report_too(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 Runs on the laboratory's data are in comparing/, those of the user's own code in `flatmin.compare`.
 """
 
+import errno
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +17,7 @@ from rich.console import Console
 
 import flatmin
 from flatmin.comparison import RADII
+from flatmin.comparison.run_comparison import Progress
 from flatmin.doctor.finding import Crash
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands import compare_view
@@ -40,7 +43,7 @@ from flatmin_lab.cli.training_options import (
 )
 from flatmin_lab.comparing import comparison_file
 from flatmin_lab.comparing.comparer import Comparison, about_entries
-from flatmin_lab.comparing.comparison_file import About
+from flatmin_lab.comparing.comparison_file import MAKE_TRAINING, About
 from flatmin_lab.comparing.contender_recipes import entries_for
 from flatmin_lab.comparing.time_budget import TimeBudget
 from flatmin_lab.comparing.training_task import MEASURES
@@ -48,6 +51,9 @@ from flatmin_lab.data import DATA_SETS
 from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.fields import METHOD
+from flatmin_lab.runs.events import RunError
+from flatmin_lab.runs.open_folder import folder_of_runs
+from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.machine import facts
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.user_code import UserCodeError, is_user_code, load_function, located
@@ -113,7 +119,7 @@ def compare(
 
     To resume, repeat the command.
     """
-    with report_errors(debug):
+    with report_errors(debug), _full_disk_explained():
         page: Any = need("flatmin_lab.report.pages.compare", "flatmin compare")
         given = {"seeds": seeds, "minutes": minutes, "radii": radii, "measure": measure, "out": out}
         of_lab = {**flags, "settings": settings, "config": config, "device": device, "workers": workers}
@@ -144,12 +150,29 @@ def compare(
                 compare_view.follow(events, console, comparison, there)
                 reason = stop()
             content, folder = comparison.content(), comparison.folder
-        (folder / PAGE).write_text(page.compare_page(content), encoding="utf-8")
-        display.say(console, f"the page: {folder / PAGE}; everything is in {folder}")
-        compare_view.show(content)
+        try:
+            with atomic_write(folder / PAGE) as file:
+                file.write(page.compare_page(content).encode())
+            display.say(console, f"the page: {folder / PAGE}; everything is in {folder}")
+        finally:  # there may be no room for the page, or nobody to read this
+            compare_view.show(content)
         if reason is not None:
             display.say(console, f"stopped by {reason}; the same command resumes")
             raise typer.Exit(exit_code(reason))
+
+
+@contextmanager
+def _full_disk_explained() -> Iterator[None]:
+    """An error of the disk names neither a file nor a way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RunError(
+            f"the comparison could not be written ({error.strerror}); make room and repeat the command, which resumes: "
+            "finished runs are kept"
+        ) from error
 
 
 def _command(given: Mapping[str, Any]) -> str:
@@ -236,15 +259,22 @@ def _compare_own(
     command: str,
     console: Console,
 ) -> tuple[Mapping[str, Any], Path]:
-    make_training = load_function(training, "make_training")
-    folder = given["out"] or COMPARISONS / short_name(located(training, "make_training"))
+    make_training = load_function(training, MAKE_TRAINING)
+    identity = comparison_file.own_identity(training)
+    folder = given["out"] or COMPARISONS / short_name(located(training, MAKE_TRAINING))
     chosen = None if radii is None else tuple(radii)
     watch = compare_view.OwnProgress(console, given["seeds"], len(chosen or RADII))
+
+    def show(event: Progress) -> None:
+        comparison_file.begin_own(folder, identity)
+        watch.show(event)
+
     display.say(
         console, f"{training}: {given['seeds']} seed{'s' if given['seeds'] > 1 else ''}; the doctor checks it first"
     )
-    try:
-        with exit_on_signals():
+    with exit_on_signals(), folder_of_runs(folder, "comparison", doing="comparing"):
+        comparison_file.check_same_own(folder, identity)
+        try:
             found = flatmin.compare(
                 make_training,
                 epochs=epochs,
@@ -253,22 +283,22 @@ def _compare_own(
                 radii=chosen,
                 measure=given["measure"],
                 out=folder,
-                progress=watch.show,
+                progress=show,
             )
-    except Crash as crash:
-        seen = crash.finding()
-        raise UserCodeError(f"{seen.name} raised an error:\n{seen.seen}") from crash.error
-    for finding in found.findings:
-        display.say(console, f"note: {finding.name}: {finding.seen} → {finding.change}", style="yellow")
-    about = About(
-        title=training,
-        what=f"{training}, with its own optimizer and with AMP around it",
-        held_out="what make_training returns as held_out or evaluate",
-        wanted=given["seeds"],
-        identity={"training": training},
-        command=command,
-        facts=facts(found.device or torch.device("cpu")),
-    )
-    content = comparison_file.content(about, found.contenders, found.outcomes, found.verdict, stopped=found.stopped)
-    comparison_file.write(folder, content)
+        except Crash as crash:
+            seen = crash.finding()
+            raise UserCodeError(f"{seen.name} raised an error:\n{seen.seen}") from crash.error
+        for finding in found.findings:
+            display.say(console, f"note: {finding.name}: {finding.seen} → {finding.change}", style="yellow")
+        about = About(
+            title=training,
+            what=f"{training}, with its own optimizer and with AMP around it",
+            held_out="what make_training returns as held_out or evaluate",
+            wanted=given["seeds"],
+            identity=identity,
+            command=command,
+            facts=facts(found.device or torch.device("cpu")),
+        )
+        content = comparison_file.content(about, found.contenders, found.outcomes, found.verdict, stopped=found.stopped)
+        comparison_file.write(folder, content)
     return content, folder

@@ -34,7 +34,7 @@ COLUMNS = {
     "error": "error, %",
     "nll": "NLL",
     "ece": "ECE, %",
-    "memorised": "learnt, %",
+    "memorised": "memorised, %",
     "passes": "passes",
     "cpu_seconds": "CPU s",
 }

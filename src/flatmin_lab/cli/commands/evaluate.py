@@ -276,6 +276,8 @@ def _given(wanted: bool, flag: str, options: dict[str, Any]) -> dict[str, Any]:
 def _keep(evaluated: EvaluatedModel, file: str, found: dict[str, Any]) -> None:
     """Keep the results in the run folder, if these are its newest weights."""
     console = display.terminal()
+    if evaluated.is_average:
+        display.say(console, "not saved for the report: it shows what was measured of the last weights")
     if evaluated.run is None:
         return
     if not evaluated.run.is_newest:

@@ -148,15 +148,17 @@ def follow(
 
 
 def outcome(results: Mapping[int, Mapping[str, Any]], count: int, folders: Sequence[Path]) -> None:
-    """The last epoch's numbers of every finished seed, out of `count`, and their means."""
+    """The last epoch's numbers of every finished seed, out of `count`, and their means; then the averaged weights'."""
     console = Console(highlight=False, soft_wrap=True)
-    which = split_of(next(iter(results.values())))
-    table = Table(f"{which}, last epoch", *display.MEASURES.values(), box=None, pad_edge=False)
-    keys = {name: f"{which}_{name}" for name in display.MEASURES}
-    for seed, result in results.items():
-        table.add_row(f"seed {seed}", *(display.number(name, result[key]) for name, key in keys.items()))
-    found = {name: [result[key] for result in results.values()] for name, key in keys.items()}
-    means = (display.number(name, None if None in values else fmean(values)) for name, values in found.items())
-    table.add_row(f"mean of {len(results)}{f' of {count}' if len(results) < count else ''}", *means)
-    console.print(table)
+    first = next(iter(results.values()))
+    which = split_of(first)
+    for weights, title in (("", f"{which}, last epoch"), (display.AVERAGE, f"{which}, averaged weights")):
+        if keys := display.shown_measures(first, weights):
+            table = Table(title, *keys.values(), box=None, pad_edge=False)
+            for seed, result in results.items():
+                table.add_row(f"seed {seed}", *(display.number(key, result[key]) for key in keys))
+            found = {key: [result[key] for result in results.values()] for key in keys}
+            means = (display.number(key, None if None in values else fmean(values)) for key, values in found.items())
+            table.add_row(f"mean of {len(results)}{f' of {count}' if len(results) < count else ''}", *means)
+            console.print(table)
     display.say(console, f"everything is in {folders[0]} to {folders[-1]}")

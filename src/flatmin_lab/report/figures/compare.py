@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from flatmin_lab.report.figures.style import INK, DrawnFigure, styled
+from flatmin_lab.report.figures.style import INK, DrawnFigure, styled, wrapped
 
 Dash = str | tuple[int, tuple[float, ...]]
 PLAIN_STYLES: dict[str, tuple[str, Dash]] = {"plain": ("#d55e00", "-"), "plain-longer": ("#d55e00", (0, (4, 2)))}
@@ -18,6 +18,7 @@ RADIUS_STYLES: tuple[tuple[str, Dash], ...] = (
     ("#cc79a7", (0, (1, 1))),
     ("#e69f00", (0, (3, 1.5, 1, 1.5))),
 )  # of AMP's radii in their order, from the first again if there are more
+TITLE_WIDTH = 34  # characters
 SHOWN_FROM = 0.5  # the share of a run after which its curve must fit into the figure
 
 
@@ -72,8 +73,10 @@ def forest(title: str, gaps: Sequence[Gap]) -> DrawnFigure:
         axes.set_ylim(len(gaps) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-        axes.locator_params(axis="x", nbins=5)
-        axes.set_title(title)
+        axes.locator_params(axis="x", nbins=4)
+        if not any(part for gap in gaps for found in gap[1:] if found is not None for part in found):
+            axes.set_xticks([0])  # no difference at all: any other tick would be of no scale
+        axes.set_title(wrapped(title, TITLE_WIDTH))
     data = {gap.name: {"from plain": gap.from_plain, "from as many passes": gap.from_longer} for gap in gaps}
     return DrawnFigure(figure, {"gaps": data}, f"{title}: the difference from the plain run, with 95 % intervals")
 
@@ -91,7 +94,7 @@ def seed_curves(title: str, curves: Sequence[Curve]) -> DrawnFigure:
             average = mean_curve(curve.seeds)
             mark = "o" if len(average) < 3 else None
             axes.plot(*_lines(average), color=colour, ls=dash, lw=2, marker=mark, ms=4)
-        axes.set_title(title)
+        axes.set_title(wrapped(title, TITLE_WIDTH))
         axes.set_xlabel("passes over the training set")
         axes.set_ylim(bottom=min(0.0, _extreme(curves, min)), top=1.1 * _extreme(curves, max) or None)
     data = {curve.key: [list(points) for points in curve.seeds] for curve in curves}

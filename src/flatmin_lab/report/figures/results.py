@@ -18,8 +18,12 @@ from flatmin_lab.report.figures.style import (
     line_style,
     styled,
     with_count,
+    wrapped,
 )
 
+DIAGRAM_TITLE_WIDTH = 20  # characters, beside the axis
+# where a mode's number may stand beside its mark, in points from it; the first place that is free is taken
+NUMBER_PLACES = ((0, 9), (0, -9), (10, 0), (-10, 0), (9, 8), (-9, 8), (9, -8), (-9, -8), (0, 18), (0, -18))
 MODE_GAP = 0.025  # between modes of equal cost, which are drawn side by side around it
 
 
@@ -93,7 +97,7 @@ def bars(title: str, values: Values, *, paper: Mapping[str, float] | None = None
         axes.set_xticks(range(len(shown)), [NAMES[method] for method in shown], rotation=30, ha="right", fontsize=9)
         axes.set_title(with_count(title, {method: len(own) for method, own in shown.items()}))
         axes.set(ylabel="%")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] or 1.0)  # all may be 0
     data = {"values": {method: list(own) for method, own in shown.items()}, "paper": dict(paper or {})}
     return DrawnFigure(figure, data, f"{title}: a bar for each method")
 
@@ -129,27 +133,52 @@ def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str
     with styled():
         figure = Figure(figsize=(3.1 * len(measures), 3.6), layout="constrained")
         panels = figure.subplots(1, len(measures), squeeze=False, sharey=True)[0]
+        marks: list[dict[int, tuple[float, float]]] = []
         for place, (axes, measure) in enumerate(zip(panels, measures, strict=True)):
             for level in (0, 100):
                 axes.axhline(level, color=INK, lw=0.6, ls=(0, (4, 3)), alpha=0.6)
+            drawn: dict[int, tuple[float, float]] = {}
             for number, point in enumerate(points, start=1):
                 kept = point.kept[place]
                 if kept is None:
                     continue
                 alike = [n for n, other in enumerate(points, start=1) if other.cost == point.cost]
                 x = point.cost + MODE_GAP * (alike.index(number) - (len(alike) - 1) / 2)
-                share, low, high = (None if value is None else 100 * value for value in kept)
+                share = 100 * kept[0]
+                low, high = (None if value is None else 100 * value for value in kept[1:])
                 colour = LINE_STYLES[point.method][0]
                 if low is not None and high is not None:
                     axes.plot([x, x], [low, high], color=colour, lw=1.2, alpha=0.6)
                 axes.plot(x, share, marker="o", ms=5, color=colour, ls="")
-                axes.annotate(
-                    str(number), (x, share), xytext=(0, 6), textcoords="offset points", fontsize=9, ha="center"
-                )
+                drawn[number] = x, share
             axes.set(xlabel=f"{unit}, ERM = 1", title=measure)
+            axes.margins(0.08, 0.08)
+            marks.append(drawn)
         panels[0].set_ylabel("of AMP's gain kept, %")
+        figure.draw_without_rendering()  # so that the panels have their sizes
+        for axes, drawn in zip(panels, marks, strict=True):
+            _number(axes, drawn)
     data = {"measures": list(measures), "modes": [point._asdict() for point in points]}
     return DrawnFigure(figure, data, f"{title}: the share of AMP's gain that each mode keeps, over its cost in {unit}")
+
+
+def _number(axes: Axes, marks: Mapping[int, tuple[float, float]]) -> None:
+    """Write each mark's number beside it, where it covers neither another mark nor another number."""
+    points = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
+    places = {number: tuple(points * part for part in axes.transData.transform(at)) for number, at in marks.items()}
+    taken = [(x, y, 3.0, 3.0) for x, y in places.values()]  # middles, and half of width and height
+    for number, (x, y) in places.items():
+        size = 3.2 * len(str(number)), 4.5
+        boxes = [(x + right, y + up, *size) for right, up in NUMBER_PLACES]
+        free = next((box for box in boxes if not any(_overlap(box, other) for other in taken)), boxes[0])
+        taken.append(free)
+        offset = free[0] - x, free[1] - y
+        how: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 9}
+        axes.annotate(str(number), marks[number], xytext=offset, **how)
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(abs(one[side] - other[side]) < one[2 + side] + other[2 + side] for side in (0, 1))
 
 
 def over_time(title: str, points: Sequence[TimedPoint]) -> DrawnFigure:
@@ -190,7 +219,7 @@ def reliability_diagram(title: str, parts: Mapping[str, Sequence[float]], *, met
         figure = Figure(figsize=(2.3, 2.3), layout="constrained")
         axes = figure.subplots()
         _diagram(axes, parts, LINE_STYLES[method][0])
-        axes.set_title(title)
+        axes.set_title(wrapped(title, DIAGRAM_TITLE_WIDTH))
         axes.set_xlabel("confidence", fontsize=9.5)
         axes.set_ylabel("accuracy", fontsize=9.5)
     data = {name: list(values) for name, values in parts.items()}

@@ -8,6 +8,7 @@ colour, in light and dark.
 import hashlib
 import io
 import re
+import textwrap
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from html import escape
@@ -123,6 +124,12 @@ def shortened(name: str, most: int = 30) -> str:
     '…/to/the/weights-of-a-model.pt'
     """
     return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def wrapped(title: str, width: int) -> str:
+    """A title in lines of at most that many characters: nothing of it is cut off."""
+    lines = title.replace(" = ", "\u00a0=\u00a0").splitlines()  # a number stays with its name
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, width))
 
 
 def with_count(title: str, counts: Mapping[str, int] | None) -> str:

@@ -178,15 +178,15 @@ def _section(group: Group, title: str, families: Mapping[str, NamedFamily]) -> S
         [page_figure(drawn, f"{name}-{place}") for place, drawn in enumerate(_curves(rows, group.split))],
         [(Markup(legend_sample(row.method)), row.name) for row in rows],
         [page_figure(drawn, f"{name}-reliability-{row.method}") for row in rows if (drawn := _reliability(row))],
-        [page_figure(drawn, f"{name}-{file}") for file, drawn in _bars(rows).items()],
+        [page_figure(drawn, f"{name}-{file}") for file, drawn in _bars(group).items()],
         _sweep(group, name),
         _boundaries(rows, group, name),
         page_figure(risks, f"{name}-risk-coverage")
-        if (risks := confidence.risk_figure(_one_a_method(group, "selective")))
+        if (risks := confidence.risk_figure(_one_a_method(group, _has("selective"))))
         else None,
         confidence.outside_tables(group.rows),
         landscape.landscape_section([(row.name, row.method, _with_landscapes(row)) for row in rows]),
-        _spectrum(_one_a_method(group, "spectrum"), name),
+        _spectrum(_one_a_method(group, _has("spectrum")), name),
         _commands(group, rows),
         families.get(group.family_name),
     )
@@ -212,20 +212,30 @@ def _slug(text: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in text.rstrip("/").rpartition("/")[2]) or "runs"
 
 
-def _one_a_method(group: Group, part: str | None = None) -> list[Row]:
+def _one_a_method(group: Group, is_measured: Callable[[Row], bool] = lambda row: True) -> list[Row]:
     """One row per method, as figures have one line each: the setting with the most runs, then the lowest error.
 
-    With a part of the evaluation, of the rows for which it was measured.
+    Of the rows that have what is drawn; one with averaged weights only if there is no other, for figures are of the
+    last ones.
     """
-    rows = [row for row in group.rows if part is None or any(run.evaluation.get(part) for run in row.runs)]
+    rows = [row for row in group.rows if is_measured(row)]
     methods = dict.fromkeys(row.method for row in rows)
     return [
         min(
             (row for row in rows if row.method == method),
-            key=lambda row: (-len(row.runs), summary_text.error_of(row)),
+            key=lambda row: (row.is_averaged, -len(row.runs), summary_text.error_of(row)),
         )
         for method in methods
     ]
+
+
+def _has(part: str) -> Callable[[Row], bool]:
+    """Whether a row has that part of an evaluation."""
+    return lambda row: any(run.evaluation.get(part) for run in row.runs)
+
+
+def _has_values(column: str) -> Callable[[Row], bool]:
+    return lambda row: bool(row.cells[column].values)
 
 
 def _conditions(group: Group) -> list[str]:
@@ -234,7 +244,7 @@ def _conditions(group: Group) -> list[str]:
     evaluations = [run.evaluation for row in group.rows for run in row.runs]
     if any(run.result.get("ema") for row in group.rows for run in row.runs):
         found.append(
-            "EMA: error, NLL and ECE of the averaged weights; all else, and the curves, of the last ones. Averaged "
+            "EMA: numbers of the averaged weights, except where it says that they are of the last ones. Averaged "
             "weights are compared with ERM's average, if there is one."
         )
     attack = next((e["attack"] for e in evaluations if "radius" in e.get("attack", {})), None)
@@ -302,10 +312,11 @@ def _reliability(row: Row) -> DrawnFigure | None:
     parts = [run.result["reliability"] for run in row.runs if run.result["reliability"]]
     if not parts:
         return None
-    return figures.reliability_diagram(f"{row.name}, n = {len(parts)}", pool_bins(parts), method=row.method)
+    title = f"{row.name},\nlast weights, n" if row.is_averaged else f"{row.name}, n"
+    return figures.reliability_diagram(f"{title} = {len(parts)}", pool_bins(parts), method=row.method)
 
 
-def _bars(rows: Sequence[Row]) -> dict[str, DrawnFigure]:
+def _bars(group: Group) -> dict[str, DrawnFigure]:
     titles = {
         "ece": "ECE",
         "fgsm_normalised": "FGSM, small radius",
@@ -315,7 +326,8 @@ def _bars(rows: Sequence[Row]) -> dict[str, DrawnFigure]:
     }
     drawn = {}
     for name, title in titles.items():
-        values = {row.method: row.cells[name].values for row in rows if row.cells[name].values}
+        rows = _one_a_method(group, _has_values(name))
+        values = {row.method: row.cells[name].values for row in rows}
         theirs = {row.method: cell.mean for row in rows if (cell := row.cells[name].paper)}
         if values:
             drawn[name] = figures.bars(title, values, paper=theirs)

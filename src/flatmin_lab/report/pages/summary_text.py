@@ -116,6 +116,8 @@ def _means(name: str, erm: Row, amp: Row, split: str) -> str:
     label, form = SENTENCE_MEASURES[name]
     ours, theirs = (form.format(mean(row.cells[name].values)) for row in (amp, erm))
     label = label.format(split=split)
+    if erm.cells[name].of_last_weights or amp.cells[name].of_last_weights:
+        label = f"{label}, last weights"
     return f"{label[0].upper()}{label[1:]}: {amp.name} {ours}, {erm.name} {theirs}"
 
 
@@ -134,8 +136,16 @@ def _verdict(erm: Cell, amp: Cell) -> str:
 
 def _without_both(group: Group) -> str:
     if len(group.rows) == 1:
-        row = group.rows[0]
-        found = f"{row.name} alone, with a mean {group.split} error of {mean_and_std(row.cells['error'].values, 2)} %."
+        found = f"{group.rows[0].name} alone, with {_errors(group.rows[0], group.split)} %."
     else:
         found = _lowest(group, _best(group))
     return f"{found} For a comparison, train both erm and amp."
+
+
+def _errors(row: Row, split: str) -> str:
+    """A mean where there are enough runs for one, else each of them."""
+    values = row.cells["error"].values
+    if len(values) >= MIN_RUNS:
+        return f"a mean {split} error of {mean_and_std(values, 2)}"
+    listed = " and ".join(f"{value:.2f}" for value in values)
+    return f"{split} errors of {listed}" if len(values) > 1 else f"a {split} error of {listed}"

@@ -48,7 +48,8 @@ def title(found: Tuning) -> str:
     data = TITLES.get(found.data, found.data.rstrip("/").rpartition("/")[2])
     name = NAMES[found.method]
     length = summary.epochs(found.epochs)
-    return f"{name[0].upper()}{name[1:]}, {TITLES.get(found.model, found.model)} on {data}, {length}"
+    model = TITLES.get(found.model, found.model.rpartition("/")[2])  # of a file its name, as in other sections
+    return f"{name[0].upper()}{name[1:]}, {model} on {data}, {length}"
 
 
 def _cells(trial: Trial, found: Tuning) -> list[str]:

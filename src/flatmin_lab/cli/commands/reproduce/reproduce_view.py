@@ -89,7 +89,10 @@ def event_lines(event: Event, run: Run) -> Iterator[tuple[str, str]]:
             measured = f"; measured: {', '.join(run.parts)}" if run.parts else ""
             yield f"{which} {said}; trained in {_time_text(event.result)}{measured}", ""
         case Failed():
-            yield f"{'not now' if event.later else 'failed'}: {event.what}", "yellow" if event.later else "red"
+            what = (
+                "another process is training it; repeat the command once that has ended" if event.busy else event.what
+            )
+            yield f"{'not now' if event.later else 'failed'}: {what}", "yellow" if event.later else "red"
         case Note():
             yield f"note: {event.text}", "yellow"
 
