@@ -262,8 +262,8 @@ class _Decision:
     def _constant(self) -> str:
         return (
             f"Cannot tell: the {self.measure} is the same in every run, to the last digit. Does evaluate() measure the "
-            "model that make_training returns, and is that one trained? If so, the measure is too coarse here: let a loss "
-            "decide (measure=, --measure)."
+            "model that make_training returns, and is that one trained? If so, the measure is too coarse here: let a "
+            "loss decide (measure=, --measure)."
         )
 
     def _show(self, value: float) -> str:
