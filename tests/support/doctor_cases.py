@@ -39,8 +39,11 @@ def make(make_model: Callable[[], nn.Module] = mlp, wrap: Wrap = amp, **ways: An
     return model, optimizer, closure_of(model, optimizer, **ways)
 
 
-def always_the_same_model(*, reset: bool) -> Callable[[], TrainingParts]:
+def always_the_same_model(*, reset: bool, constant: float | None = None) -> Callable[[], TrainingParts]:
+    """`constant`: all weights of the first layer at the start."""
     model = mlp()
+    if constant is not None:
+        nn.init.constant_(next(model.parameters()), constant)
     start = copy.deepcopy(model.state_dict())
 
     def make_training() -> TrainingParts:
@@ -181,6 +184,7 @@ HEALTHY: dict[str, Callable[[], TrainingParts]] = {
     ),
     "a plain optimizer": lambda: make(wrap=sgd),
     "one model for all, reset each time": always_the_same_model(reset=True),
+    "one model for all, reset to a constant": always_the_same_model(reset=True, constant=0.5),
     "AdamW": lambda: make(wrap=lambda model: AMP(AdamW(model.parameters()), epsilon=0.1)),
     "BatchNorm": lambda: make(conv_batchnorm),
     "dropout": lambda: make(dropout),

@@ -255,13 +255,15 @@ class _Decision:
     def _alike(self, best: Contender) -> str:
         return (
             f"Cannot tell: all {self.table.seeds()} seeds gave the same runs, so they say nothing about other seeds "
-            f"({self._others(best)}). Does make_training set a seed itself? Leave that out: each run has its own."
+            f"({self._others(best)}). Does make_training set a seed itself? Leave that out: each run has its own. "
+            "(A training that draws no random numbers has only one run.)"
         )
 
     def _constant(self) -> str:
         return (
             f"Cannot tell: the {self.measure} is the same in every run, to the last digit. Does evaluate() measure the "
-            "model that make_training returns, and is that one trained?"
+            "model that make_training returns, and is that one trained? If so, the measure is too coarse here: let a "
+            "loss decide (measure=, --measure)."
         )
 
     def _show(self, value: float) -> str:

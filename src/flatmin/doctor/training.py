@@ -27,6 +27,7 @@ from flatmin.optim.perturbed import PerturbedOptimizer
 
 EPSILON = 0.1  # for an optimizer that is not wrapped yet
 SEED = 0
+MOVED = 0.1234  # to where a shared weight is moved; one that is reset does not start there
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def keeps_trained_weights(make_training: MakeTraining, one: Training, other: Tra
     before = shared.detach().clone()
     try:
         with torch.no_grad():
-            shared.fill_(0.5)  # as training might
+            shared.fill_(MOVED)  # as training might
         moved = shared.detach().clone()
         again = new_training(make_training)
         return any(param is shared for param in again.params) and same_bits(shared, moved)

@@ -176,6 +176,9 @@ def test_where_no_error_is_left_there_is_nothing_to_gain() -> None:
     assert judge(CONTENDERS, found).sentence.startswith("No: the error on the held-out data is already 0 without AMP")
     few = [one for one in found if one.seed < 2]
     assert judge(CONTENDERS, few).answer == "cannot tell"
+    own = judge(CONTENDERS, [replace(one, measures={"misses": 0.0}) for one in found])  # of which 0 may be the least
+    assert own.answer == "cannot tell"
+    assert "let a loss decide" in own.sentence
 
 
 def with_failed(found: list[Outcome], failed: dict[str, list[int]]) -> list[Outcome]:
