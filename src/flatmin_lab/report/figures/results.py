@@ -164,7 +164,7 @@ def frontier(title: str, points: Sequence[FrontierPoint], measures: Sequence[str
 
 def _number(axes: Axes, marks: Mapping[int, tuple[float, float]]) -> None:
     """Write each mark's number beside it, where it covers neither another mark nor another number."""
-    points = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
+    points = 72 / axes.figure.dpi
     places = {number: tuple(points * part for part in axes.transData.transform(at)) for number, at in marks.items()}
     taken = [(x, y, 3.0, 3.0) for x, y in places.values()]  # middles, and half of width and height
     for number, (x, y) in places.items():
