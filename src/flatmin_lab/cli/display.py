@@ -22,7 +22,7 @@ from flatmin_lab.cli.progress_columns import COMPILING, WARMUP_STEPS, columns, t
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs.events import Epoch, Event, Finished, Note, Started, Stopped
 from flatmin_lab.runs.events import Progress as Done
-from flatmin_lab.runs.result import split_of
+from flatmin_lab.runs.result import AVERAGE, split_of
 
 LABELS = {"loss": "loss", "error": "error", "sharpness": "sharpness", "delta_norm": "‖Δ‖"}
 MEASURES = {"error": "error", "nll": "NLL", "ece": "ECE, 15 bins"}
@@ -47,7 +47,6 @@ SCORES = {
     "negative_entropy": "entropy",
 }
 SHOWN_COVERAGES = (0.5, 0.8, 0.9)
-AVERAGE = "average_"  # before the names of measures of the averaged weights
 IN_PERCENT = ("error", "ece", "memorised")
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's control characters, direction marks, surrogates and line ends
 UNDETERMINED = 100.0  # an interval whose ends have this ratio or more does not determine a temperature

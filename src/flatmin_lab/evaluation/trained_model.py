@@ -21,7 +21,7 @@ from flatmin_lab.data.registry import load
 from flatmin_lab.evaluation.load_run import TrainedRun, check_data, find_run
 from flatmin_lab.evaluation.subject import NormalisingModel
 from flatmin_lab.recipes.recipe import Recipe
-from flatmin_lab.runs.result import split_of
+from flatmin_lab.runs.result import AVERAGE, split_of
 from flatmin_lab.system.json_types import check_types
 from flatmin_lab.training.build import prepare_data
 
@@ -166,7 +166,7 @@ def _metrics_of(run: TrainedRun, *, use_ema: bool) -> dict[str, float]:
     if state["batch"] or not state["lines"]:
         return {}
     line = state["lines"][-1]
-    average = "average_" if use_ema else ""
+    average = AVERAGE if use_ema else ""
     wanted = (f"{average}{split_of(line)}_", f"{average}memorised")
     return {
         key.removeprefix(average): value

@@ -21,10 +21,9 @@ from flatmin_lab.recipes.protocols import FollowedProtocol
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.report import schema
-from flatmin_lab.report.schema import AVERAGE
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs import evaluation_files
-from flatmin_lab.runs.result import split_of
+from flatmin_lab.runs.result import AVERAGE, split_of
 from flatmin_lab.runs.result_store import BENCH, COST, FAILED, PLANNED, differs
 from flatmin_lab.system.files import read_regular
 from flatmin_lab.tuning import result_file

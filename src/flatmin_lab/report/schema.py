@@ -10,7 +10,7 @@ from typing import Any
 from flatmin.ball import NORMS
 from flatmin.metrics import CONFIDENCE_SCORES
 from flatmin_lab.methods import METHODS
-from flatmin_lab.runs.result import split_of
+from flatmin_lab.runs.result import AVERAGE, split_of
 from flatmin_lab.training.evaluation import BINS
 
 REQUIRED: dict[str, type | tuple[type, ...]] = {
@@ -21,7 +21,6 @@ REQUIRED: dict[str, type | tuple[type, ...]] = {
     "epochs": int,
     "seconds": (int, float),
 }
-AVERAGE = "average_"  # before the names of measures of the averaged weights
 MAX_NUMBER = 1e30  # larger ones overflow means and contour levels
 
 

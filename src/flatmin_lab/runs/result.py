@@ -12,6 +12,7 @@ from typing import Any
 from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.recipe import Recipe
 
+AVERAGE = "average_"  # before the names of measures of the averaged weights
 METRIC_SUFFIXES = ("_loss", "_error", "_nll", "_ece", "memorised")
 
 

@@ -38,7 +38,7 @@ from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import DivergedError, Epoch, Event, Finished, Note, Progress, Started, Stopped
 from flatmin_lab.runs.folder import CODE, RunFolder
 from flatmin_lab.runs.open_folder import open_run_folder
-from flatmin_lab.runs.result import build_result
+from flatmin_lab.runs.result import AVERAGE, build_result
 from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.system.threads import FlopCount, choose_threads, computing_with, most_flops
 from flatmin_lab.training.build import build_method, prepare_data
@@ -362,7 +362,7 @@ class _TrainingRun:
         self._collect()
         self._check_weights()
         found: dict[str, Any] = {}
-        for forward, prefix in zip(self.forwards, (self.which, f"average_{self.which}"), strict=False):
+        for forward, prefix in zip(self.forwards, (self.which, f"{AVERAGE}{self.which}"), strict=False):
             part = self._measure(forward, prefix)
             if part is None:
                 return None

@@ -16,7 +16,7 @@ from flatmin_lab.cli.request import Plan
 from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Progress, RunError, Started, Stopped
-from flatmin_lab.runs.result import split_of
+from flatmin_lab.runs.result import AVERAGE, split_of
 from flatmin_lab.system.machine import hardware
 
 End = Finished | Stopped | Failed
@@ -152,7 +152,7 @@ def outcome(results: Mapping[int, Mapping[str, Any]], count: int, folders: Seque
     console = Console(highlight=False, soft_wrap=True)
     first = next(iter(results.values()))
     which = split_of(first)
-    for weights, title in (("", f"{which}, last epoch"), (display.AVERAGE, f"{which}, averaged weights")):
+    for weights, title in (("", f"{which}, last epoch"), (AVERAGE, f"{which}, averaged weights")):
         if keys := display.shown_measures(first, weights):
             table = Table(title, *keys.values(), box=None, pad_edge=False)
             for seed, result in results.items():
