@@ -162,14 +162,14 @@ def _like(x: Tensor, number: Number, dtype: torch.dtype) -> Number:
 
 def _inside(x: Tensor, bound: Number, towards: float) -> Number:
     """A bound in x's dtype, rounded towards the inside: to nearest, 0.1 in bfloat16 is 0.1001."""
-    if not isinstance(bound, Tensor):  # on the CPU: on x's device, a number would be a copy from the host
-        return float(
-            _inside(x.new_empty(0, device="cpu"), torch.tensor(bound, dtype=torch.float64, device="cpu"), towards)
-        )
-    exact = bound.to(x.device, widest_dtype(x))
+    if isinstance(bound, Tensor):
+        exact = bound.to(x.device, widest_dtype(x))
+    else:  # on the CPU: on x's device, a number would be a copy from the host
+        exact = torch.tensor(bound, dtype=torch.float64, device="cpu")
     rounded = exact.to(x.dtype)
     outside = rounded.to(exact.dtype) < exact if towards > 0 else rounded.to(exact.dtype) > exact
-    return torch.where(outside, torch.nextafter(rounded, torch.full_like(rounded, towards)), rounded)
+    found = torch.where(outside, torch.nextafter(rounded, torch.full_like(rounded, towards)), rounded)
+    return found if isinstance(bound, Tensor) else float(found)
 
 
 def _check(x: Tensor, epsilon: Number, step_size: Number, steps: int, norm: str, bounds: tuple[Number, Number]) -> None:

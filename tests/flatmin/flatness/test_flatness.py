@@ -199,15 +199,8 @@ def test_the_buffers_of_a_scripted_model_are_put_back_too() -> None:
     assert calls.item() == 0
 
 
-class Replacing(nn.Module):
+class Replacing(Counting):
     """Puts another buffer in the place of its own."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = self.calls + 1

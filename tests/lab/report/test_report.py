@@ -428,19 +428,23 @@ def test_the_commands_train_the_missing_methods_alike(tmp_path: Path) -> None:
             assert Path(options["--out"]).parent == tmp_path / name
 
 
+def trained_and_asked(folder: Path, changes: dict[str, Any]) -> tuple[Recipe, Recipe]:
+    """The recipe of a run of ERM with these changes, and what the report's command for MixUp then trains."""
+    data = load("digits")
+    recipe = default_recipe("digits", data, **changes)
+    lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
+    write(folder / "erm-0", {**build_result(recipe, 0, data.checksum, lines, {}), "reliability": None})
+    command = next(command for command in only_group(folder).untrained if "--method mixup" in command)
+    return recipe, planned(shlex.split(command)[2:])
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"model_settings": {"width": 4}}, {"model": "convnet"}, {"model": "mlp", "model_settings": {"width": 8}}],
     ids=str,
 )
 def test_the_commands_train_the_same_network(tmp_path: Path, changes: dict[str, Any]) -> None:
-    data = load("digits")
-    recipe = default_recipe("digits", data, **changes)
-    lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
-    write(tmp_path / "erm-0", {**build_result(recipe, 0, data.checksum, lines, {}), "reliability": None})
-    group = only_group(tmp_path)
-    command = next(command for command in group.untrained if "--method mixup" in command)
-    asked = planned(shlex.split(command)[2:])
+    recipe, asked = trained_and_asked(tmp_path, changes)
     assert (asked.model, asked.model_settings) == (recipe.model, recipe.model_settings)
 
 
@@ -455,12 +459,7 @@ def test_the_commands_train_the_same_network(tmp_path: Path, changes: dict[str, 
     ids=str,
 )
 def test_the_commands_train_with_the_same_optimizer(tmp_path: Path, changes: dict[str, Any]) -> None:
-    data = load("digits")
-    recipe = default_recipe("digits", data, **changes)
-    lines = [{"epoch": 1, "test_error": 0.1, "test_nll": 1.0, "test_ece": 0.1, "seconds": 1.0}]
-    write(tmp_path / "erm-0", {**build_result(recipe, 0, data.checksum, lines, {}), "reliability": None})
-    command = next(command for command in only_group(tmp_path).untrained if "--method mixup" in command)
-    asked = planned(shlex.split(command)[2:])
+    recipe, asked = trained_and_asked(tmp_path, changes)
     assert (asked.optimizer, asked.optimizer_settings) == (recipe.optimizer, recipe.optimizer_settings)
     assert (asked.exempt_norms, asked.lr, asked.weight_decay) == (recipe.exempt_norms, recipe.lr, recipe.weight_decay)
     if recipe.optimizer == "sgd":
