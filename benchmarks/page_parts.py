@@ -15,6 +15,7 @@ PAGES = {  # where each part is
     "gain table": ROOT / "README.md",
     "frontier table": ROOT / "docs/cheaper.md",
     "cheap table": ROOT / "README.md",
+    "regret table": ROOT / "docs/choosing_epsilon.md",
 }
 
 

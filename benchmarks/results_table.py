@@ -3,15 +3,17 @@
     python benchmarks/results_table.py [--results results] [--page PAGE] [--check]
 
 For docs/findings.md one for each data set with runs of the paper's length, with a row for each method and protocol; for
-the README two small ones, with what AMP gains and costs, and with the best two of the cheaper modes; for docs/cheaper.md
-one for each data set with what all cheaper modes keep of that gain. The rest is on the report's page. It replaces what
-is between two markers in the page; with --check nothing is written, and the exit code is 1 if a page is out of date.
+the README two small ones, with what AMP gains and costs, and with the best two of the cheaper modes; for
+docs/cheaper.md one for each data set with what all cheaper modes keep of that gain; for docs/choosing_epsilon.md one
+with fixed radii beside the one that adjusts itself. The rest is on the report's page. It replaces what is between two
+markers in the page; with --check nothing is written, and the exit code is 1 if a page is out of date.
 """
 
 import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import cost_table
 import page_parts
@@ -26,9 +28,10 @@ from flatmin_lab.report.html import as_printed, mean_and_std, short_fact, whole
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run, load_results
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
-from flatmin_lab.report.paper.evidence import evidence
+from flatmin_lab.report.paper.evidence import ProtocolEvidence, evidence
 from flatmin_lab.report.paper.frontier import Frontier, Kept, Mode
-from flatmin_lab.report.paper.tables import read_all
+from flatmin_lab.report.paper.regret import Regret
+from flatmin_lab.report.paper.tables import Row, read_all
 from flatmin_lab.runs.result_store import ResultStore
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -100,7 +103,7 @@ def frontier(results: Path) -> str:
 
 
 def cheap(results: Path) -> str:
-    """For each data set at 60 epochs: the best modes at a tenth and a quarter more time, beside ERM with as much, and AMP."""
+    """For each data set at 60 epochs: the best modes at a tenth and a quarter more time, beside ERM and AMP."""
     found = [one for protocol, one in _frontiers(results) if protocol == "short"]
     head = ["60 epochs", *found[0].columns, "time", "n"]
     return page_parts.markdown(head, [row for one in found for row in _cheap_rows(one)])
@@ -116,10 +119,50 @@ def _cheap_rows(found: Frontier) -> list[list[str]]:
     return rows
 
 
+def radii(results: Path) -> str:
+    """For each data set under `short`: ERM, fixed radii, the automatic one, and what that loses of the best's gain."""
+    found = [one for protocol in _protocols(results) if protocol.name == "short" for one in protocol.regrets]
+    found = [one for one in found if not one.auto.recipe.settings.get("start")]
+    if not found:
+        raise ValueError(f"there is no automatic radius beside fixed ones in {results}; see flatmin reproduce auto")
+    sizes = sorted({_radius(row) for one in found for row in one.fixed})
+    head = ["", "ERM", *(f"ε = {size:g}" for size in sizes), "auto", "regret, %"]
+    rows = [_radius_row(one, number, sizes) for one in found for number in range(len(COLUMNS))]
+    runs = [run for one in found for row in (one.erm, one.auto, *one.fixed) for run in row.runs]
+    return f"{page_parts.markdown(head, rows)}\n\n{_all_of(runs, 'hardware')}; commit {_all_of(runs, 'commit')}."
+
+
+def _radius(row: Row) -> float:
+    return float(row.recipe.settings["epsilon"])
+
+
+def _radius_row(one: Regret, number: int, sizes: Sequence[float]) -> list[str]:
+    by_size = {_radius(row): row for row in one.fixed}
+    shown = [one.erm, *(by_size.get(size) for size in sizes), one.auto]
+    samples = [row.cells[number].compared if row else [] for row in shown]
+    least = min(fmean(values) for values in samples if values)
+    cells = [_sample(values, column_named(COLUMNS[number]), least) for values in samples]
+    lost = one.lost[number]
+    share, low, high = ("" if value is None else whole(100 * value) for value in (lost[:3] if lost else (None,) * 3))
+    wrong = one.auto.place.label_noise
+    place = f"{TITLES[one.auto.data]}{f', {whole(100 * wrong)} % wrong labels' if wrong else ''}"
+    return [f"{place}: {one.columns[number]}", *cells, f"{share} ({low} to {high})" if low else share]
+
+
+def _sample(values: Sequence[float], column: Column, least: float) -> str:
+    """Mean and standard deviation below each other, in bold if it is the lowest."""
+    shown = _shown(values, column).replace(" ± ", "<br>± ").replace(", ", "<br>")
+    return f"**{shown}**" if values and fmean(values) == least else shown
+
+
+def _protocols(results: Path) -> Sequence[ProtocolEvidence]:
+    shown = evidence(load_results([results]), [])
+    return shown.protocols if shown else ()
+
+
 def _frontiers(results: Path) -> list[tuple[str, Frontier]]:
     """By protocol."""
-    shown = evidence(load_results([results]), [])
-    found = [(protocol.name, one) for protocol in (shown.protocols if shown else ()) for one in protocol.frontiers]
+    found = [(protocol.name, one) for protocol in _protocols(results) for one in protocol.frontiers]
     if not found:
         raise ValueError(f"there is no cheaper mode beside ERM and AMP in {results}; see flatmin reproduce frontier")
     return found
@@ -193,7 +236,13 @@ def _measured(runs: Sequence[Run]) -> str:
     )
 
 
-MAKERS = {"results table": rendered, "gain table": gain, "frontier table": frontier, "cheap table": cheap}
+MAKERS = {
+    "results table": rendered,
+    "gain table": gain,
+    "frontier table": frontier,
+    "cheap table": cheap,
+    "regret table": radii,
+}
 
 if __name__ == "__main__":
     page_parts.command(__doc__, "results", RESULTS, MAKERS)

@@ -17,6 +17,7 @@ from flatmin_lab.report.paper.deviations import deviations
 from flatmin_lab.report.paper.families import Family, NamedFamily, named_families
 from flatmin_lab.report.paper.frontier import Frontier, frontiers
 from flatmin_lab.report.paper.recovered_curves import Point, figure_8, figure_11
+from flatmin_lab.report.paper.regret import Regret, regrets
 from flatmin_lab.report.paper.tables import FilledTable, Row, fill_table, runs_by_recipe
 
 PAIRS = ("ball", "adversary", "first_version", "compute", "precision", "rivals")  # tables that compare rows pairwise
@@ -48,6 +49,7 @@ class ProtocolEvidence:
     waiting: list[ClaimVerdict]  # claims with a side that is not trained or measured yet
     settings: list[str]  # of the methods, per network and augmentation
     frontiers: list[Frontier]  # what cheaper training modes keep of AMP's gain
+    regrets: list[Regret]  # what radii that adjust themselves lose of it
     figure_8: list[Point]
     figure_11: list[Point]
     families: Mapping[str, NamedFamily]  # of what was tested
@@ -101,9 +103,11 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
             decided = [claim for claim in said if claim.verdict != NO_DATA]
             waiting = [claim for claim in said if claim.verdict == NO_DATA]
             cheaper = frontiers(fill_table(EXPERIMENTS["frontier"](protocol), runs, families), found.step_times)
+            lost = regrets(fill_table(EXPERIMENTS["auto"](protocol), runs, families))
             drawn = figure_8(runs, protocol), figure_11(runs, protocol)
             named = named_families(families, trained)
-            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown), cheaper, *drawn, named))
+            less = cheaper, lost
+            parts.append(ProtocolEvidence(protocol, shown, decided, waiting, _settings(shown), *less, *drawn, named))
     done = {(name, run.result["seed"]) for name, own in runs.items() for run in own}
     failed = {(failure.name, failure.seed) for failure in found.failures} & set(found.planned)
     gone = done | failed | {(name, seed) for name, seed, _ in found.withdrawn}

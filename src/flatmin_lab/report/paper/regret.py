@@ -1,0 +1,83 @@
+"""What share of the best fixed radius's gain over ERM a radius that adjusts itself loses.
+
+    regret = (auto − best) / (ERM − best)          of error, NLL or ECE, means over the seeds
+
+0 is as good as the best fixed radius, 1 no better than ERM; below 0 it is better than all of them. The best one is
+chosen for each column, among all with runs, by the very numbers that it is then compared with, so the regret is rather
+too high than too low. Where no fixed radius is clearly better than ERM, there is no gain to lose a share of.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import mean, variance
+from typing import NamedTuple
+
+from flatmin_lab.methods import AUTO
+from flatmin_lab.report.paper.frontier import kept_share
+from flatmin_lab.report.paper.tables import FilledTable, Row
+
+CLEARLY = 2  # standard errors that a gain must have
+
+
+class Lost(NamedTuple):
+    """The share of the gain, its interval, which a single run does not have, and whose gain it is."""
+
+    share: float
+    low: float | None
+    high: float | None
+    best: Row
+
+
+@dataclass(frozen=True)
+class Regret:
+    """One automatic radius on one data set, and what it loses in each column."""
+
+    auto: Row
+    erm: Row
+    fixed: list[Row]
+    columns: list[str]
+    lost: list[Lost | None]
+
+
+def regrets(table: FilledTable) -> list[Regret]:
+    """One for each automatic radius beside ERM and two or more fixed ones."""
+    found = []
+    labels = [column.label for column in table.columns]
+    for place in dict.fromkeys(row.place for row in table.rows):
+        rows = [row for row in table.rows if row.place == place and row.has_values]
+        erm = next((row for row in rows if row.recipe.method == "erm"), None)
+        radii = [row for row in rows if row.recipe.method == "amp"]
+        fixed = [row for row in radii if row.recipe.settings["epsilon"] != AUTO]
+        if erm is None or len(fixed) < 2:
+            continue
+        for auto in (row for row in radii if row not in fixed):
+            lost = [_lost(erm, fixed, auto, number) for number in range(len(labels))]
+            found.append(Regret(auto, erm, fixed, labels, lost))
+    return found
+
+
+def _lost(erm: Row, fixed: Sequence[Row], auto: Row, number: int) -> Lost | None:
+    base, own = erm.cells[number].compared, auto.cells[number].compared
+    there = [row for row in fixed if row.cells[number].compared]
+    if not (base and own and there):
+        return None
+    best = min(there, key=lambda row: mean(row.cells[number].compared))
+    least = best.cells[number].compared
+    kept = kept_share(base, least, own) if is_clear(base, least) else None
+    if kept is None:
+        return None
+    low, high = (None if end is None else 1 - end for end in (kept.high, kept.low))
+    return Lost(1 - kept.share, low, high, best)
+
+
+def is_clear(base: Sequence[float], lower: Sequence[float]) -> bool:
+    """Whether the second sample's mean is lower by more than two standard errors; no two runs, no standard error.
+
+    >>> is_clear([6.0, 6.2], [5.0, 5.2]), is_clear([6.0, 6.2], [5.9, 6.1]), is_clear([6.0], [5.0])
+    (True, False, False)
+    """
+    if min(len(base), len(lower)) < 2:
+        return False
+    error = sqrt(variance(base) / len(base) + variance(lower) / len(lower))
+    return mean(base) - mean(lower) > CLEARLY * error

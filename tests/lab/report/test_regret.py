@@ -1,0 +1,83 @@
+"""The regret: what a radius that adjusts itself loses of the best fixed one's gain."""
+
+from pathlib import Path
+
+import pytest
+
+from flatmin_lab.recipes.experiments import EXPERIMENTS
+from flatmin_lab.report.loader import load_results
+from flatmin_lab.report.pages.report import report_page
+from flatmin_lab.report.paper.regret import Regret, regrets
+from flatmin_lab.report.paper.tables import fill_table, runs_by_recipe
+from tests.support.pages import text_of
+from tests.support.report_files import write_result
+
+HOME = "short/cifar10-preactresnet18-"
+RECIPES = {
+    recipe.name.removeprefix(HOME): recipe
+    for recipe in EXPERIMENTS["auto"]("short").recipes
+    if recipe.name.startswith(HOME)
+}
+
+
+def regrets_of(folder: Path, errors: dict[str, list[float]]) -> list[Regret]:
+    for name, values in errors.items():
+        for seed, error in enumerate(values):
+            write_result(folder, RECIPES[name], seed, error, data_sha256="same")
+    runs = runs_by_recipe(load_results([folder]).runs, [])
+    return regrets(fill_table(EXPERIMENTS["auto"]("short"), runs))
+
+
+def test_it_is_the_way_from_the_best_fixed_radius_back_to_erm(tmp_path: Path) -> None:
+    errors = {
+        "erm": [0.059, 0.061],
+        "amp-radius-0.12": [0.049, 0.051],
+        "amp-radius-0.25": [0.054, 0.056],
+        "amp-auto": [0.051, 0.053],
+        "amp-auto-start-0.5": [0.048, 0.050],
+    }
+    always, late = regrets_of(tmp_path, errors)
+    assert [one.auto.name for one in (always, late)] == ["AMP (ε auto)", "AMP (ε auto, start 0.5)"]
+    for one, share in ((always, 0.2), (late, -0.1)):
+        for lost in one.lost:  # error, NLL and ECE, which are multiples of each other here
+            assert lost is not None
+            assert lost.share == pytest.approx(share)
+            assert lost.best.name == "AMP (ε 0.12)"
+            assert lost.low is not None
+            assert lost.high is not None
+            assert lost.low < share < lost.high
+    said = text_of(report_page(load_results([tmp_path])))
+    assert "What a radius that adjusts itself loses: protocol “short”" in said
+    assert "of the gain of AMP (ε 0.12), n = 2" in said
+
+
+def test_without_a_clear_gain_there_is_nothing_to_lose(tmp_path: Path) -> None:
+    errors = {
+        "erm": [0.05, 0.07],
+        "amp-radius-0.12": [0.049, 0.069],  # lower, by a tenth of its standard error
+        "amp-radius-0.25": [0.06, 0.08],
+        "amp-auto": [0.05, 0.06],
+    }
+    (only,) = regrets_of(tmp_path, errors)
+    assert only.lost == [None, None, None]
+    assert "no fixed radius gains clearly" in text_of(report_page(load_results([tmp_path])))
+
+
+@pytest.mark.parametrize("missing", ["erm", "amp-radius-0.25", "amp-auto"])
+def test_it_needs_erm_two_fixed_radii_and_the_automatic_one(tmp_path: Path, missing: str) -> None:
+    names = {"erm", "amp-radius-0.12", "amp-radius-0.25", "amp-auto"} - {missing}
+    assert not regrets_of(tmp_path, {name: [0.05, 0.06] for name in names})
+    assert "adjusts itself loses" not in text_of(report_page(load_results([tmp_path])))
+
+
+def test_the_interval_of_single_runs_is_unknown(tmp_path: Path) -> None:
+    errors = {
+        "erm": [0.0600, 0.0602],
+        "amp-radius-0.12": [0.050, 0.0502],
+        "amp-radius-0.25": [0.055],
+        "amp-auto": [0.0521],
+    }
+    (only,) = regrets_of(tmp_path, errors)
+    assert only.lost[0] is not None
+    assert only.lost[0].share == pytest.approx(0.2)
+    assert only.lost[0].low is only.lost[0].high is None
