@@ -12,7 +12,9 @@ from flatmin_lab.recipes.experiments import EXPERIMENTS
 from flatmin_lab.report.figures import FrontierPoint, frontier
 from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
+from flatmin_lab.report.paper.evidence import evidence
 from flatmin_lab.report.paper.frontier import cost_of, frontiers, kept_share
+from flatmin_lab.report.paper.key_results import key_results
 from flatmin_lab.report.paper.tables import fill_table, runs_by_recipe
 from tests.support.pages import text_of
 from tests.support.report_files import write_result
@@ -84,6 +86,32 @@ def test_the_page_has_figure_and_table(tmp_path: Path) -> None:
     assert "AMP's gain at lower cost: CIFAR-10, PreActResNet18" in said
     assert re.search(r"80 % \(7\d to 8\d\) kept", said)
     assert "frontier-short-cifar10.json" in page
+
+
+def test_the_cheapest_mode_that_keeps_nearly_all_is_told_first(tmp_path: Path) -> None:
+    """It needs three runs, and an error that is not told apart from AMP's."""
+    errors = {
+        "erm": [0.0600, 0.0604, 0.0602],
+        "amp": [0.0500, 0.0504, 0.0502],
+        "amp-drop-0.9-start-0.75": [0.0503, 0.0505, 0.0501],
+        "amp-drop-0.97-start-0.9": [0.0498],  # better and cheaper, but a single run
+        "amp-start-0.5": [0.0490, 0.0491, 0.0492],  # differs significantly
+    }
+    for name, values in errors.items():
+        for seed, error in enumerate(values):
+            write_result(tmp_path, RECIPES[name], seed, error, data_sha256="same")
+    found = evidence(load_results([tmp_path]), [])
+    assert found is not None
+    told = {one.topic: one.sentence for one in key_results(found)}
+    mode = "AMP (start 0.75, drops at 0.5 and 0.9) on CIFAR-10 (“short”)"
+    assert told["At lower cost"].startswith(
+        f"{mode} keeps 99 % of AMP's gain in NLL and 99 % in ECE at 1.25 times ERM's"
+    )
+    for file in tmp_path.rglob("*start-0.75*.json"):
+        file.unlink()
+    found = evidence(load_results([tmp_path]), [])
+    assert found is not None
+    assert "At lower cost" not in {one.topic for one in key_results(found)}
 
 
 def benchmark(hardware: str, ms: dict[str, float]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ is narrower than the truth. The cost is counted in passes over the training set,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +19,11 @@ from flatmin_lab.methods import mean_passes
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.tables import FilledTable, Row
+from flatmin_lab.report.stats import LEVEL, MIN_RUNS, welch
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95  # of the intervals
+NEARLY_ALL = 0.95  # of the gain
 FORMS = (CAPTURED, EAGER)  # in which the cost is measured
 
 
@@ -55,6 +58,22 @@ class Frontier:
     @property
     def runs(self) -> list[Run]:
         return [run for mode in self.modes for run in mode.row.runs]
+
+    @property
+    def cheapest(self) -> Mode | None:
+        """The mode with the fewest passes that keeps nearly all of the gain in NLL and ECE; None if there is none.
+
+        Its error must not be significantly different from AMP's, by an uncorrected test.
+        """
+        is_amp = [mode.row.recipe.method == "amp" and not mode.row.recipe.protocol.exceptions for mode in self.modes]
+        (amp,) = compress(self.modes, is_amp)
+        errors = amp.row.cells[0].compared
+        for mode in (mode for mode in self.modes if mode.cost < amp.cost):
+            own = mode.row.cells[0].compared
+            test = welch(own, errors) if min(len(own), len(errors)) >= MIN_RUNS else None
+            if test and test.p >= LEVEL and all(kept and kept.share >= NEARLY_ALL for kept in mode.kept[1:]):
+                return mode
+        return None
 
     @property
     def is_measured(self) -> bool:

@@ -1,4 +1,4 @@
-"""The report's first screen: five sentences about what agrees with the paper and what does not, made from the numbers.
+"""The report's first screen: a few sentences, made from the numbers, on what agrees with the paper and what does not.
 
 A claim counts once, however many protocols have it: as tested at the paper's length, else as far as it has runs.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from flatmin_lab.recipes.protocols import PROTOCOLS
 from flatmin_lab.report.columns import column_named
 from flatmin_lab.report.figures.style import NAMES
-from flatmin_lab.report.html import as_printed, format_p, joined, mean_and_std
+from flatmin_lab.report.html import as_printed, format_p, joined, mean_and_std, whole
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.paper.claims import FAILS, HOLDS, MEASURES, NO_DATA, POINTS_THAT_WAY, UNDECIDED, ClaimVerdict
 from flatmin_lab.report.paper.evidence import Evidence, ProtocolEvidence
@@ -26,7 +26,7 @@ class KeyResult(NamedTuple):
 
 
 def key_results(found: Evidence) -> list[KeyResult]:
-    """Five sentences; none where there are only synthetic images, which are no evidence."""
+    """A sentence on each topic that has runs; none where there are only synthetic images, which are no evidence."""
     judged = [protocol for protocol in found.protocols if protocol.name != "smoke"]
     if not judged:
         return []
@@ -37,6 +37,7 @@ def key_results(found: Evidence) -> list[KeyResult]:
         KeyResult("Compared with the paper's numbers", _beside(full)),
         KeyResult("Contradicted or undecided", _differs(claims, full)),
         KeyResult("With shorter runs", _shorter([protocol for protocol in judged if protocol not in full])),
+        *(KeyResult("At lower cost", sentence) for sentence in _cheaper(judged)),
         KeyResult("Missing", _missing(claims, found)),
     ]
 
@@ -117,6 +118,22 @@ def _shorter(protocols: Sequence[ProtocolEvidence]) -> str:
         ]
         sentences.append(f"{words} {'; '.join(lists)}." if by_kind[HOLDS] else f"{words} hold; {'; '.join(lists)}.")
     return " ".join(sentences) or "No claim has been tested with shorter runs."
+
+
+def _cheaper(protocols: Sequence[ProtocolEvidence]) -> list[str]:
+    """One sentence about all data sets with a mode that keeps AMP's gain for less; none without any."""
+    found = []
+    for protocol in protocols:
+        for one in protocol.frontiers:
+            if mode := one.cheapest:
+                cost = f"{mode.cost:.2f} times ERM's passes"
+                if mode.measured[0] is not None:
+                    cost = f"{mode.measured[0]:.2f} times ERM's time"
+                nll, ece = (f"{whole(100 * kept.share)} %" for kept in mode.kept[1:] if kept)
+                kept = f"keeps {nll} of AMP's gain in NLL and {ece} in ECE at {cost}"
+                found.append(f"{mode.row.name} on {TITLES[one.data]} (“{protocol.name}”) {kept}")
+    same = "in error there is no significant difference from AMP in all steps"
+    return [f"{'; '.join(found)}; {same}."] if found else []
 
 
 def _missing(claims: Sequence[ClaimVerdict], found: Evidence) -> str:
