@@ -1,10 +1,10 @@
 """The measurements after a training run: taken from its last checkpoint, written to its result file.
 
-Always: the risk on the training set without augmentation, in eval mode (`clean_train_…`); for label smoothing the
-smoothed loss, which the paper's NLL of that method seems to be; and, if test images are also in the training set, the
-error without them. On request: attacks, flatness, the rise of the loss on batches, the density of the Hessian's
-eigenvalues, the risk of the most confident answers, the detection of another data set's images, the landscape and, for
-points in a plane, the decision boundary.
+Always: the risk on the training set without augmentation, in eval mode (`clean_train_…`); NLL and ECE after temperature
+scaling, all the calibration that one number can give; for label smoothing the smoothed loss, which the paper's NLL of
+that method seems to be; and, if test images are also in the training set, the error without them. On request: attacks,
+flatness, the rise of the loss on batches, the density of the Hessian's eigenvalues, the risk of the most confident
+answers, the detection of another data set's images, the landscape and, for points in a plane, the decision boundary.
 
 The paper attacks with a radius of 4 per pixel, but does not say whether before or after normalisation. `attack`
 takes it as 4/255 of the pixel range, `attack_normalised` as 4/255 of the normalised inputs. Both are measured.
@@ -76,13 +76,14 @@ class Conditions(NamedTuple):
 
 
 def measure_every_run(subject: Subject, recipe: Recipe) -> dict[str, Any]:
-    """Risk on the training set, the smoothed loss, and the error without repeated images, where they apply."""
+    """Risk on the training set, temperature scaling, the smoothed loss and the error without repeated images."""
     train = logits_of(subject.model, subject.train, subject.normalise)
     test = logits_of(subject.model, subject.test, subject.normalise)
     assert train is not None
     assert test is not None
     risk = score_logits(train, subject.train.y)
     found: dict[str, Any] = {"clean_train_error": risk["error"], "clean_train_nll": risk["nll"]}
+    found["scaled"] = measurements.temperature_scaled(test, subject.test.y)
     if recipe.method == "label_smoothing":
         smoothed = build_method(recipe, subject.normalise).regulariser.loss(test, subject.test.y)
         found[f"{subject.split_name}_smoothed_loss"] = number(smoothed)
@@ -134,6 +135,12 @@ def _selective(subject: Subject, how: Conditions) -> dict[str, Any]:
     return {"selective": confidence.risk_over_coverage(measurements.logits_on_test(subject), subject.test.y)}
 
 
+def _scaled(subject: Subject, how: Conditions) -> dict[str, Any]:
+    """Every run trained with this version has it; earlier ones do not."""
+    how.say("temperature scaling")
+    return {"scaled": measurements.temperature_scaled(measurements.logits_on_test(subject), subject.test.y)}
+
+
 def _outside(subject: Subject, how: Conditions) -> dict[str, Any]:
     inside, found = measurements.logits_on_test(subject), {}
     for name in outside_names(how.data):
@@ -175,6 +182,7 @@ PARTS: dict[str, Callable[[Subject, Conditions], dict[str, Any]]] = {
     "flatness": _flatness,
     "batch_rise": _batch_rise,
     "spectrum": _spectrum,
+    "scaled": _scaled,
     "selective": _selective,
     "outside": _outside,
     "landscape": _landscape,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import mean
 
 from flatmin_lab.data.sources.synthetic import CLASSES, original_name
 from flatmin_lab.methods import mean_passes
@@ -82,6 +83,12 @@ def _eigenvalue(run: Run) -> float | None:
     return float(values[0]) if values and values[0] is not None else None
 
 
+def _temperature(run: Run) -> float | None:
+    """The mean of both halves', where they are determined."""
+    found = run.evaluation.get("scaled", {})
+    return None if found.get("nll") is None else mean(found["temperatures"])
+
+
 def _batch_rise(split: str) -> Callable[[Run], float | None]:
     """Where every filter has moved by a twentieth of its length, along the gradients of mini-batches."""
 
@@ -155,6 +162,8 @@ COLUMNS = (
         compared=False,
         optional=True,
     ),
+    Column("nll_scaled", "NLL, scaled", 3, _evaluated("scaled", "nll"), optional=True, last_weights=True),
+    Column("ece_scaled", "ECE, scaled,\u00a0%", 2, _evaluated("scaled", "ece", 100), optional=True, last_weights=True),
     Column("aurc", "AURC,\u00a0%", 3, _evaluated("selective", "aurc", 100), optional=True, last_weights=True),
     # the paper's radius, 4, read as 4/255 of the normalised inputs: that reproduces its numbers
     Column(
@@ -190,6 +199,7 @@ COLUMNS = (
 PAPER_COLUMNS = (
     Column("clean_train_nll", "risk on the training set", 3, _result_as_named("clean_train_nll")),
     Column("train_loss", "training loss", 3, _result_as_named("train_loss")),
+    Column("temperature", "temperature", 2, _temperature, compared=False),
     Column("worst_at_half", "worst loss, radius 0.5", 1, _worst_at_half),
     Column("batch_rise", "rise on training batches", 3, _batch_rise("training")),
     Column("batch_rise_test", "on test batches", 3, _batch_rise("test")),

@@ -100,6 +100,7 @@ def evaluation(found: dict[str, Any], result: Mapping[str, Any]) -> dict[str, An
         ("flatness", _flatness),
         ("spectrum", _spectrum),
         ("batch_rise", _batch_rise),
+        ("scaled", _scaled),
         ("selective", _selective),
         ("outside", _outside),
     ):
@@ -144,6 +145,16 @@ def _spectrum(found: Any) -> None:
         raise ValueError("a value of the spectrum must have a weight")
     if not all(abs(sum(row) - 1) < 0.01 for row in found["weights"]):
         raise ValueError("the weights of a probe must add up to 1")
+
+
+def _scaled(found: Any) -> None:
+    """NLL and ECE after temperature scaling, which a half without an error does not have, and the temperatures."""
+    _object(found, "scaled")
+    for name in ("nll", "ece"):
+        _check(found, name, lambda value: value is None or is_size(value), "a number from 0 on")
+    fitted = found.get("temperatures")
+    if not isinstance(fitted, list) or not fitted or not all(is_number(value) and value > 0 for value in fitted):
+        raise ValueError(f"temperatures is {fitted!r:.80}, not numbers above 0")
 
 
 def _selective(found: Any) -> None:

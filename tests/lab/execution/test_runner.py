@@ -59,6 +59,7 @@ def test_a_result_has_the_numbers_of_the_training_and_the_measurements(store: Re
     assert stored["test_smoothed_loss"] > 0
     assert stored["clean_train_nll"] > 0
     assert stored["test_repeated"] == 0
+    assert 0 < stored["scaled"]["nll"] < stored["test_nll"] + 0.1  # after temperature scaling
     assert 0 <= stored["attack"]["pgd_error"] <= 1
     assert stored["attack_normalised"]["fgsm_error"] <= stored["attack"]["fgsm_error"] + 0.2
     assert stored["curves"]["nll"] == [pytest.approx(alone.result["test_nll"], rel=1e-5)]
@@ -132,10 +133,20 @@ def test_the_spectrum_confidence_and_outside_data_are_stored_as_the_report_reads
     assert isinstance(ends[0], Finished)
     stored = json.loads(store.file(Job(QUICK, 3)).read_text())
     run = read_result(store.file(Job(QUICK, 3)))
-    assert run.evaluation.keys() == {"spectrum", "selective", "outside"}
+    assert run.evaluation.keys() == {"spectrum", "scaled", "selective", "outside"}
     assert run.evaluation["outside"].keys() == {"svhn-made", "cifar100-made"}
     assert stored["spectrum"]["smallest"] <= stored["spectrum"]["largest"]
-    for name in ("aurc", "fpr95_svhn", "fpr95_cifar", "spectrum_largest", "spectrum_trace", "negative_curvature"):
+    assert column_named("nll_scaled").value(run) == stored["scaled"]["nll"]
+    for name in (
+        "aurc",
+        "temperature",
+        "ece_scaled",
+        "fpr95_svhn",
+        "fpr95_cifar",
+        "spectrum_largest",
+        "spectrum_trace",
+        "negative_curvature",
+    ):
         assert column_named(name).value(run) is not None
 
 

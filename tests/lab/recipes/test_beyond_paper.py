@@ -60,6 +60,14 @@ def test_the_networks_that_are_examined_are_those_of_table_1() -> None:
     assert examined.parts == ("spectrum", "selective", "outside")
 
 
+def test_temperatures_are_fitted_to_the_networks_of_other_experiments() -> None:
+    known = {recipe.name: recipe for name in ("frontier", "table1") for recipe in EXPERIMENTS[name]("short").recipes}
+    scaled = EXPERIMENTS["temperature"]("short")
+    assert len(scaled.names) == len(scaled.recipes)
+    assert all(recipe == known[recipe.name] for recipe in scaled.recipes)
+    assert scaled.parts == ("scaled",)
+
+
 @pytest.mark.parametrize("protocol", NAMES)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_no_two_rows_of_a_block_have_one_name(name: str, protocol: Protocol) -> None:

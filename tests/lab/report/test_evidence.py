@@ -24,7 +24,7 @@ from flatmin_lab.runs.result_store import ResultStore
 from tests import ROOT
 from tests.support import pages
 from tests.support.pages import text_of
-from tests.support.report_files import evaluation, landscape, write_result
+from tests.support.report_files import evaluation, landscape, scaled, write_result
 
 COST: dict[str, Any] = {
     "hardware": "a machine",
@@ -161,6 +161,22 @@ def test_with_shorter_runs_alone_nothing_is_said_of_the_paper_s_length(tmp_path:
     assert "nothing can be tested yet" in told["Agrees with the paper"]
     assert "With 60 epochs (“short”)" in told["With shorter runs"]
     assert "claims hold: AMP has a lower error, a lower NLL" in told["With shorter runs"]
+
+
+def test_what_temperature_scaling_leaves_is_a_table_of_those_that_have_it(tmp_path: Path) -> None:
+    for method, error in (("erm", 0.06), ("amp", 0.05)):
+        for seed in range(3):
+            recipe = cell("short", "cifar10", "preactresnet18", method)
+            write_result(tmp_path, recipe, seed, error, scaled=scaled(nll=3 * error + 0.001 * seed, ece=error / 10))
+    write_result(tmp_path, cell("short", "cifar10", "preactresnet18", "mixup"), 0, 0.055)  # from before it was measured
+    found = evidence(load_results([tmp_path]), [])
+    assert found is not None
+    (table,) = (one for one in found.protocols[0].tables if one.experiment.name == "temperature")
+    assert [row.name for row in table.rows] == ["ERM", "AMP"]
+    assert [column.label for column in table.columns] == ["NLL, scaled", "ECE, scaled,\u00a0%", "temperature"]
+    erm, amp = ([cell.compared for cell in row.cells] for row in table.rows)
+    assert erm == [pytest.approx([0.18, 0.181, 0.182]), pytest.approx([0.6] * 3), [1.5] * 3]
+    assert amp[0] == pytest.approx([0.15, 0.151, 0.152])
 
 
 def key_results_of(results: Path) -> list[KeyResult]:

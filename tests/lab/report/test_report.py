@@ -32,7 +32,7 @@ from tests.support.comparisons import comparison_of, finish, saved
 from tests.support.pages import text_of
 from tests.support.pipes import pipe
 from tests.support.processes import flatmin
-from tests.support.report_files import BINS, ERRORS, evaluation, landscape, result, spectrum, write, write_all
+from tests.support.report_files import BINS, ERRORS, evaluation, landscape, result, scaled, spectrum, write, write_all
 
 
 @pytest.fixture
@@ -659,7 +659,7 @@ def paths_of(content: dict[str, Any]) -> list[tuple[str, ...]]:
 AVERAGED = {"ema": 0.9, "average_test_error": 0.1, "average_test_nll": 0.4, "average_test_ece": 0.05}
 WHOLE: dict[str, dict[str, Any]] = {
     "result": result("amp", 0, 0.1, data_sha256="0", clean_train_nll=0.1, test_error_without_repeated=0.1, **AVERAGED),
-    "evaluation": evaluation(spectrum=spectrum()),
+    "evaluation": evaluation(spectrum=spectrum(), scaled=scaled()),
     "landscape": landscape(),
     "config": {"recipe": {"epochs": 3, "method": "amp"}, "seed": 0, "data_sha256": "0"},
     "state": {"diverged": "at step 7"},

@@ -41,6 +41,7 @@ EXPERIMENTS: dict[str, Callable[[Protocol], Experiment]] = {
         readings.precision,
         cheaper_amp.rivals,
         cheaper_amp.frontier,
+        cheaper_amp.temperature,
         cheaper_amp.auto,
         beyond_paper.vit,
         beyond_paper.best,

@@ -1,4 +1,4 @@
-"""What else lowers the error, AMP's gain at lower cost, and a radius that adjusts itself."""
+"""What else lowers the error or calibrates, AMP's gain at lower cost, and a radius that adjusts itself."""
 
 import math
 from functools import partial
@@ -6,6 +6,7 @@ from typing import Any
 
 from flatmin_lab.methods import AUTO
 from flatmin_lab.recipes.experiments.experiment import RESNET, Experiment, cell, experiment_of, home_of, small_fields
+from flatmin_lab.recipes.paper_numbers import METHODS
 from flatmin_lab.recipes.protocols import PROTOCOLS, Protocol
 from flatmin_lab.recipes.recipe import Recipe
 
@@ -66,6 +67,18 @@ def frontier(protocol: Protocol) -> Experiment:
         for name, settings in LATER_DROP.items():
             recipes.append(late("amp", variant=f"drop-0.9-{name}", settings=settings, milestones=(0.5, 0.9)))
     return experiment_of("frontier", "AMP's gain at lower cost", protocol, recipes, trials=3)
+
+
+def temperature(protocol: Protocol) -> Experiment:
+    """The cheapest rival of better calibration, one number fitted after training: what is left of AMP's gain?
+
+    The networks are those of the frontier and of table 1 on the CIFARs.
+    """
+    table = [cell(protocol, data, RESNET, method) for data in ("cifar10", "cifar100") for method in METHODS]
+    recipes = {recipe.name: recipe for recipe in (*frontier(protocol).recipes, *table)}
+    return experiment_of(
+        "temperature", "after temperature scaling", protocol, [*recipes.values()], trials=3, parts=("scaled",)
+    )
 
 
 def auto(protocol: Protocol) -> Experiment:

@@ -17,7 +17,9 @@ from flatmin_lab.recipes.defaults import SMALL_DATA
 from flatmin_lab.recipes.protocols import PROTOCOLS, TABLE_1, Protocol, method_settings, recipe_fields
 from flatmin_lab.recipes.recipe import Job, Recipe, perturbation
 
-Measurement = Literal["attack", "flatness", "batch_rise", "spectrum", "selective", "outside", "landscape", "boundary"]
+Measurement = Literal[
+    "attack", "flatness", "batch_rise", "spectrum", "scaled", "selective", "outside", "landscape", "boundary"
+]
 SETS = ("svhn", "cifar10", "cifar100")
 RESNET = TABLE_1[0]
 SMOKE_MODEL_SETTINGS: dict[str, dict[str, Any]] = {

@@ -31,6 +31,7 @@ TABLES = (
     "flatness",
     "spiral",
     "auto",
+    "temperature",
     "vit",
     "best",
     "length",

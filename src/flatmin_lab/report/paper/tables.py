@@ -40,6 +40,7 @@ COLUMNS = {
     "adversary": ("error", "nll", "fgsm_normalised", "pgd_normalised"),
     "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace", "batch_rise", "batch_rise_test"),
     "length": ("error", "nll", "ece", "seconds"),
+    "temperature": ("nll_scaled", "ece_scaled", "temperature"),
     "examine": ("aurc", "fpr95_svhn", "fpr95_cifar", "spectrum_largest", "spectrum_trace", "negative_curvature"),
 }
 DEFAULT_COLUMNS = ("error", "nll", "ece")
