@@ -8,8 +8,10 @@ The files are untrusted: 20 kB of PNG can hold 10⁸ pixels, and Pillow starts G
 x.png. So only these formats are opened, only regular files, and every header is checked before a pixel is decoded.
 """
 
+import re
 import warnings
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,9 @@ COLOUR_MODES = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
 MODES = {1: "L", 3: "RGB"}  # what images of so many channels are read as
 WHAT = "a folder of images"
 TEST_FOLDERS = ("test", "val", "valid", "validation")
+# names of splits that are not called train and test: Train, testing, seg_test, training_set
+TRAIN_LIKE = re.compile(r"(?<![a-z])train(ing|set)?(?![a-z])", re.IGNORECASE)
+TEST_LIKE = re.compile(r"(?<![a-z])(test(ing|set)?|val(id|idation)?)(?![a-z])", re.IGNORECASE)
 
 
 def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> Dataset:
@@ -62,16 +67,35 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
 
 
 def _classes(folders: Sequence[Path]) -> list[str]:
-    sets = [
-        sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
-        for folder in folders
-    ]
-    if not sets[0]:
-        raise FileNotFoundError(f"{folders[0]} must hold one folder of images per class, got no folder in it")
+    sets = [_folders_in(folder) for folder in folders]
+    for folder, names in zip(folders, sets, strict=True):
+        if not names:
+            raise FileNotFoundError(f"{folder} must hold one folder of images per class, got no folder in it")
     if any(names != sets[0] for names in sets):
         odd = sorted(set(sets[0]) ^ set(sets[1]))
         raise ValueError(f"train and test must have the same classes; only one of them has {', '.join(odd)}")
+    _check_classes(folders[0], sets[0])
     return sets[0]
+
+
+def _check_classes(folder: Path, names: Sequence[str]) -> None:
+    """Raise where the folders look like another level of the tree: learning these would go well, and mean nothing."""
+    if len(names) == 1:
+        raise ValueError(
+            f"{folder} must hold a folder of images for each of at least two classes, got only {names[0]}/; "
+            "name the folder that holds the classes"
+        )
+    trains, tests = ([name for name in names if like.search(name)] for like in (TRAIN_LIKE, TEST_LIKE))
+    for train, test in product(trains, tests):
+        if set(_folders_in(folder / train)) & set(_folders_in(folder / test)):
+            raise ValueError(
+                f"{folder} holds {train}/ and {test}/, which look like a training and a test set, not like classes; "
+                "call them train/ and test/"
+            )
+
+
+def _folders_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
 
 
 def _is_hidden(name: str) -> bool:

@@ -220,6 +220,35 @@ class TestFolder:
         with pytest.raises(ValueError, match="only one of them has bird"):
             load(tmp_path / "half")
 
+    @pytest.mark.parametrize(
+        "names", [("Train", "Test"), ("training", "testing"), ("seg_train", "seg_test"), ("training_set", "Validation")]
+    )
+    def test_splits_that_are_not_called_train_and_test_are_not_taken_for_classes(
+        self, tmp_path: Path, names: tuple[str, str]
+    ) -> None:
+        for name in names:
+            self.write(tmp_path / "pets" / name, count=3)
+        with pytest.raises(ValueError, match=r"not like classes; call them train/ and test/"):
+            load(tmp_path / "pets")
+
+    def test_classes_may_have_such_words_in_their_names(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "places", count=3)
+        (root / "cat").rename(root / "train_station")
+        (root / "dog").rename(root / "test tube")
+        assert load(root).names == ["test tube", "train_station"]
+
+    def test_a_folder_above_that_of_the_classes_is_refused(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "all" / "pets", count=3)
+        with pytest.raises(ValueError, match="at least two classes, got only pets/; name the folder that holds"):
+            load(tmp_path / "all")
+
+    def test_a_test_folder_without_labels_is_named(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "pets" / "train", count=3)
+        (tmp_path / "pets" / "test").mkdir()
+        Image.new("RGB", (9, 7)).save(tmp_path / "pets" / "test" / "0.png")
+        with pytest.raises(FileNotFoundError, match=r"pets/test must hold one folder of images per class, got no"):
+            load(tmp_path / "pets")
+
     def test_the_name_of_a_file_does_not_choose_the_program_that_reads_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
