@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from flatmin_lab.cli.config_file import overridden
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.formats.download_progress import download_bar
+from flatmin_lab.data.registry import SYNTHETIC
 from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe
@@ -132,7 +133,7 @@ def _default_folder(data: Dataset, recipe: Recipe, seed: int) -> Path:
 
 def data_location(data: str) -> str:
     """The name of a data set, or an absolute path."""
-    return data if data in DATA_SETS else str(Path(data).expanduser().absolute())
+    return data if data in (*DATA_SETS, *SYNTHETIC) else str(Path(data).expanduser().absolute())
 
 
 def read_data(name: str, root: Path, *, download: bool, size: tuple[int, int] | None) -> Dataset:

@@ -53,6 +53,15 @@ def test_points_can_be_trained_too(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_a_run_on_synthetic_images_is_resumed_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["--data", "cifar10-made", "--model", "mlp", "--model-settings", "width=4", "--epochs", 1]
+    assert flatmin("train", *asked, "--out", tmp_path / "run").exit_code == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]["data"] == "cifar10-made"
+    monkeypatch.chdir(tmp_path)
+    result = flatmin("train", "--out", tmp_path / "run", "--resume")
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_can_be_trained(tmp_path: Path, method: str) -> None:
     result = flatmin(*FAST, "--method", method, "--out", tmp_path / "run")
