@@ -83,6 +83,10 @@ def _checked_size(content: zipfile.ZipFile, key: str) -> int:
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(member)
         held = content.getinfo(name).file_size - member.tell()
+    if dtype.hasobject:
+        raise ValueError(
+            f"{key} holds Python objects, which are never loaded: save {key}.astype(int), or (str) for names"
+        )
     if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != held:
         raise ValueError(f"{key} has {dtype} of shape {shape}, which do not fit its {held} bytes")
     return held

@@ -84,6 +84,7 @@ class TestNpz:
             "of at least one pixel": {**good, "x_train": good["x_train"][:, :0], "x_test": good["x_test"][:, :0]},
             "one shape": {**good, "x_test": np.zeros((2, 9, 9, 3), np.uint8)},
             "plain arrays": {**good, "y_train": np.array([{}, {}], dtype=object)},
+            "names holds Python objects, which are never loaded": {**good, "names": np.array(["a", "b"], dtype=object)},
         }
         for message, arrays in cases.items():
             np.savez(tmp_path / "x.npz", **arrays)  # type: ignore[arg-type]
