@@ -58,10 +58,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _without_wrapper_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
-    """Without the prefix that a wrapper put before every key, unless the model has such keys itself."""
-    for prefix in WRAPPER_PREFIXES:
-        if weights and all(key.startswith(prefix) for key in weights) and not weights.keys() & wanted:
-            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    """Without the prefixes that wrappers put before every key, unless the model has such keys itself."""
+    while weights and not weights.keys() & wanted:
+        found = [prefix for prefix in WRAPPER_PREFIXES if all(key.startswith(prefix) for key in weights)]
+        if not found:
+            break
+        weights = {key.removeprefix(found[0]): value for key, value in weights.items()}
     return weights
 
 
@@ -76,6 +78,11 @@ def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str, 
     given = {key: tuple(value.shape) for key, value in weights.items() if not any(_is_under(key, p) for p in without)}
     missing, foreign = has.keys() - given.keys(), given.keys() - has.keys()
     apart = [f"{key} is {given[key]}, not {has[key]}" for key in has if key in given and given[key] != has[key]]
+    apart += [
+        f"{key} is {weights[key].dtype}, not {own[key].dtype}"
+        for key in has
+        if key in given and own[key].is_floating_point() and not weights[key].is_floating_point()
+    ]
     differences = [
         *([f"without {_few(sorted(missing))}"] if missing else []),
         *([f"with {_few(sorted(foreign))}, which the model does not have"] if foreign else []),

@@ -228,6 +228,12 @@ WAYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "in a checkpoint": lambda weights: {"epoch": 3, "state_dict": weights},
     "of DataParallel": lambda weights: {f"module.{key}": value for key, value in weights.items()},
     "compiled": lambda weights: {f"_orig_mod.{key}": value for key, value in weights.items()},
+    "compiled around DataParallel": lambda weights: {
+        f"_orig_mod.module.{key}": value for key, value in weights.items()
+    },
+    "compiled in Lightning": lambda weights: {
+        "state_dict": {f"model._orig_mod.{key}": value for key, value in weights.items()}
+    },
     "of Lightning": lambda weights: {"state_dict": {f"model.{key}": value for key, value in weights.items()}},
 }
 
@@ -254,6 +260,19 @@ def test_weights_of_another_model_are_refused_and_the_names_that_differ_said(tmp
     assert "with 9.bias, which the model does not have" in said
     assert "0.weight is (3, 2), not (4, 2)" in said
     assert torch.equal(before, model[0].weight)
+
+
+def test_weights_of_any_precision_are_read_and_whole_numbers_refused(tmp_path: Path) -> None:
+    """Those of a quantised network mean something else."""
+    saved = nn.Linear(3, 2)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        fresh = nn.Linear(3, 2)
+        torch.save({key: value.to(dtype) for key, value in saved.state_dict().items()}, tmp_path / "w.pt")
+        weights.load_weights(fresh, tmp_path / "w.pt")
+        assert torch.equal(fresh.weight, saved.weight.to(dtype).float())
+    torch.save({key: (100 * value).to(torch.int8) for key, value in saved.state_dict().items()}, tmp_path / "w.pt")
+    with pytest.raises(weights.WeightsError, match=r"weight is torch\.int8, not torch\.float32"):
+        weights.load_weights(nn.Linear(3, 2), tmp_path / "w.pt")
 
 
 def test_named_modules_keep_their_own_weights(tmp_path: Path) -> None:
