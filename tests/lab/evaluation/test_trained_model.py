@@ -71,10 +71,18 @@ def test_images_from_0_to_1_and_bytes_give_the_same(loaded: TrainedModel) -> Non
 
 def test_floats_from_0_to_255_are_refused_and_noise_is_not(loaded: TrainedModel) -> None:
     x = tiny_data().test.x
-    with pytest.raises(ValueError, match=r"from 0 to 1, got values up to 2\d\d; divide them by 255"):
+    with pytest.raises(ValueError, match=r"from 0 to 1, got 0 to 2\d\d; divide them by 255"):
         loaded.predict(x.float())
     assert len(loaded.predict(x / 255 + 0.5)) == len(x)
     assert loaded.predict(x[:0].float()) == []
+
+
+def test_images_that_are_normalised_already_are_refused(loaded: TrainedModel) -> None:
+    x = tiny_data().test.x
+    for normalised in (loaded.normalise(x), loaded.normalise(x).clamp(max=2), x / 255 * 9 - 0.4, x / 127.5 - 1):
+        with pytest.raises(ValueError, match=r"from 0 to 1, got -\S+ to \S+; give them without normalisation"):
+            loaded.predict(normalised)
+    assert len(loaded.predict(x / 255 - 0.5)) == len(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)
@@ -267,6 +275,8 @@ def test_an_exported_program_takes_any_number_of_images_and_gives_the_same_logit
     for count in (1, 2, 30):
         x = tiny_data().test.x[:count].float() / 255
         torch.testing.assert_close(program(x), loaded.logits(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="Expected: Float, Got: unsigned char"):
+        program(tiny_data().test.x)
 
 
 def test_a_program_with_other_logits_gets_no_name(
