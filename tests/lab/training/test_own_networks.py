@@ -157,6 +157,7 @@ def test_wrong_outputs_are_told_before_the_first_step(tmp_path: Path) -> None:
     for model, text in (
         ("too_few_outputs", r"logits \(2, K\) of 2 inputs for K = 3 classes, got \(2, 2\)$"),
         ("TwoAnswers", "got tuple in training mode"),
+        ("Squeezed", r"logits \(1, K\) of 1 input for K = 3 classes, got \(3,\); keep the first dimension"),
     ):
         with pytest.raises(ValueError, match=text):
             run(own_recipe(model), tmp_path / model)
