@@ -223,6 +223,30 @@ def test_a_file_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert model.in_features == 3
 
 
+@pytest.mark.parametrize("is_package", [True, False], ids=["package", "namespace"])
+def test_every_file_imports_from_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_package: bool
+) -> None:
+    """Two versions of a project have files of the same names; a process may load runs of both."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for width in (3, 4):
+        (tmp_path / f"v{width}" / "parts").mkdir(parents=True)
+        if is_package:
+            (tmp_path / f"v{width}" / "parts" / "__init__.py").write_text("")
+        (tmp_path / f"v{width}" / "parts" / "sizes.py").write_text(f"width = {width}\n")
+        (tmp_path / f"v{width}" / "layers_of_it.py").write_text(
+            "from torch import nn\nfrom parts.sizes import width\ndef layer():\n    return nn.Linear(width, 1)\n"
+        )
+        (tmp_path / f"v{width}" / "versioned.py").write_text(
+            "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom layers_of_it import layer\n"
+            "@dataclass\nclass Size:\n    width: int = 1\n\ndef make_model():\n    return layer()\n"
+        )
+    for width in (3, 4, 3, 3, 4):
+        model = make(f"{tmp_path}/v{width}/versioned.py")
+        assert isinstance(model, nn.Linear)
+        assert model.in_features == width
+
+
 WAYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "plain": lambda weights: weights,
     "in a checkpoint": lambda weights: {"epoch": 3, "state_dict": weights},
