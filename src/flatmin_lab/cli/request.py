@@ -100,6 +100,8 @@ class Request:
         seed = int(known["seed"]) if self.seed is None else self.seed
         run_config.check_recipe(folder, known, recipe, seed)
         data = read_run_data(recipe, self.data, self.data_dir, download=self.download)
+        # changed data are the reason, whatever else does not fit because of them
+        run_config.check_same(folder, known, {**known, "data_sha256": data.checksum})
         return Plan(recipe, seed, data, folder)
 
     def _with_changes(self, recipe: Recipe) -> Recipe:

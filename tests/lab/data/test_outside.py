@@ -119,3 +119,9 @@ def test_a_file_needs_no_labels(tmp_path: Path) -> None:
     np.savez(tmp_path / "wrong.npz", y_test=x)
     with pytest.raises(ValueError, match="must hold x_test; missing: x_test, found: y_test"):
         load_outside(str(tmp_path / "wrong.npz"), like=load("digits").test)
+
+
+def test_points_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x_test=np.full((3, 2), np.nan, np.float32))
+    with pytest.raises(ValueError, match=r"x\.npz: points must be finite, got nan or infinity in x_test"):
+        load_outside(str(tmp_path / "x.npz"), like=load("spiral").test)

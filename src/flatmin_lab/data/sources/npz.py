@@ -41,7 +41,10 @@ def load(path: Path) -> Dataset:
 
 def load_test_images(path: Path) -> Tensor:
     """x_test alone, for which the file needs no labels."""
-    return _images(read(path, ("x_test",))["x_test"], f"{path}: x_test")
+    x = _images(read(path, ("x_test",))["x_test"], f"{path}: x_test")
+    if x.is_floating_point() and not bool(x.isfinite().all()):
+        raise ValueError(f"{path}: points must be finite, got nan or infinity in x_test")
+    return x
 
 
 def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -> dict[str, Array]:
