@@ -18,6 +18,7 @@ STATE_DICT_KEYS = (
     "model_state",
     "model",
 )  # where trainers put a state dict in a larger checkpoint
+CHECKPOINT_METADATA = {"state", "sha256"}  # of the checkpoints that flatmin writes (runs/checkpoint.py)
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 
@@ -36,11 +37,19 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give the file with the model's weights")
     if path.suffix == ".safetensors":
-        safetensors = need("safetensors.torch", "reading safetensors")
+        safetensors = need("safetensors", "reading safetensors")
         try:
-            return dict(safetensors.load_file(path))
+            with safetensors.safe_open(path, framework="pt") as file:
+                is_checkpoint = (file.metadata() or {}).keys() >= CHECKPOINT_METADATA
+                weights = {} if is_checkpoint else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except Exception as error:
             raise ValueError(f"{path} cannot be read as safetensors ({error})") from error
+        if is_checkpoint:
+            raise ValueError(
+                f"{path} is a run's checkpoint, which holds more than weights; its weights become a file with "
+                f"`flatmin export {path} --to weights.safetensors`"
+            )
+        return weights
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything

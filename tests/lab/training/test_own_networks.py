@@ -256,6 +256,13 @@ def test_a_head_of_another_size_is_told_with_the_way_out(tmp_path: Path) -> None
         assert torch.equal(value, fresh[key] if key.startswith("fc.") else weights[key]), key
 
 
+def test_a_checkpoint_is_not_a_file_of_weights_but_becomes_one(tmp_path: Path) -> None:
+    run(own_recipe("ResNet", epochs=1), tmp_path / "run")
+    checkpoint = next((tmp_path / "run").glob("checkpoint-*"))
+    with pytest.raises(ValueError, match=rf"a run's checkpoint.* with `flatmin export {checkpoint} --to weights"):
+        learner_of(own_recipe("ResNet", init=str(checkpoint)), tiny_data())
+
+
 def test_a_resumed_run_needs_its_initial_weights_no_more(tmp_path: Path) -> None:
     save_file(learner_of(own_recipe("ResNet"), tiny_data(), seed=5).model.state_dict(), tmp_path / "w.safetensors")
     recipe = own_recipe("ResNet", init=str(tmp_path / "w.safetensors"))
