@@ -8,6 +8,7 @@ The files are untrusted: 20 kB of PNG can hold 10⁸ pixels, and Pillow starts G
 x.png. So only these formats are opened, only regular files, and every header is checked before a pixel is decoded.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -103,9 +104,21 @@ def _is_hidden(name: str) -> bool:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """The images in a folder and in those inside it, in order; by their names alone."""
-    images = (file for file in folder.rglob("*") if file.suffix.lower() in EXTENSIONS)
-    return sorted(file for file in images if not any(map(_is_hidden, file.relative_to(folder).parts)))
+    """The images in a folder and in those inside it or linked from it, in order; by their names alone."""
+
+    def refuse(error: OSError) -> None:
+        raise error  # images in a folder that cannot be read would be missing without a word
+
+    found: list[Path] = []
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
+        if (real := os.path.realpath(place)) in seen:  # links may go round in a circle
+            folders.clear()
+            continue
+        seen.add(real)
+        found += [Path(place, name) for name in files if not _is_hidden(name)]
+    return sorted(file for file in found if file.suffix.lower() in EXTENSIONS)
 
 
 def _list_images(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:

@@ -280,6 +280,14 @@ class TestFolder:
         with pytest.raises(ValueError, match=r"at most 16 GiB, got 96 images of 268\.2 GiB in .*pets"):
             load(root, size=(10**5, 10**4))
 
+    def test_linked_folders_are_read_and_links_may_go_round_in_a_circle(self, tmp_path: Path) -> None:
+        root, other = self.write(tmp_path / "pets"), self.write(tmp_path / "other", count=4)
+        (root / "cat" / "more").symlink_to(other / "cat")
+        (root / "cat" / "circle").symlink_to(root / "cat")
+        (root / "bird").symlink_to(other / "dog")
+        data = load(root)
+        assert (data.train.y.bincount() + data.test.y.bincount()).tolist() == [4, 14, 10]
+
     def test_a_pipe_is_refused_and_a_link_to_an_image_is_followed(self, tmp_path: Path) -> None:
         root = self.write(tmp_path / "pets")
         (root / "cat" / "link.png").symlink_to(root / "cat" / "0.png")
