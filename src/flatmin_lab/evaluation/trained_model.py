@@ -79,8 +79,11 @@ class TrainedModel:
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
         """Of images (N, C, H, W), uint8 or from 0 to 1, or of points (N, D); on the model's device."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"inputs must be a tensor, got {type(x).__name__}; for an array, use torch.from_numpy")
         if tuple(x.shape[1:]) != self.input_shape:
-            raise ValueError(f"this model takes {self.shape_text}, got a tensor of shape {tuple(x.shape)}")
+            one = "; for a single one, give x[None]" if tuple(x.shape) == self.input_shape else ""
+            raise ValueError(f"this model takes {self.shape_text}, got a tensor of shape {tuple(x.shape)}{one}")
         if self.kind == "images" and x.is_floating_point() and x.numel():
             _check_pixels(float(x.min()), float(x.max()))
         parts = [self.model(self.normalise(part.to(self.device))) for part in x.split(BATCH_SIZE)]

@@ -67,6 +67,10 @@ def test_images_from_0_to_1_and_bytes_give_the_same(loaded: TrainedModel) -> Non
     torch.testing.assert_close(loaded.probabilities(x).sum(dim=1), torch.ones(len(x)))
     with pytest.raises(ValueError, match=r"takes images of 1 × 6 × 6, got a tensor of shape \(2, 3, 6, 6\)"):
         loaded.logits(torch.zeros(2, 3, 6, 6))
+    with pytest.raises(ValueError, match=r"got a tensor of shape \(1, 6, 6\); for a single one, give x\[None\]"):
+        loaded.predict(x[0])
+    with pytest.raises(TypeError, match=r"must be a tensor, got ndarray; for an array, use torch\.from_numpy"):
+        loaded.predict(x.numpy())  # type: ignore[arg-type]
 
 
 def test_floats_from_0_to_255_are_refused_and_noise_is_not(loaded: TrainedModel) -> None:
