@@ -11,6 +11,7 @@ x.png. So only these formats are opened, only regular files, and every header is
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -52,16 +53,16 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
     folders = [path] if test is None else [path / "train", test]
     names = _classes(folders)
     found = [_list_images(folder, names) for folder in folders]
+    if test is None and min(Counter(found[0][1]).values()) < 3:
+        raise ValueError(
+            f"{path}: a class must have at least 3 images for a fifth of them to be one for testing; "
+            "add images, or make train/ and test/"
+        )
     headers = [read_header(file) for files, _ in found for file in files]
     mode = "L" if {header.mode for header in headers} <= set(GREY_MODES) else "RGB"
     _check_total(path, headers, size, channels=len(mode))
     splits = [Split(read_images(files, mode, size), torch.tensor(labels)) for files, labels in found]
     if test is None:
-        if min(splits[0].y.bincount().tolist()) < 3:
-            raise ValueError(
-                f"{path}: a class must have at least 3 images for a fifth of them to be one for testing; "
-                "add images, or make train/ and test/"
-            )
         train_part, test_part = stratified_split(splits[0].y, share=0.2, generator=generator("folder", seed))
         splits = [splits[0].at(train_part), splits[0].at(test_part)]
     return Dataset(path.resolve().name, splits[0], splits[1], names, str(path))

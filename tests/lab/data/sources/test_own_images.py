@@ -211,6 +211,7 @@ class TestFolder:
         with pytest.raises(ValueError, match=r"8 bits per channel, got mode I;16 in .*deep\.png"):
             load(root)
         few = self.write(tmp_path / "few", count=2)
+        (few / "dog" / "0.png").write_bytes(b"no image")  # which takes longer to find out
         with pytest.raises(ValueError, match="at least 3 images"):
             load(few)
         self.write(tmp_path / "half" / "train")
