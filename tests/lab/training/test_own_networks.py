@@ -168,6 +168,10 @@ def test_wrong_outputs_are_told_before_the_first_step(tmp_path: Path) -> None:
         run(own_recipe("ForOtherImages"))
 
 
+def test_a_norm_without_running_statistics_is_trained_on_batches_of_two_or_more() -> None:
+    assert any(isinstance(event, Finished) for event in run(own_recipe("norm_of_the_batch_alone", epochs=1)))
+
+
 def test_probabilities_are_noticed() -> None:
     notes = [event.text for event in run(own_recipe("softmax_too_soon", epochs=1)) if isinstance(event, Note)]
     assert notes == ["its outputs look like probabilities; return logits, before softmax"]
