@@ -83,15 +83,17 @@ def _program(trained: TrainedModel) -> tuple[bytes, float]:
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     try:
         program = _traced(model, _images(trained, EXPORTED_BATCH))
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        return buffer.getvalue(), _check(buffer.getvalue(), model, trained)
+    except ExportError:
+        raise
     except Exception as error:  # a network may do anything
         first = str(error).strip().partition("\n")[0]
         raise ExportError(
             f"torch.export cannot export this model for a variable number of images ({type(error).__name__}: {first}); "
             "export its weights instead, with --to NAME.safetensors"
         ) from error
-    buffer = io.BytesIO()
-    torch.export.save(program, buffer)
-    return buffer.getvalue(), _check(buffer.getvalue(), model, trained)
 
 
 def _traced(model: nn.Module, x: Tensor) -> torch.export.ExportedProgram:

@@ -309,6 +309,13 @@ def test_a_network_that_cannot_be_traced_is_told_the_other_way(tmp_path: Path) -
     export(loaded, tmp_path / "model.safetensors")
 
 
+def test_a_network_that_needs_two_images_is_told_the_other_way(tmp_path: Path) -> None:
+    run(tiny_recipe(model=f"{FILE}:norm_of_the_batch_alone", model_settings={}, epochs=1), tmp_path / "run")
+    with pytest.raises(ExportError, match=r"more than 1 value .*; export its weights instead, with --to NAME"):
+        export(flatmin_lab.load_run(tmp_path / "run"), tmp_path / "model.pt2")
+    assert not (tmp_path / "model.pt2").exists()
+
+
 def test_the_command_says_which_weights_and_overwrites_nothing(trained: Path, tmp_path: Path) -> None:
     result = flatmin("export", trained, "--to", tmp_path / "model.safetensors", "--weights", "last")
     assert result.exit_code == 0, result.output
