@@ -34,6 +34,8 @@ def load(path: Path) -> Dataset:
         if "names" in arrays
         else default_class_names(y_train, y_test, str(path))
     )
+    if len(names) < 2:
+        raise ValueError(f"{path} must have at least two classes, got labels that are all 0: is y_train filled in?")
     train = Split(_images(arrays["x_train"], f"{path}: x_train"), y_train)
     test = Split(_images(arrays["x_test"], f"{path}: x_test"), y_test)
     return Dataset(path.stem, train, test, names, str(path))

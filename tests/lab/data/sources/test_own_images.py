@@ -80,6 +80,11 @@ class TestNpz:
                 "y_test": np.array([1, 2]),
             },
             "got 90000 for 4 images; number the classes": {**good, "y_test": np.array([0, 90_000])},
+            "at least two classes, got labels that are all 0": {
+                **good,
+                "y_train": np.zeros(2, int),
+                "y_test": np.zeros(2, int),
+            },
             "names must be strings": {**good, "names": np.array("cat")},
             "of at least one pixel": {**good, "x_train": good["x_train"][:, :0], "x_test": good["x_test"][:, :0]},
             "one shape": {**good, "x_test": np.zeros((2, 9, 9, 3), np.uint8)},
